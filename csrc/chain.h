@@ -1,0 +1,37 @@
+// A chain: what a layer does to a batch of samples, as a list of contractions and what follows them.
+//
+// Python writes it as text (factorlayer/chain.py), the raw ops carry that text, every engine parses it
+// here. Example, two tied 32 x 32 factors, a bias and an activation:
+//     "tied 1 32 32 32 1; tied 0 1 32 32 32; bias; gelu"
+// A contraction "KIND w o p q i" views the state as [o, p, i] and contracts p with weight w:
+//     tied:    y[o, q, i] = sum_p weight[q, p] x[o, p, i]              weight is [q, p]
+//     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
+// "rank r" in front: every weight has a leading axis r, and the chain is summed over it.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace factorlayer {
+
+struct Contraction {
+  bool tied;
+  int weight;
+  int64_t outer, p, q, inner;
+  int64_t weight_size() const { return q * p * (tied ? 1 : outer * inner); }
+};
+
+struct Chain {
+  std::vector<Contraction> contractions;
+  int64_t rank = 1;
+  bool bias = false;
+  std::string activation = "identity";
+
+  int64_t in_features() const;
+  int64_t out_features() const;
+};
+
+// Parses the text once and keeps the result for the life of the process. Throws std::invalid_argument.
+const Chain& find_chain(const std::string& text);
+
+}  // namespace factorlayer

@@ -1,0 +1,93 @@
+// One contraction of a block of samples, and its two gradients, as batches of small matrix products.
+//
+// A block's state lies in one of two layouts:
+//     plain        [samples, features]   vectors run along the modes after the contracted one, or along
+//                                        the outputs of the last mode
+//     interleaved  [features, samples]   vectors run along the samples: full vectors for any sizes, and the
+//                                        only layout for untied weights; costs a transpose at either end
+// In both, a tied contraction is y[o, :, i] = W x[o, :, i] over `slabs` values of o and `width` values of i.
+
+struct Block {
+  int64_t samples;
+  bool interleaved;
+  int64_t slabs(const Contraction& c) const { return interleaved ? c.outer : c.outer * samples; }
+  int64_t width(const Contraction& c) const { return interleaved ? c.inner * samples : c.inner; }
+};
+
+// The weights of one contraction in the arithmetic's type; `transposed` is [p, q], made where vectors run
+// along q.
+template <class T> struct Weights {
+  const T* data;
+  const T* transposed;
+};
+
+inline bool needs_transposed_weight(const Contraction& c, bool interleaved) {
+  return c.tied && c.inner == 1 && !interleaved;
+}
+
+// y (+)= W x
+template <class T>
+void contract(const Contraction& c, Block block, Weights<T> w, const T* x, T* y, bool add, T* packed) {
+  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q;
+  if (!c.tied) {
+    const int64_t s = block.samples;
+    for (int64_t o = 0; o < c.outer; ++o)
+      multiply<T>(c.inner, q, s, p, {w.data + o * c.inner * q * p, p, 1, q * p}, {x + o * p * width, width, 1, s},
+                  {y + o * q * width, width, 1, s}, add, packed);
+  } else if (width == 1) {
+    multiply<T>(1, slabs, q, p, {x, p, 1}, {w.transposed, q, 1}, {y, q, 1}, add, packed);
+  } else {
+    multiply<T>(slabs, q, width, p, {w.data, p, 1, 0}, {x, width, 1, p * width}, {y, width, 1, q * width}, add, packed);
+  }
+}
+
+// grad_x (+)= W' grad_y
+template <class T>
+void contract_grad_x(const Contraction& c, Block block, Weights<T> w, const T* grad_y, T* grad_x, bool add,
+                     T* packed) {
+  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q;
+  if (!c.tied) {
+    const int64_t s = block.samples;
+    for (int64_t o = 0; o < c.outer; ++o)
+      multiply<T>(c.inner, p, s, q, {w.data + o * c.inner * q * p, 1, p, q * p}, {grad_y + o * q * width, width, 1, s},
+                  {grad_x + o * p * width, width, 1, s}, add, packed);
+  } else if (width == 1) {
+    multiply<T>(1, slabs, p, q, {grad_y, q, 1}, {w.data, p, 1}, {grad_x, p, 1}, add, packed);
+  } else {
+    multiply<T>(slabs, p, width, q, {w.data, 1, p, 0}, {grad_y, width, 1, q * width}, {grad_x, width, 1, p * width}, add,
+                packed);
+  }
+}
+
+// The longest piece of a reduction that is transposed at a time: [piece, p] has to stay in cache.
+constexpr int64_t kTransposedPiece = 64;
+inline int64_t grad_weight_scratch(const Contraction& c) { return kTransposedPiece * c.p; }
+
+// grad_w[q, p] += sum over a piece of the reduction of grad_y[q, :] x[p, :], both contiguous along it
+template <class T>
+void add_outer_products(const Contraction& c, int64_t length, const T* grad_y, const T* x, int64_t row, T* grad_w,
+                        T* scratch) {
+  for (int64_t at = 0; at < length; at += kTransposedPiece) {
+    const int64_t piece = std::min(kTransposedPiece, length - at);
+    transpose<T>(c.p, piece, x + at, row, scratch, c.p);
+    multiply<T>(1, c.q, c.p, piece, {grad_y + at, row, 1}, {scratch, c.p, 1}, {grad_w, c.p, 1}, true, nullptr);
+  }
+}
+
+// grad_w += grad_y x'
+template <class T>
+void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T* x, T* grad_w, T* scratch) {
+  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q;
+  if (!c.tied) {
+    const int64_t s = block.samples;
+    for (int64_t o = 0; o < c.outer; ++o)
+      for (int64_t i = 0; i < c.inner; ++i)
+        add_outer_products(c, s, grad_y + o * q * width + i * s, x + o * p * width + i * s, width,
+                           grad_w + (o * c.inner + i) * q * p, scratch);
+  } else if (width == 1) {
+    multiply<T>(1, q, p, slabs, {grad_y, 1, q}, {x, p, 1}, {grad_w, p, 1}, true, nullptr);
+  } else {
+    for (int64_t o = 0; o < slabs; ++o)
+      add_outer_products(c, width, grad_y + o * q * width, x + o * p * width, width, grad_w, scratch);
+  }
+}

@@ -1,0 +1,72 @@
+// Chooses among the builds of the CPU kernels, once per process.
+#include "cpu.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace factorlayer::cpu {
+
+#define FL_DECLARE(ISA)                                                                        \
+  namespace ISA {                                                                              \
+  void forward(const Problem&, void*, int, const Parallel&);                                   \
+  void backward(const Problem&, const void*, const Gradients&, int, const Parallel&);          \
+  bool has_activation(const std::string&);                                                     \
+  }
+FL_DECLARE(generic)
+#if defined(__x86_64__)
+FL_DECLARE(avx2)
+FL_DECLARE(avx512)
+#endif
+#undef FL_DECLARE
+
+namespace {
+
+struct Build {
+  const char* name;
+  bool runs_here;
+  void (*forward)(const Problem&, void*, int, const Parallel&);
+  void (*backward)(const Problem&, const void*, const Gradients&, int, const Parallel&);
+};
+
+Build choose_build() {
+#if defined(__x86_64__)
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+  const Build builds[] = {  // best first
+#if defined(__x86_64__)
+      {"avx512", has_avx512, avx512::forward, avx512::backward},
+      {"avx2", has_avx2, avx2::forward, avx2::backward},
+#endif
+      {"generic", true, generic::forward, generic::backward},
+  };
+  const char* wanted = std::getenv("FACTORLAYER_CPU");
+  for (const Build& build : builds)
+    if (build.runs_here && (!wanted || wanted == std::string(build.name))) return build;
+  throw std::runtime_error("FACTORLAYER_CPU is \"" + std::string(wanted) +
+                           "\", which this processor cannot run; leave it unset, or use one of avx512, avx2, generic");
+}
+
+const Build& build() {
+  static const Build chosen = choose_build();
+  return chosen;
+}
+
+}  // namespace
+
+void forward(const Problem& problem, void* y, int threads, const Parallel& parallel) {
+  build().forward(problem, y, threads, parallel);
+}
+
+void backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads,
+              const Parallel& parallel) {
+  build().backward(problem, grad_y, wanted, threads, parallel);
+}
+
+bool has_activation(const std::string& name) { return generic::has_activation(name); }
+
+const char* instruction_set() { return build().name; }
+
+}  // namespace factorlayer::cpu

@@ -1,0 +1,159 @@
+// One small matrix product and one transpose: all the CPU kernels are made of these two.
+//
+// multiply: C[m, n] (+)= A[m, k] B[k, n] for a batch of equally shaped problems. A may have any strides
+// (its elements are broadcast); B and C are contiguous along n, where the vectors run. A column panel of
+// 1 to 4 vectors is kept in registers for as many rows as fit. Called by contract.h.
+
+template <class T> struct Operand {
+  const T* data;
+  int64_t row, col;   // strides in elements; B and C ignore col, which is 1
+  int64_t next = 0;   // from one problem of the batch to the next
+};
+
+constexpr int kMaxVecs = 4;
+#if defined(ISA_AVX512)
+constexpr int kTileRows[kMaxVecs + 1] = {0, 16, 8, 8, 4};  // 32 registers: at most 24 accumulators
+#else
+constexpr int kTileRows[kMaxVecs + 1] = {0, 8, 4, 4, 2};   // 16 registers: at most 12
+#endif
+
+// ROWS x VECS vectors of C. The sum starts at zero and is added to C at the end, so that a long reduction
+// done in parts (a weight gradient) is a sum of partial sums. TAIL: the last vector has `last` lanes.
+template <class T, int ROWS, int VECS, bool TAIL>
+FL_INLINE void multiply_tile(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t b_row,
+                             T* c, int64_t c_row, bool add, int last) {
+  constexpr int L = kLanes<T>;
+  Vec<T> sum[ROWS][VECS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) sum[r][v] = Vec<T>{};
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < k; ++i, a += a_col, b += b_row) {
+    Vec<T> bs[VECS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v)
+      bs[v] = TAIL && v == VECS - 1 ? load_first(b + v * L, last) : load(b + v * L);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; ++v) sum[r][v] += splat(a[r * a_row]) * bs[v];
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) {
+      T* to = c + r * c_row + v * L;
+      if (TAIL && v == VECS - 1)
+        store_first(to, add ? load_first(to, last) + sum[r][v] : sum[r][v], last);
+      else
+        store(to, add ? load(to) + sum[r][v] : sum[r][v]);
+    }
+}
+
+template <class T, int ROWS, int VECS, bool TAIL>
+FL_INLINE void multiply_rows(int64_t m, int64_t k, Operand<T> a, const T* b, int64_t b_row, T* c, int64_t c_row,
+                             bool add, int last) {
+  for (; m >= ROWS; m -= ROWS, a.data += ROWS * a.row, c += ROWS * c_row)
+    multiply_tile<T, ROWS, VECS, TAIL>(k, a.data, a.row, a.col, b, b_row, c, c_row, add, last);
+  if constexpr (ROWS > 1)
+    if (m) multiply_rows<T, ROWS / 2, VECS, TAIL>(m, k, a, b, b_row, c, c_row, add, last);
+}
+
+// One column panel of every problem of the batch. A panel that many rows will reuse and whose rows lie far
+// apart is copied together first: large strides fall on few sets of the first-level cache.
+template <class T, int VECS, bool TAIL>
+__attribute__((noinline)) void multiply_panel(int64_t count, int64_t m, int64_t k, Operand<T> a, Operand<T> b,
+                                              Operand<T> c, bool add, int last, T* packed) {
+  constexpr int W = VECS * kLanes<T>;
+  const bool pack = packed && m >= 4 * kTileRows[VECS] && b.row * int64_t(sizeof(T)) >= 512;
+  for (int64_t i = 0; i < count; ++i, a.data += a.next, b.data += b.next, c.data += c.next) {
+    const T* panel = b.data;
+    int64_t row = b.row;
+    if (pack) {
+      for (int64_t j = 0; j < k; ++j)
+        for (int v = 0; v < VECS; ++v) {
+          const T* from = b.data + j * b.row + v * kLanes<T>;
+          store(packed + j * W + v * kLanes<T>,
+                TAIL && v == VECS - 1 ? load_first(from, last) : load(from));
+        }
+      panel = packed, row = W;
+    }
+    multiply_rows<T, kTileRows[VECS], VECS, TAIL>(m, k, a, panel, row, const_cast<T*>(c.data), c.row, add, last);
+  }
+}
+
+template <class T> constexpr int64_t kPackedRows = 1024;  // longer reductions read B where it lies
+template <class T> int64_t packed_size(int64_t k) { return k <= kPackedRows<T> ? k * kMaxVecs * kLanes<T> : 0; }
+
+// `packed`: scratch of packed_size(k) elements, or null.
+template <class T>
+void multiply(int64_t count, int64_t m, int64_t n, int64_t k, Operand<T> a, Operand<T> b, Operand<T> c, bool add,
+              T* packed) {
+  constexpr int L = kLanes<T>;
+  if (k > kPackedRows<T>) packed = nullptr;
+  int64_t vecs = (n + L - 1) / L;
+  int64_t panels = (vecs + kMaxVecs - 1) / kMaxVecs;
+  for (; panels; --panels) {
+    const int64_t width = (vecs + panels - 1) / panels;  // panels of nearly equal width: 5 is 3 + 2
+    const bool tail = n < width * L;
+    const int last = tail ? int(n - (width - 1) * L) : L;
+#define FL_PANEL(VECS)                                                                         \
+  case VECS:                                                                                   \
+    tail ? multiply_panel<T, VECS, true>(count, m, k, a, b, c, add, last, packed)              \
+         : multiply_panel<T, VECS, false>(count, m, k, a, b, c, add, last, packed);            \
+    break;
+    switch (width) { FL_PANEL(1) FL_PANEL(2) FL_PANEL(3) FL_PANEL(4) }
+#undef FL_PANEL
+    b.data += width * L, c.data += width * L, n -= width * L, vecs -= width;
+  }
+}
+
+template <class T, int H, bool HIGH> FL_INLINE Vec<T> exchange(Vec<T> x, Vec<T> y) {
+  constexpr int L = kLanes<T>;
+  Mask<T> from;  // lanes with bit H clear come from x, the others from y, moved by H towards each other
+  for (int i = 0; i < L; ++i) from[i] = HIGH ? (i & H ? L + i : i + H) : (i & H ? L + i - H : i);
+#if defined(__clang__)
+  Vec<T> out;
+  for (int i = 0; i < L; ++i) out[i] = from[i] < L ? x[from[i]] : y[from[i] - L];
+  return out;
+#else
+  return __builtin_shuffle(x, y, from);
+#endif
+}
+
+template <class T, int H> FL_INLINE void transpose_step(Vec<T>* rows) {
+  constexpr int L = kLanes<T>;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i)
+    if (!(i & H)) {
+      const Vec<T> x = rows[i], y = rows[i + H];
+      rows[i] = exchange<T, H, false>(x, y);
+      rows[i + H] = exchange<T, H, true>(x, y);
+    }
+  if constexpr (2 * H < L) transpose_step<T, 2 * H>(rows);
+}
+
+// to[c, r] = from[r, c]
+template <class T>
+void transpose(int64_t rows, int64_t cols, const T* from, int64_t from_row, T* to, int64_t to_row) {
+  constexpr int L = kLanes<T>;
+  for (int64_t r = 0; r < rows; r += L)
+    for (int64_t c = 0; c < cols; c += L) {
+      const int height = int(rows - r < L ? rows - r : L), width = int(cols - c < L ? cols - c : L);
+      Vec<T> block[L];
+      const T* in = from + r * from_row + c;
+      T* out = to + c * to_row + r;
+      if (height == L && width == L) {
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) block[i] = load(in + i * from_row);
+        transpose_step<T, 1>(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) store(out + i * to_row, block[i]);
+      } else {
+        for (int i = 0; i < L; ++i) block[i] = i < height ? load_first(in + i * from_row, width) : Vec<T>{};
+        transpose_step<T, 1>(block);
+        for (int i = 0; i < width; ++i) store_first(out + i * to_row, block[i], height);
+      }
+    }
+}

@@ -1,0 +1,15 @@
+// What the kernels need, included before an instruction set is selected: see isa_avx512.cpp.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../chain.h"
+#include "cpu.h"

@@ -1,0 +1,29 @@
+"""Builds factorlayer._C: host code only, against PyTorch's stable ABI and Python's, so that one build serves
+CPU and CUDA machines, PyTorch from 2.11 on and Python from 3.10 on. Needs no nvcc and no CUDA."""
+
+import os
+import sys
+from glob import glob
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+PYTHON_ABI = "0x030A0000"  # 3.10
+TORCH_ABI = "0x020B000000000000"  # 2.11
+
+extension = CppExtension(
+    "factorlayer._C",
+    sorted(glob("csrc/**/*.cpp", recursive=True)),
+    depends=sorted(glob("csrc/**/*.h", recursive=True)),
+    define_macros=[("Py_LIMITED_API", PYTHON_ABI), ("TORCH_TARGET_VERSION", TORCH_ABI)],
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wno-psabi"],
+    extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
+    py_limited_api=True,
+)
+
+setup(
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
