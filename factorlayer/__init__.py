@@ -1,0 +1,8 @@
+"""Structured linear layers (Kronecker, Monarch) for PyTorch, each run as one chain that stays on chip."""
+
+from factorlayer.activations import ACTIVATIONS
+from factorlayer.functional import factor_linear
+from factorlayer.layers import FactorLinear
+
+__version__ = "0.1.0"
+__all__ = ["ACTIVATIONS", "FactorLinear", "factor_linear"]

@@ -1,0 +1,44 @@
+"""v2: the best that PyTorch alone can do. One matrix product per contraction: flat where the contracted mode is
+last, batched where others follow it, without permuting in between."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from factorlayer.chain import Chain
+from factorlayer.spec import Contraction
+
+
+def batched(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """x [N, in] -> [N, out], without bias and activation."""
+    if chain.rank == 1:
+        return _contract_all(chain, x, weights)
+    total = _contract_all(chain, x, [weight[0] for weight in weights])
+    for r in range(1, chain.rank):
+        total = total + _contract_all(chain, x, [weight[r] for weight in weights])
+    return total
+
+
+def _contract_all(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    state = x
+    for c in chain.contractions:
+        state = (_tied if c.tied else _untied)(c, state, weights[c.weight])
+    return state.reshape(-1, chain.out_features)
+
+
+def _tied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:
+    if c.inner == 1:
+        return state.reshape(-1, c.p) @ weight.t()
+    state = state.reshape(-1, c.p, c.inner)
+    return torch.bmm(weight.expand(state.shape[0], c.q, c.p), state)
+
+
+def _untied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:
+    batch = state.numel() // (c.outer * c.p * c.inner)
+    state = state.reshape(batch, c.outer, c.p, c.inner)
+    groups = state.permute(1, 3, 0, 2).reshape(c.outer * c.inner, batch, c.p)
+    out = torch.bmm(groups, weight.transpose(1, 2))  # [outer · inner, N, q]
+    return out.reshape(c.outer, c.inner, batch, c.q).permute(2, 0, 3, 1)

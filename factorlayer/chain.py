@@ -1,0 +1,72 @@
+"""Layers as chains of stages: contractions, then bias and activation.
+
+The raw ops carry a chain as text, which csrc/chain.h documents and reads; so a compiled or exported graph holds all
+that an engine has to know.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Sequence
+
+from factorlayer.spec import Contraction, LayerSpec
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The contractions in their order; with rank > 1, the sum over the weights' leading axis."""
+
+    contractions: tuple[Contraction, ...]
+    rank: int = 1
+    bias: bool = False
+    activation: str = "identity"
+    text: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        stages = [f"rank {self.rank}"] if self.rank > 1 else []
+        for c in self.contractions:
+            stages.append(f"{'tied' if c.tied else 'untied'} {c.weight} {c.outer} {c.p} {c.q} {c.inner}")
+        stages += ["bias"] if self.bias else []
+        stages += [self.activation] if self.activation != "identity" else []
+        object.__setattr__(self, "text", "; ".join(stages))
+
+    @classmethod
+    def of(cls, spec: LayerSpec, bias: bool, activation: str) -> Chain:
+        return cls(spec.contractions, spec.terms, bias, activation)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=None)
+    def parse(text: str) -> Chain:
+        contractions, rank, bias, activation = [], 1, False, "identity"
+        for name, *numbers in map(str.split, text.split(";")):
+            if name in ("tied", "untied"):
+                contractions.append(Contraction(*map(int, numbers), tied=name == "tied"))
+            elif name == "rank":
+                rank = int(numbers[0])
+            elif name == "bias":
+                bias = True
+            else:
+                activation = name
+        return Chain(tuple(contractions), rank, bias, activation)
+
+    @property
+    def in_features(self) -> int:
+        c = self.contractions[0]
+        return c.outer * c.p * c.inner
+
+    @property
+    def out_features(self) -> int:
+        c = self.contractions[-1]
+        return c.outer * c.q * c.inner
+
+    def forward_flops(self, batch: int) -> int:
+        return 2 * batch * self.rank * sum(c.multiply_adds for c in self.contractions)
+
+    def backward_flops(self, batch: int, wants_x: bool, wants_weights: Sequence[bool]) -> int:
+        """Of the gradients wanted; recomputing the states is not counted."""
+        multiply_adds, reaches_back = 0, wants_x
+        for c in self.contractions:
+            multiply_adds += c.multiply_adds * (wants_weights[c.weight] + reaches_back)
+            reaches_back = reaches_back or wants_weights[c.weight]
+        return 2 * batch * self.rank * multiply_adds

@@ -1,0 +1,252 @@
+"""v3: the raw ops of the compiled extension, and what PyTorch has to know about them.
+
+factorlayer::forward and ::backward take contiguous tensors and the chain's text, and return new tensors. Here are
+their shapes (fakes), FLOP formulas, vmap rules and autograd. Backward needs x and the weights and recomputes the
+states between contractions. Double backward goes through the batched implementation, whose every operation PyTorch
+can differentiate again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from factorlayer.activations import ACTIVATIONS
+from factorlayer.batched import batched
+from factorlayer.chain import Chain
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+try:
+    import factorlayer._C  # noqa: F401 (importing it registers the ops)
+except ImportError as error:
+    missing_extension: ImportError | None = error
+else:
+    missing_extension = None
+
+
+def why_not_fused(x: Tensor) -> str | None:
+    """Why there is no fused kernel for x, or None."""
+    if missing_extension is not None:
+        return (
+            f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
+            "`pip install --no-build-isolation .` in factorlayer's source folder"
+        )
+    if x.device.type not in ("cpu", "meta"):
+        return f"it has kernels for CPU tensors, x is on {x.device}"
+    if x.dtype not in DTYPES:
+        return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
+    return None
+
+
+def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """x [N, in] -> [N, out], with bias and activation."""
+    x = x.contiguous()
+    weights = [weight.contiguous() for weight in weights]
+    bias = None if bias is None else bias.contiguous()
+    y: Tensor
+    if transforms_active():
+        y = _TransformableChain.apply(chain.text, x, bias, *weights)
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, *weights)):
+        y = _Chain.apply(chain.text, x, bias, *weights)
+    else:
+        y = torch.ops.factorlayer.forward(x, weights, bias, chain.text)
+    return y
+
+
+def transforms_active() -> bool:
+    """Whether a transform of torch.func is at work. The probe is private in PyTorch; this is its only use."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+# Autograd. The forward op and the backward op have a Function each, in two forms: one that saves through ctx, fast in
+# eager mode, and one with setup_context, which is what torch.func can transform.
+
+
+class _Chain(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.text = text
+        ctx.save_for_backward(x, bias, *weights)
+        y: Tensor = torch.ops.factorlayer.forward(x, weights, bias, text)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        return _gradients(ctx, grad_y, _ChainBackward.apply if torch.is_grad_enabled() else _raw_backward)
+
+
+class _TransformableChain(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        y: Tensor = torch.ops.factorlayer.forward(x, weights, bias, text)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.text, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        return _gradients(ctx, grad_y, _TransformableChainBackward.apply)
+
+
+class _ChainBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.text, ctx.wanted = text, wanted
+        ctx.save_for_backward(*tensors)
+        return _raw_backward(text, wanted, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor) -> tuple[Any, ...]:
+        return _double_backward(ctx, grad_gradients)
+
+
+class _TransformableChainBackward(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return _raw_backward(text, wanted, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.text, ctx.wanted, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor) -> tuple[Any, ...]:
+        return _double_backward(ctx, grad_gradients)
+
+
+def _gradients(ctx: Any, grad_y: Tensor, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad[1:]  # x, bias, weights
+    wanted = sum(1 << bit for bit, need in enumerate(needs) if need)
+    found = iter(backward(ctx.text, wanted, grad_y.contiguous(), *ctx.saved_tensors))
+    return None, *(next(found) if need else None for need in needs)
+
+
+def _raw_backward(text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    grad_y, x, bias, *weights = tensors
+    return tuple(torch.ops.factorlayer.backward(grad_y, x, weights, bias, text, wanted))
+
+
+def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+
+    def first_gradients(*present: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(present)
+        given = [None if t is None else next(rest) for t in tensors]
+        return _differentiable_backward(ctx.text, ctx.wanted, *given)
+
+    _, vjp = torch.func.vjp(first_gradients, *(t for t in tensors if t is not None))
+    found = iter(vjp(grad_gradients))
+    return None, None, *(None if t is None else next(found) for t in tensors)
+
+
+def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
+    """What the backward op computes, by operations that PyTorch can differentiate."""
+    chain = Chain.parse(text)
+    grad_y, x, bias, *weights = tensors
+
+    def forward(x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        y = batched(chain, x, weights)
+        return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
+
+    if bias is None:
+        _, vjp = torch.func.vjp(lambda x, *weights: forward(x, None, *weights), x, *weights)
+        grad_x, *grad_weights = vjp(grad_y)
+        gradients = (grad_x, None, *grad_weights)
+    else:
+        _, vjp = torch.func.vjp(forward, x, bias, *weights)
+        gradients = vjp(grad_y)
+    return tuple(g for bit, g in enumerate(gradients) if wanted >> bit & 1)
+
+
+# What PyTorch asks of an op: the shapes it returns, its FLOPs, and how it is mapped over a further dimension.
+
+
+def _forward_fake(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str) -> Tensor:
+    return x.new_empty(x.shape[0], Chain.parse(chain).out_features)
+
+
+def _backward_fake(
+    grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
+) -> list[Tensor]:
+    gradients = [None if t is None else torch.empty_like(t) for t in (x, bias, *weights)]
+    return [g for bit, g in enumerate(gradients) if g is not None and wanted >> bit & 1]
+
+
+def _forward_flops(
+    x_shape: Any, weight_shapes: Any, bias_shape: Any, chain: str, *, out_shape: Any = None, **_: Any
+) -> int:
+    return Chain.parse(chain).forward_flops(x_shape[0])
+
+
+def _backward_flops(
+    grad_y_shape: Any, x_shape: Any, weight_shapes: Any, bias_shape: Any, chain: str, wanted: int, **_: Any
+) -> int:
+    wants_weights = [bool(wanted >> (i + 2) & 1) for i in range(len(weight_shapes))]
+    return Chain.parse(chain).backward_flops(x_shape[0], bool(wanted & 1), wants_weights)
+
+
+def _forward_vmap(info: Any, in_dims: Any, x: Tensor, weights: Sequence[Tensor], bias: Any, chain: str) -> Any:
+    x_dim, weight_dims, bias_dim, _ = in_dims
+    op = torch.ops.factorlayer.forward
+    if bias_dim is None and all(dim is None for dim in weight_dims):
+        x = x.movedim(x_dim, 0)
+        return op(x.flatten(0, 1), weights, bias, chain).unflatten(0, x.shape[:2]), 0
+    ys = [
+        op(_pick(x, x_dim, i), [_pick(w, d, i) for w, d in zip(weights, weight_dims)], _pick(bias, bias_dim, i), chain)
+        for i in range(info.batch_size)
+    ]
+    return torch.stack(ys), 0
+
+
+def _backward_vmap(
+    info: Any,
+    in_dims: Any,
+    grad_y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    chain: str,
+    wanted: int,
+) -> Any:
+    """One call for each index: a gradient of a weight is a sum over samples, which must not mix them."""
+    grad_y_dim, x_dim, weight_dims, bias_dim, _, _ = in_dims
+    per_index = [
+        torch.ops.factorlayer.backward(
+            _pick(grad_y, grad_y_dim, i),
+            _pick(x, x_dim, i),
+            [_pick(w, d, i) for w, d in zip(weights, weight_dims)],
+            _pick(bias, bias_dim, i),
+            chain,
+            wanted,
+        )
+        for i in range(info.batch_size)
+    ]
+    gradients = [torch.stack(of_one) for of_one in zip(*per_index)]
+    return gradients, [0] * len(gradients)
+
+
+def _pick(tensor: Any, dim: int | None, index: int) -> Any:
+    """The part of a mapped tensor that belongs to one index, as the raw ops take it."""
+    return tensor if dim is None else tensor.select(dim, index).contiguous()
+
+
+if missing_extension is None:
+    torch.library.register_fake("factorlayer::forward")(_forward_fake)
+    torch.library.register_fake("factorlayer::backward")(_backward_fake)
+    torch.library.register_vmap("factorlayer::forward")(_forward_vmap)
+    torch.library.register_vmap("factorlayer::backward")(_backward_vmap)
+    register_flop_formula(torch.ops.factorlayer.forward)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.backward)(_backward_flops)

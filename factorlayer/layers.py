@@ -1,0 +1,210 @@
+"""FactorLinear: a drop-in for nn.Linear whose matrix is structured."""
+
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from factorlayer.activations import activation_name
+from factorlayer.chain import Chain
+from factorlayer.fused import why_not_fused
+from factorlayer.functional import choose, implementation_name, run
+from factorlayer.project import project, to_dense
+from factorlayer.spec import Factors, LayerSpec, resolve
+
+
+class FactorLinear(nn.Module):
+    """y = activation(x Wᵀ + bias), where W [out_features, in_features] is a Kronecker product or a Monarch matrix.
+
+    Args:
+        in_features, out_features, bias: as nn.Linear has them.
+        structure: "kronecker" or "monarch".
+        factors: sizes that multiply up to the features. None: a balanced pair; 3: a balanced triple;
+            ((32, 32), (48, 64)): those of the inputs and those of the outputs; (32, 32): the same for both.
+        blocks: Monarch only, instead of factors: (K, L), the number of input and of output groups; 4 means (4, 4).
+        rank: Kronecker: how many products are added up; Monarch: the rank of each block.
+        activation: None or a name (factorlayer.ACTIVATIONS), applied after the bias.
+        implementation: "auto", "naive" (v1), "batched" (v2) or "fused" (v3).
+
+    The parameters are weight_0 … weight_{k-1} (shapes: factorlayer/spec.py) and bias. A fresh layer's outputs have the
+    variance that a fresh nn.Linear's have.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        structure: str = "kronecker",
+        factors: Factors = None,
+        blocks: int | Sequence[int] | None = None,
+        rank: int = 1,
+        activation: str | None = None,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        try:
+            self.spec: LayerSpec = resolve(in_features, out_features, structure, factors, blocks, rank)
+            self.chain = Chain.of(self.spec, bool(bias), activation_name(activation))
+            self.implementation = implementation_name(implementation)
+        except ValueError as error:
+            raise ValueError(f"FactorLinear: {error}") from None
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"FactorLinear: dtype should be a floating-point type, it is {dtype}")
+        for i, shape in enumerate(self.spec.weight_shapes):
+            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform weights, so scaled that the outputs have nn.Linear's variance: a third of the inputs'."""
+        share = (1 / (3 * self.spec.terms)) ** (1 / len(self.spec.contractions))
+        for c in self.spec.contractions:
+            bound = math.sqrt(3 * share / c.p)  # the variance is share / p, over p summands
+            nn.init.uniform_(self.weights[c.weight], -bound, bound)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.spec, self.chain, x, self.weights, self.bias, self.implementation, "FactorLinear")
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [getattr(self, f"weight_{i}") for i in range(len(self.spec.in_factors))]
+
+    @property
+    def in_features(self) -> int:
+        return self.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.spec.out_features
+
+    @property
+    def activation(self) -> str | None:
+        return None if self.chain.activation == "identity" else self.chain.activation
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters(recurse=False))
+
+    def flops(self, batch: int = 1) -> int:
+        """Of a forward pass over batch samples, contractions only."""
+        return self.spec.flops(batch)
+
+    def to_dense(self) -> Tensor:
+        """The matrix W [out_features, in_features]; gradients flow through it."""
+        return to_dense(self.spec, self.weights)
+
+    def to_linear(self) -> nn.Linear:
+        """The nn.Linear that computes the same."""
+        if self.activation is not None:
+            raise ValueError(
+                f"FactorLinear.to_linear: this layer ends in activation={self.activation!r}, which nn.Linear cannot "
+                "hold; build the layer without it, or use to_dense()"
+            )
+        weight = self.to_dense().detach()
+        linear = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            if self.bias is not None:
+                linear.bias.copy_(self.bias)
+        return linear
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        structure: str = "kronecker",
+        factors: Factors = None,
+        blocks: int | Sequence[int] | None = None,
+        rank: int = 1,
+        activation: str | None = None,
+        implementation: str = "auto",
+    ) -> FactorLinear:
+        """The layer nearest to a dense one: its W is the projection of linear.weight (factorlayer/project.py)."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"FactorLinear.from_linear: linear should be an nn.Linear, it is {type(linear).__name__}")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            structure=structure,
+            factors=factors,
+            blocks=blocks,
+            rank=rank,
+            activation=activation,
+            implementation=implementation,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
+        try:
+            weights = project(layer.spec, linear.weight)
+        except ValueError as error:
+            raise ValueError(f"FactorLinear.from_linear: {error}") from None
+        with torch.no_grad():
+            for weight, projected in zip(layer.weights, weights, strict=True):
+                weight.copy_(projected)
+            if layer.bias is not None:
+                layer.bias.copy_(linear.bias)
+        return layer
+
+    def explain(self, batch: int = 1) -> str:
+        """What a call with `batch` samples computes, moves and runs, in words."""
+        spec, weight = self.spec, self.weights[0]
+        x = torch.empty(0, spec.in_features, device=weight.device, dtype=weight.dtype)
+        chosen = choose(self.chain, x, self.implementation, "FactorLinear.explain")
+        lines = [
+            repr(self),
+            f"{self.parameter_count} parameters, {spec.parameter_count / (spec.in_features * spec.out_features):.2%} "
+            "of the dense weight's",
+            f"{batch} samples: {spec.flops(batch):.3e} FLOPs, {2 * batch * spec.in_features * spec.out_features:.3e} "
+            f"dense; {spec.elements_moved(batch) * weight.element_size():.3e} bytes moved at least",
+        ]
+        for c in spec.contractions:
+            shared = "one weight" if c.tied else f"{c.outer * c.inner} weights"
+            lines.append(
+                f"  [{c.outer}, {c.p}, {c.inner}] -> [{c.outer}, {c.q}, {c.inner}] by weight_{c.weight}, {shared}"
+                + (f", for each of {spec.terms} terms" if spec.terms > 1 else "")
+            )
+        lines.append("runs " + self._implementation_in_words(chosen, x))
+        return "\n".join(lines)
+
+    def _implementation_in_words(self, chosen: str, x: Tensor) -> str:
+        if chosen == "fused":
+            return f"fused, {torch.ops.factorlayer.instruction_set()} kernels: one pass over x for all contractions"
+        reason = why_not_fused(x)
+        if self.implementation == "auto" and reason is not None:
+            return f"{chosen}, because fused cannot: {reason}"
+        if self.implementation == "auto":
+            return f"{chosen}, because a single contraction is one matrix product"
+        return f"{chosen}, as asked"
+
+    def extra_repr(self) -> str:
+        """The arguments that build this layer again."""
+        spec, weight = self.spec, self.weights[0]
+        parts = [f"{spec.in_features}, {spec.out_features}"]
+        if self.bias is None:
+            parts.append("bias=False")
+        parts.append(f"structure={spec.structure!r}, factors={(spec.in_factors, spec.out_factors)}")
+        if spec.rank != 1:
+            parts.append(f"rank={spec.rank}")
+        if self.activation is not None:
+            parts.append(f"activation={self.activation!r}")
+        if self.implementation != "auto":
+            parts.append(f"implementation={self.implementation!r}")
+        if weight.device.type != "cpu":
+            parts.append(f"device={str(weight.device)!r}")
+        if weight.dtype != torch.get_default_dtype():
+            parts.append(f"dtype={weight.dtype}")
+        return ", ".join(parts)
