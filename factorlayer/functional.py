@@ -11,7 +11,7 @@ from torch import Tensor
 from factorlayer.activations import ACTIVATIONS, activation_name
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
-from factorlayer.fused import fused, transforms_active, why_not_fused
+from factorlayer.fused import fused, missing_extension, transforms_active, why_not_fused
 from factorlayer.naive import naive
 from factorlayer.spec import LayerSpec, spec_of_weights
 
@@ -75,7 +75,7 @@ def choose(chain: Chain, x: Tensor, implementation: str, who: str) -> str:
             raise RuntimeError(f"{who}: implementation='fused' cannot run: {reason}; or use implementation='auto'")
         return "fused"
     if reason is not None:
-        if x.device.type == "cpu":
+        if missing_extension is not None:
             _warn_once(f"factorlayer runs the batched implementation, not the fused one: {reason}")
         return "batched"
     # Under torch.func the batched implementation maps and differentiates as one operation over all samples, where

@@ -30,7 +30,7 @@ else:
 
 
 def why_not_fused(x: Tensor) -> str | None:
-    """Why there is no fused kernel for x, or None."""
+    """Why the fused implementation cannot take x, or None."""
     if missing_extension is not None:
         return (
             f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
@@ -40,6 +40,10 @@ def why_not_fused(x: Tensor) -> str | None:
         return f"it has kernels for CPU tensors, x is on {x.device}"
     if x.dtype not in DTYPES:
         return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
+    if forward_mode_active():
+        return "it has no forward-mode derivative"
+    if torch.compiler.is_compiling() and transforms_active():
+        return "torch.compile cannot trace its autograd rule under torch.func"
     return None
 
 
@@ -58,9 +62,17 @@ def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | Non
     return y
 
 
+# The two probes are private in PyTorch; they are used here and nowhere else.
+
+
 def transforms_active() -> bool:
-    """Whether a transform of torch.func is at work. The probe is private in PyTorch; this is its only use."""
+    """Whether a transform of torch.func is at work."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def forward_mode_active() -> bool:
+    """Whether forward-mode derivatives are being computed (torch.func.jvp, torch.autograd.forward_ad)."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 # Autograd. The forward op and the backward op have a Function each, in two forms: one that saves through ctx, fast in
