@@ -84,6 +84,7 @@ Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::o
                const std::string& chain) {
   const Call call(x, weights, bias, chain);
   Tensor y = torch::stable::new_empty(x, {x.size(0), call.chain.out_features()});
+  cpu::prefer_huge_pages(y.mutable_data_ptr(), y.numel() * int64_t(y.element_size()));
   if (x.size(0)) cpu::forward(call.problem, y.mutable_data_ptr(), threads_for(call.problem), parallel);
   return y;
 }
@@ -98,8 +99,9 @@ std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::v
   std::vector<Tensor> gradients;
   auto want = [&](int bit, const Tensor& like) -> void* {
     if (!(wanted >> bit & 1)) return nullptr;
-    gradients.push_back(torch::stable::empty_like(like));
-    return gradients.back().mutable_data_ptr();
+    const Tensor& gradient = gradients.emplace_back(torch::stable::empty_like(like));
+    cpu::prefer_huge_pages(gradient.mutable_data_ptr(), gradient.numel() * int64_t(gradient.element_size()));
+    return gradient.mutable_data_ptr();
   };
   cpu::Gradients to{};
   to.grad_x = want(0, x);

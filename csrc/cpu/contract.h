@@ -32,12 +32,12 @@ void contract(const Contraction& c, Block block, Weights<T> w, const T* x, T* y,
   if (!c.tied) {
     const int64_t s = block.samples;
     for (int64_t o = 0; o < c.outer; ++o)
-      multiply<T>(c.inner, q, s, p, {w.data + o * c.inner * q * p, p, 1, q * p}, {x + o * p * width, width, 1, s},
+      multiply<T>({q, s, p, c.inner}, {w.data + o * c.inner * q * p, p, 1, q * p}, {x + o * p * width, width, 1, s},
                   {y + o * q * width, width, 1, s}, add, packed);
   } else if (width == 1) {
-    multiply<T>(1, slabs, q, p, {x, p, 1}, {w.transposed, q, 1}, {y, q, 1}, add, packed);
+    multiply<T>({slabs, q, p}, {x, p, 1}, {w.transposed, q, 1}, {y, q, 1}, add, packed);
   } else {
-    multiply<T>(slabs, q, width, p, {w.data, p, 1, 0}, {x, width, 1, p * width}, {y, width, 1, q * width}, add, packed);
+    multiply<T>({q, width, p, slabs}, {w.data, p, 1, 0}, {x, width, 1, p * width}, {y, width, 1, q * width}, add, packed);
   }
 }
 
@@ -49,28 +49,35 @@ void contract_grad_x(const Contraction& c, Block block, Weights<T> w, const T* g
   if (!c.tied) {
     const int64_t s = block.samples;
     for (int64_t o = 0; o < c.outer; ++o)
-      multiply<T>(c.inner, p, s, q, {w.data + o * c.inner * q * p, 1, p, q * p}, {grad_y + o * q * width, width, 1, s},
+      multiply<T>({p, s, q, c.inner}, {w.data + o * c.inner * q * p, 1, p, q * p}, {grad_y + o * q * width, width, 1, s},
                   {grad_x + o * p * width, width, 1, s}, add, packed);
   } else if (width == 1) {
-    multiply<T>(1, slabs, p, q, {grad_y, q, 1}, {w.data, p, 1}, {grad_x, p, 1}, add, packed);
+    multiply<T>({slabs, p, q}, {grad_y, q, 1}, {w.data, p, 1}, {grad_x, p, 1}, add, packed);
   } else {
-    multiply<T>(slabs, p, width, q, {w.data, 1, p, 0}, {grad_y, width, 1, q * width}, {grad_x, width, 1, p * width}, add,
+    multiply<T>({p, width, q, slabs}, {w.data, 1, p, 0}, {grad_y, width, 1, q * width}, {grad_x, width, 1, p * width}, add,
                 packed);
   }
 }
 
-// The longest piece of a reduction that is transposed at a time: [piece, p] has to stay in cache.
-constexpr int64_t kTransposedPiece = 64;
+// How much of a reduction is transposed at a time: [piece, p] has to stay in cache.
+constexpr int64_t kTransposedPiece = 128;
 inline int64_t grad_weight_scratch(const Contraction& c) { return kTransposedPiece * c.p; }
 
-// grad_w[q, p] += sum over a piece of the reduction of grad_y[q, :] x[p, :], both contiguous along it
+// grad_w[q, p] += sum over slabs and i of grad_y[slab, q, i] x[slab, p, i], 0 <= i < length. Rows are `row` apart,
+// slabs q or p rows. Short slabs are taken several at a time.
 template <class T>
-void add_outer_products(const Contraction& c, int64_t length, const T* grad_y, const T* x, int64_t row, T* grad_w,
-                        T* scratch) {
-  for (int64_t at = 0; at < length; at += kTransposedPiece) {
-    const int64_t piece = std::min(kTransposedPiece, length - at);
-    transpose<T>(c.p, piece, x + at, row, scratch, c.p);
-    multiply<T>(1, c.q, c.p, piece, {grad_y + at, row, 1}, {scratch, c.p, 1}, {grad_w, c.p, 1}, true, nullptr);
+void add_outer_products(const Contraction& c, int64_t slabs, int64_t length, const T* grad_y, const T* x, int64_t row,
+                        T* grad_w, T* scratch) {
+  const int64_t piece = std::min(length, kTransposedPiece), together = kTransposedPiece / piece;
+  for (int64_t slab = 0; slab < slabs; slab += together) {
+    const int64_t count = std::min(together, slabs - slab);
+    for (int64_t at = 0; at < length; at += piece) {
+      const int64_t size = std::min(piece, length - at);
+      for (int64_t i = 0; i < count; ++i)
+        transpose<T>(c.p, size, x + (slab + i) * c.p * row + at, row, scratch + i * size * c.p, c.p);
+      multiply<T>({c.q, c.p, size, 1, count}, {grad_y + slab * c.q * row + at, row, 1, c.q * row},
+                  {scratch, c.p, 1, size * c.p}, {grad_w, c.p, 1}, true, nullptr);
+    }
   }
 }
 
@@ -82,12 +89,11 @@ void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T
     const int64_t s = block.samples;
     for (int64_t o = 0; o < c.outer; ++o)
       for (int64_t i = 0; i < c.inner; ++i)
-        add_outer_products(c, s, grad_y + o * q * width + i * s, x + o * p * width + i * s, width,
+        add_outer_products(c, 1, s, grad_y + o * q * width + i * s, x + o * p * width + i * s, width,
                            grad_w + (o * c.inner + i) * q * p, scratch);
   } else if (width == 1) {
-    multiply<T>(1, q, p, slabs, {grad_y, 1, q}, {x, p, 1}, {grad_w, p, 1}, true, nullptr);
+    multiply<T>({q, p, slabs}, {grad_y, 1, q}, {x, p, 1}, {grad_w, p, 1}, true, nullptr);
   } else {
-    for (int64_t o = 0; o < slabs; ++o)
-      add_outer_products(c, width, grad_y + o * q * width, x + o * p * width, width, grad_w, scratch);
+    add_outer_products(c, slabs, width, grad_y, x, width, grad_w, scratch);
   }
 }

@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace factorlayer::cpu {
 
 #define FL_DECLARE(ISA)                                                                        \
@@ -66,6 +70,16 @@ void backward(const Problem& problem, const void* grad_y, const Gradients& wante
 }
 
 bool has_activation(const std::string& name) { return generic::has_activation(name); }
+
+void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(bytes)) / kPage * kPage;
+  // A hint: where it is refused, nothing is lost.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
 
 const char* instruction_set() { return build().name; }
 

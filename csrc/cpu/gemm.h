@@ -1,13 +1,18 @@
 // One small matrix product and one transpose: all the CPU kernels are made of these two.
 //
-// multiply: C[m, n] (+)= A[m, k] B[k, n] for a batch of equally shaped problems. A may have any strides
-// (its elements are broadcast); B and C are contiguous along n, where the vectors run. A column panel of
-// 1 to 4 vectors is kept in registers for as many rows as fit. Called by contract.h.
+// multiply: C[m, n] (+)= the sum over terms of A[m, k] B[k, n], for a batch of equally shaped problems. A may
+// have any strides (its elements are broadcast); B and C are contiguous along n, where the vectors run. A column
+// panel of 1 to 4 vectors is kept in registers for as many rows as fit. Called by contract.h.
 
 template <class T> struct Operand {
   const T* data;
   int64_t row, col;   // strides in elements; B and C ignore col, which is 1
-  int64_t next = 0;   // from one problem of the batch to the next
+  int64_t next = 0;   // from one problem of the batch, or one term of its sum, to the next
+};
+
+struct Size {
+  int64_t m, n, k;
+  int64_t count = 1, terms = 1;  // one of them is 1
 };
 
 constexpr int kMaxVecs = 4;
@@ -20,24 +25,26 @@ constexpr int kTileRows[kMaxVecs + 1] = {0, 8, 4, 4, 2};   // 16 registers: at m
 // ROWS x VECS vectors of C. The sum starts at zero and is added to C at the end, so that a long reduction
 // done in parts (a weight gradient) is a sum of partial sums. TAIL: the last vector has `last` lanes.
 template <class T, int ROWS, int VECS, bool TAIL>
-FL_INLINE void multiply_tile(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t b_row,
-                             T* c, int64_t c_row, bool add, int last) {
+FL_INLINE void multiply_tile(Size size, Operand<T> a, Operand<T> b, T* c, int64_t c_row, bool add, int last) {
   constexpr int L = kLanes<T>;
   Vec<T> sum[ROWS][VECS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) sum[r][v] = Vec<T>{};
+  for (int64_t term = 0; term < size.terms; ++term, a.data += a.next, b.data += b.next) {
+    const T *at = a.data, *bt = b.data;
 #pragma GCC unroll 1
-  for (int64_t i = 0; i < k; ++i, a += a_col, b += b_row) {
-    Vec<T> bs[VECS];
+    for (int64_t i = 0; i < size.k; ++i, at += a.col, bt += b.row) {
+      Vec<T> bs[VECS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; ++v)
-      bs[v] = TAIL && v == VECS - 1 ? load_first(b + v * L, last) : load(b + v * L);
+      for (int v = 0; v < VECS; ++v)
+        bs[v] = TAIL && v == VECS - 1 ? load_first(bt + v * L, last) : load(bt + v * L);
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r)
+      for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; ++v) sum[r][v] += splat(a[r * a_row]) * bs[v];
+        for (int v = 0; v < VECS; ++v) sum[r][v] += splat(at[r * a.row]) * bs[v];
+    }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -52,56 +59,50 @@ FL_INLINE void multiply_tile(int64_t k, const T* a, int64_t a_row, int64_t a_col
 }
 
 template <class T, int ROWS, int VECS, bool TAIL>
-FL_INLINE void multiply_rows(int64_t m, int64_t k, Operand<T> a, const T* b, int64_t b_row, T* c, int64_t c_row,
-                             bool add, int last) {
-  for (; m >= ROWS; m -= ROWS, a.data += ROWS * a.row, c += ROWS * c_row)
-    multiply_tile<T, ROWS, VECS, TAIL>(k, a.data, a.row, a.col, b, b_row, c, c_row, add, last);
+FL_INLINE void multiply_rows(Size size, Operand<T> a, Operand<T> b, T* c, int64_t c_row, bool add, int last) {
+  for (; size.m >= ROWS; size.m -= ROWS, a.data += ROWS * a.row, c += ROWS * c_row)
+    multiply_tile<T, ROWS, VECS, TAIL>(size, a, b, c, c_row, add, last);
   if constexpr (ROWS > 1)
-    if (m) multiply_rows<T, ROWS / 2, VECS, TAIL>(m, k, a, b, b_row, c, c_row, add, last);
+    if (size.m) multiply_rows<T, ROWS / 2, VECS, TAIL>(size, a, b, c, c_row, add, last);
 }
 
 // One column panel of every problem of the batch. A panel that many rows will reuse and whose rows lie far
 // apart is copied together first: large strides fall on few sets of the first-level cache.
 template <class T, int VECS, bool TAIL>
-__attribute__((noinline)) void multiply_panel(int64_t count, int64_t m, int64_t k, Operand<T> a, Operand<T> b,
-                                              Operand<T> c, bool add, int last, T* packed) {
-  constexpr int W = VECS * kLanes<T>;
-  const bool pack = packed && m >= 4 * kTileRows[VECS] && b.row * int64_t(sizeof(T)) >= 512;
-  for (int64_t i = 0; i < count; ++i, a.data += a.next, b.data += b.next, c.data += c.next) {
-    const T* panel = b.data;
-    int64_t row = b.row;
+__attribute__((noinline)) void multiply_panel(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add, int last,
+                                              T* packed) {
+  constexpr int L = kLanes<T>, W = VECS * L;
+  const bool pack = packed && size.m >= 4 * kTileRows[VECS] && b.row * int64_t(sizeof(T)) >= 512;
+  for (int64_t i = 0; i < size.count; ++i, a.data += a.next, b.data += b.next, c.data += c.next) {
+    Operand<T> panel = b;
     if (pack) {
-      for (int64_t j = 0; j < k; ++j)
+      for (int64_t j = 0; j < size.k; ++j)
         for (int v = 0; v < VECS; ++v) {
-          const T* from = b.data + j * b.row + v * kLanes<T>;
-          store(packed + j * W + v * kLanes<T>,
-                TAIL && v == VECS - 1 ? load_first(from, last) : load(from));
+          const T* from = b.data + j * b.row + v * L;
+          store(packed + j * W + v * L, TAIL && v == VECS - 1 ? load_first(from, last) : load(from));
         }
-      panel = packed, row = W;
+      panel = {packed, W, 1};
     }
-    multiply_rows<T, kTileRows[VECS], VECS, TAIL>(m, k, a, panel, row, const_cast<T*>(c.data), c.row, add, last);
+    multiply_rows<T, kTileRows[VECS], VECS, TAIL>(size, a, panel, const_cast<T*>(c.data), c.row, add, last);
   }
 }
 
-template <class T> constexpr int64_t kPackedRows = 1024;  // longer reductions read B where it lies
-template <class T> int64_t packed_size(int64_t k) { return k <= kPackedRows<T> ? k * kMaxVecs * kLanes<T> : 0; }
+constexpr int64_t kPackedRows = 1024;  // longer reductions read B where it lies
+template <class T> int64_t packed_size(int64_t k) { return k <= kPackedRows ? k * kMaxVecs * kLanes<T> : 0; }
 
 // `packed`: scratch of packed_size(k) elements, or null.
-template <class T>
-void multiply(int64_t count, int64_t m, int64_t n, int64_t k, Operand<T> a, Operand<T> b, Operand<T> c, bool add,
-              T* packed) {
+template <class T> void multiply(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add, T* packed) {
   constexpr int L = kLanes<T>;
-  if (k > kPackedRows<T>) packed = nullptr;
-  int64_t vecs = (n + L - 1) / L;
-  int64_t panels = (vecs + kMaxVecs - 1) / kMaxVecs;
-  for (; panels; --panels) {
+  if (size.k > kPackedRows || size.terms > 1) packed = nullptr;
+  int64_t n = size.n, vecs = (n + L - 1) / L;
+  for (int64_t panels = (vecs + kMaxVecs - 1) / kMaxVecs; panels; --panels) {
     const int64_t width = (vecs + panels - 1) / panels;  // panels of nearly equal width: 5 is 3 + 2
     const bool tail = n < width * L;
     const int last = tail ? int(n - (width - 1) * L) : L;
-#define FL_PANEL(VECS)                                                                         \
-  case VECS:                                                                                   \
-    tail ? multiply_panel<T, VECS, true>(count, m, k, a, b, c, add, last, packed)              \
-         : multiply_panel<T, VECS, false>(count, m, k, a, b, c, add, last, packed);            \
+#define FL_PANEL(VECS)                                                          \
+  case VECS:                                                                    \
+    tail ? multiply_panel<T, VECS, true>(size, a, b, c, add, last, packed)      \
+         : multiply_panel<T, VECS, false>(size, a, b, c, add, last, packed);    \
     break;
     switch (width) { FL_PANEL(1) FL_PANEL(2) FL_PANEL(3) FL_PANEL(4) }
 #undef FL_PANEL

@@ -3,14 +3,17 @@
 // T is what is computed in, S what the tensors hold. The batch is cut into as many runs of blocks as there
 // are threads; in the backward pass each run sums its own weight gradients, added up in order at the end.
 
-constexpr int64_t kPlainBytes = 128 << 10;        // what the states of a block may take in the plain layout,
+constexpr int64_t kPlainBytes = 64 << 10;        // what the states of a block may take in the plain layout,
 constexpr int64_t kInterleavedBytes = 768 << 10;  // and interleaved, where more samples reuse each weight
 constexpr double kTransposeCost = 16;             // multiply-adds that take as long as moving one element
 
-// Scratch of one thread, kept from call to call: fresh memory would cost a page fault per 4 KB.
+// Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
+// every 4 KB; and large buffers that come and go between aligned outputs make glibc's heap grow without end.
+enum class Purpose { block, weights, sums };
+
 template <class T> class Arena {
  public:
-  explicit Arena(int64_t elements) : memory_(hold(elements)) {}
+  Arena(Purpose purpose, int64_t elements) : memory_(hold(purpose, elements)) {}
   T* take(int64_t elements) {
     T* at = memory_ + used_;
     used_ += padded(elements);
@@ -20,12 +23,16 @@ template <class T> class Arena {
   static int64_t padded(int64_t elements) { return (elements * sizeof(T) + 127) / 64 * 64 / sizeof(T); }
 
  private:
-  static T* hold(int64_t elements) {
-    thread_local std::unique_ptr<char[]> memory;
-    thread_local size_t size = 0;
+  static T* hold(Purpose purpose, int64_t elements) {
+    struct Piece {
+      std::unique_ptr<char[]> memory;
+      size_t size = 0;
+    };
+    thread_local Piece pieces[3];
+    Piece& piece = pieces[int(purpose)];
     const size_t bytes = elements * sizeof(T) + 64;
-    if (size < bytes) memory.reset(), memory.reset(new char[bytes]), size = bytes;
-    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+    if (piece.size < bytes) piece.memory.reset(), piece.memory.reset(new char[bytes]), piece.size = bytes;
+    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(piece.memory.get()) + 63) / 64 * 64);
   }
   T* memory_;
   int64_t used_ = 0;
@@ -74,7 +81,6 @@ template <class T, class S> struct Run {
   const Activation<T>* activation;  // null for the identity
   std::vector<Weights<T>> weights;  // [rank * stages], in the order of contraction
   const T* bias = nullptr;
-  std::unique_ptr<T[]> prepared;
 
   Run(const Problem& problem_, int64_t states, int threads)
       : problem(problem_), chain(*problem_.chain), in(chain.in_features()), out(chain.out_features()),
@@ -96,8 +102,7 @@ template <class T, class S> struct Run {
     int64_t size = kConverts && chain.bias ? out : 0;
     for (const Contraction& c : chain.contractions)
       size += chain.rank * c.weight_size() * (kConverts + needs_transposed_weight(c, block.interleaved));
-    prepared.reset(new T[size]);
-    T* at = prepared.get();
+    T* at = Arena<T>(Purpose::weights, size).take(size);
     for (int64_t r = 0; r < chain.rank; ++r)
       for (const Contraction& c : chain.contractions) {
         const int64_t n = c.weight_size();
@@ -161,7 +166,7 @@ void run_forward(const Problem& problem, void* y, int threads, const Parallel& p
   const int64_t samples = run.block.samples, state = largest_state(run.chain) * samples;
   const bool interleaved = run.block.interleaved;
   parallel(run.tasks, [&](int64_t task) {
-    Arena<T> arena(6 * Arena<T>::padded(state) + Arena<T>::padded(run.packed_scratch()));
+    Arena<T> arena(Purpose::block, 6 * Arena<T>::padded(state) + Arena<T>::padded(run.packed_scratch()));
     T *x_rows = arena.take(state), *y_rows = arena.take(state), *x_state = arena.take(state);
     T *z_state = arena.take(state), *even = arena.take(state), *odd = arena.take(state);
     T* packed = arena.take(run.packed_scratch());
@@ -207,10 +212,10 @@ void run_backward(const Problem& problem, const void* grad_y, const Gradients& w
   }
   const int64_t last_needed = wanted.grad_x ? 0 : earliest;
   const int64_t kept = earliest < stages ? stages - 1 : 0;  // states to recompute
-  std::unique_ptr<T[]> sums(new T[run.tasks * sums_size]);
+  T* sums = Arena<T>(Purpose::sums, run.tasks * sums_size).take(run.tasks * sums_size);
 
   parallel(run.tasks, [&](int64_t task) {
-    Arena<T> arena((stages + 7) * Arena<T>::padded(state) + Arena<T>::padded(scratch_size) +
+    Arena<T> arena(Purpose::block, (stages + 7) * Arena<T>::padded(state) + Arena<T>::padded(scratch_size) +
                    Arena<T>::padded(run.packed_scratch()));
     T *x_rows = arena.take(state), *x_state = arena.take(state), *z_state = arena.take(state);
     T *z_rows = arena.take(state), *g_rows = arena.take(state), *g_state = arena.take(state);
@@ -218,7 +223,7 @@ void run_backward(const Problem& problem, const void* grad_y, const Gradients& w
     std::vector<T*> states(stages);  // states[i]: after contraction i
     for (T*& s : states) s = arena.take(state);
     T *scratch = arena.take(scratch_size), *packed = arena.take(run.packed_scratch());
-    T* sum = sums.get() + task * sums_size;
+    T* sum = sums + task * sums_size;
     std::fill(sum, sum + sums_size, T(0));
 
     run.for_blocks(task, [&](int64_t at, int64_t count) {
@@ -263,13 +268,13 @@ void run_backward(const Problem& problem, const void* grad_y, const Gradients& w
   constexpr int64_t kPiece = 4096;  // elements of the sums that one task adds up
   parallel((sums_size + kPiece - 1) / kPiece, [&](int64_t piece) {
     const int64_t from = piece * kPiece, to = std::min(sums_size, from + kPiece);
-    for (int64_t t = 1; t < run.tasks; ++t) add(to - from, sums.get() + t * sums_size + from, sums.get() + from);
+    for (int64_t t = 1; t < run.tasks; ++t) add(to - from, sums + t * sums_size + from, sums + from);
   });
-  if (wanted.grad_bias) write(run.out, sums.get(), static_cast<S*>(wanted.grad_bias));
+  if (wanted.grad_bias) write(run.out, sums, static_cast<S*>(wanted.grad_bias));
   for (int64_t i = 0; i < stages; ++i) {
     const Contraction& c = chain.contractions[i];
     if (void* grad_w = wanted.grad_weights[c.weight])
-      write(chain.rank * c.weight_size(), sums.get() + offset[i], static_cast<S*>(grad_w));
+      write(chain.rank * c.weight_size(), sums + offset[i], static_cast<S*>(grad_w));
   }
 }
 
