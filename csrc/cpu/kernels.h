@@ -5,6 +5,8 @@
 #include "pointwise.h"
 #include "gemm.h"
 #include "contract.h"
+#include "merge.h"
+#include "block.h"
 #include "run.h"
 
 void forward(const Problem& problem, void* y, int threads, const Parallel& parallel) {

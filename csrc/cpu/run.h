@@ -3,70 +3,6 @@
 // T is what is computed in, S what the tensors hold. The batch is cut into as many runs of blocks as there
 // are threads; in the backward pass each run sums its own weight gradients, added up in order at the end.
 
-constexpr int64_t kPlainBytes = 64 << 10;        // what the states of a block may take in the plain layout,
-constexpr int64_t kInterleavedBytes = 768 << 10;  // and interleaved, where more samples reuse each weight
-constexpr double kTransposeCost = 16;             // multiply-adds that take as long as moving one element
-
-// Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
-// every 4 KB; and large buffers that come and go between aligned outputs make glibc's heap grow without end.
-enum class Purpose { block, weights, sums };
-
-template <class T> class Arena {
- public:
-  Arena(Purpose purpose, int64_t elements) : memory_(hold(purpose, elements)) {}
-  T* take(int64_t elements) {
-    T* at = memory_ + used_;
-    used_ += padded(elements);
-    return at;
-  }
-  // Rounded up to whole cache lines, plus one line so that equal buffers do not share cache sets.
-  static int64_t padded(int64_t elements) { return (elements * sizeof(T) + 127) / 64 * 64 / sizeof(T); }
-
- private:
-  static T* hold(Purpose purpose, int64_t elements) {
-    struct Piece {
-      std::unique_ptr<char[]> memory;
-      size_t size = 0;
-    };
-    thread_local Piece pieces[3];
-    Piece& piece = pieces[int(purpose)];
-    const size_t bytes = elements * sizeof(T) + 64;
-    if (piece.size < bytes) piece.memory.reset(), piece.memory.reset(new char[bytes]), piece.size = bytes;
-    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(piece.memory.get()) + 63) / 64 * 64);
-  }
-  T* memory_;
-  int64_t used_ = 0;
-};
-
-inline int64_t largest_state(const Chain& chain) {
-  int64_t size = chain.in_features();
-  for (const Contraction& c : chain.contractions) size = std::max(size, c.outer * c.q * c.inner);
-  return size;
-}
-
-// Which layout, and how many samples a block has. `states`: how many states are alive at a time.
-template <class T> Block choose_block(const Chain& chain, int64_t batch, int64_t states) {
-  constexpr int64_t L = kLanes<T>;
-  const int64_t state_bytes = largest_state(chain) * states * int64_t(sizeof(T));
-  double plain = 0, interleaved = kTransposeCost * double(chain.in_features() + chain.out_features());
-  int64_t fewest_slabs = chain.contractions.front().outer;
-  bool untied = false;
-  for (const Contraction& c : chain.contractions) {
-    const int64_t along = c.inner == 1 ? c.q : c.inner, across = c.inner == 1 ? c.outer : c.outer * c.q;
-    plain += double(across * ((along + L - 1) / L * L) * c.p);
-    interleaved += double(c.outer * c.q * c.inner * c.p) * double(std::max(batch, L)) / double(batch);
-    untied |= !c.tied;
-  }
-  if (state_bytes * L > kInterleavedBytes) interleaved *= 4;  // such a state would leave the cache
-  if (untied || interleaved < plain) {
-    const int64_t fitting = kInterleavedBytes / state_bytes / L * L;
-    const int64_t samples = std::clamp<int64_t>(fitting, L, 4 * L);
-    return {std::min(samples, (batch + L - 1) / L * L), true};
-  }
-  const int64_t rows = (2 * kTileRows[1] + fewest_slabs - 1) / fewest_slabs;  // enough to fill register tiles
-  return {std::clamp<int64_t>(std::max(kPlainBytes / state_bytes, rows), 1, batch), false};
-}
-
 template <class T> void add(int64_t n, const T* from, T* to) {
   for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
@@ -74,17 +10,21 @@ template <class T> void add(int64_t n, const T* from, T* to) {
 // Everything the blocks of one call share.
 template <class T, class S> struct Run {
   const Problem& problem;
-  const Chain& chain;
+  std::vector<Group> groups;
+  Chain chain;  // with one contraction for each group
   int64_t in, out, batch, stages;
   Block block;
   int64_t blocks, tasks;
   const Activation<T>* activation;  // null for the identity
-  std::vector<Weights<T>> weights;  // [rank * stages], in the order of contraction
+  std::vector<Weights<T>> weights;             // [rank * stages], in the order of contraction
+  std::vector<std::vector<const T*>> parts;    // the same, of the parts of each group
   const T* bias = nullptr;
 
   Run(const Problem& problem_, int64_t states, int threads)
-      : problem(problem_), chain(*problem_.chain), in(chain.in_features()), out(chain.out_features()),
-        batch(problem_.batch), stages(int64_t(chain.contractions.size())) {
+      : problem(problem_), groups(merge(*problem_.chain)), chain(*problem_.chain), in(chain.in_features()),
+        out(chain.out_features()), batch(problem_.batch), stages(int64_t(groups.size())) {
+    chain.contractions.clear();
+    for (const Group& group : groups) chain.contractions.push_back(group.whole);
     block = choose_block<T>(chain, batch, states);
     if (!block.interleaved) {  // at least one block for each thread
       const int64_t share = (batch + threads - 1) / threads;
@@ -100,22 +40,37 @@ template <class T, class S> struct Run {
 
   void prepare_weights() {
     int64_t size = kConverts && chain.bias ? out : 0;
-    for (const Contraction& c : chain.contractions)
-      size += chain.rank * c.weight_size() * (kConverts + needs_transposed_weight(c, block.interleaved));
+    for (const Group& group : groups) {
+      const bool merged = group.parts.size() > 1, transposed = needs_transposed_weight(group.whole, block.interleaved);
+      size += chain.rank * group.whole.weight_size() * (merged + transposed);
+      if (kConverts)
+        for (const Contraction& part : group.parts) size += chain.rank * part.weight_size();
+    }
     T* at = Arena<T>(Purpose::weights, size).take(size);
+    auto take = [&](int64_t n) { return at += n, at - n; };
     for (int64_t r = 0; r < chain.rank; ++r)
-      for (const Contraction& c : chain.contractions) {
-        const int64_t n = c.weight_size();
-        const S* given = static_cast<const S*>(problem.weights[c.weight]) + r * n;
-        Weights<T> w{reinterpret_cast<const T*>(given), nullptr};
-        if constexpr (kConverts) read(n, given, at), w.data = at, at += n;
-        if (needs_transposed_weight(c, block.interleaved))
-          transpose<T>(c.q, c.p, w.data, c.p, at, c.q), w.transposed = at, at += n;
+      for (const Group& group : groups) {
+        std::vector<const T*>& own = parts.emplace_back();
+        for (const Contraction& part : group.parts) {
+          const int64_t n = part.weight_size();
+          const S* given = static_cast<const S*>(problem.weights[part.weight]) + r * n;
+          own.push_back(read_rows(given, 0, 1, n, kConverts ? take(n) : nullptr));
+        }
+        const Contraction& c = group.whole;
+        Weights<T> w{own[0], nullptr};
+        if (own.size() > 1) {
+          T* merged = take(c.weight_size());
+          merge_weights(group, own, merged);
+          w.data = merged;
+        }
+        if (needs_transposed_weight(c, block.interleaved)) {
+          T* transposed = take(c.weight_size());
+          transpose<T>(c.q, c.p, w.data, c.p, transposed, c.q);
+          w.transposed = transposed;
+        }
         weights.push_back(w);
       }
-    bias = static_cast<const T*>(problem.bias);
-    if constexpr (kConverts)
-      if (chain.bias) read(out, static_cast<const S*>(problem.bias), at), bias = at;
+    if (chain.bias) bias = read_rows(problem.bias, 0, 1, out, kConverts ? take(out) : nullptr);
   }
 
   int64_t packed_scratch() const {
@@ -189,6 +144,26 @@ void run_forward(const Problem& problem, void* y, int threads, const Parallel& p
   });
 }
 
+// From the sums for contraction i, all ranks, to the gradients of the weights that it stands for.
+template <class T, class S>
+void write_weight_gradients(const Run<T, S>& run, int64_t i, const T* sums, const Gradients& wanted) {
+  const Group& group = run.groups[i];
+  std::vector<T> part_sums;
+  for (int64_t r = 0; r < run.chain.rank; ++r, sums += group.whole.weight_size())
+    for (size_t part = 0; part < group.parts.size(); ++part) {
+      const Contraction& c = group.parts[part];
+      S* grad = static_cast<S*>(wanted.grad_weights[c.weight]);
+      if (!grad) continue;
+      const T* found = sums;
+      if (group.parts.size() > 1) {
+        part_sums.resize(c.weight_size());
+        part_gradient(group, run.parts[r * run.stages + i], part, sums, part_sums.data());
+        found = part_sums.data();
+      }
+      write(c.weight_size(), found, grad + r * c.weight_size());
+    }
+}
+
 template <class T, class S>
 void run_backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads,
                   const Parallel& parallel) {
@@ -202,9 +177,12 @@ void run_backward(const Problem& problem, const void* grad_y, const Gradients& w
   int64_t sums_size = wanted.grad_bias ? run.out : 0, scratch_size = 0;
   int64_t earliest = stages;  // the first contraction whose weight gradient is wanted
   std::vector<int64_t> offset(stages);
+  std::vector<bool> wants_weight(stages);
   for (int64_t i = stages; i-- > 0;) {
     const Contraction& c = chain.contractions[i];
-    if (!wanted.grad_weights[c.weight]) continue;
+    for (const Contraction& part : run.groups[i].parts)
+      if (wanted.grad_weights[part.weight]) wants_weight[i] = true;
+    if (!wants_weight[i]) continue;
     earliest = i;
     offset[i] = sums_size;
     sums_size += chain.rank * c.weight_size();
@@ -251,7 +229,7 @@ void run_backward(const Problem& problem, const void* grad_y, const Gradients& w
         for (int64_t i = stages; i-- > last_needed;) {
           const Contraction& c = chain.contractions[i];
           const T* input = i ? states[i - 1] : x;
-          if (wanted.grad_weights[c.weight])
+          if (wants_weight[i])
             contract_grad_w<T>(c, block, grad, input, sum + offset[i] + r * c.weight_size(), scratch);
           if (i == last_needed && !wanted.grad_x) break;
           T* to = i ? states[i - 1] : gx;  // a state is used up once its weight gradient is taken
@@ -271,11 +249,8 @@ void run_backward(const Problem& problem, const void* grad_y, const Gradients& w
     for (int64_t t = 1; t < run.tasks; ++t) add(to - from, sums + t * sums_size + from, sums + from);
   });
   if (wanted.grad_bias) write(run.out, sums, static_cast<S*>(wanted.grad_bias));
-  for (int64_t i = 0; i < stages; ++i) {
-    const Contraction& c = chain.contractions[i];
-    if (void* grad_w = wanted.grad_weights[c.weight])
-      write(chain.rank * c.weight_size(), sums + offset[i], static_cast<S*>(grad_w));
-  }
+  for (int64_t i = 0; i < stages; ++i)
+    if (wants_weight[i]) write_weight_gradients(run, i, sums + offset[i], wanted);
 }
 
 template <class F> auto with_types(DType dtype, F&& f) {
