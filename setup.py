@@ -17,7 +17,14 @@ extension = CppExtension(
     sorted(glob("csrc/**/*.cpp", recursive=True)),
     depends=sorted(glob("csrc/**/*.h", recursive=True)),
     define_macros=[("Py_LIMITED_API", PYTHON_ABI), ("TORCH_TARGET_VERSION", TORCH_ABI)],
-    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wno-psabi"],
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-ffp-contract=fast",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wno-psabi",
+    ],
     extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
     py_limited_api=True,
 )

@@ -3,7 +3,7 @@ last, batched where others follow it, without permuting in between."""
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -7,8 +7,8 @@ that an engine has to know.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
 
 from factorlayer.spec import Contraction, LayerSpec
 
@@ -36,12 +36,13 @@ class Chain:
         return cls(spec.contractions, spec.terms, bias, activation)
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
-                contractions.append(Contraction(*map(int, numbers), tied=name == "tied"))
+                weight, outer, p, q, inner = map(int, numbers)
+                contractions.append(Contraction(weight, outer, p, q, inner, tied=name == "tied"))
             elif name == "rank":
                 rank = int(numbers[0])
             elif name == "bias":

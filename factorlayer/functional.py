@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -131,4 +131,6 @@ def _check_same(who: str, name: str, tensor: Tensor, x: Tensor) -> None:
             "convert one with .to(), or use torch.autocast"
         )
     if tensor.device != x.device:
-        raise TypeError(f"{who}: x and {name} should be on one device, x is on {x.device} and {name} on {tensor.device}")
+        raise TypeError(
+            f"{who}: x and {name} should be on one device, x is on {x.device} and {name} on {tensor.device}"
+        )

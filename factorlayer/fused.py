@@ -8,7 +8,9 @@ can differentiate again.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from factorlayer.chain import Chain
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
-    import factorlayer._C  # noqa: F401 (importing it registers the ops)
+    importlib.import_module("factorlayer._C")  # registers the ops
 except ImportError as error:
     missing_extension: ImportError | None = error
 else:
@@ -102,8 +104,8 @@ class _TransformableChain(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.text, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.text = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
@@ -131,8 +133,8 @@ class _TransformableChainBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.text, ctx.wanted, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.text, ctx.wanted = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor) -> tuple[Any, ...]:
@@ -159,7 +161,7 @@ def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any,
         given = [None if t is None else next(rest) for t in tensors]
         return _differentiable_backward(ctx.text, ctx.wanted, *given)
 
-    _, vjp = torch.func.vjp(first_gradients, *(t for t in tensors if t is not None))
+    vjp = torch.func.vjp(first_gradients, *(t for t in tensors if t is not None))[1]
     found = iter(vjp(grad_gradients))
     return None, None, *(None if t is None else next(found) for t in tensors)
 
@@ -174,12 +176,10 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
         return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
 
     if bias is None:
-        _, vjp = torch.func.vjp(lambda x, *weights: forward(x, None, *weights), x, *weights)
-        grad_x, *grad_weights = vjp(grad_y)
-        gradients = (grad_x, None, *grad_weights)
+        grad_x, *rest = torch.func.vjp(lambda x, *weights: forward(x, None, *weights), x, *weights)[1](grad_y)
+        gradients = [grad_x, None, *rest]
     else:
-        _, vjp = torch.func.vjp(forward, x, bias, *weights)
-        gradients = vjp(grad_y)
+        gradients = torch.func.vjp(forward, x, bias, *weights)[1](grad_y)
     return tuple(g for bit, g in enumerate(gradients) if wanted >> bit & 1)
 
 
@@ -217,7 +217,12 @@ def _forward_vmap(info: Any, in_dims: Any, x: Tensor, weights: Sequence[Tensor],
         x = x.movedim(x_dim, 0)
         return op(x.flatten(0, 1), weights, bias, chain).unflatten(0, x.shape[:2]), 0
     ys = [
-        op(_pick(x, x_dim, i), [_pick(w, d, i) for w, d in zip(weights, weight_dims)], _pick(bias, bias_dim, i), chain)
+        op(
+            _pick(x, x_dim, i),
+            [_pick(w, d, i) for w, d in zip(weights, weight_dims, strict=True)],
+            _pick(bias, bias_dim, i),
+            chain,
+        )
         for i in range(info.batch_size)
     ]
     return torch.stack(ys), 0
@@ -239,14 +244,14 @@ def _backward_vmap(
         torch.ops.factorlayer.backward(
             _pick(grad_y, grad_y_dim, i),
             _pick(x, x_dim, i),
-            [_pick(w, d, i) for w, d in zip(weights, weight_dims)],
+            [_pick(w, d, i) for w, d in zip(weights, weight_dims, strict=True)],
             _pick(bias, bias_dim, i),
             chain,
             wanted,
         )
         for i in range(info.batch_size)
     ]
-    gradients = [torch.stack(of_one) for of_one in zip(*per_index)]
+    gradients = [torch.stack(of_one) for of_one in zip(*per_index, strict=True)]
     return gradients, [0] * len(gradients)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from factorlayer.activations import activation_name
 from factorlayer.chain import Chain
-from factorlayer.fused import why_not_fused
 from factorlayer.functional import choose, implementation_name, run
+from factorlayer.fused import why_not_fused
 from factorlayer.project import project, to_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
 
@@ -112,7 +112,11 @@ class FactorLinear(nn.Module):
             )
         weight = self.to_dense().detach()
         linear = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
         )
         with torch.no_grad():
             linear.weight.copy_(weight)

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from factorlayer.naive import naive
 from factorlayer.spec import LayerSpec
 
 SWEEPS = 200  # of alternating least squares at most; it stops when a sweep changes nothing visible
@@ -45,8 +46,6 @@ def to_dense(spec: LayerSpec, weights: list[Tensor]) -> Tensor:
             total = product if total is None else total + product
         assert total is not None
         return total
-    from factorlayer.naive import naive
-
     return naive(spec, torch.eye(spec.in_features, dtype=weights[0].dtype, device=weights[0].device), weights).T
 
 

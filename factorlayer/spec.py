@@ -14,8 +14,9 @@ group k and output group l has rank ρ: weight_1 is [K, ρ·L, p] (row r·L + l)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
+from typing import TypeGuard
 
 STRUCTURES = ("kronecker", "monarch")
 Factors = int | Sequence[int] | Sequence[Sequence[int]] | None
@@ -52,9 +53,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         if self.structure not in STRUCTURES:
-            raise ValueError(
-                f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {self.structure!r}"
-            )
+            raise ValueError(f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {self.structure!r}")
         if len(self.in_factors) != len(self.out_factors) or not self.in_factors:
             raise ValueError(
                 f"factors should name as many sizes for the inputs as for the outputs, at least one; there are "
@@ -70,7 +69,8 @@ class LayerSpec:
         if self.rank > self.max_rank:
             raise ValueError(
                 f"rank should be at most {self.max_rank} for a {self.structure} layer with factors "
-                f"{(self.in_factors, self.out_factors)}, it is {self.rank}; a larger one adds parameters and nothing else"
+                f"{(self.in_factors, self.out_factors)}, it is {self.rank}; "
+                "a larger one adds parameters and nothing else"
             )
         object.__setattr__(self, "in_features", math.prod(self.in_factors))
         object.__setattr__(self, "out_features", math.prod(self.out_factors))
@@ -119,9 +119,7 @@ class LayerSpec:
     def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of weight_0 … weight_{k-1}."""
         ranks = (self.rank,) if self.rank > 1 else ()
-        shapes = {
-            c.weight: (*ranks, c.q, c.p) if c.tied else (c.outer * c.inner, c.q, c.p) for c in self.contractions
-        }
+        shapes = {c.weight: (*ranks, c.q, c.p) if c.tied else (c.outer * c.inner, c.q, c.p) for c in self.contractions}
         return tuple(shapes[i] for i in range(len(shapes)))
 
     @property
@@ -146,7 +144,7 @@ class LayerSpec:
         return batch * (self.in_features + self.out_features) + self.parameter_count
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -164,6 +162,8 @@ def resolve(
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if not _is_int(size) or size < 1:
             raise ValueError(f"{name} should be a positive integer, it is {size!r}")
+    in_factors: tuple[int, ...]
+    out_factors: tuple[int, ...]
     if blocks is not None:
         if factors is not None:
             raise ValueError(
@@ -199,9 +199,7 @@ def spec_of_weights(structure: str, shapes: Sequence[Sequence[int]]) -> LayerSpe
             )
         return LayerSpec(structure, tuple(s[-1] for s in shapes), tuple(s[-2] for s in shapes), ranks.pop())
     if any(len(shape) != 3 for shape in shapes):
-        raise ValueError(
-            f"monarch weights should be [positions, Qi, Pi]; they are {', '.join(map(str, shapes))}"
-        )
+        raise ValueError(f"monarch weights should be [positions, Qi, Pi]; they are {', '.join(map(str, shapes))}")
     if len(shapes) == 2:
         (L, s, columns), (K, rows, p) = shapes
         rank = rows // L if L else 0
@@ -229,12 +227,10 @@ def _factors_of(in_features: int, out_features: int, factors: Factors) -> tuple[
     wanted = "factors should be None, how many there are, or ((P1, …, Pk), (Q1, …, Qk))"
     if not isinstance(factors, (tuple, list)) or not factors:
         raise ValueError(f"{wanted}; it is {factors!r}")
-    if all(isinstance(sizes, (tuple, list)) for sizes in factors):
-        if len(factors) != 2:
-            raise ValueError(f"{wanted}; it is {factors!r}")
-        in_factors, out_factors = tuple(factors[0]), tuple(factors[1])
-    else:
-        in_factors = out_factors = tuple(factors)
+    nested = [tuple(sizes) for sizes in factors if isinstance(sizes, (tuple, list))]
+    if len(nested) not in (0, len(factors)) or len(nested) not in (0, 2):
+        raise ValueError(f"{wanted}; it is {factors!r}")
+    in_factors, out_factors = nested if nested else (tuple(factors),) * 2
     for name, features, sizes in (
         ("in_features", in_features, in_factors),
         ("out_features", out_features, out_factors),
@@ -281,7 +277,8 @@ def _balanced(name: str, features: int, count: int) -> tuple[int, ...]:
         near.append(size)
     raise ValueError(
         f"{name}={features} has no balanced factorization into {count} sizes (the best is "
-        f"{'·'.join(map(str, sizes))}); the nearest that have one are {near[0]} and {near[1]}, or give factors=((P1, …), (Q1, …))"
+        f"{'·'.join(map(str, sizes))}); the nearest that have one are {near[0]} and {near[1]}, "
+        "or give factors=((P1, …), (Q1, …))"
     )
 
 

@@ -1,0 +1,185 @@
+"""The command line: check, profile and bench of one layer. test.py and the entry point call main().
+
+python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from factorlayer.arguments import EXAMPLE, CommandAnywhere, Version, refuse, takes_a_case
+
+if TYPE_CHECKING:
+    from factorlayer.case import Case, Problem
+
+T = TypeVar("T")
+AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout; the rest goes to stderr.")]
+
+app = typer.Typer(
+    cls=CommandAnywhere,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    subcommand_metavar="BATCH FACTOR... check|profile|bench",
+    epilog=(
+        f"Example: {EXAMPLE}\n\n"
+        "Example: python test.py --dtype d --structure monarch 16 20x36 28x44 check\n\n"
+        "Example: python test.py 32 128 128 bench --plot out.png\n\n"
+        "Options may stand anywhere; `check --help` and so on list them. Installed, this is `factorlayer`."
+    ),
+)
+
+
+@app.callback()
+def group() -> None:
+    """Check, profile or time one structured linear layer: BATCH samples through the modes FACTOR..."""
+
+
+@app.command(epilog="Example: python test.py --dtype d 16 32 32 check")
+@takes_a_case
+def check(case: "Case", as_json: AsJson = False) -> None:
+    """Compare the outputs and gradients of v1, v2 and v3. Exits with 1 if two of them differ."""
+    from factorlayer import compare
+
+    report = compare.check(problem_of(case))
+    say_unavailable(report.unavailable, case, as_json)
+    typer.echo("\n".join(report.lines()), err=as_json)
+    if as_json:
+        print_json("check", case, report.to_json())
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command(epilog="Example: python test.py 16 20x36 28x44 profile --implementation v3 --trace v3.json")
+@takes_a_case
+def profile(
+    case: "Case",
+    implementation: Annotated[Version, typer.Option(help="v1 is naive, v2 batched, v3 fused.")] = Version.v3,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Where the trace goes; by default factorlayer_v3.json …"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many calls to profile.")] = 5,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward pass out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print PyTorch's profiler table of one implementation and write a trace."""
+    from factorlayer import measure
+
+    version = implementation.number
+    path = trace or Path(f"factorlayer_{version}.json")
+    require_folder("--trace", path)
+    problem = problem_of(case)
+    require_available(problem, [version])
+    for _ in progress(measure.warm_up(problem, version, forward_only), "warming up", measure.WARM_UP_STEPS):
+        pass
+    profiler = measure.run_profiler(problem, version, forward_only, steps)
+    profiler.export_chrome_trace(str(path))
+    typer.echo(measure.profile_table(profiler, case), err=as_json)
+    typer.echo(f"The trace is in {path}: open it at https://ui.perfetto.dev or in chrome://tracing.", err=as_json)
+    if as_json:
+        events = measure.profile_to_json(profiler)
+        print_json("profile", case, {"implementation": version, "trace": str(path), "events": events})
+
+
+@app.command(epilog="Example: python test.py 32 128 128 bench --implementation v2 --implementation v3 --plot out.png")
+@takes_a_case
+def bench(
+    case: "Case",
+    implementation: Annotated[
+        list[Version] | None, typer.Option(help="May be given several times; by default all three.")
+    ] = None,
+    min_run_time: Annotated[float, typer.Option(min=0.001, max=3600, help="Seconds for each figure, at least.")] = 0.2,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Also draw a bar chart (needs matplotlib)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the implementations, forward and forward+backward."""
+    from factorlayer import measure
+
+    if plot is not None:
+        require_plot(plot)
+    problem = problem_of(case)
+    versions = list(dict.fromkeys(version.number for version in implementation or ()))
+    require_available(problem, versions)
+    missing = problem.unavailable()
+    versions = versions or [version for version in ("v1", "v2", "v3") if version not in missing]
+    if not implementation:
+        say_unavailable(missing, case, as_json)
+    size, intensity = measure.state_size(case), measure.arithmetic_intensity(case)
+    typer.echo(f"state size {size}, AI {intensity:.1e} (multiply-adds per element moved)", err=as_json)
+    timings = list(progress(measure.bench(problem, versions, min_run_time), "timing", 2 * len(versions)))
+    typer.echo(measure.table(timings), err=as_json)
+    if plot is not None:
+        measure.plot(timings, f"{case.spec.structure}, state size {size}, batch {case.batch}", plot)
+        typer.echo(f"The plot is in {plot}.", err=as_json)
+    if as_json:
+        figures = {"state_size": size, "arithmetic_intensity": intensity, "unavailable": missing}
+        print_json("bench", case, {**figures, "timings": [timing.to_json() for timing in timings]})
+
+
+def problem_of(case: "Case") -> "Problem":
+    """The case's tensors."""
+    from factorlayer.case import Problem
+
+    try:
+        return Problem(case)
+    except (RuntimeError, MemoryError) as error:  # the sizes are valid, so that only memory can be missing
+        refuse("FACTOR", f"a layer and samples of these sizes cannot be made on {case.device}: {error}")
+
+
+def require_available(problem: "Problem", versions: Sequence[str]) -> None:
+    missing = problem.unavailable()
+    for version in versions:
+        if version in missing:
+            refuse(
+                "--implementation",
+                f"{version} cannot run: {missing[version]}; choose another of v1, v2 and v3",
+            )
+
+
+def say_unavailable(missing: Mapping[str, str], case: "Case", as_json: bool) -> None:
+    for version, reason in missing.items():
+        typer.echo(f"{version} is not available on {case.device} and left out: {reason}", err=as_json)
+
+
+def require_folder(option: str, path: Path) -> None:
+    """Before the work, not after it."""
+    if not path.parent.is_dir():
+        refuse(option, f"the file should be in a folder that exists; there is no {path.parent}")
+
+
+def require_plot(path: Path) -> None:
+    require_folder("--plot", path)
+    if importlib.util.find_spec("matplotlib") is None:
+        refuse("--plot", "drawing needs matplotlib, which is not installed: pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:] not in formats:
+        refuse("--plot", f"the file's name should end in one of {', '.join(formats)}; it is {path}")
+
+
+def progress(steps: Iterable[T], what: str, total: int) -> Iterable[T]:
+    """The steps, with a bar on stderr if that is a terminal. It moves between steps only: no thread of its
+    own runs while something is timed."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    off = not console.is_terminal
+    return track(steps, what, total, auto_refresh=False, console=console, transient=True, disable=off)
+
+
+def print_json(command: str, case: "Case", result: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps({"command": command, "configuration": case.configuration(), **result}, allow_nan=False))
+
+
+def main() -> None:
+    app()
