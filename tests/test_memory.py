@@ -1,0 +1,47 @@
+"""Memory over many calls: a call leaves nothing behind, and holds no state of the batch.
+
+In processes of their own, where no other test has shaped the heap.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys, torch
+from factorlayer import FactorLinear
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+torch.set_num_threads(1)
+factors, batch, backward = eval(sys.argv[1])
+features = torch.Size(factors).numel()
+layer = FactorLinear(features, features, factors=factors, implementation="fused", dtype=torch.float64)
+x = torch.randn(batch, features, dtype=torch.float64, requires_grad=backward)
+
+def call():
+    y = layer(x)
+    if backward:
+        y.backward(y)
+        x.grad = None
+
+for _ in range(5):
+    call()
+before = resident()
+for _ in range(60):
+    call()
+print((resident() - before) / (x.numel() * x.element_size()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize(("factors", "batch"), [((64, 64, 64), 2), ((32, 32), 2048)], ids=["64³", "32²"])
+def test_calls_leave_nothing_behind(factors: tuple[int, ...], batch: int, backward: bool) -> None:
+    """A call that kept its output would grow by 60 of them."""
+    arguments = repr((factors, batch, backward))
+    result = subprocess.run([sys.executable, "-c", PROGRAM, arguments], capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 20
