@@ -16,6 +16,32 @@
 #include "cpu/cpu.h"
 
 namespace factorlayer {
+
+// A string argument of an op. The conversion to std::string that comes with PyTorch 2.11 to 2.13 leaks a copy at every
+// call, and glibc then cannot put a large output where the last one was.
+struct Text {
+  std::string value;
+};
+
+}  // namespace factorlayer
+
+HIDDEN_NAMESPACE_BEGIN(torch, stable, detail)
+template <>
+struct ToImpl<factorlayer::Text> {
+  static factorlayer::Text call(StableIValue value, uint64_t, bool) {
+    const StringHandle handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    factorlayer::Text text{std::string(data, length)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
+HIDDEN_NAMESPACE_END(torch, stable, detail)
+
+namespace factorlayer {
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -81,8 +107,8 @@ int threads_for(const cpu::Problem& problem) {
 }
 
 Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
-               const std::string& chain) {
-  const Call call(x, weights, bias, chain);
+               const Text& chain) {
+  const Call call(x, weights, bias, chain.value);
   Tensor y = torch::stable::new_empty(x, {x.size(0), call.chain.out_features()});
   cpu::prefer_huge_pages(y.mutable_data_ptr(), y.numel() * int64_t(y.element_size()));
   if (x.size(0)) cpu::forward(call.problem, y.mutable_data_ptr(), threads_for(call.problem), parallel);
@@ -91,8 +117,8 @@ Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::o
 
 // `wanted` has a bit for each gradient: 1 for x, 2 for the bias, 4 << i for weight i. They come in that order.
 std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
-                             const std::optional<Tensor>& bias, const std::string& chain, int64_t wanted) {
-  const Call call(x, weights, bias, chain);
+                             const std::optional<Tensor>& bias, const Text& chain, int64_t wanted) {
+  const Call call(x, weights, bias, chain.value);
   check(grad_y, x, x.size(0) * call.chain.out_features(), "grad_y");
   STD_TORCH_CHECK(wanted >= 0 && wanted >> (weights.size() + 2) == 0 && (bias || !(wanted & 2)),
                   "factorlayer: a gradient is wanted of something that was not given");

@@ -3,6 +3,7 @@
 In processes of their own, where no other test has shaped the heap.
 """
 
+import platform
 import subprocess
 import sys
 
@@ -45,3 +46,34 @@ def test_calls_leave_nothing_behind(factors: tuple[int, ...], batch: int, backwa
     arguments = repr((factors, batch, backward))
     result = subprocess.run([sys.executable, "-c", PROGRAM, arguments], capture_output=True, text=True, check=True)
     assert float(result.stdout) < 20
+
+
+SMALL_CALLS = """
+import ctypes, torch
+from factorlayer import FactorLinear
+
+class Heap(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Heap
+layer = FactorLinear(16, 16, activation="relu", implementation="fused")
+x = torch.randn(2, 16)
+
+def call():
+    layer(x).sum().backward()
+
+for _ in range(500):
+    call()
+before = libc.mallinfo2().uordblks
+for _ in range(2000):
+    call()
+print((libc.mallinfo2().uordblks - before) / 2000)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc's allocator")
+def test_small_calls_leave_nothing_behind() -> None:
+    result = subprocess.run([sys.executable, "-c", SMALL_CALLS], capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 8  # bytes a call
