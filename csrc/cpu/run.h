@@ -75,7 +75,7 @@ template <class T, class S> struct Run {
 
   int64_t packed_scratch() const {
     int64_t size = 0;
-    for (const Contraction& c : chain.contractions) size = std::max(size, packed_size<T>(std::max(c.p, c.q)));
+    for (const Contraction& c : chain.contractions) size = std::max({size, packed_size<T>(c.p), packed_size<T>(c.q)});
     return size;
   }
 
