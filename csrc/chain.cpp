@@ -1,6 +1,7 @@
 // Parsing of a chain's text, with a table of the chains seen so far.
 #include "chain.h"
 
+#include <initializer_list>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
@@ -18,34 +19,52 @@ int64_t Chain::out_features() const {
   return c.outer * c.q * c.inner;
 }
 
+// Whether the product is positive and small enough that no offset into memory overflows.
+static bool is_size(std::initializer_list<int64_t> factors) {
+  int64_t product = 1;
+  for (int64_t factor : factors)
+    if (factor < 1 || __builtin_mul_overflow(product, factor, &product) || product > int64_t(1) << 48) return false;
+  return true;
+}
+
+static Contraction parse_contraction(bool tied, std::istringstream& words, const Chain& chain) {
+  Contraction c{tied, -1, 0, 0, 0, 0};
+  words >> c.weight >> c.outer >> c.p >> c.q >> c.inner;
+  if (!words || c.weight < 0 || !is_size({c.outer, c.p, c.inner}) || !is_size({c.outer, c.q, c.inner}) ||
+      !is_size({tied ? 1 : c.outer * c.inner, c.q, c.p, chain.rank}))
+    throw std::invalid_argument("a contraction needs a weight index and four positive sizes that memory can hold");
+  if (!chain.contractions.empty() && chain.out_features() != c.outer * c.p * c.inner)
+    throw std::invalid_argument("neighbouring contractions disagree about the size of the state");
+  for (const Contraction& earlier : chain.contractions)
+    if (earlier.weight == c.weight) throw std::invalid_argument("two contractions share a weight");
+  return c;
+}
+
+// Stages come in the order: rank, contractions, bias, activation.
 static Chain parse(const std::string& text) {
-  auto fail = [&](const std::string& why) -> std::invalid_argument {
-    return std::invalid_argument("chain \"" + text + "\": " + why);
-  };
   Chain chain;
+  bool has_activation = false;
   std::istringstream stages(text);
-  for (std::string stage; std::getline(stages, stage, ';');) {
+  for (std::string stage, name; std::getline(stages, stage, ';');) {
     std::istringstream words(stage);
-    std::string name;
     words >> name;
-    if (name == "tied" || name == "untied") {
-      Contraction c{name == "tied", 0, 0, 0, 0, 0};
-      words >> c.weight >> c.outer >> c.p >> c.q >> c.inner;
-      if (!words || c.weight < 0 || c.outer < 1 || c.p < 1 || c.q < 1 || c.inner < 1)
-        throw fail("a contraction needs a weight index and four positive sizes");
-      if (!chain.contractions.empty() && chain.out_features() != c.outer * c.p * c.inner)
-        throw fail("neighbouring contractions disagree about the size of the state");
-      chain.contractions.push_back(c);
-    } else if (name == "rank") {
+    const bool finishing = chain.bias || has_activation;
+    if ((name == "tied" || name == "untied") && !finishing) {
+      chain.contractions.push_back(parse_contraction(name == "tied", words, chain));
+    } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1) {
       words >> chain.rank;
-      if (!words || chain.rank < 1) throw fail("rank must be a positive integer");
-    } else if (name == "bias") {
+      if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
+    } else if (name == "bias" && !finishing && !chain.contractions.empty()) {
       chain.bias = true;
-    } else {
+    } else if (!has_activation && !chain.contractions.empty()) {
       chain.activation = name;
+      has_activation = true;
+    } else {
+      throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     }
+    if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
   }
-  if (chain.contractions.empty()) throw fail("there is no contraction in it");
+  if (chain.contractions.empty()) throw std::invalid_argument("there is no contraction in it");
   return chain;
 }
 
@@ -54,7 +73,13 @@ const Chain& find_chain(const std::string& text) {
   static std::unordered_map<std::string, Chain> chains;  // nodes never move: references stay valid
   std::lock_guard<std::mutex> lock(mutex);
   auto found = chains.find(text);
-  if (found == chains.end()) found = chains.emplace(text, parse(text)).first;
+  if (found == chains.end()) {
+    try {
+      found = chains.emplace(text, parse(text)).first;
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument("factorlayer: chain \"" + text + "\": " + error.what());
+    }
+  }
   return found->second;
 }
 

@@ -63,15 +63,11 @@ def test_check_finds_all_equal(case: str, structure: str, dtype: str) -> None:
 @pytest.mark.parametrize("activation", [name for name in factorlayer.ACTIVATIONS if name != "identity"])
 def test_check_finds_all_equal_with_an_activation(activation: str, dtype: str) -> None:
     for structure in STRUCTURES:
-        result = run(
-            f"16 20x36 28x44 --dtype {dtype} --structure {structure} --activation {activation} check"
-        )
+        result = run(f"16 20x36 28x44 --dtype {dtype} --structure {structure} --activation {activation} check")
         assert result.exit_code == 0, result.stdout
 
 
-@pytest.mark.parametrize(
-    "options", ["--rank 3", "--no-bias", "--seed 5 --rank 2", "--structure monarch --rank 4"]
-)
+@pytest.mark.parametrize("options", ["--rank 3", "--no-bias", "--seed 5 --rank 2", "--structure monarch --rank 4"])
 def test_check_finds_all_equal_with_options(options: str) -> None:
     for dtype in "dfhb":
         result = run(f"5 8x6 4x12 check --dtype {dtype} {options}")

@@ -18,9 +18,7 @@ pytestmark = [
 
 LAYERS = {
     "kronecker": dict(in_features=35, out_features=24, factors=((5, 7), (4, 6)), activation="gelu"),
-    "rank 2": dict(
-        in_features=12, out_features=12, factors=((3, 2, 2), (2, 3, 2)), rank=2, activation="tanh"
-    ),
+    "rank 2": dict(in_features=12, out_features=12, factors=((3, 2, 2), (2, 3, 2)), rank=2, activation="tanh"),
     "monarch": dict(in_features=12, out_features=18, structure="monarch", blocks=(3, 2), rank=2, bias=False),
 }
 IMPLEMENTATIONS = ["naive", "batched", "fused"]
@@ -128,9 +126,7 @@ def test_leading_dimensions(layer: FactorLinear, implementation: str, leading: t
     y.sum().backward()
     assert x.grad.shape == x.shape
     rows = x.detach().reshape(-1, layer.in_features)
-    assert_same(
-        y.detach().reshape(-1, layer.out_features), with_implementation(layer, "naive")(rows).detach()
-    )
+    assert_same(y.detach().reshape(-1, layer.out_features), with_implementation(layer, "naive")(rows).detach())
 
 
 @pytest.mark.parametrize("make", [
@@ -237,9 +233,9 @@ TRANSFORMS = {
     ),
     "jacrev": lambda f, p, x: jacrev(lambda x: f(p, x))(x[:2]),
     "second derivative": lambda f, p, x: jacrev(jacrev(lambda x: f(p, x).square().sum()))(x[0]),
-    "gradient of a gradient": lambda f, p, x: grad(
-        lambda p: grad(lambda x: f(p, x).square().sum())(x).square().sum()
-    )(p),
+    "gradient of a gradient": lambda f, p, x: grad(lambda p: grad(lambda x: f(p, x).square().sum())(x).square().sum())(
+        p
+    ),
 }
 
 
@@ -250,9 +246,7 @@ def test_torch_func(layer: FactorLinear, implementation: str, transform: str) ->
 
     def apply(implementation: str) -> object:
         chosen = with_implementation(layer, implementation)
-        return TRANSFORMS[transform](
-            lambda p, x: functional_call(chosen, p, (x,)), parameters, sample(layer, 5)
-        )
+        return TRANSFORMS[transform](lambda p, x: functional_call(chosen, p, (x,)), parameters, sample(layer, 5))
 
     assert_same(apply(implementation), apply("naive"))
 
@@ -268,9 +262,7 @@ def test_forward_mode(layer: FactorLinear, transform: str) -> None:
     x = sample(layer, 3)
     expected = FORWARD_MODE[transform](with_implementation(layer, "naive"), x)
     assert_same(FORWARD_MODE[transform](with_implementation(layer, "auto"), x), expected)
-    with pytest.raises(
-        RuntimeError, match="implementation='fused' cannot run: it has no forward-mode derivative"
-    ):
+    with pytest.raises(RuntimeError, match="implementation='fused' cannot run: it has no forward-mode derivative"):
         FORWARD_MODE[transform](with_implementation(layer, "fused"), x)
 
 

@@ -6,7 +6,7 @@ constexpr double kTransposeCost = 16;             // multiply-adds that take as 
 
 // Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
 // every 4 KB; and large buffers that come and go between aligned outputs make glibc's heap grow without end.
-enum class Purpose { block, weights, sums };
+enum class Purpose { block, weights, sums, totals, count };
 
 template <class T> class Arena {
  public:
@@ -25,7 +25,7 @@ template <class T> class Arena {
       std::unique_ptr<char[]> memory;
       size_t size = 0;
     };
-    thread_local Piece pieces[3];
+    thread_local Piece pieces[int(Purpose::count)];
     Piece& piece = pieces[int(purpose)];
     const size_t bytes = elements * sizeof(T) + 64;
     if (piece.size < bytes) piece.memory.reset(), piece.memory.reset(new char[bytes]), piece.size = bytes;
@@ -58,8 +58,8 @@ template <class T> Block choose_block(const Chain& chain, int64_t batch, int64_t
   if (untied || interleaved < plain) {
     const int64_t fitting = kInterleavedBytes / state_bytes / L * L;
     const int64_t samples = std::clamp<int64_t>(fitting, L, 4 * L);
-    return {std::min(samples, (batch + L - 1) / L * L), true};
+    return {std::min(samples, (batch + L - 1) / L * L), true, 0};
   }
   const int64_t rows = (2 * kTileRows[1] + fewest_slabs - 1) / fewest_slabs;  // enough to fill register tiles
-  return {std::clamp<int64_t>(std::max(kPlainBytes / state_bytes, rows), 1, batch), false};
+  return {std::clamp<int64_t>(std::max(kPlainBytes / state_bytes, rows), 1, batch), false, 0};
 }

@@ -10,6 +10,7 @@
 struct Block {
   int64_t samples;
   bool interleaved;
+  int64_t valid;  // samples that are there; an interleaved block is padded up to `samples`
   int64_t slabs(const Contraction& c) const { return interleaved ? c.outer : c.outer * samples; }
   int64_t width(const Contraction& c) const { return interleaved ? c.inner * samples : c.inner; }
 };
@@ -64,36 +65,37 @@ constexpr int64_t kTransposedPiece = 128;
 inline int64_t grad_weight_scratch(const Contraction& c) { return kTransposedPiece * c.p; }
 
 // grad_w[q, p] += sum over slabs and i of grad_y[slab, q, i] x[slab, p, i], 0 <= i < length. Rows are `row` apart,
-// slabs q or p rows. Short slabs are taken several at a time.
+// slabs grad_y_slab and x_slab. Short slabs are taken several at a time.
 template <class T>
-void add_outer_products(const Contraction& c, int64_t slabs, int64_t length, const T* grad_y, const T* x, int64_t row,
-                        T* grad_w, T* scratch) {
+void add_outer_products(const Contraction& c, int64_t slabs, int64_t length, int64_t row, const T* grad_y,
+                        int64_t grad_y_slab, const T* x, int64_t x_slab, T* grad_w, T* scratch) {
   const int64_t piece = std::min(length, kTransposedPiece), together = kTransposedPiece / piece;
   for (int64_t slab = 0; slab < slabs; slab += together) {
     const int64_t count = std::min(together, slabs - slab);
     for (int64_t at = 0; at < length; at += piece) {
       const int64_t size = std::min(piece, length - at);
       for (int64_t i = 0; i < count; ++i)
-        transpose<T>(c.p, size, x + (slab + i) * c.p * row + at, row, scratch + i * size * c.p, c.p);
-      multiply<T>({c.q, c.p, size, 1, count}, {grad_y + slab * c.q * row + at, row, 1, c.q * row},
+        transpose<T>(c.p, size, x + (slab + i) * x_slab + at, row, scratch + i * size * c.p, c.p);
+      multiply<T>({c.q, c.p, size, 1, count}, {grad_y + slab * grad_y_slab + at, row, 1, grad_y_slab},
                   {scratch, c.p, 1, size * c.p}, {grad_w, c.p, 1}, true, nullptr);
     }
   }
 }
 
-// grad_w += grad_y x'
+// grad_w += grad_y x'. Padding is left out: times an infinite weight, its zeros have become NaN.
 template <class T>
 void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T* x, T* grad_w, T* scratch) {
-  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q;
-  if (!c.tied) {
-    const int64_t s = block.samples;
-    for (int64_t o = 0; o < c.outer; ++o)
-      for (int64_t i = 0; i < c.inner; ++i)
-        add_outer_products(c, 1, s, grad_y + o * q * width + i * s, x + o * p * width + i * s, width,
-                           grad_w + (o * c.inner + i) * q * p, scratch);
+  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q, s = block.samples;
+  if (block.interleaved) {
+    for (int64_t o = 0; o < c.outer; ++o, grad_y += q * width, x += p * width)
+      if (c.tied)
+        add_outer_products(c, c.inner, block.valid, width, grad_y, s, x, s, grad_w, scratch);
+      else
+        for (int64_t i = 0; i < c.inner; ++i, grad_w += q * p)
+          add_outer_products(c, 1, block.valid, width, grad_y + i * s, 0, x + i * s, 0, grad_w, scratch);
   } else if (width == 1) {
     multiply<T>({q, p, slabs}, {grad_y, 1, q}, {x, p, 1}, {grad_w, p, 1}, true, nullptr);
   } else {
-    add_outer_products(c, slabs, width, grad_y, x, width, grad_w, scratch);
+    add_outer_products(c, slabs, width, width, grad_y, q * width, x, p * width, grad_w, scratch);
   }
 }

@@ -8,6 +8,17 @@
 #include "merge.h"
 #include "block.h"
 #include "run.h"
+#include "forward.h"
+#include "backward.h"
+
+template <class F> auto with_types(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::float64: return f(double(), double());
+    case DType::float32: return f(float(), float());
+    case DType::bfloat16: return f(float(), BFloat16());
+    default: return f(float(), Float16());
+  }
+}
 
 void forward(const Problem& problem, void* y, int threads, const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
@@ -18,7 +29,7 @@ void forward(const Problem& problem, void* y, int threads, const Parallel& paral
 void backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads,
               const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
-    run_backward<decltype(t), decltype(s)>(problem, grad_y, wanted, threads, parallel);
+    Backward<decltype(t), decltype(s)>(problem, grad_y, wanted, threads).run(parallel);
   });
 }
 

@@ -9,13 +9,21 @@ struct Group {
   std::vector<Contraction> parts;
 };
 
-inline std::vector<Group> merge(const Chain& chain) {
+// Whether products of up to four such weights neither leave the range nor turn infinity times zero into NaN.
+template <class T> bool is_tame(int64_t n, const T* weight) {
+  const T most = std::ldexp(T(1), std::numeric_limits<T>::max_exponent / 4 - 1);
+  return std::all_of(weight, weight + n, [&](T w) { return w == 0 || (std::abs(w) >= 1 / most && std::abs(w) <= most); });
+}
+
+// tame(c): whether the weight of contraction c may be merged.
+template <class F> std::vector<Group> merge(const Chain& chain, F&& tame) {
   std::vector<Group> groups;
   for (const Contraction& c : chain.contractions) {
     if (!groups.empty()) {
       Contraction& w = groups.back().whole;
       const bool neighbours = c.tied && w.tied && c.outer * c.p == w.outer && c.inner == w.q * w.inner;
-      if (neighbours && c.p * w.p <= kLargestMerged && c.q * w.q <= kLargestMerged) {
+      const bool small = c.p * w.p <= kLargestMerged && c.q * w.q <= kLargestMerged && groups.back().parts.size() < 4;
+      if (neighbours && small && tame(c) && tame(groups.back().parts.back())) {
         w = {true, 0, c.outer, c.p * w.p, c.q * w.q, w.inner};
         groups.back().parts.push_back(c);
         continue;

@@ -8,14 +8,15 @@ template <class T> FL_INLINE Dual<T> operator+(Dual<T> x, Dual<T> y) { return {x
 template <class T> FL_INLINE Dual<T> operator*(Dual<T> x, Dual<T> y) {
   return {x.value * y.value, x.slope * y.value + x.value * y.slope};
 }
+// With a constant: no slope of it is multiplied in, which would be 0 times infinity for an infinite x.
+template <class T> FL_INLINE Dual<T> operator+(Vec<T> c, Dual<T> x) { return {c + x.value, x.slope}; }
+template <class T> FL_INLINE Dual<T> operator*(Vec<T> c, Dual<T> x) { return {c * x.value, c * x.slope}; }
 
 // f(x) from f and f', both given at the value
 template <class T> FL_INLINE Dual<T> apply(Dual<T> x, Vec<T> f, Vec<T> slope) { return {f, slope * x.slope}; }
 
 template <class T> FL_INLINE Vec<T> value_of(Vec<T> x) { return x; }
 template <class T> FL_INLINE Vec<T> value_of(Dual<T> x) { return x.value; }
-template <class T> FL_INLINE Vec<T> constant(Vec<T>, double c) { return splat<T>(T(c)); }
-template <class T> FL_INLINE Dual<T> constant(Dual<T>, double c) { return {splat<T>(T(c)), Vec<T>{}}; }
 template <class T> FL_INLINE Vec<T> select(Mask<T> m, Vec<T> x, Vec<T> y) { return m ? x : y; }
 template <class T> FL_INLINE Dual<T> select(Mask<T> m, Dual<T> x, Dual<T> y) {
   return {m ? x.value : y.value, m ? x.slope : y.slope};
@@ -47,26 +48,26 @@ template <class T> FL_INLINE Dual<T> softplus(Dual<T> x) {
 }
 
 // Branches are chosen so that at a kink, and for NaN, value and slope are PyTorch's.
-#define FL_ACTIVATIONS(ROW)                                                                           \
-  ROW(identity, x)                                                                                    \
-  ROW(relu, select<T>(v <= T(0), c(0), x))                                                            \
-  ROW(leaky_relu, select<T>(v > T(0), x, x * c(0.01)))                                                \
-  ROW(elu, select<T>(v > T(0), x, expm1<T>(x)))                                                       \
-  ROW(gelu, c(0.5) * x * (c(1) + erf<T>(x * c(0.70710678118654752440))))                              \
+#define FL_ACTIVATIONS(ROW)                                                                            \
+  ROW(identity, x)                                                                                     \
+  ROW(relu, select<T>(v <= T(0), X{}, x))                                                              \
+  ROW(leaky_relu, select<T>(v > T(0), x, c(0.01) * x))                                                 \
+  ROW(elu, select<T>(v > T(0), x, expm1<T>(x)))                                                        \
+  ROW(gelu, c(0.5) * x * (c(1) + erf<T>(c(0.70710678118654752440) * x)))                               \
   ROW(gelu_tanh, c(0.5) * x * (c(1) + tanh<T>(c(0.79788456080286535588) * (x + c(0.044715) * x * x * x)))) \
-  ROW(silu, x * sigmoid<T>(x))                                                                        \
-  ROW(sigmoid, sigmoid<T>(x))                                                                         \
-  ROW(tanh, tanh<T>(x))                                                                               \
-  ROW(sine, sin<T>(x))                                                                                \
-  ROW(softplus, select<T>(v > T(20), x, softplus<T>(x)))                                              \
-  ROW(square, x * x)                                                                                  \
-  ROW(relu_squared, select<T>(v <= T(0), c(0), x * x))
+  ROW(silu, x * sigmoid<T>(x))                                                                         \
+  ROW(sigmoid, sigmoid<T>(x))                                                                          \
+  ROW(tanh, tanh<T>(x))                                                                                \
+  ROW(sine, sin<T>(x))                                                                                 \
+  ROW(softplus, select<T>(v > T(20), x, softplus<T>(x)))                                               \
+  ROW(square, x * x)                                                                                   \
+  ROW(relu_squared, select<T>(v <= T(0), X{}, x * x))
 
 #define FL_DEFINE(NAME, ...)                                             \
   struct activation_##NAME {                                             \
     template <class T, class X> static FL_INLINE X of(X x) {             \
       [[maybe_unused]] const Vec<T> v = value_of<T>(x);                  \
-      [[maybe_unused]] const auto c = [&](double k) { return constant<T>(x, k); }; \
+      [[maybe_unused]] const auto c = [](double k) { return splat<T>(T(k)); }; \
       return __VA_ARGS__;                                                \
     }                                                                    \
   };

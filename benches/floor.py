@@ -1,0 +1,103 @@
+"""How fast a workload could run at best, and what is too fast to be true.
+
+floor = max(bytes / copy bandwidth, FLOPs / arithmetic rate), every input read once and every output written
+once, FLOPs of the cheapest order of contraction. Backward reads x, grad_y and the weights, writes their
+gradients and does twice the forward's FLOPs; forward+backward is the sum of the two floors. Efficiency is
+floor / time. The ceilings are measured in the same run, by ceilings.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from factorlayer.spec import LayerSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+# Bytes and FLOPs per second. float32 is a third of tf32: what fp32 accuracy costs on tensor cores.
+DATASHEETS = {
+    "H200": {
+        "memory": 4.8e12,
+        "bfloat16": 989e12,
+        "float16": 989e12,
+        "tf32": 495e12,
+        "float32": 495e12 / 3,
+        "float64": 67e12,
+    },
+}
+MOST_EFFICIENT = 1.1  # without a datasheet: more than the measured ceilings and a tenth of noise is not believed
+
+
+class ImpossibleFigureError(ValueError):
+    """A time shorter than the hardware allows."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes read or written, and floating-point operations done."""
+
+    bytes: int
+    flops: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+def layer_work(spec: LayerSpec, batch: int, itemsize: int) -> tuple[Work, Work]:
+    """Forward and backward of a structured layer."""
+    return _work(spec.in_features, spec.out_features, spec.parameter_count, spec.flops(batch), batch, itemsize)
+
+
+def dense_work(spec: LayerSpec, batch: int, itemsize: int) -> tuple[Work, Work]:
+    """Forward and backward of the nn.Linear with the same features."""
+    size = spec.in_features * spec.out_features
+    return _work(spec.in_features, spec.out_features, size, 2 * batch * size, batch, itemsize)
+
+
+def _work(inputs: int, outputs: int, parameters: int, flops: int, batch: int, itemsize: int) -> tuple[Work, Work]:
+    forward = Work((batch * (inputs + outputs) + parameters) * itemsize, flops)
+    backward = Work((batch * (2 * inputs + outputs) + 2 * parameters) * itemsize, 2 * flops)
+    return forward, backward
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes per second of a copy that moves so many bytes; FLOPs per second, and who reached them."""
+
+    bandwidth: Callable[[int], float]
+    rate: float
+    rate_of: str
+    datasheet: dict[str, float] | None = None
+
+    def floor(self, *passes: Work) -> float:
+        """Seconds, at least."""
+        return sum(max(w.bytes / self.bandwidth(w.bytes), w.flops / self.rate) for w in passes)
+
+
+def refuse_impossible(who: str, seconds: float, passes: tuple[Work, ...], dtype: str, ceilings: Ceilings) -> None:
+    """Raises if that time needs more than the datasheet has, or, without one, is well below the floor."""
+    work = sum(passes[1:], passes[0])
+    if ceilings.datasheet is None:
+        if ceilings.floor(*passes) > MOST_EFFICIENT * seconds:
+            raise ImpossibleFigureError(
+                f"{who}: at least {ceilings.floor(*passes) * 1e6:.1f} us were expected, the floor of this "
+                f"machine; it came out as {seconds * 1e6:.1f} us; measure again, on an idle machine"
+            )
+        return
+    for unit, done, most in (
+        ("bytes", work.bytes, ceilings.datasheet["memory"]),
+        ("FLOPs", work.flops, ceilings.datasheet[dtype]),
+    ):
+        if done > most * seconds:
+            raise ImpossibleFigureError(
+                f"{who}: at most {most:.3g} {unit}/s were expected, the datasheet's; it came out as "
+                f"{done / seconds:.3g}; look for work that did not run, or inputs that stayed in a cache"
+            )

@@ -1,0 +1,143 @@
+"""Writes README's generated sections and the plots from benches/results/*.json: `python -m benches.report`.
+
+The section of results/NAME.json lies between <!-- benches:begin NAME --> and <!-- benches:end NAME -->.
+With --check nothing is written, and the exit status says whether README is up to date.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benches import tables
+from benches.machine import in_words
+from benches.results import FOLDER, PASS_NAMES, Results, Row
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = """Examples:
+
+python -m benches.report
+
+python -m benches.report --check
+"""
+COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command(help="Write README's tables and plots from the results, or check the tables.", epilog=EXAMPLES)
+def main(
+    check: Annotated[bool, typer.Option(help="Write nothing; exit 1 if README is out of date.")] = False,
+    readme: Annotated[Path, typer.Option(help="The file with the markers.")] = README,
+    folder: Annotated[Path, typer.Option("--results", help="The folder with the results files.")] = FOLDER,
+) -> None:
+    try:
+        before = readme.read_text()
+        after = updated(before, readme, folder)
+        if not check:
+            readme.write_text(after)
+            for path in _files(folder):
+                if _has_speedups(results := Results.load(path)):
+                    draw(results, path.with_suffix(".svg"))
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"benches.report: {error}", err=True)
+        raise typer.Exit(2) from None
+    if check and after != before:
+        typer.echo(f"{readme} is out of date with {folder}; run `python -m benches.report`", err=True)
+        raise typer.Exit(1)
+
+
+def updated(text: str, readme: Path, folder: Path) -> str:
+    """README's text with the sections of all results files."""
+    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {path.stem for path in _files(folder)}
+    if unknown:
+        raise ValueError(
+            f"{readme} should have sections of the results in {folder} only; there are none of "
+            f"{', '.join(sorted(unknown))}; measure them, or remove the section"
+        )
+    for path in _files(folder):
+        begin, end = (f"<!-- benches:{side} {path.stem} -->" for side in ("begin", "end"))
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(
+                f"{readme} should hold the lines {begin} and {end} once, in this order, for {path.name}; "
+                "they are missing or repeated; put them where its table belongs"
+            )
+        head, tail = text[: text.index(begin)], text[text.index(end) :]
+        text = head + begin + "\n" + "\n".join(section(path, readme)) + "\n" + tail
+    return text
+
+
+def section(path: Path, readme: Path) -> list[str]:
+    """The table, and the plot where there is a speed-up to draw."""
+    results = Results.load(path)
+    lines = tables.markdown(results)
+    if _has_speedups(results):
+        plot = path.with_suffix(".svg").resolve()
+        root = readme.resolve().parent
+        link = plot.relative_to(root).as_posix() if plot.is_relative_to(root) else plot.as_posix()
+        lines += ["", f"![Speed-up of v3 over v2, {path.stem}]({link})"]
+    return lines
+
+
+def draw(results: Results, path: Path) -> None:
+    """Bars of v3's speed-up over v2, a panel for each dtype and thread count."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib, which is not installed; pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[tuple[str, int | None], list[Row]] = {}
+    for row in results.rows:
+        if row.speedup("forward") is not None:
+            panels.setdefault((row.dtype, row.threads), []).append(row)
+    if not panels:
+        raise ValueError("a plot needs rows with times of v2 and v3; these results have none")
+    columns = len({dtype for dtype, _ in panels})
+    lines = -(-len(panels) // columns)
+    most = max(map(len, panels.values()))
+    # The salt makes the ids in the file the same each time.
+    with pyplot.rc_context({"font.size": 9, "svg.hashsalt": "benches"}):
+        figure, axes = pyplot.subplots(
+            lines,
+            columns,
+            figsize=(9.4, lines * (0.36 * most + 1.0) + 0.5),
+            sharex=True,
+            sharey=True,
+            squeeze=False,
+            facecolor="white",
+            layout="constrained",
+        )
+        for axis, ((dtype, threads), rows) in zip(axes.flat, panels.items(), strict=False):
+            for shift, of_pass in ((-0.2, "forward"), (0.2, "forward_backward")):
+                speedups = [row.speedup(of_pass) or 0 for row in rows]
+                places = [i + shift for i in range(len(rows))]
+                label = f"v3 over v2, {PASS_NAMES[of_pass]}"
+                bars = axis.barh(places, speedups, height=0.38, color=COLORS[of_pass], label=label)
+                axis.bar_label(bars, [f"{s:.1f}x" if s else "-" for s in speedups], padding=2, fontsize=7.5)
+            axis.set_yticks(range(len(rows)), [row.workload for row in rows])
+            axis.axvline(1, color="#444444", linewidth=1)
+            axis.set_title(tables.where(dtype, threads), fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.margins(x=0.12)
+        axes[0][0].invert_yaxis()  # shared: the first workload on top, in every panel
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+        figure.suptitle(in_words(results.machine), fontsize=8, color="#444444")
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+def _has_speedups(results: Results) -> bool:
+    return any(row.speedup("forward") for row in results.rows)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"))
+
+
+if __name__ == "__main__":
+    app()

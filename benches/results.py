@@ -1,0 +1,103 @@
+"""What a run leaves behind, as JSON: the machine, its ceilings, a Row for each workload, dtype, thread count.
+
+Also the figures that run.py and report.py derive from a Row: speed-ups, efficiency, geometric means.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benches.timing import Timing
+
+FOLDER = Path(__file__).parent / "results"
+PASS_NAMES = {"forward": "fwd", "forward_backward": "fwd+bwd"}
+
+
+@dataclass
+class Row:
+    """Times are by subject and pass; notes say why one is missing; broken lists refused figures."""
+
+    workload: str
+    shape: str
+    batch: int
+    dtype: str
+    threads: int | None
+    source: str
+    floor_us: dict[str, float]
+    times: dict[str, dict[str, Timing]] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def us(self, subject: str, of_pass: str) -> float | None:
+        timing = self.times.get(subject, {}).get(of_pass)
+        return None if timing is None else timing.us
+
+    def speedup(self, of_pass: str) -> float | None:
+        """Of v3 over v2."""
+        v2, v3 = self.us("v2", of_pass), self.us("v3", of_pass)
+        return None if v2 is None or v3 is None else v2 / v3
+
+    def efficiency(self, of_pass: str) -> float | None:
+        """Floor over v3's time."""
+        v3 = self.us("v3", of_pass)
+        return None if v3 is None else self.floor_us[of_pass] / v3
+
+
+@dataclass
+class Results:
+    """One results file."""
+
+    machine: dict[str, Any]
+    ceilings: dict[str, Any]
+    rows: list[Row]
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        try:
+            data = json.loads(path.read_text())
+            rows = []
+            for row in data["rows"]:
+                times = {who: {p: Timing(**t) for p, t in passes.items()} for who, passes in row.pop("times").items()}
+                rows.append(Row(**row, times=times))
+            return cls(data["machine"], data["ceilings"], rows)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} should be a results file of `python -m benches.run`; it could not be read as one "
+                f"({error!r}); measure it again"
+            ) from None
+
+
+def geometric_means(rows: Iterable[Row]) -> dict[tuple[str, int | None], dict[str, float]]:
+    """Of v3's speed-ups over v2, by dtype and threads, then by pass."""
+    speedups: dict[tuple[str, int | None], dict[str, list[float]]] = {}
+    for row in rows:
+        for of_pass in PASS_NAMES:
+            speedup = row.speedup(of_pass)
+            if speedup is not None:
+                speedups.setdefault((row.dtype, row.threads), {}).setdefault(of_pass, []).append(speedup)
+    return {
+        key: {of_pass: statistics.geometric_mean(values) for of_pass, values in passes.items()}
+        for key, passes in speedups.items()
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: more would be noise in every diff."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,138 @@
+"""Results as tables: for the terminal with rich, and as the lines of README's markdown.
+
+Where v3 has not run (no fused kernel for that device yet), README compares v2 with the best published peer
+instead.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from benches.machine import in_words
+from benches.results import PASS_NAMES, Results, Row, geometric_means
+from benches.subjects import SUBJECTS
+
+
+def show(results: Results, console: Console) -> None:
+    """The table of a run, its geometric means, and everything that needs a second look."""
+    rows = results.rows
+    subjects = [name for name in SUBJECTS if any(name in row.times or name in row.notes for row in rows)]
+    console.print(_table(results, subjects))
+    for (dtype, threads), means in geometric_means(rows).items():
+        words = ", ".join(f"{PASS_NAMES[of_pass]} {mean:.2f}x" for of_pass, mean in means.items())
+        console.print(f"v3 over v2, geometric mean, {where(dtype, threads)}: {words}")
+    for row in rows:
+        for of_pass, pass_name in PASS_NAMES.items():
+            if (speedup := row.speedup(of_pass)) is not None and speedup < 1:
+                console.print(f"slower than v2: {_label(row)} {pass_name}, {speedup:.2f}x", style="red")
+        for message in row.broken:
+            console.print(f"broken: {message}", style="bold red", markup=False)
+    notes: dict[str, list[str]] = {}
+    for subject in subjects:
+        for row in rows:
+            if subject in row.notes:
+                notes.setdefault(f"{subject}: {row.notes[subject]}", []).append(_label(row))
+    for note, labels in notes.items():
+        console.print(f"{note} ({'all' if len(labels) == len(rows) else '; '.join(labels)})", markup=False)
+
+
+def _table(results: Results, subjects: list[str]) -> Table:
+    rows = results.rows
+    threaded = any(row.threads for row in rows)
+    has_published = any(row.published for row in rows)
+    eager = any(timing.eager_us for row in rows for passes in row.times.values() for timing in passes.values())
+    caption = "microseconds, medians" + (" (eager, from the host)" if eager else "") + "; efficiency = floor / v3"
+    table = Table(title=in_words(results.machine), caption=caption)
+    table.add_column("workload", no_wrap=True)
+    for heading in ("dtype", *(["threads"] if threaded else []), "pass"):
+        table.add_column(heading)
+    extra = ["published"] if has_published else []
+    for heading in ("floor", *subjects, *extra, "v2/v3", "efficiency", "peak MB v2/v3"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        for of_pass, pass_name in PASS_NAMES.items():
+            first = of_pass == "forward"
+            speedup = row.speedup(of_pass)
+            names = [row.workload, row.dtype, *([str(row.threads)] if threaded else [])]
+            table.add_row(
+                *(name if first else "" for name in names),
+                pass_name,
+                _us(row.floor_us[of_pass]),
+                *(_timing(row, subject, of_pass) for subject in subjects),
+                *([_us(row.published.get(of_pass, {}).get("us"))] if has_published else []),
+                _times(speedup),
+                _number(row.efficiency(of_pass)),
+                _peaks(row) if first else "",
+                style="red" if row.broken or (speedup is not None and speedup < 1) else None,
+                end_section=not first,
+            )
+    return table
+
+
+def markdown(results: Results) -> list[str]:
+    """README's table."""
+    rows = results.rows
+    threaded = any(row.threads for row in rows)
+    fused = any("v3" in row.times for row in rows)
+    if fused:
+        headings = ["v2 µs", "v3 µs", "speed-up fwd", "speed-up fwd+bwd", "efficiency"]
+    else:
+        headings = ["floor µs", "v2 µs", "best published µs", "by"]
+    names = ["workload", "dtype", *(["threads"] if threaded else [])]
+    lines = [in_words(results.machine) + ". Forward unless a column says fwd+bwd; medians.", ""]
+    lines.append("| " + " | ".join(names + headings) + " |")
+    lines.append("|" + "|".join([" --- "] * len(names) + [" ---: "] * len(headings)) + "|")
+    for row in rows:
+        cells = [f"{row.workload} ({row.shape})" if "blocks" in row.shape else row.workload, row.dtype]
+        cells += [str(row.threads)] if threaded else []
+        if fused:
+            cells += [_us(row.us("v2", "forward")), _us(row.us("v3", "forward"))]
+            cells += [_times(row.speedup(of_pass)) for of_pass in PASS_NAMES]
+            cells += [" / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)]
+        else:
+            peer = row.published.get("forward", {})
+            cells += [_us(row.floor_us["forward"]), _us(row.us("v2", "forward")), _us(peer.get("us"))]
+            cells += [peer.get("who", "-")]
+        lines.append("| " + " | ".join(cells) + " |")
+    for (dtype, threads), means in geometric_means(rows).items():
+        words = " and ".join(f"{mean:.2f}x {PASS_NAMES[of_pass]}" for of_pass, mean in means.items())
+        lines += ["", f"Geometric mean over v2, {where(dtype, threads)}: {words}."]
+    return lines
+
+
+def where(dtype: str, threads: int | None) -> str:
+    """float32, 2 threads."""
+    return dtype + (f", {threads} thread{'s' if threads > 1 else ''}" if threads else "")
+
+
+def _label(row: Row) -> str:
+    return f"{row.workload} {row.dtype}" + (f" {row.threads}t" if row.threads else "")
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def _timing(row: Row, subject: str, of_pass: str) -> str:
+    """The median, the interquartile range in percent where it is large enough to matter, the eager time."""
+    timing = row.times.get(subject, {}).get(of_pass)
+    if timing is None:
+        return "-"
+    percent = round(100 * timing.iqr_us / timing.us)
+    eager = "" if timing.eager_us is None else f" ({_us(timing.eager_us)})"
+    return _us(timing.us) + (f" ±{percent}%" if percent >= 5 else "") + eager
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _peaks(row: Row) -> str:
+    return "/".join(f"{row.peak_bytes[name] / 1e6:.1f}" if name in row.peak_bytes else "-" for name in ("v2", "v3"))

@@ -1,0 +1,81 @@
+"""v2 against v1: in float64 the same numbers, and in every dtype the error that its roundings explain."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import (
+    DTYPES,
+    KINDS,
+    LARGE_CASES,
+    LAYOUTS,
+    SMALL_SPECS,
+    Case,
+    cases,
+    draw_inputs,
+    dtype_id,
+    relative_errors,
+    results,
+    spec_id,
+)
+
+from factorlayer.batched import batched
+from factorlayer.functional import run
+from factorlayer.spec import LayerSpec
+
+
+def check_float64(case: Case, layout: str = "contiguous", seed: int = 0) -> None:
+    inputs = draw_inputs(case, torch.float64, seed, layout)
+    found, right = results(case, inputs, "batched"), results(case, inputs, "naive")
+    for name, value in right.items():
+        scale = float(value.abs().max()) if value.numel() else 0.0
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12 * scale * math.sqrt(len(value) or 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS))
+def test_batched_is_naive_in_float64(kind: str, data: st.DataObject, layout: str) -> None:
+    check_float64(data.draw(cases(kind)), layout)
+
+
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_batched_is_naive_in_float64_when_large(case: Case) -> None:
+    check_float64(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+def test_error_is_a_few_roundings(spec: LayerSpec, dtype: torch.dtype) -> None:
+    """Each contraction, sum over the rank and bias rounds once more; sums are at most a few dozen long here."""
+    case = Case(spec, 33)
+    inputs = draw_inputs(case, dtype, seed=0)
+    right = results(case, inputs.to(torch.float64), "naive")
+    errors = relative_errors([results(case, inputs, "batched")], [right])
+    roundings = len(spec.contractions) + spec.terms + 1
+    assert max(errors.values()) <= 4 * roundings * torch.finfo(dtype).eps, errors
+
+
+@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+def test_gradcheck(spec: LayerSpec) -> None:
+    case = Case(spec, 3, True, "tanh")
+    inputs = draw_inputs(case, torch.float64, seed=0)
+    leaves = [t.requires_grad_() for t in (inputs.x, inputs.bias, *inputs.weights)]
+
+    def call(x: torch.Tensor, bias: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return run(spec, case.chain, x, weights, bias, "batched", "test")
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+def test_no_samples(spec: LayerSpec) -> None:
+    case = Case(spec, 0)
+    inputs = draw_inputs(case, torch.float32, seed=0)
+    assert batched(case.chain, inputs.x, inputs.weights).shape == (0, spec.out_features)
+    for name, gradient in results(case, inputs, "batched").items():
+        assert not gradient.any(), name

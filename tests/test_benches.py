@@ -1,0 +1,325 @@
+"""The benchmarks' registry, the floors' arithmetic, what is refused, a quick run from timing to README."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
+
+from benches import report, run
+from benches.ceilings import measure_ceilings, tf32_allowed
+from benches.floor import DATASHEETS, DTYPES, Ceilings, ImpossibleFigureError, Work, dense_work, layer_work
+from benches.floor import refuse_impossible as refuse
+from benches.results import Results, Row, geometric_means
+from benches.subjects import SUBJECTS, Tensors, UnavailableError, build, disagreement
+from benches.tables import markdown
+from benches.timing import Timing, peak_bytes, sets_needed
+from benches.workloads import PASSES, WORKLOADS, Workload, published, select
+
+CASES = [(workload, dtype) for workload in WORKLOADS for dtype in workload.dtypes]
+TINY = Workload("tiny", "kronecker", 8, (4, 6), (4, 3), "cpu", ("float32",), "this test")
+
+
+# The registry.
+
+
+def test_names_are_unique_and_sources_given() -> None:
+    names = [workload.name for workload in WORKLOADS]
+    assert len(set(names)) == len(names)
+    assert all(workload.source for workload in WORKLOADS)
+    assert {workload.device for workload in WORKLOADS} == {"cpu", "cuda"}
+    assert all(dtype in DTYPES for _, dtype in CASES)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_every_workload_is_a_layer(workload: Workload) -> None:
+    spec = workload.spec
+    assert spec.rank == workload.rank
+    assert spec.parameter_count < spec.in_features * spec.out_features
+    assert workload.batch > 0
+    assert workload.shape
+
+
+def test_monarch_rows_have_the_blocks_they_name() -> None:
+    rows = {workload.name: workload.spec for workload in WORKLOADS if workload.structure == "monarch"}
+    assert rows["512:gpt2s_fc1"].blocks == rows["gpt2s_fc1"].blocks == (4, 4)
+    assert (rows["btt_r4"].blocks, rows["btt_r4"].rank, rows["btt_r4"].out_features) == ((32, 48), 4, 3072)
+    assert rows["256:sqrt4096"].weight_shapes == ((64, 64, 64), (64, 64, 64))
+
+
+@pytest.mark.parametrize(("workload", "dtype"), [(w, d) for w, d in CASES if w.device == "cuda"])
+def test_every_cuda_row_has_peers(workload: Workload, dtype: str) -> None:
+    peers = published(workload, dtype)
+    if dtype == "float16":  # nobody was measured in it
+        assert peers == {}
+        return
+    assert list(peers) == list(PASSES)
+    assert all(peer["us"] > 0 and peer["who"] for peer in peers.values())
+    assert peers["forward"]["us"] < peers["forward_backward"]["us"]
+
+
+def test_peers_has_no_row_too_many() -> None:
+    rows = json.loads((Path(run.__file__).parent / "peers.json").read_text())["rows"]
+    known = {workload.name: set(workload.dtypes) for workload in WORKLOADS if workload.device == "cuda"}
+    assert set(rows) == set(known)
+    assert all(set(dtypes) <= known[name] for name, dtypes in rows.items())
+
+
+def test_select() -> None:
+    assert [w.name for w, _ in select("cpu", ["1024:*"], ["float64"])] == [
+        "1024:32^2",
+        "1024:64^2",
+        "1024:8^4",
+        "1024:16^3",
+        "1024:4^6",
+    ]
+    assert select("cuda", ["1024:*"]) == []
+    assert len(select("cpu")) == 24
+
+
+# Floors.
+
+
+def ceilings(datasheet: dict[str, float] | None = None, bandwidth: float = 4.17e12, rate: float = 746.2e12) -> Ceilings:
+    return Ceilings(lambda _: bandwidth, rate, "a test", datasheet)
+
+
+def test_work_of_two_factors_by_hand() -> None:
+    """1024 samples of 64·64 in bfloat16: x and y are 8 MiB each, a factor is 8 KiB."""
+    spec = next(w for w in WORKLOADS if w.name == "fk-64^2").spec
+    forward, backward = layer_work(spec, 1024, 2)
+    assert forward == Work(2 * (8 << 20) + 2 * 8192, 2 * 1024 * 2 * 64**3)
+    assert backward == Work(3 * (8 << 20) + 4 * 8192, 2 * forward.flops)
+    assert ceilings().floor(forward) * 1e6 == pytest.approx(4.03, abs=0.01)
+    assert ceilings().floor(forward, backward) * 1e6 == pytest.approx(10.07, abs=0.01)
+
+
+def test_work_of_rectangles_counts_the_cheapest_order() -> None:
+    forward, backward = layer_work(TINY.spec, 8, 4)
+    assert forward.bytes == 4 * (8 * (24 + 12) + 16 + 18)
+    assert backward.bytes == 4 * (8 * (2 * 24 + 12) + 2 * (16 + 18))
+    assert forward.flops == 2 * 8 * (4 * 6 * 3 + 4 * 4 * 3)  # 6 -> 3 first
+    dense, _ = dense_work(TINY.spec, 8, 4)
+    assert dense == Work(4 * (8 * (24 + 12) + 24 * 12), 2 * 8 * 24 * 12)
+
+
+def test_floor_takes_the_larger_bound_of_each_pass() -> None:
+    limits = Ceilings(lambda size: 100.0 if size > 50 else 1000.0, 10.0, "a test")
+    assert limits.floor(Work(100, 5)) == 1.0
+    assert limits.floor(Work(50, 5)) == 0.5  # in a cache: 0.05 s of bytes, 0.5 s of arithmetic
+    assert limits.floor(Work(100, 5), Work(100, 20)) == 3.0
+
+
+def test_cpu_figures_below_the_floor_are_refused() -> None:
+    work = (Work(0, 1000),)
+    limits = ceilings(rate=1000.0)
+    refuse("v3", 0.95, work, "float32", limits)
+    with pytest.raises(ImpossibleFigureError, match=r"^v3: at least 1000000\.0 us .* came out as 800000\.0 us"):
+        refuse("v3", 0.8, work, "float32", limits)
+
+
+@pytest.mark.parametrize(
+    ("work", "dtype", "unit"),
+    [(Work(int(4.9e12), 0), "float64", "bytes"), (Work(0, int(68e12)), "float64", "FLOPs")],
+)
+def test_figures_above_the_datasheet_are_refused(work: Work, dtype: str, unit: str) -> None:
+    limits = ceilings(DATASHEETS["H200"])
+    with pytest.raises(ImpossibleFigureError, match=f"v2: at most .* {unit}/s were expected, the datasheet's"):
+        refuse("v2", 1.0, (work,), dtype, limits)
+    refuse("v2", 1.1, (work,), dtype, limits)
+    refuse("v2", 1.0, (Work(0, int(68e12)),), "bfloat16", limits)
+
+
+def test_refused_times_are_kept_out_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_fast(calls: dict[str, Any], of_pass: str, effort: Any) -> dict[str, Timing]:
+        return {name: Timing(1e-6 if name == "v3" else 1e9, 0.0, 1) for name in calls}
+
+    monkeypatch.setattr(run, "time_cpu", too_fast)
+    row = run.measure_row(TINY, "float32", 1, ["v2", "v3"], ceilings(), run.QUICK)
+    assert "v3" not in row.times
+    assert set(row.times["v2"]) == set(PASSES)
+    assert len(row.broken) == 2
+
+
+def test_measured_ceilings_are_plausible() -> None:
+    limits = measure_ceilings("cpu", "float32")
+    assert 1e9 < limits.rate < 1e14
+    assert 1e8 < limits.bandwidth(1 << 20) < 1e13
+    assert limits.datasheet is None
+
+
+def test_tf32_switch_is_restored() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with tf32_allowed(not before):
+        assert torch.backends.cuda.matmul.allow_tf32 is not before
+    assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+def test_cuda_inputs_rotate_through_more_than_twice_the_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    assert sets_needed(1 << 20) == 121
+    assert sets_needed(100 << 20) == 3
+    assert sets_needed(200 << 20) == 2
+    assert sets_needed(500 << 20) == 1
+
+
+# Subjects.
+
+
+def test_subjects_agree_and_v3_takes_less_memory() -> None:
+    workload = next(w for w in WORKLOADS if w.name == "1024:8^4")
+    tensors = Tensors.random(workload, "float32")
+    calls = {name: build(name, workload, tensors) for name in ("v1", "v2", "v3")}
+    reference = calls["v2"].run("forward_backward")
+    assert len(reference) == 2 + 4
+    assert all(disagreement(call, reference) < 1e-5 for call in calls.values())
+    assert peak_bytes(calls["v3"]) >= 1024 * 4096 * 4
+    assert peak_bytes(calls["v2"]) > peak_bytes(calls["v3"])
+
+
+def test_a_wrong_result_is_seen() -> None:
+    tensors = Tensors.random(TINY, "float32")
+    call = build("v2", TINY, tensors)
+    y, *gradients = call.run("forward_backward")
+    assert disagreement(call, (2 * y, *gradients)) == pytest.approx(0.5)
+    assert disagreement(call, (y * float("nan"), *gradients)) == float("inf")
+
+
+def test_subjects_say_why_they_are_unavailable() -> None:
+    workload = next(w for w in WORKLOADS if w.name == "64:64^3")
+    x = torch.empty(1, workload.spec.in_features)
+    with pytest.raises(UnavailableError, match=r"its weight would take 256\.0 GiB"):
+        build("dense", workload, Tensors(x, x, []))
+    if "pyfastkron" not in sys.modules:
+        monarch = next(w for w in WORKLOADS if w.name == "512:gpt2s_fc1")
+        with pytest.raises(UnavailableError, match="pyfastkron"):
+            build("fastkron", monarch, Tensors(x, x, []))
+
+
+# From a run to README.
+
+
+def quick_run(output: Path, *options: str) -> Any:
+    arguments = [
+        "--quick",
+        "--select",
+        "16:*",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--output",
+        str(output),
+    ]
+    return CliRunner().invoke(run.app, [*arguments, *options])
+
+
+def test_a_quick_run_saves_results(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    output = tmp_path / "quick.json"
+    finished = quick_run(output, "--plot")
+    assert finished.exit_code in (0, 1), finished.output  # 1: refused figures, possible in so short a run
+    assert "16:32^2" in finished.output
+    assert torch.get_num_threads() == before
+    data = json.loads(output.read_text())
+    assert data["machine"]["threads"] == [1]
+    assert data["machine"]["torch"] == torch.__version__
+    (row,) = data["rows"]
+    assert row["floor_us"]["forward_backward"] > row["floor_us"]["forward"] > 0
+    assert row["times"]["v1"]["forward"]["us"] > 0
+    assert set(row["times"]) | set(row["notes"]) <= set(SUBJECTS)
+    assert row["peak_bytes"]["v2"] >= row["peak_bytes"]["v3"] >= 16 * 1024 * 4
+    assert output.with_suffix(".svg").read_text().startswith("<?xml")
+    assert Results.load(output).rows[0].us("v1", "forward") == row["times"]["v1"]["forward"]["us"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "tpu"], "--device should be cpu or cuda"),
+        (["--dtype", "int8"], "--dtype should be one of"),
+        (["--implementation", "v4"], "--implementation should be one of"),
+        (["--threads", "100000"], "--threads should be between 1 and"),
+        (["--select", "nothing"], "matches no cpu workload"),
+    ],
+)
+def test_run_refuses_options(options: list[str], message: str) -> None:
+    finished = CliRunner().invoke(run.app, options, env={"COLUMNS": "300"})
+    assert finished.exit_code == 2
+    assert message in " ".join(finished.output.split())
+
+
+def made_up(speedup: float = 2.0, dtype: str = "float32") -> Row:
+    times = {"v2": 100.0, "v3": 100.0 / speedup}
+    timings = {name: {of_pass: Timing(us, 1.0, 5) for of_pass in PASSES} for name, us in times.items()}
+    floors = {"forward": 25.0, "forward_backward": 40.0}
+    return Row("16:32^2", "32·32", 16, dtype, 1, "a test", floors, timings)
+
+
+def made_up_results(*rows: Row) -> Results:
+    names = {"cpu": "a CPU", "cores": 2, "l2": "1M", "l3": None, "instruction_set": "avx2"}
+    return Results({**names, "torch": "2.11", "date": "2026-01-01"}, {}, list(rows))
+
+
+def test_geometric_means() -> None:
+    means = geometric_means([made_up(2.0), made_up(8.0), made_up(3.0, "float64")])
+    assert means["float32", 1]["forward"] == pytest.approx(4.0)
+    assert means["float64", 1]["forward_backward"] == pytest.approx(3.0)
+
+
+def test_report_writes_a_section_and_check_sees_a_stale_one(tmp_path: Path) -> None:
+    readme, folder = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text("# Title\n\n<!-- benches:begin cpu -->\n<!-- benches:end cpu -->\n\nThe end.\n")
+    options = ["--readme", str(readme), "--results", str(folder)]
+    made_up_results(made_up()).save(folder / "cpu.json")
+
+    stale = CliRunner().invoke(report.app, [*options, "--check"])
+    assert stale.exit_code == 1
+    assert "out of date" in stale.output
+    assert CliRunner().invoke(report.app, options).exit_code == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n<!-- benches:begin cpu -->\na CPU, 2 cores, 1M L2, avx2 kernels")
+    assert "| 16:32^2 | float32 | 1 | 100 | 50.0 | 2.00x | 2.00x | 0.50 / 0.80 |" in text
+    assert "](results/cpu.svg)" in text
+    assert text.endswith("<!-- benches:end cpu -->\n\nThe end.\n")
+    assert (folder / "cpu.svg").exists()
+    assert CliRunner().invoke(report.app, [*options, "--check"]).exit_code == 0
+
+    made_up_results(made_up(3.0)).save(folder / "cpu.json")
+    assert CliRunner().invoke(report.app, [*options, "--check"]).exit_code == 1
+
+
+def test_report_without_markers_or_results_says_so(tmp_path: Path) -> None:
+    readme, folder = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text("# Title\n")
+    options = ["--readme", str(readme), "--results", str(folder)]
+    made_up_results(made_up()).save(folder / "cpu.json")
+    missing = CliRunner().invoke(report.app, options)
+    assert missing.exit_code == 2
+    assert "should hold the lines <!-- benches:begin cpu --> and <!-- benches:end cpu -->" in missing.output
+    readme.write_text("<!-- benches:begin h200 -->\n<!-- benches:end h200 -->\n")
+    unknown = CliRunner().invoke(report.app, options)
+    assert unknown.exit_code == 2
+    assert "there are none of h200" in unknown.output
+    (folder / "cpu.json").write_text("{}")
+    readme.write_text("<!-- benches:begin cpu -->\n<!-- benches:end cpu -->\n")
+    damaged = CliRunner().invoke(report.app, options)
+    assert damaged.exit_code == 2
+    assert "should be a results file of `python -m benches.run`" in damaged.output
+
+
+def test_markdown_without_v3_shows_the_published_peer() -> None:
+    row = made_up()
+    del row.times["v3"]
+    row.published = {"forward": {"us": 42.0, "who": "FastKron"}}
+    lines = markdown(made_up_results(row))
+    assert "| 16:32^2 | float32 | 1 | 25.0 | 100 | 42.0 | FastKron |" in lines

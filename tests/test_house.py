@@ -1,0 +1,134 @@
+"""The house's floor plan: a file imports only from lower floors, and torch is seen where it may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from factorlayer.activations import ACTIVATIONS
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "factorlayer"
+FLOORS = {
+    "_C": 0, "spec": 0,
+    "activations": 1, "chain": 1, "naive": 1,
+    "batched": 2, "project": 2,
+    "fused": 3,
+    "functional": 4,
+    "layers": 5,
+    "__init__": 6,
+    "case": 6,
+    "arguments": 7, "compare": 7, "measure": 7,
+    "cli": 8,
+}  # fmt: skip
+TORCH_OPS = {"torch/csrc/stable/ops.h"}  # not ours
+MODULES = sorted(PACKAGE.glob("*.py"))
+CPU_FILES = sorted((ROOT / "csrc" / "cpu").iterdir())
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of all that a file imports, anywhere in it; `from a import b` counts as a and, if a module, a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Of the package itself, by stem; the package as a whole is __init__."""
+    names = set()
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "factorlayer":
+            continue
+        if len(parts) == 1:
+            names.add("__init__")
+        elif parts[1] in FLOORS or (PACKAGE / f"{parts[1]}.py").exists():
+            names.add(parts[1])
+    # `from factorlayer.spec import X` names spec; only `from factorlayer import X` means the package as a whole.
+    whole = any(
+        (isinstance(node, ast.ImportFrom) and node.module == "factorlayer"
+        and any(alias.name not in FLOORS for alias in node.names))
+        or (isinstance(node, ast.Import) and any(alias.name == "factorlayer" for alias in node.names))
+        for node in ast.walk(ast.parse(path.read_text()))
+    )  # fmt: skip
+    return names - {"__init__"} | ({"__init__"} if whole else set())
+
+
+def includes(path: Path) -> set[str]:
+    return set(re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_imports_point_downwards(path: Path) -> None:
+    assert path.stem in FLOORS, f"{path.name} has no floor: give it one here"
+    upward = {name for name in imported_modules(path) if FLOORS.get(name, 99) >= FLOORS[path.stem]}
+    assert not upward, f"{path.name} is on floor {FLOORS[path.stem]} and imports {upward}"
+
+
+def test_the_lowest_floor_needs_no_torch() -> None:
+    assert not {name for name in imports(PACKAGE / "spec.py") if name.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_the_package_does_not_know_its_benches_and_tests(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & {
+        "benches",
+        "tests",
+        "oracle",
+        "pytest",
+        "hypothesis",
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*MODULES, *sorted((ROOT / "benches").rglob("*.py")), *sorted(ROOT.glob("*.py"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_argparse(path: Path) -> None:
+    assert "argparse" not in {name.split(".")[0] for name in imports(path)}
+
+
+def test_only_ops_sees_torch_and_python() -> None:
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        seen = {name for name in includes(path) if name.startswith(("torch", "ATen", "c10", "Python"))}
+        assert bool(seen) == (path.name == "ops.cpp"), f"{path.name} includes {seen}"
+
+
+def test_nothing_includes_ops() -> None:
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        assert not {name for name in includes(path) if name.split("/")[-1] in ("ops.h", "ops.cpp")} - TORCH_OPS
+
+
+@pytest.mark.parametrize("path", CPU_FILES, ids=lambda path: path.name)
+def test_kernels_include_the_standard_library_the_chain_and_each_other(path: Path) -> None:
+    own = {file.name for file in CPU_FILES} | {"../chain.h", "immintrin.h"}
+    foreign = {name for name in includes(path) - own if not re.fullmatch(r"[a-z_]+|sys/mman\.h", name)}
+    assert not foreign
+
+
+def test_the_chain_includes_nothing_but_the_standard_library() -> None:
+    for name in ("chain.h", "chain.cpp"):
+        assert all(re.fullmatch(r"[a-z_]+|chain\.h", include) for include in includes(ROOT / "csrc" / name))
+
+
+def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
+    source = (ROOT / "csrc" / "cpu" / "pointwise.h").read_text()
+    table = re.search(r"#define FL_ACTIVATIONS\(ROW\)(.*?)\n\n", source, re.DOTALL)
+    assert table is not None
+    assert re.findall(r"\bROW\((\w+),", table[1]) == list(ACTIVATIONS)
+
+
+def test_the_raw_ops_are_named_in_one_file() -> None:
+    """Everything else goes through fused.py, so that a new engine is added in one place."""
+    users = {path.name for path in MODULES if "torch.ops.factorlayer.forward" in path.read_text()}
+    assert users == {"fused.py"}

@@ -1,0 +1,278 @@
+"""FactorLinear as a module: its parameters, its start, its words, and what becomes of it when it is saved."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import dtype_id, kronecker, monarch, spec_id
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import factorlayer.fused
+from factorlayer import FactorLinear
+from factorlayer.spec import LayerSpec
+
+ARGUMENTS = {
+    "default": dict(),
+    "no-bias": dict(bias=False),
+    "one-factor": dict(factors=1),
+    "rectangular": dict(factors=((3, 4), (4, 5))),
+    "triple": dict(factors=((3, 2, 2), (2, 2, 5))),
+    "rank": dict(rank=3),
+    "monarch": dict(structure="monarch"),
+    "blocks": dict(structure="monarch", blocks=(3, 5), rank=2),
+    "untied-chain": dict(structure="monarch", factors=((3, 2, 2), (2, 2, 5))),
+    "activation": dict(activation="gelu"),
+    "implementation": dict(implementation="batched"),
+    "dtype": dict(dtype=torch.bfloat16),
+    "meta": dict(device="meta"),
+}
+
+
+def build(name: str) -> FactorLinear:
+    arguments = dict(ARGUMENTS[name])
+    return FactorLinear(12, 20, arguments.pop("bias", True), **arguments)
+
+
+# The start
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        kronecker((48,), (32,)),
+        kronecker((8, 6), (4, 8)),
+        kronecker((8, 6), (4, 8), rank=4),
+        kronecker((4, 4, 3), (4, 2, 4)),
+        kronecker((4, 4, 3), (4, 2, 4), rank=2),
+        kronecker((3, 2, 4, 2), (2, 4, 2, 2)),
+        monarch((48,), (32,)),
+        monarch((8, 6), (4, 8)),
+        monarch((8, 6), (4, 8), rank=4),
+        monarch((1, 48), (32, 1), rank=5),
+        monarch((4, 4, 3), (4, 2, 4)),
+        monarch((3, 2, 4, 2), (2, 4, 2, 2)),
+    ],
+    ids=spec_id,
+)
+def test_outputs_start_with_the_variance_of_linear(spec: LayerSpec) -> None:
+    """For inputs of variance 1 an output has the squared norm of its row of W, and the bias adds its own square. The
+    mean over all outputs of 2000 layers is known to four of its own standard errors, which is 8 percent at most (a
+    product of few weights varies much from layer to layer, hence so many); nn.Linear's mean is known exactly."""
+    in_features, factors = spec.in_features, (spec.in_factors, spec.out_factors)
+    of_weights, of_bias = [], []
+    for _ in range(2000):
+        layer = FactorLinear(
+            in_features, spec.out_features, structure=spec.structure, factors=factors, rank=spec.rank,
+            dtype=torch.float64,
+        )  # fmt: skip
+        of_weights.append(layer.to_dense().detach().square().sum(1).mean())
+        of_bias.append(layer.bias.detach().square().mean())
+    variances = torch.stack(of_weights)
+    standard_error = float(variances.std()) / math.sqrt(len(variances))
+    assert 4 * standard_error <= 0.08 / 3
+    linear = nn.Linear(in_features, 20000, dtype=torch.float64).requires_grad_(False)
+    assert float(linear.weight.square().sum(1).mean()) == pytest.approx(1 / 3, rel=0.01)
+    assert float(variances.mean()) == pytest.approx(1 / 3, abs=4 * standard_error)
+    assert float(torch.stack(of_bias).mean()) == pytest.approx(float(linear.bias.square().mean()), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["default", "rank", "blocks", "untied-chain"])
+def test_outputs_start_centred(name: str) -> None:
+    y = torch.stack([build(name)(torch.ones(12)) for _ in range(500)])
+    assert (y.mean(0).abs() <= 5 * y.std(0) / math.sqrt(len(y))).all()
+
+
+def test_reset_parameters_draws_again() -> None:
+    layer = FactorLinear(12, 20, rank=2)
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    layer.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+
+
+# The parameters
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_parameters(name: str) -> None:
+    layer = build(name)
+    shapes = {f"weight_{i}": shape for i, shape in enumerate(layer.spec.weight_shapes)}
+    if name != "no-bias":
+        shapes["bias"] = (20,)
+    assert {key: tuple(p.shape) for key, p in layer.named_parameters()} == shapes
+    assert list(layer.state_dict()) == list(shapes)
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in layer.parameters())
+    assert layer.parameter_count == sum(p.numel() for p in layer.parameters())
+    assert layer.flops(7) == layer.spec.flops(7)
+    assert (layer.in_features, layer.out_features) == (12, 20)
+
+
+def test_a_layer_without_bias_has_none() -> None:
+    layer = FactorLinear(12, 20, bias=False)
+    assert layer.bias is None
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(layer(x), x @ layer.to_dense().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=dtype_id)
+def test_dtype(dtype: torch.dtype) -> None:
+    layer = FactorLinear(12, 20, rank=2, dtype=dtype)
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert layer(torch.randn(5, 12, dtype=dtype)).dtype == dtype
+    assert FactorLinear(12, 20).to(dtype)(torch.randn(5, 12, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
+def test_meta_device(implementation: str) -> None:
+    layer = FactorLinear(12, 20, rank=2, device="meta", implementation=implementation)
+    y = layer(torch.empty(2, 5, 12, device="meta"))
+    assert (y.shape, y.device.type) == ((2, 5, 20), "meta")
+    real = layer.to_empty(device="cpu")
+    real.reset_parameters()
+    assert real(torch.ones(12)).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(12,), (0, 12), (5, 12), (2, 0, 12), (2, 3, 4, 12)], ids=str)
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
+@pytest.mark.parametrize("name", ["default", "rank", "blocks", "untied-chain", "one-factor"])
+def test_leading_dimensions_are_those_of_linear(name: str, implementation: str, shape: tuple[int, ...]) -> None:
+    layer = build(name)
+    layer.implementation = implementation
+    x = torch.randn(shape)
+    torch.testing.assert_close(layer(x), layer.to_linear()(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("v1", "naive"), ("v2", "batched"), ("v3", "fused"), ("naive", "naive"), ("batched", "batched"),
+     ("fused", "fused"), ("auto", "auto")],
+)  # fmt: skip
+def test_implementation_names(given: str, meant: str) -> None:
+    assert FactorLinear(12, 20, implementation=given).implementation == meant
+
+
+# Copies
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_repr_builds_the_layer_again(name: str) -> None:
+    layer = build(name)
+    again = eval(repr(layer), {"FactorLinear": FactorLinear, "torch": torch})
+    assert (again.spec, again.chain, again.implementation) == (layer.spec, layer.chain, layer.implementation)
+    assert repr(again) == repr(layer)
+    for parameter, other in zip(layer.parameters(), again.parameters(), strict=True):
+        assert (parameter.shape, parameter.dtype, parameter.device) == (
+            other.shape,
+            other.dtype,
+            other.device,
+        )
+    if name != "meta":
+        assert not again.load_state_dict(layer.state_dict()).missing_keys
+        assert same(layer, again)
+
+
+def test_repr_says_what_was_asked_for() -> None:
+    layer = FactorLinear(
+        12, 20, False, structure="monarch", blocks=(3, 5), rank=2, activation="relu", implementation="v3",
+        device="meta", dtype=torch.float16,
+    )  # fmt: skip
+    assert repr(layer) == (
+        "FactorLinear(12, 20, bias=False, structure='monarch', factors=((3, 4), (4, 5)), rank=2, activation='relu', "
+        "implementation='fused', device='meta', dtype=torch.float16)"
+    )
+    assert repr(FactorLinear(12, 20)) == "FactorLinear(12, 20, structure='kronecker', factors=((3, 4), (4, 5)))"
+
+
+def same(layer: FactorLinear, other: FactorLinear) -> bool:
+    x = torch.randn(5, 12, dtype=layer.weight_0.dtype)
+    return torch.equal(layer(x), other(x)) and repr(layer) == repr(other)
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "meta"])
+def test_copies(name: str, tmp_path: Path) -> None:
+    layer = build(name)
+    deep = copy.deepcopy(layer)
+    assert same(layer, deep)
+    assert same(layer, pickle.loads(pickle.dumps(layer)))
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    for state in (torch.load(tmp_path / "layer.pt"), load_file(tmp_path / "layer.safetensors")):
+        fresh = build(name)
+        assert not same(layer, fresh)
+        fresh.load_state_dict(state)
+        assert same(layer, fresh)
+    with torch.no_grad():
+        deep.weight_0.zero_()
+    assert layer.weight_0.any()
+
+
+def test_a_state_of_other_sizes_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch for weight_0"):
+        FactorLinear(12, 20).load_state_dict(FactorLinear(12, 20, factors=((2, 6), (5, 4))).state_dict())
+
+
+def test_it_learns() -> None:
+    """A hundred steps of a real optimizer bring it to a target of its own structure."""
+    target, layer = FactorLinear(12, 20, rank=2), FactorLinear(12, 20, rank=2)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
+    x = torch.randn(256, 12)
+    losses = []
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = (layer(x) - target(x).detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.05 * losses[0]
+
+
+# explain
+
+
+@pytest.mark.parametrize(
+    ("implementation", "words"),
+    [
+        ("naive", "runs naive, as asked"),
+        ("batched", "runs batched, as asked"),
+        ("v1", "runs naive, as asked"),
+    ],
+)
+def test_explain_names_what_was_asked_for(implementation: str, words: str) -> None:
+    assert FactorLinear(12, 20, implementation=implementation).explain().splitlines()[-1] == words
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused"])
+def test_explain(implementation: str) -> None:
+    layer = FactorLinear(1024, 1024, implementation=implementation)
+    assert layer.explain(batch=32).splitlines() == [
+        repr(layer),
+        "3072 parameters, 0.20% of the dense weight's",
+        "32 samples: 4.194e+06 FLOPs, 6.711e+07 dense; 2.703e+05 bytes moved at least",
+        "  [32, 32, 1] -> [32, 32, 1] by weight_1, one weight",
+        "  [1, 32, 32] -> [1, 32, 32] by weight_0, one weight",
+        f"runs fused, {torch.ops.factorlayer.instruction_set()} kernels: one pass over x for all contractions",
+    ]
+
+
+def test_explain_of_untied_weights_and_of_terms() -> None:
+    blocks = FactorLinear(12, 20, structure="monarch", blocks=(3, 5), rank=2).explain()
+    assert "  [3, 4, 1] -> [3, 10, 1] by weight_1, 3 weights" in blocks.splitlines()
+    assert "  [1, 6, 5] -> [1, 4, 5] by weight_0, 5 weights" in blocks.splitlines()
+    terms = FactorLinear(12, 20, rank=3).explain().splitlines()
+    assert sum(line.endswith(", one weight, for each of 3 terms") for line in terms) == 2
+
+
+def test_explain_says_why_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FactorLinear(12, 20, factors=1).explain().splitlines()[-1] == (
+        "runs batched, because a single contraction is one matrix product"
+    )
+    monkeypatch.setattr(factorlayer.fused, "DTYPES", (torch.float64,))
+    assert FactorLinear(12, 20).explain().splitlines()[-1] == (
+        "runs batched, because fused cannot: it has kernels for torch.float64, x is torch.float32"
+    )
