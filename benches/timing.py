@@ -182,7 +182,7 @@ def peak_bytes(call: Call) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     call.run("forward")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call.run("forward")
     results = profiler.profiler.kineto_results if profiler.profiler else None
     events = [event for event in results.events() if event.name() == "[memory]"] if results else []

@@ -39,6 +39,9 @@ def _tied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:
 def _untied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:
     batch = state.numel() // (c.outer * c.p * c.inner)
     state = state.reshape(batch, c.outer, c.p, c.inner)
+    if c.inner == 1:  # samples last: what a following contraction can read without another copy
+        out = torch.bmm(weight, state.squeeze(-1).permute(1, 2, 0))  # [outer, q, N]
+        return out.permute(2, 0, 1)
     groups = state.permute(1, 3, 0, 2).reshape(c.outer * c.inner, batch, c.p)
     out = torch.bmm(groups, weight.transpose(1, 2))  # [outer · inner, N, q]
     return out.reshape(c.outer, c.inner, batch, c.q).permute(2, 0, 3, 1)

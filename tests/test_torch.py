@@ -205,7 +205,7 @@ def test_compile_of_torch_func(layer: FactorLinear) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The given buffer is not writable")
 def test_export(layer: FactorLinear, dynamic: bool) -> None:
     shapes = ({0: torch.export.Dim("batch")},) if dynamic else None
     exported = torch.export.export(layer, (sample(layer, 4),), dynamic_shapes=shapes)
