@@ -1,8 +1,8 @@
 // How many samples go through a chain together, in which layout, and the memory their states live in.
 
-constexpr int64_t kPlainBytes = 64 << 10;        // what the states of a block may take in the plain layout,
-constexpr int64_t kInterleavedBytes = 768 << 10;  // and interleaved, where more samples reuse each weight
-constexpr double kTransposeCost = 16;             // multiply-adds that take as long as moving one element
+constexpr int64_t kPlainBytes = 64 << 10;       // what the states of a block may take in the plain layout,
+constexpr int64_t kInterleavedBytes = 2 << 20;  // and interleaved, where more samples reuse each weight
+constexpr double kTransposeCost = 16;            // multiply-adds that take as long as moving one element
 
 // Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
 // every 4 KB; and large buffers that come and go between aligned outputs make glibc's heap grow without end.
@@ -54,7 +54,7 @@ template <class T> Block choose_block(const Chain& chain, int64_t batch, int64_t
     interleaved += double(c.outer * c.q * c.inner * c.p) * double(std::max(batch, L)) / double(batch);
     untied |= !c.tied;
   }
-  if (state_bytes * L > kInterleavedBytes) interleaved *= 4;  // such a state would leave the cache
+  if (state_bytes * L > kInterleavedBytes / 2) interleaved *= 4;  // such a state would leave the cache
   if (untied || interleaved < plain) {
     const int64_t fitting = kInterleavedBytes / state_bytes / L * L;
     const int64_t samples = std::clamp<int64_t>(fitting, L, 4 * L);
