@@ -1,5 +1,6 @@
-"""v2: the best that PyTorch alone can do. One matrix product per contraction: flat where the contracted mode is
-last, batched where others follow it, without permuting in between."""
+"""v2: the best that PyTorch alone can do. One matrix product per contraction: flat where the contracted mode is last,
+batched where others follow it, without permuting in between. On CUDA, batches of tiny products are slower than moving
+the axes of the state, so that small factors take one flat product each."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
+
+LARGEST_FLAT = 16  # on an H200, 8^5 takes a third of the time flat, and 64^2 four fifths batched
 
 
 def batched(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -23,10 +26,24 @@ def batched(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _contract_all(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    if x.is_cuda and all(c.tied and max(c.p, c.q) <= LARGEST_FLAT for c in chain.contractions):
+        return flat(x, weights)
     state = x
     for c in chain.contractions:
         state = (_tied if c.tied else _untied)(c, state, weights[c.weight])
     return state.reshape(-1, chain.out_features)
+
+
+def flat(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The last mode is contracted and comes first: after all of them, they stand in their order again."""
+    batch, features = x.shape
+    for weight in reversed(weights):
+        q, p = weight.shape
+        rest = features // p
+        product = (x.reshape(batch * rest, p) @ weight.t()).view(batch, rest, q)
+        features = rest * q
+        x = product.transpose(1, 2).reshape(batch, features)
+    return x
 
 
 def _tied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:

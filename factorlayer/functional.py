@@ -38,9 +38,13 @@ def factor_linear(
     Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of
     them [L, s, K·rank] and [K, rank·L, p]: factorlayer/spec.py has the definitions.
     """
-    spec = spec_of_weights(structure, [weight.shape for weight in weights])
-    chain = Chain.of(spec, bias is not None, activation_name(activation))
-    return run(spec, chain, x, weights, bias, implementation_name(implementation), "factor_linear")
+    try:
+        spec = spec_of_weights(structure, [weight.shape for weight in weights])
+        chain = Chain.of(spec, bias is not None, activation_name(activation))
+        implementation = implementation_name(implementation)
+    except ValueError as error:
+        raise ValueError(f"factor_linear: {error}") from None
+    return run(spec, chain, x, weights, bias, implementation, "factor_linear")
 
 
 def run(
@@ -113,7 +117,8 @@ def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias
             f"{who}: the last dimension of x should be in_features={spec.in_features}, x has the shape {tuple(x.shape)}"
         )
     if not x.is_floating_point():
-        raise TypeError(f"{who}: x should be a floating-point tensor, it is {x.dtype}; convert it with x.float()")
+        advice = "give its real and imaginary parts one by one" if x.is_complex() else "convert it with x.float()"
+        raise TypeError(f"{who}: x should be a floating-point tensor, it is {x.dtype}; {advice}")
     for i, weight in enumerate(weights):
         _check_same(who, f"weight_{i}", weight, x)
     if bias is not None:

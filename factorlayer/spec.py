@@ -67,9 +67,9 @@ class LayerSpec:
         if not _is_int(self.rank) or self.rank < 1:
             raise ValueError(f"rank should be a positive integer, it is {self.rank!r}")
         if self.rank > self.max_rank:
+            sizes = f"blocks {self.blocks}" if self.blocks else f"factors {(self.in_factors, self.out_factors)}"
             raise ValueError(
-                f"rank should be at most {self.max_rank} for a {self.structure} layer with factors "
-                f"{(self.in_factors, self.out_factors)}, it is {self.rank}; "
+                f"rank should be at most {self.max_rank} for a {self.structure} layer with {sizes}, it is {self.rank}; "
                 "a larger one adds parameters and nothing else"
             )
         object.__setattr__(self, "in_features", math.prod(self.in_factors))
@@ -228,16 +228,17 @@ def _factors_of(in_features: int, out_features: int, factors: Factors) -> tuple[
     if not isinstance(factors, (tuple, list)) or not factors:
         raise ValueError(f"{wanted}; it is {factors!r}")
     nested = [tuple(sizes) for sizes in factors if isinstance(sizes, (tuple, list))]
-    if len(nested) not in (0, len(factors)) or len(nested) not in (0, 2):
+    if len(nested) not in (0, len(factors)) or len(nested) not in (0, 2) or () in nested:
         raise ValueError(f"{wanted}; it is {factors!r}")
     in_factors, out_factors = nested if nested else (tuple(factors),) * 2
+    both = "" if nested else f"; {factors} stands for the inputs and the outputs, give both if they differ"
     for name, features, sizes in (
         ("in_features", in_features, in_factors),
         ("out_features", out_features, out_factors),
     ):
         if all(_is_int(size) and size > 0 for size in sizes) and math.prod(sizes) != features:
             raise ValueError(
-                f"factors should multiply up to {name}={features}; {'·'.join(map(str, sizes))} is {math.prod(sizes)}"
+                f"factors should multiply up to {name}={features}; {'·'.join(map(str, sizes))} is {math.prod(sizes)}{both}"
             )
     return in_factors, out_factors
 

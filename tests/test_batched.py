@@ -23,8 +23,9 @@ from oracle import (
     spec_id,
 )
 
-from factorlayer.batched import batched
+from factorlayer.batched import batched, flat
 from factorlayer.functional import run
+from factorlayer.naive import naive
 from factorlayer.spec import LayerSpec
 
 
@@ -79,3 +80,12 @@ def test_no_samples(spec: LayerSpec) -> None:
     assert batched(case.chain, inputs.x, inputs.weights).shape == (0, spec.out_features)
     for name, gradient in results(case, inputs, "batched").items():
         assert not gradient.any(), name
+
+
+@pytest.mark.parametrize("batch", [0, 1, 7])
+@pytest.mark.parametrize("spec", [spec for spec in SMALL_SPECS if spec.tied and spec.rank == 1], ids=spec_id)
+def test_flat_products_are_the_same_layer(spec: LayerSpec, batch: int) -> None:
+    """What CUDA takes for small factors needs no CUDA."""
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
+    x = torch.randn(batch, spec.in_features, dtype=torch.float64)
+    torch.testing.assert_close(flat(x, weights), naive(spec, x, weights))

@@ -178,7 +178,8 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "one-tuple-for-two-sizes": (
         layer(12, 20, factors=(3, 4)), ValueError,
-        "FactorLinear: factors should multiply up to out_features=20; 3·4 is 12",
+        "FactorLinear: factors should multiply up to out_features=20; 3·4 is 12; (3, 4) stands for the inputs and "
+        "the outputs, give both if they differ",
     ),
     "factors-of-two-lengths": (
         layer(12, 20, factors=((3, 4), (2, 2, 5))), ValueError,
@@ -259,7 +260,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "rank-too-large-for-the-blocks": (
         layer(12, 20, structure="monarch", blocks=(3, 5), rank=5), ValueError,
-        "FactorLinear: rank should be at most 4 for a monarch layer with factors ((3, 4), (4, 5)), it is 5; a larger "
+        "FactorLinear: rank should be at most 4 for a monarch layer with blocks (3, 5), it is 5; a larger "
         "one adds parameters and nothing else",
     ),
     "rank-of-an-untied-chain": (
@@ -313,7 +314,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "complex-x": (
         through_layer(torch.ones(5, 6, dtype=torch.complex64)), TypeError,
-        "FactorLinear: x should be a floating-point tensor, it is torch.complex64; convert it with x.float()",
+        "FactorLinear: x should be a floating-point tensor, it is torch.complex64; give its real and imaginary parts one by one",
     ),
     "mixed-dtypes": (
         through_layer(ONES.double()), TypeError,
@@ -355,51 +356,51 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "factor_linear: bias should have the shape (20,), out_features; it has (1, 20)",
     ),
     # weights
-    "no-weights": (call(weights=[]), ValueError, "weights should hold at least one tensor, it is empty"),
+    "no-weights": (call(weights=[]), ValueError, "factor_linear: weights should hold at least one tensor, it is empty"),
     "weights-of-mixed-dimensions": (
         call(weights=[torch.ones(4, 2), torch.ones(2, 5, 3)]), ValueError,
-        "kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (4, 2), (2, 5, 3)",
+        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (4, 2), (2, 5, 3)",
     ),
     "weights-of-two-ranks": (
         call(weights=[torch.ones(2, 4, 2), torch.ones(3, 5, 3)]), ValueError,
-        "kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (2, 4, 2), (3, 5, 3)",
+        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (2, 4, 2), (3, 5, 3)",
     ),
     "weights-of-rank-one": (
         call(weights=[torch.ones(1, 4, 2), torch.ones(1, 5, 3)]), ValueError,
-        "kronecker weights of rank 1 should be [Qi, Pi], without a leading axis; they are (1, 4, 2), (1, 5, 3)",
+        "factor_linear: kronecker weights of rank 1 should be [Qi, Pi], without a leading axis; they are (1, 4, 2), (1, 5, 3)",
     ),
     "vectors": (
         call(weights=[torch.ones(4), torch.ones(5)]), ValueError,
-        "kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (4,), (5,)",
+        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (4,), (5,)",
     ),
     "monarch-matrices": (
-        call(structure="monarch"), ValueError, "monarch weights should be [positions, Qi, Pi]; they are (4, 2), (5, 3)",
+        call(structure="monarch"), ValueError, "factor_linear: monarch weights should be [positions, Qi, Pi]; they are (4, 2), (5, 3)",
     ),
     "monarch-blocks-that-disagree": (
         call(weights=[torch.ones(5, 2, 4), torch.ones(3, 5, 3)], structure="monarch"), ValueError,
-        "monarch weights should be [L, s, K·rank] and [K, rank·L, p]; they are (5, 2, 4) and (3, 5, 3)",
+        "factor_linear: monarch weights should be [L, s, K·rank] and [K, rank·L, p]; they are (5, 2, 4) and (3, 5, 3)",
     ),
     "monarch-positions-that-disagree": (
         call(weights=[*[torch.ones(4, 2, 2)] * 2, torch.ones(3, 2, 2)], structure="monarch"), ValueError,
-        "monarch weights with factors ((2, 2, 2), (2, 2, 2)) should have the shapes (4, 2, 2), (4, 2, 2), (4, 2, 2); "
+        "factor_linear: monarch weights with factors ((2, 2, 2), (2, 2, 2)) should have the shapes (4, 2, 2), (4, 2, 2), (4, 2, 2); "
         "they have (4, 2, 2), (4, 2, 2), (3, 2, 2)",
     ),
     "functional-rank-too-large": (
         call(torch.ones(5, 2), weights=[torch.ones(3, 1, 1), torch.ones(3, 5, 2)]), ValueError,
-        "rank should be at most 1 for a kronecker layer with factors ((1, 2), (1, 5)), it is 3; a larger one adds "
+        "factor_linear: rank should be at most 1 for a kronecker layer with factors ((1, 2), (1, 5)), it is 3; a larger one adds "
         "parameters and nothing else",
     ),
     "functional-structure": (
         call(structure="butterfly"), ValueError,
-        "structure should be one of 'kronecker', 'monarch', it is 'butterfly'",
+        "factor_linear: structure should be one of 'kronecker', 'monarch', it is 'butterfly'",
     ),
     "functional-implementation": (
         call(implementation="triton"), ValueError,
-        "implementation should be one of auto, naive, batched, fused, v1, v2, v3; it is 'triton'",
+        "factor_linear: implementation should be one of auto, naive, batched, fused, v1, v2, v3; it is 'triton'",
     ),
     "functional-activation": (
         call(activation="mish"), ValueError,
-        "activation should be None or one of identity, relu, leaky_relu, elu, gelu, gelu_tanh, silu, sigmoid, tanh, "
+        "factor_linear: activation should be None or one of identity, relu, leaky_relu, elu, gelu, gelu_tanh, silu, sigmoid, tanh, "
         "sine, softplus, square, relu_squared; it is 'mish'",
     ),
 }  # fmt: skip
