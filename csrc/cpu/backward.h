@@ -18,8 +18,8 @@ template <class T, class S> class Backward {
   int64_t sums_size_ = 0, scratch_size_ = 0;
   int64_t earliest_;                // the first contraction whose weight gradient is wanted
   int64_t blocks_per_flush_;
-  T* sums_;        // [tasks, sums_size]: of the last few blocks
-  double* totals_; // the same: of all blocks before
+  T* sums_;         // [tasks, sums_size]: of the last few blocks
+  double* totals_;  // the same: of all blocks before
 
   // The buffers of one task. A state is after contraction i.
   struct Buffers {
@@ -56,7 +56,8 @@ template <class T, class S> class Backward {
     constexpr int64_t kPiece = 4096;  // elements of the sums that are added up at a time
     parallel((sums_size_ + kPiece - 1) / kPiece, [&](int64_t piece) {
       const int64_t from = piece * kPiece, to = std::min(sums_size_, from + kPiece);
-      for (int64_t task = 1; task < run_.tasks; ++task) add(to - from, totals_ + task * sums_size_ + from, totals_ + from);
+      for (int64_t task = 1; task < run_.tasks; ++task)
+        add(to - from, totals_ + task * sums_size_ + from, totals_ + from);
       std::copy(totals_ + from, totals_ + to, sums_ + from);
     });
     if (wanted_.grad_bias) write(run_.out, sums_, static_cast<S*>(wanted_.grad_bias));
@@ -67,12 +68,13 @@ template <class T, class S> class Backward {
  private:
   void run_task(int64_t task) {
     constexpr auto padded = Arena<T>::padded;
-    Arena<T> arena(Purpose::block, (stages_ + 7) * padded(state_) + padded(scratch_size_) + padded(run_.packed_scratch()));
+    const int64_t packed_size = run_.packed_scratch();
+    Arena<T> arena(Purpose::block, (stages_ + 7) * padded(state_) + padded(scratch_size_) + padded(packed_size));
     Buffers b;
     for (T** buffer : {&b.x_rows, &b.x_state, &b.z_rows, &b.g_rows, &b.g_state, &b.gx_rows, &b.gx_state})
       *buffer = arena.take(state_);
     for (int64_t i = 0; i < stages_; ++i) b.states.push_back(arena.take(state_));
-    b.scratch = arena.take(scratch_size_), b.packed = arena.take(run_.packed_scratch());
+    b.scratch = arena.take(scratch_size_), b.packed = arena.take(packed_size);
     b.sum = sums_ + task * sums_size_;
     double* total = totals_ + task * sums_size_;
     std::fill(b.sum, b.sum + sums_size_, T(0));

@@ -26,38 +26,33 @@ inline bool needs_transposed_weight(const Contraction& c, bool interleaved) {
   return c.tied && c.inner == 1 && !interleaved;
 }
 
+// y[o, :, i] (+)= A x[o, :, i], where A is [m, k] with any strides; `b` is its transpose [k, m], without gaps, for
+// where vectors run along m.
+template <class T>
+void apply_matrix(const Contraction& c, Block block, int64_t m, int64_t k, Operand<T> a, const T* b, const T* x, T* y,
+                  bool add, T* packed) {
+  const int64_t slabs = block.slabs(c), width = block.width(c), s = block.samples;
+  if (!c.tied) {
+    a.next = c.q * c.p;
+    for (int64_t o = 0; o < c.outer; ++o, a.data += c.inner * c.q * c.p, x += k * width, y += m * width)
+      multiply<T>({m, s, k, c.inner}, a, {x, width, 1, s}, {y, width, 1, s}, add, packed);
+  } else if (width == 1) {
+    multiply<T>({slabs, m, k}, {x, k, 1}, {b, m, 1}, {y, m, 1}, add, packed);
+  } else {
+    multiply<T>({m, width, k, slabs}, a, {x, width, 1, k * width}, {y, width, 1, m * width}, add, packed);
+  }
+}
+
 // y (+)= W x
 template <class T>
 void contract(const Contraction& c, Block block, Weights<T> w, const T* x, T* y, bool add, T* packed) {
-  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q;
-  if (!c.tied) {
-    const int64_t s = block.samples;
-    for (int64_t o = 0; o < c.outer; ++o)
-      multiply<T>({q, s, p, c.inner}, {w.data + o * c.inner * q * p, p, 1, q * p}, {x + o * p * width, width, 1, s},
-                  {y + o * q * width, width, 1, s}, add, packed);
-  } else if (width == 1) {
-    multiply<T>({slabs, q, p}, {x, p, 1}, {w.transposed, q, 1}, {y, q, 1}, add, packed);
-  } else {
-    multiply<T>({q, width, p, slabs}, {w.data, p, 1, 0}, {x, width, 1, p * width}, {y, width, 1, q * width}, add, packed);
-  }
+  apply_matrix<T>(c, block, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
 }
 
 // grad_x (+)= W' grad_y
 template <class T>
-void contract_grad_x(const Contraction& c, Block block, Weights<T> w, const T* grad_y, T* grad_x, bool add,
-                     T* packed) {
-  const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q;
-  if (!c.tied) {
-    const int64_t s = block.samples;
-    for (int64_t o = 0; o < c.outer; ++o)
-      multiply<T>({p, s, q, c.inner}, {w.data + o * c.inner * q * p, 1, p, q * p}, {grad_y + o * q * width, width, 1, s},
-                  {grad_x + o * p * width, width, 1, s}, add, packed);
-  } else if (width == 1) {
-    multiply<T>({slabs, p, q}, {grad_y, q, 1}, {w.data, p, 1}, {grad_x, p, 1}, add, packed);
-  } else {
-    multiply<T>({p, width, q, slabs}, {w.data, 1, p, 0}, {grad_y, width, 1, q * width}, {grad_x, width, 1, p * width}, add,
-                packed);
-  }
+void contract_grad_x(const Contraction& c, Block block, Weights<T> w, const T* grad_y, T* grad_x, bool add, T* packed) {
+  apply_matrix<T>(c, block, c.p, c.q, {w.data, 1, c.p}, w.data, grad_y, grad_x, add, packed);
 }
 
 // How much of a reduction is transposed at a time: [piece, p] has to stay in cache.

@@ -5,7 +5,8 @@
 #include <immintrin.h>
 #define ISA_AVX2
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c")
 #endif

@@ -12,7 +12,8 @@ struct Group {
 // Whether products of up to four such weights neither leave the range nor turn infinity times zero into NaN.
 template <class T> bool is_tame(int64_t n, const T* weight) {
   const T most = std::ldexp(T(1), std::numeric_limits<T>::max_exponent / 4 - 1);
-  return std::all_of(weight, weight + n, [&](T w) { return w == 0 || (std::abs(w) >= 1 / most && std::abs(w) <= most); });
+  auto tame = [&](T w) { return w == 0 || (std::abs(w) >= 1 / most && std::abs(w) <= most); };
+  return std::all_of(weight, weight + n, tame);
 }
 
 // tame(c): whether the weight of contraction c may be merged.

@@ -16,13 +16,14 @@ template <class T, class S> struct Run {
   Block block;
   int64_t blocks, tasks;
   const Activation<T>* activation;  // null for the identity
-  std::vector<Weights<T>> weights;             // [rank * stages], in the order of contraction
-  std::vector<std::vector<const T*>> parts;    // the same, of the parts of each group
+  std::vector<Weights<T>> weights;           // [rank * stages], in the order of contraction
+  std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
   const T* bias = nullptr;
 
   Run(const Problem& problem_, int64_t states, int threads)
-      : problem(problem_), groups(merge(*problem_.chain, [&](const Contraction& c) { return may_merge(c); })), chain(*problem_.chain), in(chain.in_features()),
-        out(chain.out_features()), batch(problem_.batch), stages(int64_t(groups.size())) {
+      : problem(problem_), groups(merge(*problem_.chain, [this](const Contraction& c) { return may_merge(c); })),
+        chain(*problem_.chain), in(chain.in_features()), out(chain.out_features()), batch(problem_.batch),
+        stages(int64_t(groups.size())) {
     chain.contractions.clear();
     for (const Group& group : groups) chain.contractions.push_back(group.whole);
     block = choose_block<T>(chain, batch, states);
