@@ -47,7 +47,7 @@ def _cpu_ceilings(dtype: str) -> Ceilings:
     rates = {"matmul": _matmul_rate(torch.device("cpu"), DTYPES[dtype], 1536)}
     if dtype == "float32" and torch.backends.mkldnn.is_available():
         rates["oneDNN convolution"] = _convolution_rate()
-    for size, batch in ((64, 256), (32, 512)):
+    for size, batch in ((32, 512), (64, 256), (128, 32)):
         x = torch.randn(batch, size * size, dtype=DTYPES[dtype])
         if why_not_fused(x) is None:
             layer = FactorLinear(size**2, size**2, False, factors=(size, size), implementation="fused", dtype=x.dtype)

@@ -72,13 +72,13 @@ def updated(text: str, readme: Path, folder: Path) -> str:
 def section(path: Path, readme: Path) -> list[str]:
     """The table, and the plot where there is a speed-up to draw."""
     results = Results.load(path)
-    lines = tables.markdown(results)
+    lines = [in_words(results.machine) + ".", "", *tables.means(results)]
     if _has_speedups(results):
         plot = path.with_suffix(".svg").resolve()
         root = readme.resolve().parent
         link = plot.relative_to(root).as_posix() if plot.is_relative_to(root) else plot.as_posix()
-        lines += ["", f"![Speed-up of v3 over v2, {path.stem}]({link})"]
-    return lines
+        lines += [f"![Speed-up of v3 over v2, {path.stem}]({link})", ""]
+    return [*lines, "<details><summary>All rows</summary>", "", *tables.markdown(results), "", "</details>"]
 
 
 def draw(results: Results, path: Path) -> None:

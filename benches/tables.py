@@ -80,7 +80,7 @@ def markdown(results: Results) -> list[str]:
     else:
         headings = ["floor µs", "v2 µs", "best published µs", "by"]
     names = ["workload", "dtype", *(["threads"] if threaded else [])]
-    lines = [in_words(results.machine) + ". Forward unless a column says fwd+bwd; medians.", ""]
+    lines = ["Forward unless a column says fwd+bwd; medians.", ""]
     lines.append("| " + " | ".join(names + headings) + " |")
     lines.append("|" + "|".join([" --- "] * len(names) + [" ---: "] * len(headings)) + "|")
     for row in rows:
@@ -95,9 +95,15 @@ def markdown(results: Results) -> list[str]:
             cells += [_us(row.floor_us["forward"]), _us(row.us("v2", "forward")), _us(peer.get("us"))]
             cells += [peer.get("who", "-")]
         lines.append("| " + " | ".join(cells) + " |")
-    for (dtype, threads), means in geometric_means(rows).items():
-        words = " and ".join(f"{mean:.2f}x {PASS_NAMES[of_pass]}" for of_pass, mean in means.items())
-        lines += ["", f"Geometric mean over v2, {where(dtype, threads)}: {words}."]
+    return lines
+
+
+def means(results: Results) -> list[str]:
+    """README's sentences on the geometric means, if there is a v3 to have them."""
+    lines = []
+    for (dtype, threads), found in geometric_means(results.rows).items():
+        words = " and ".join(f"{mean:.2f}x {PASS_NAMES[of_pass]}" for of_pass, mean in found.items())
+        lines += [f"v3 over v2, geometric mean, {where(dtype, threads)}: {words}.", ""]
     return lines
 
 

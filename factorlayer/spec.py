@@ -238,7 +238,8 @@ def _factors_of(in_features: int, out_features: int, factors: Factors) -> tuple[
     ):
         if all(_is_int(size) and size > 0 for size in sizes) and math.prod(sizes) != features:
             raise ValueError(
-                f"factors should multiply up to {name}={features}; {'·'.join(map(str, sizes))} is {math.prod(sizes)}{both}"
+                f"factors should multiply up to {name}={features}; "
+                f"{'·'.join(map(str, sizes))} is {math.prod(sizes)}{both}"
             )
     return in_factors, out_factors
 

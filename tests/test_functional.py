@@ -314,7 +314,8 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "complex-x": (
         through_layer(torch.ones(5, 6, dtype=torch.complex64)), TypeError,
-        "FactorLinear: x should be a floating-point tensor, it is torch.complex64; give its real and imaginary parts one by one",
+        "FactorLinear: x should be a floating-point tensor, it is torch.complex64; give its real "
+        "and imaginary parts one by one",
     ),
     "mixed-dtypes": (
         through_layer(ONES.double()), TypeError,
@@ -359,22 +360,28 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no-weights": (call(weights=[]), ValueError, "factor_linear: weights should hold at least one tensor, it is empty"),
     "weights-of-mixed-dimensions": (
         call(weights=[torch.ones(4, 2), torch.ones(2, 5, 3)]), ValueError,
-        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (4, 2), (2, 5, 3)",
+        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one "
+        "rank; they are (4, 2), (2, 5, 3)",
     ),
     "weights-of-two-ranks": (
         call(weights=[torch.ones(2, 4, 2), torch.ones(3, 5, 3)]), ValueError,
-        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (2, 4, 2), (3, 5, 3)",
+        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one "
+        "rank; they are (2, 4, 2), (3, 5, 3)",
     ),
     "weights-of-rank-one": (
         call(weights=[torch.ones(1, 4, 2), torch.ones(1, 5, 3)]), ValueError,
-        "factor_linear: kronecker weights of rank 1 should be [Qi, Pi], without a leading axis; they are (1, 4, 2), (1, 5, 3)",
+        "factor_linear: kronecker weights of rank 1 should be [Qi, Pi], without a leading axis; "
+        "they are (1, 4, 2), (1, 5, 3)",
     ),
     "vectors": (
         call(weights=[torch.ones(4), torch.ones(5)]), ValueError,
-        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one rank; they are (4,), (5,)",
+        "factor_linear: kronecker weights should all be [Qi, Pi], or all [rank, Qi, Pi] with one "
+        "rank; they are (4,), (5,)",
     ),
     "monarch-matrices": (
-        call(structure="monarch"), ValueError, "factor_linear: monarch weights should be [positions, Qi, Pi]; they are (4, 2), (5, 3)",
+        call(structure="monarch"), ValueError,
+        "factor_linear: monarch weights should be [positions, Qi, Pi]; they are (4, 2), (5, "
+        "3)",
     ),
     "monarch-blocks-that-disagree": (
         call(weights=[torch.ones(5, 2, 4), torch.ones(3, 5, 3)], structure="monarch"), ValueError,
@@ -382,12 +389,14 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "monarch-positions-that-disagree": (
         call(weights=[*[torch.ones(4, 2, 2)] * 2, torch.ones(3, 2, 2)], structure="monarch"), ValueError,
-        "factor_linear: monarch weights with factors ((2, 2, 2), (2, 2, 2)) should have the shapes (4, 2, 2), (4, 2, 2), (4, 2, 2); "
+        "factor_linear: monarch weights with factors ((2, 2, 2), (2, 2, 2)) should have the shapes "
+        "(4, 2, 2), (4, 2, 2), (4, 2, 2); "
         "they have (4, 2, 2), (4, 2, 2), (3, 2, 2)",
     ),
     "functional-rank-too-large": (
         call(torch.ones(5, 2), weights=[torch.ones(3, 1, 1), torch.ones(3, 5, 2)]), ValueError,
-        "factor_linear: rank should be at most 1 for a kronecker layer with factors ((1, 2), (1, 5)), it is 3; a larger one adds "
+        "factor_linear: rank should be at most 1 for a kronecker layer with factors ((1, 2), (1, "
+        "5)), it is 3; a larger one adds "
         "parameters and nothing else",
     ),
     "functional-structure": (
@@ -400,7 +409,8 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "functional-activation": (
         call(activation="mish"), ValueError,
-        "factor_linear: activation should be None or one of identity, relu, leaky_relu, elu, gelu, gelu_tanh, silu, sigmoid, tanh, "
+        "factor_linear: activation should be None or one of identity, relu, leaky_relu, elu, gelu, "
+        "gelu_tanh, silu, sigmoid, tanh, "
         "sine, softplus, square, relu_squared; it is 'mish'",
     ),
 }  # fmt: skip
