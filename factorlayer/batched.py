@@ -12,7 +12,7 @@ from torch import Tensor
 from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
 
-LARGEST_FLAT = 16  # on an H200, 8^5 takes a third of the time flat, and 64^2 four fifths batched
+LARGEST_FLAT = 12  # bfloat16 on an H200: 8^5 takes 1129 µs flat and 2466 batched, 16^3 108 and 103
 
 
 def batched(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -35,15 +35,17 @@ def _contract_all(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def flat(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """The last mode is contracted and comes first: after all of them, they stand in their order again."""
+    """With the samples last, so that moving an axis moves whole rows of them. The first mode is contracted and goes
+    behind the others: after all of them, they stand in their order again."""
     batch, features = x.shape
-    for weight in reversed(weights):
+    state = x.t()
+    for weight in weights:
         q, p = weight.shape
         rest = features // p
-        product = (x.reshape(batch * rest, p) @ weight.t()).view(batch, rest, q)
+        product = (weight @ state.reshape(p, rest * batch)).view(q, rest, batch)
         features = rest * q
-        x = product.transpose(1, 2).reshape(batch, features)
-    return x
+        state = product.transpose(0, 1).reshape(features, batch)
+    return state.t()
 
 
 def _tied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:
