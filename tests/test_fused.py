@@ -279,7 +279,9 @@ def test_an_infinite_weight_beside_zeros_goes_through_as_in_batched(case: Case, 
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 def test_forward_allocates_its_output_only(case: Case, dtype: torch.dtype) -> None:
     inputs = draw_inputs(case, dtype, seed=0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         y = run(case.spec, case.chain, inputs.x, inputs.weights, inputs.bias, "fused", "test")
     events = profile.profiler.kineto_results.events()
     allocated = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
@@ -295,6 +297,7 @@ def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
+torch.set_num_threads(2)  # each keeps its own scratch
 spec = {"kronecker": kronecker((32, 32), (32, 32)), "monarch": monarch((32, 32), (32, 32))}[sys.argv[1]]
 dtype = getattr(torch, sys.argv[2])
 case = Case(spec, 32768, True, "gelu")

@@ -68,13 +68,12 @@ template <class T, class S> class Backward {
  private:
   void run_task(int64_t task) {
     constexpr auto padded = Arena<T>::padded;
-    const int64_t packed_size = run_.packed_scratch();
-    Arena<T> arena(Purpose::block, (stages_ + 7) * padded(state_) + padded(scratch_size_) + padded(packed_size));
+    Arena<T> arena(Purpose::block, (stages_ + 7) * padded(state_) + padded(scratch_size_) + padded(kPackedSize<T>));
     Buffers b;
     for (T** buffer : {&b.x_rows, &b.x_state, &b.z_rows, &b.g_rows, &b.g_state, &b.gx_rows, &b.gx_state})
       *buffer = arena.take(state_);
     for (int64_t i = 0; i < stages_; ++i) b.states.push_back(arena.take(state_));
-    b.scratch = arena.take(scratch_size_), b.packed = arena.take(packed_size);
+    b.scratch = arena.take(scratch_size_), b.packed = arena.take(kPackedSize<T>);
     b.sum = sums_ + task * sums_size_;
     double* total = totals_ + task * sums_size_;
     std::fill(b.sum, b.sum + sums_size_, T(0));

@@ -6,10 +6,10 @@ void run_forward(const Problem& problem, void* y, int threads, const Parallel& p
   const int64_t samples = run.block.samples, state = largest_state(run.chain) * samples;
   const bool interleaved = run.block.interleaved;
   parallel(run.tasks, [&](int64_t task) {
-    Arena<T> arena(Purpose::block, 6 * Arena<T>::padded(state) + Arena<T>::padded(run.packed_scratch()));
+    Arena<T> arena(Purpose::block, 6 * Arena<T>::padded(state) + Arena<T>::padded(kPackedSize<T>));
     T *x_rows = arena.take(state), *y_rows = arena.take(state), *x_state = arena.take(state);
     T *z_state = arena.take(state), *even = arena.take(state), *odd = arena.take(state);
-    T* packed = arena.take(run.packed_scratch());
+    T* packed = arena.take(kPackedSize<T>);
     std::vector<T*> states(run.stages);
     for (int64_t i = 0; i < run.stages; ++i) states[i] = i % 2 ? odd : even;
     run.for_blocks(task, [&](int64_t at, int64_t count) {

@@ -87,26 +87,35 @@ __attribute__((noinline)) void multiply_panel(Size size, Operand<T> a, Operand<T
   }
 }
 
-constexpr int64_t kPackedRows = 1024;  // longer reductions read B where it lies
-template <class T> int64_t packed_size(int64_t k) { return k <= kPackedRows ? k * kMaxVecs * kLanes<T> : 0; }
+// Longer sums are made of pieces: one long chain of additions loses more to rounding, and its panel of B leaves the
+// first-level cache.
+constexpr int64_t kLongestSum = 192;
+template <class T> constexpr int64_t kPackedSize = kLongestSum * kMaxVecs * kLanes<T>;
 
-// `packed`: scratch of packed_size(k) elements, or null.
+// `packed`: scratch of kPackedSize elements, or null.
 template <class T> void multiply(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add, T* packed) {
   constexpr int L = kLanes<T>;
-  if (size.k > kPackedRows || size.terms > 1) packed = nullptr;
-  int64_t n = size.n, vecs = (n + L - 1) / L;
-  for (int64_t panels = (vecs + kMaxVecs - 1) / kMaxVecs; panels; --panels) {
-    const int64_t width = (vecs + panels - 1) / panels;  // panels of nearly equal width: 5 is 3 + 2
-    const bool tail = n < width * L;
-    const int last = tail ? int(n - (width - 1) * L) : L;
-#define FL_PANEL(VECS)                                                          \
-  case VECS:                                                                    \
-    tail ? multiply_panel<T, VECS, true>(size, a, b, c, add, last, packed)      \
-         : multiply_panel<T, VECS, false>(size, a, b, c, add, last, packed);    \
+  if (size.terms > 1) packed = nullptr;
+  for (int64_t pieces = (size.k + kLongestSum - 1) / kLongestSum, left = size.k; pieces; --pieces) {
+    size.k = (left + pieces - 1) / pieces;
+    Operand<T> panel_b = b, panel_c = c;
+    int64_t n = size.n, vecs = (n + L - 1) / L;
+    for (int64_t panels = (vecs + kMaxVecs - 1) / kMaxVecs; panels; --panels) {
+      const int64_t width = (vecs + panels - 1) / panels;  // panels of nearly equal width: 5 is 3 + 2
+      const bool tail = n < width * L;
+      const int last = tail ? int(n - (width - 1) * L) : L;
+#define FL_PANEL(VECS)                                                                     \
+  case VECS:                                                                               \
+    tail ? multiply_panel<T, VECS, true>(size, a, panel_b, panel_c, add, last, packed)     \
+         : multiply_panel<T, VECS, false>(size, a, panel_b, panel_c, add, last, packed);   \
     break;
-    switch (width) { FL_PANEL(1) FL_PANEL(2) FL_PANEL(3) FL_PANEL(4) }
+      switch (width) { FL_PANEL(1) FL_PANEL(2) FL_PANEL(3) FL_PANEL(4) }
 #undef FL_PANEL
-    b.data += width * L, c.data += width * L, n -= width * L, vecs -= width;
+      panel_b.data += width * L, panel_c.data += width * L, n -= width * L, vecs -= width;
+    }
+    a.data += size.k * a.col, b.data += size.k * b.row;
+    left -= size.k;
+    add = true;
   }
 }
 

@@ -81,12 +81,6 @@ template <class T, class S> struct Run {
     if (chain.bias) bias = read_rows(problem.bias, 0, 1, out, kConverts ? take(out) : nullptr);
   }
 
-  int64_t packed_scratch() const {
-    int64_t size = 0;
-    for (const Contraction& c : chain.contractions) size = std::max({size, packed_size<T>(c.p), packed_size<T>(c.q)});
-    return size;
-  }
-
   // f(first sample, count) for every block of a task
   template <class F> void for_blocks(int64_t task, F&& f) const {
     for (int64_t b = blocks * task / tasks; b < blocks * (task + 1) / tasks; ++b)
