@@ -1,4 +1,4 @@
-"""The rule for right numbers (design.md §6), and the layers that the tests run it on.
+"""The rule for right numbers, and the layers that the tests run it on.
 
 Against naive in float64 on the same inputs, the relative error (Frobenius) of fused is at most twice that of batched
 in the same dtype, plus 4 eps(dtype), for y and for every gradient. What makes it a fair test:

@@ -1,4 +1,4 @@
-"""v3's numbers: the rule of design.md §6 (oracle.py), what may not mix, what may not be read, written or allocated.
+"""v3's numbers: the rule for right (oracle.py), what may not mix, what may not be read, written or allocated.
 
 PyTorch's integration (compile, export, torch.func, autocast, …) is in test_torch.py.
 """

@@ -1,4 +1,4 @@
-"""v1 and to_dense against the definitions of design.md §1, written here once more with loops and torch.kron."""
+"""v1 and to_dense against the definitions, written here once more with loops and torch.kron."""
 
 from __future__ import annotations
 
