@@ -52,8 +52,7 @@ class LayerSpec:
     contractions: tuple[Contraction, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.structure not in STRUCTURES:
-            raise ValueError(f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {self.structure!r}")
+        _check_structure(self.structure)
         if len(self.in_factors) != len(self.out_factors) or not self.in_factors:
             raise ValueError(
                 f"factors should name as many sizes for the inputs as for the outputs, at least one; there are "
@@ -144,6 +143,11 @@ class LayerSpec:
         return batch * (self.in_features + self.out_features) + self.parameter_count
 
 
+def _check_structure(structure: str) -> None:
+    if structure not in STRUCTURES:
+        raise ValueError(f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {structure!r}")
+
+
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -157,8 +161,7 @@ def resolve(
     rank: int = 1,
 ) -> LayerSpec:
     """The spec that FactorLinear's arguments mean, or a ValueError in their words."""
-    if structure not in STRUCTURES:
-        raise ValueError(f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {structure!r}")
+    _check_structure(structure)
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if not _is_int(size) or size < 1:
             raise ValueError(f"{name} should be a positive integer, it is {size!r}")
@@ -180,8 +183,7 @@ def resolve(
 def spec_of_weights(structure: str, shapes: Sequence[Sequence[int]]) -> LayerSpec:
     """The spec whose weights have these shapes: what the functional form is called with."""
     shapes = [tuple(shape) for shape in shapes]
-    if structure not in STRUCTURES:
-        raise ValueError(f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {structure!r}")
+    _check_structure(structure)
     if not shapes:
         raise ValueError("weights should hold at least one tensor, it is empty")
     if structure == "kronecker":

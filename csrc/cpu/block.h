@@ -2,7 +2,7 @@
 
 constexpr int64_t kPlainBytes = 64 << 10;       // what the states of a block may take in the plain layout,
 constexpr int64_t kInterleavedBytes = 2 << 20;  // and interleaved, where more samples reuse each weight
-constexpr double kTransposeCost = 16;            // multiply-adds that take as long as moving one element
+constexpr double kTransposeCost = 16;           // multiply-adds that take as long as moving one element
 
 // Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
 // every 4 KB; and large buffers that come and go between aligned outputs make glibc's heap grow without end.
@@ -46,7 +46,7 @@ template <class T> Block choose_block(const Chain& chain, int64_t batch, int64_t
   constexpr int64_t L = kLanes<T>;
   const int64_t state_bytes = largest_state(chain) * states * int64_t(sizeof(T));
   double plain = 0, interleaved = kTransposeCost * double(chain.in_features() + chain.out_features());
-  int64_t fewest_slabs = chain.contractions.front().outer;
+  const int64_t first_slabs = chain.contractions.front().outer;
   bool untied = false;
   for (const Contraction& c : chain.contractions) {
     const int64_t along = c.inner == 1 ? c.q : c.inner, across = c.inner == 1 ? c.outer : c.outer * c.q;
@@ -60,6 +60,6 @@ template <class T> Block choose_block(const Chain& chain, int64_t batch, int64_t
     const int64_t samples = std::clamp<int64_t>(fitting, L, 4 * L);
     return {std::min(samples, (batch + L - 1) / L * L), true, 0};
   }
-  const int64_t rows = (2 * kTileRows[1] + fewest_slabs - 1) / fewest_slabs;  // enough to fill register tiles
+  const int64_t rows = (2 * kTileRows[1] + first_slabs - 1) / first_slabs;  // enough to fill register tiles
   return {std::clamp<int64_t>(std::max(kPlainBytes / state_bytes, rows), 1, batch), false, 0};
 }

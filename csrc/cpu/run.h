@@ -102,7 +102,7 @@ template <class T, class S> struct Run {
     if constexpr (kConverts) write(count * features, rows, static_cast<S*>(tensor) + first * features);
   }
 
-  // [count, features] -> [features, samples]; samples beyond count are zero, so that they add nothing
+  // [count, features] -> [features, samples]; samples beyond count are zero: what is computed of them is never read
   void interleave(int64_t count, int64_t features, const T* rows, T* state) const {
     transpose<T>(count, features, rows, features, state, block.samples);
     if (count < block.samples)
