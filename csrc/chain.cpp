@@ -2,10 +2,10 @@
 #include "chain.h"
 
 #include <initializer_list>
-#include <mutex>
 #include <sstream>
 #include <stdexcept>
-#include <unordered_map>
+
+#include "table.h"
 
 namespace factorlayer {
 
@@ -40,7 +40,7 @@ static Contraction parse_contraction(bool tied, std::istringstream& words, const
   return c;
 }
 
-// Stages come in the order: rank, contractions, bias, activation.
+// Stages come in the order: rank, contractions, bias, activation, tf32.
 static Chain parse(const std::string& text) {
   Chain chain;
   bool has_activation = false;
@@ -48,8 +48,11 @@ static Chain parse(const std::string& text) {
   for (std::string stage, name; std::getline(stages, stage, ';');) {
     std::istringstream words(stage);
     words >> name;
+    if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation;
-    if ((name == "tied" || name == "untied") && !finishing) {
+    if (name == "tf32" && !chain.contractions.empty()) {
+      chain.tf32 = true;
+    } else if ((name == "tied" || name == "untied") && !finishing) {
       chain.contractions.push_back(parse_contraction(name == "tied", words, chain));
     } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1) {
       words >> chain.rank;
@@ -69,18 +72,12 @@ static Chain parse(const std::string& text) {
 }
 
 const Chain& find_chain(const std::string& text) {
-  static std::mutex mutex;
-  static std::unordered_map<std::string, Chain> chains;  // nodes never move: references stay valid
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = chains.find(text);
-  if (found == chains.end()) {
-    try {
-      found = chains.emplace(text, parse(text)).first;
-    } catch (const std::invalid_argument& error) {
-      throw std::invalid_argument("factorlayer: chain \"" + text + "\": " + error.what());
-    }
+  static Table<std::string, Chain> chains;
+  try {
+    return chains.find_or_add(text, [&] { return parse(text); });
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument("factorlayer: chain \"" + text + "\": " + error.what());
   }
-  return found->second;
 }
 
 }  // namespace factorlayer

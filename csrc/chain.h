@@ -6,7 +6,8 @@
 // A contraction "KIND w o p q i" views the state as [o, p, i] and contracts p with weight w:
 //     tied:    y[o, q, i] = sum_p weight[q, p] x[o, p, i]              weight is [q, p]
 //     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
-// "rank r" in front: every weight has a leading axis r, and the chain is summed over it.
+// "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
+// products may be rounded to TensorFloat-32, which the CPU's kernels have no use for.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -26,6 +27,7 @@ struct Chain {
   int64_t rank = 1;
   bool bias = false;
   std::string activation = "identity";
+  bool tf32 = false;
 
   int64_t in_features() const;
   int64_t out_features() const;

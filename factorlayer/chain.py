@@ -21,7 +21,9 @@ class Chain:
     rank: int = 1
     bias: bool = False
     activation: str = "identity"
+    tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     text: str = field(init=False, compare=False, repr=False)
+    tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
     def __post_init__(self) -> None:
         stages = [f"rank {self.rank}"] if self.rank > 1 else []
@@ -29,7 +31,8 @@ class Chain:
             stages.append(f"{'tied' if c.tied else 'untied'} {c.weight} {c.outer} {c.p} {c.q} {c.inner}")
         stages += ["bias"] if self.bias else []
         stages += [self.activation] if self.activation != "identity" else []
-        object.__setattr__(self, "text", "; ".join(stages))
+        object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
+        object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
     @classmethod
     def of(cls, spec: LayerSpec, bias: bool, activation: str) -> Chain:
@@ -38,7 +41,7 @@ class Chain:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Chain:
-        contractions, rank, bias, activation = [], 1, False, "identity"
+        contractions, rank, bias, activation, tf32 = [], 1, False, "identity", False
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -47,9 +50,11 @@ class Chain:
                 rank = int(numbers[0])
             elif name == "bias":
                 bias = True
+            elif name == "tf32":
+                tf32 = True
             else:
                 activation = name
-        return Chain(tuple(contractions), rank, bias, activation)
+        return Chain(tuple(contractions), rank, bias, activation, tf32)
 
     @property
     def in_features(self) -> int:

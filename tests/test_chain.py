@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -30,11 +31,16 @@ from factorlayer.spec import LayerSpec
             Chain.of(monarch((4, 3), (2, 5), rank=2), False, "relu"),
             "untied 1 4 3 10 1; untied 0 1 8 2 5; relu",
         ),
+        (
+            dataclasses.replace(Chain.of(kronecker((5,), (3,)), True, "relu"), tf32=True),
+            "tied 0 1 5 3 1; bias; relu; tf32",
+        ),
     ],
-    ids=["rank-1", "k-1", "rank-2", "monarch"],
+    ids=["rank-1", "k-1", "rank-2", "monarch", "tf32"],
 )
 def test_text(chain: Chain, text: str) -> None:
     assert chain.text == text
+    assert chain.tf32_text == text.removesuffix("; tf32") + "; tf32"
     assert Chain.parse(text) == chain
 
 

@@ -1,0 +1,272 @@
+// Matrix products of a warp, 16 x 8 tiles: Y[16, 8] += A[16, k] B[k, 8], one struct for each arithmetic.
+//
+// Lane l = 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 of the sum: {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}.
+// Operands come from shared memory. `row` loaders: A, or B by its columns, with k contiguous and STRIDE elements between
+// rows, an odd multiple of 16 bytes (32 for doubles), so that no two lanes of an access meet in a bank. `b_by_n`: B with n
+// contiguous, k's STRIDE elements apart, an odd multiple of 8 (of 4 for doubles). lane_* is where a lane's part of a tile
+// begins, in bytes; what follows differs by constants. ROUND: to tf32, where memory holds whole floats.
+#pragma once
+#include "memory.cuh"
+
+struct Lane {
+  int index, g, t;
+  DEVICE Lane() : index(threadIdx.x & 31), g(index >> 2), t(index & 3) {}
+};
+
+// Rows of 16 bytes as operands: 8 k's of 16 bits or 4 of 32, in their order, by one access for a whole tile. Rows are an
+// odd multiple of 16 bytes apart.
+template <int SIZE> struct Rows16 {
+  static constexpr DEVICE int place_of(int k, bool) { return k; }
+  template <int STRIDE> static DEVICE int lane_row_a(Lane l) { return (l.index & 15) * STRIDE * SIZE + (l.index >> 4) * 16; }
+  template <int STRIDE> static DEVICE int lane_row_b(Lane l) {
+    return ((l.index & 7) + (l.index >> 4) * 8) * STRIDE * SIZE + (l.index >> 3 & 1) * 16;
+  }
+  template <int STRIDE> static DEVICE void load_row_a(u32 (&a)[4], u32 from) { load_matrices<false>(a, from); }
+  template <int STRIDE, int NT> static DEVICE void load_row_b(u32 (&b)[NT][2], u32 from) {
+#pragma unroll
+    for (int n = 0; n + 2 <= NT; n += 2) {
+      u32 r[4];
+      load_matrices<false>(r, from + n * 8 * STRIDE * SIZE);
+      b[n][0] = r[0], b[n][1] = r[1], b[n + 1][0] = r[2], b[n + 1][1] = r[3];
+    }
+    if constexpr (NT % 2) load_matrices<false>(b[NT - 1], from + (NT - 1) * 8 * STRIDE * SIZE);
+  }
+};
+
+template <class T> constexpr bool kIsBf16 = false;
+template <> constexpr bool kIsBf16<bf16> = true;
+
+// bf16 and f16: k = 16, and 8 for what is left
+template <class T> struct Half : Rows16<2> {
+  using Element = T;
+  static constexpr int kStep = 16, kFlush = 0;
+  static constexpr bool kRepairs = false, kRounds = false;
+  static DEVICE float rounded(float x) { return x; }
+  struct A { u32 r[4]; };
+  struct B { u32 r[2]; };
+
+  template <int STRIDE> static DEVICE int lane_b_by_n(Lane l) { return (l.index & 15) * STRIDE * 2; }
+
+  // K is the number of k's left: 8 or at least 16.
+  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
+    if constexpr (K >= 16) {
+      load_matrices<false>(a.r, from);
+    } else {
+      u32 r[2];
+      load_matrices<false>(r, from);
+      a.r[0] = r[0], a.r[1] = r[1], a.r[2] = a.r[3] = 0;
+    }
+  }
+  // For K = 8 what follows the 8 is read too, and not used.
+  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    u32 r[NT][2];
+    Rows16<2>::load_row_b<STRIDE>(r, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) b[n].r[0] = r[n][0], b[n].r[1] = r[n][1];
+  }
+  // Lanes 16-31 name the rows of the second tile of a pair: STEP elements behind the first's.
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int lane) {
+    if constexpr (K < 16) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        u32 r[2];
+        load_matrices<true>(r, column[n] - (lane & 8 ? 8 * STRIDE * 2 : 0));
+        b[n].r[0] = r[0], b[n].r[1] = 0;
+      }
+    } else if constexpr (STEP > 0) {
+#pragma unroll
+      for (int n = 0; n + 2 <= NT; n += 2) {
+        u32 r[4];
+        load_matrices<true>(r, column[n] + (lane >> 4) * STEP * 2);
+        b[n].r[0] = r[0], b[n].r[1] = r[1], b[n + 1].r[0] = r[2], b[n + 1].r[1] = r[3];
+      }
+      if constexpr (NT % 2) load_matrices<true>(b[NT - 1].r, column[NT - 1]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) load_matrices<true>(b[n].r, column[n]);
+    }
+  }
+
+  // Sums of 16 x 16 as operand A of the next product
+  static DEVICE void as_a(A& a, const float (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = Pair<T>(y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]).bits;
+  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
+    if constexpr (K >= 16) {
+      if constexpr (kIsBf16<T>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+      else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+    } else {
+      if constexpr (kIsBf16<T>)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(b.r[0]));
+      else
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(b.r[0]));
+    }
+  }
+};
+
+// float and double: k = 8
+template <class T> struct Words8 {
+  using Element = T;
+  static constexpr int kStep = 8, kFlush = 0, kSize = sizeof(T);
+  static constexpr bool kRepairs = false, kRounds = false;
+  static DEVICE T rounded(T x) { return x; }
+  template <int STRIDE> static DEVICE int lane_b_by_n(Lane l) { return (l.t * STRIDE + l.g) * kSize; }
+};
+
+DEVICE u32 tf32_of(u32 x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+DEVICE void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// 32-bit rows. Where the other operand is sums, a lane's k's are 2t and 2t + 1: then the weights lie so that these are
+// what it gets for t and t + 4.
+struct Matrices32 : Rows16<4> {
+  static constexpr DEVICE int place_of(int k, bool from_sums) {
+    return from_sums ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
+  }
+};
+
+// float through single tf32 products, as PyTorch's own switch allows
+struct Tf32 : Words8<float>, Matrices32 {
+  static constexpr bool kRounds = true;
+  static DEVICE float rounded(float x) { return __uint_as_float(tf32_of(__float_as_uint(x))); }
+  struct A { u32 r[4]; };
+  struct B { u32 r[2]; };
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      b[n].r[0] = load_u32(column[n]), b[n].r[1] = load_u32(column[n] + 4 * STRIDE * 4);
+      if (ROUND) b[n].r[0] = tf32_of(b[n].r[0]), b[n].r[1] = tf32_of(b[n].r[1]);
+    }
+  }
+  template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_row_a(A& a, u32 from) {
+    Matrices32::load_row_a<STRIDE>(a.r, from);
+#pragma unroll
+    for (u32& r : a.r) r = ROUND ? tf32_of(r) : r;
+  }
+  template <int K, int STRIDE, int NT, bool ROUND = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    u32 r[NT][2];
+    Matrices32::load_row_b<STRIDE>(r, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) b[n].r[i] = ROUND ? tf32_of(r[n][i]) : r[n][i];
+  }
+  // Sums of 16 x 8 as operand A: a lane's columns 2t, 2t + 1 are the k's that it is to have.
+  static DEVICE void as_a(A& a, const float (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = tf32_of(__float_as_uint(y[0][i % 2 * 2 + i / 2]));
+  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) { multiply_tf32(y, a.r, b.r); }
+};
+
+// float as exact as FMA: each operand is high + low, both tf32, and three of the four products count. The matrix unit
+// truncates what it adds to, so every kFlush steps start from zero and are added rounded to nearest.
+struct Split3 : Words8<float>, Matrices32 {
+  static constexpr bool kRepairs = true;
+  static constexpr int kFlush = 2;
+  struct A { u32 high[4], low[4]; };
+  struct B { u32 high[2], low[2]; };
+  static DEVICE void split(u32 x, u32& high, u32& low) {
+    high = tf32_of(x);
+    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
+  }
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      split(load_u32(column[n]), b[n].high[0], b[n].low[0]);
+      split(load_u32(column[n] + 4 * STRIDE * 4), b[n].high[1], b[n].low[1]);
+    }
+  }
+  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
+    u32 x[4];
+    Matrices32::load_row_a<STRIDE>(x, from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(x[i], a.high[i], a.low[i]);
+  }
+  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    u32 x[NT][2];
+    Matrices32::load_row_b<STRIDE>(x, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) split(x[n][i], b[n].high[i], b[n].low[i]);
+  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
+    multiply_tf32(y, a.low, b.high);
+    multiply_tf32(y, a.high, b.low);
+    multiply_tf32(y, a.high, b.high);
+  }
+};
+
+struct Fp64 : Words8<double> {
+  struct A { double r[4]; };
+  struct B { double r[2]; };
+  // Two neighbouring k's at once: of A, and of B by k. Rows are an odd multiple of 8 apart, or turned against each other.
+  template <int STRIDE> static DEVICE int lane_a(Lane l) { return (l.g * STRIDE + l.t * 2) * 8; }
+  template <int STRIDE> static DEVICE int lane_b_by_k(Lane l) { return (l.g * STRIDE + l.t * 2) * 8; }
+  template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_a(A& a, u32 from) {
+    load_f64x2(from, a.r[0], a.r[2]);
+    load_f64x2(from + 8 * STRIDE * 8, a.r[1], a.r[3]);
+  }
+  template <int K, int STRIDE, int NT, bool ROUND = true> static DEVICE void load_b_by_k(B (&b)[NT], u32 from) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) load_f64x2(from + n * 8 * STRIDE * 8, b[n].r[0], b[n].r[1]);
+  }
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      b[n].r[0] = load_f64(column[n]);
+      b[n].r[1] = load_f64(column[n] + 4 * STRIDE * 8);
+    }
+  }
+  // In the order of k, each double by itself: rows are an odd multiple of 4 apart.
+  static constexpr DEVICE int place_of(int k, bool from_sums) { return Matrices32::place_of(k, from_sums); }
+  template <int STRIDE> static DEVICE int lane_row_a(Lane l) { return (l.g * STRIDE + l.t) * 8; }
+  template <int STRIDE> static DEVICE int lane_row_b(Lane l) { return (l.g * STRIDE + l.t) * 8; }
+  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + (i % 2 * 8 * STRIDE + i / 2 * 4) * 8);
+  }
+  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) b[n].r[i] = load_f64(from + (n * 8 * STRIDE + i * 4) * 8);
+  }
+  static DEVICE void as_a(A& a, const double (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = y[0][i % 2 * 2 + i / 2];
+  }
+  template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) {
+#if __CUDA_ARCH__ >= 900
+    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+d"(y[0]), "+d"(y[1]), "+d"(y[2]), "+d"(y[3])
+        : "d"(a.r[0]), "d"(a.r[1]), "d"(a.r[2]), "d"(a.r[3]), "d"(b.r[0]), "d"(b.r[1]));
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+          : "+d"(y[i % 2 * 2]), "+d"(y[i % 2 * 2 + 1]) : "d"(a.r[i]), "d"(b.r[i / 2]));
+#endif
+  }
+};

@@ -1,0 +1,59 @@
+// Element types and the arithmetic made of them. Self-contained: NVRTC comes without CUDA's headers.
+//
+// An Element is what memory holds; sums are kept in Sum<Element>: float, or double for double.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+
+template <class Element> struct SumOf { using type = float; };
+template <> struct SumOf<double> { using type = double; };
+template <class Element> using Sum = typename SumOf<Element>::type;
+
+DEVICE float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+DEVICE float widen(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+DEVICE float widen(float x) { return x; }
+DEVICE double widen(double x) { return x; }
+
+// Two neighbours, rounded, as they lie in memory.
+template <class Element> struct Pair;
+template <> struct Pair<bf16> {
+  u32 bits;
+  DEVICE Pair(float x, float y) { asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x)); }
+};
+template <> struct Pair<f16> {
+  u32 bits;
+  DEVICE Pair(float x, float y) { asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x)); }
+};
+template <> struct __align__(8) Pair<float> {
+  float x, y;
+  DEVICE Pair(float x, float y) : x(x), y(y) {}
+};
+template <> struct __align__(16) Pair<double> {
+  double x, y;
+  DEVICE Pair(double x, double y) : x(x), y(y) {}
+};
+
+template <class Element> DEVICE Element narrow(Sum<Element> x);
+template <> DEVICE bf16 narrow<bf16>(float x) { return {u16(Pair<bf16>(x, 0.f).bits)}; }
+template <> DEVICE f16 narrow<f16>(float x) { return {u16(Pair<f16>(x, 0.f).bits)}; }
+template <> DEVICE float narrow<float>(float x) { return x; }
+template <> DEVICE double narrow<double>(double x) { return x; }
+
+constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+constexpr int round_up(int x, int y) { return ceil_div(x, y) * y; }
+template <class T> constexpr bool is_void = false;
+template <> constexpr bool is_void<void> = true;
+template <class T, class U> constexpr bool is_same = false;
+template <class T> constexpr bool is_same<T, T> = true;

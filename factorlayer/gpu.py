@@ -1,0 +1,55 @@
+"""What the planner knows of a GPU: its limits, and roughly how fast its parts are. No torch, no GPU needed.
+
+Rates are per multiprocessor and microsecond, measured on an H200 and scaled by datasheets elsewhere. They only rank
+plans; no result depends on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+
+# Shared memory a block may ask for, in bytes, and multiprocessors of a typical GPU of that generation.
+LIMITS = {80: (166912, 108), 86: (101376, 84), 89: (101376, 128), 90: (232448, 132), 100: (232448, 148)}
+LIMITS[120] = (101376, 170)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """arch is the compute capability without its dot, shared the most bytes of shared memory for one block."""
+
+    arch: int
+    sms: int
+    shared: int
+
+    @classmethod
+    def of(cls, arch: int) -> Gpu:
+        shared, sms = LIMITS[arch]
+        return cls(arch, sms, shared)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Moved through memory, read and written together."""
+        return {80: 14e3, 86: 10e3, 89: 8e3, 90: 32e3, 100: 48e3, 120: 10e3}.get(self.arch, 16e3)
+
+    @property
+    def l2_bytes(self) -> float:
+        return 1.8 * self.memory_bytes
+
+    @property
+    def shared_bytes(self) -> float:
+        return 230e3 if self.arch in (80, 90, 100) else 200e3
+
+    @property
+    def instructions(self) -> float:
+        """Of warps: four schedulers at 1.75 GHz, four fifths of the time."""
+        return 5.6e3
+
+    def flops(self, dtype: str) -> float:
+        """Of the matrix instructions that the dtype is computed with."""
+        scale = {80: 0.6, 86: 0.3, 89: 0.45, 90: 1.0, 100: 1.0, 120: 0.45}.get(self.arch, 0.5)
+        if dtype == "float64":
+            return {80: 0.17e6, 90: 0.45e6, 100: 0.25e6}.get(self.arch, 0.01e6)
+        return scale * {"bfloat16": 8.9e6, "float16": 8.9e6, "tf32": 2.2e6, "float32": 0.75e6}[dtype]

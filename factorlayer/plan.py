@@ -1,0 +1,244 @@
+"""How the CUDA engine runs a chain: cut into passes that fit on chip, each tiled for the GPU, as a printable Plan.
+
+Neighbouring small factors are taken as one where that is predicted to be faster. A state too large for one pass goes
+through memory between passes. The engine asks for plan_text() once for each chain, dtype and class of batch sizes;
+csrc/runtime reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from factorlayer import streamed
+from factorlayer.chain import Chain
+from factorlayer.emit import source
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.resident import Mode, Resident, Work
+from factorlayer.spec import Contraction
+from factorlayer.streamed import Product, Streamed
+from factorlayer.tiling import tile
+
+BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
+LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
+MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
+PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
+LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every thread looks through
+STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to find in the L2
+CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
+
+
+class PlanError(ValueError):
+    """The engine has no kernel for this chain."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Passes in order; states between them lie in two scratch buffers in turn. `us` is predicted."""
+
+    chain: Chain
+    dtype: str
+    batch: int
+    gpu: Gpu
+    passes: tuple[Resident | Streamed, ...]
+
+    @property
+    def us(self) -> float:
+        return sum(p.us for p in self.passes)
+
+    @property
+    def _weight(self) -> float:
+        """What plans are compared by."""
+        return self.us * PASS_WEIGHT ** (len(self.passes) - 1)
+
+    @property
+    def scratch(self) -> tuple[int, int]:
+        """Bytes of each buffer for one sample."""
+        between = [_output_bytes(p) for p in self.passes[:-1]]
+        return max(between[0::2], default=0), max(between[1::2], default=0)
+
+    @property
+    def chunk(self) -> int:
+        """Samples that go through all passes together; 0 is the whole batch."""
+        if len(self.passes) == 1:
+            return 0
+        bytes_between = STREAMED_CHUNK_BYTES if any(isinstance(p, Streamed) for p in self.passes) else CHUNK_BYTES
+        return max(1, bytes_between // max(self.scratch))
+
+    def text(self) -> str:
+        """What csrc/runtime reads."""
+        lines = ["factorlayer plan 1", f"chunk {self.chunk}", "scratch {} {}".format(*self.scratch)]
+        last = len(self.passes) - 1
+        for i, p in enumerate(self.passes):
+            read = "x" if i == 0 else f"s{(i - 1) % 2}"
+            written = "y" if i == last else f"s{i % 2}"
+            name = f"factorlayer_{self.dtype}_{i}"
+            code = p.source(name) if isinstance(p, Streamed) else source(p, name)
+            most = 0 if isinstance(p, Streamed) else 1  # blocks of one multiprocessor; 0: the grid has them all
+            arch = f"sm_{self.gpu.arch}"
+            lines.append(
+                f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
+                f"{p.split} {arch} {name} {len(code.encode())}\n{code}"
+            )
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        batch = f"a batch of {self.batch}"
+        lines = [
+            f"{len(self.passes)} kernel{'s' if len(self.passes) > 1 else ''}, {self.us:.1f} us predicted for {batch}"
+        ]
+        if self.chunk:
+            lines.append(f"at most {self.chunk} samples at once, their states between kernels in memory")
+        return "\n  ".join([*lines, *map(str, self.passes)])
+
+
+def _output_bytes(p: Resident | Streamed) -> int:
+    """For one sample."""
+    if isinstance(p, Streamed):
+        return p.output_bytes
+    return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]
+
+
+def plan_text(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
+    """For csrc/runtime; PlanError says why there is none."""
+    return _plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).text()
+
+
+def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
+    """The same plan for people."""
+    return str(_plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
+
+
+def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
+    chain = Chain.parse(text)
+    return plan(chain, "tf32" if dtype == "float32" and chain.tf32 else dtype, BATCHES[batch_class], gpu)
+
+
+@functools.lru_cache(256)
+def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
+    best: Plan | None = None
+    for passes in _cuts(chain, dtype):
+        if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best._weight:
+            continue
+        tiled = _tile_all(passes, batch, gpu)
+        if tiled is None:
+            continue
+        found = Plan(chain, dtype, batch, gpu, tiled)
+        if best is None or found._weight < best._weight:
+            best = found
+    if best is None:
+        products = streamed.products(chain, dtype)
+        best = Plan(chain, dtype, batch, gpu, tuple(streamed.tile(product, batch, gpu) for product in products))
+    return best
+
+
+def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
+    """No tiling of them is predicted to be faster."""
+    elements = sum((math.prod(p.states[0]) + math.prod(p.states[-1])) * p.outer * p.inner for p in passes)
+    return 2.0 * len(passes) + batch * elements * ELEMENT_BYTES[passes[0].dtype] / gpu.memory_bytes / gpu.sms
+
+
+def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Resident | Streamed, ...] | None:
+    tiled = []
+    for work in passes:
+        found = tile(work, batch, gpu) or _stream(work, batch, gpu)
+        if found is None:
+            return None
+        tiled.append(found)
+    return tuple(tiled)
+
+
+def _stream(work: Work, batch: int, gpu: Gpu) -> Streamed | None:
+    """A pass of one factor that is too large to stay on chip."""
+    (_, mode), *further = work.steps
+    if further or len(mode.parts) > 1 or work.rank > 1:
+        return None
+    ((weight, q, p),) = mode.parts
+    contraction = Contraction(weight, work.outer, p, q, work.inner, tied=True)
+    product = Product(work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation)
+    return streamed.tile(product, batch, gpu)
+
+
+def _cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
+    """Ways to cut the chain into passes: fewer passes first, more only while nothing fits."""
+    if not all(c.tied for c in chain.contractions):
+        return
+    seen: set[tuple[Mode, ...]] = set()
+    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
+    if dtype == "float16" and chain.rank > 1:
+        largest = 0
+    for longest in (64, 16, 1):
+        modes = _merged(_modes(chain), min(longest, LONGEST_MERGED[dtype]), largest)
+        if modes in seen or (seen and len(modes) > MOST_MODES):
+            continue
+        seen.add(modes)
+        order = _order(modes)
+        most = 1 if chain.rank > 1 else min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
+        for count in range(1, most + 1):
+            cuts = _parts(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
+            yield from (_works(chain, dtype, modes, cut) for cut in cuts)
+
+
+def _modes(chain: Chain) -> tuple[Mode, ...]:
+    """Of the Kronecker product, slowest first."""
+    by_weight = sorted(chain.contractions, key=lambda c: c.weight)
+    sizes = [c.p for c in by_weight]
+    for c in chain.contractions:
+        if (c.outer, c.inner) != (math.prod(sizes[: c.weight]), math.prod(sizes[c.weight + 1 :])):
+            raise PlanError(f"the contractions of {chain.text!r} are not those of a Kronecker product")
+        sizes[c.weight] = c.q
+    return tuple(Mode(((c.weight, c.q, c.p),)) for c in by_weight)
+
+
+def _merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
+    """Neighbours taken as one, from the last on, while the product is at most `longest` and no weight has more than
+    `largest` elements."""
+    merged = [modes[-1]]
+    for mode in reversed(modes[:-1]):
+        small = all(q * p <= largest for _, q, p in mode.parts + merged[0].parts)
+        if small and max(mode.p * merged[0].p, mode.q * merged[0].q) <= longest:
+            merged[0] = Mode(mode.parts + merged[0].parts)
+        else:
+            merged.insert(0, mode)
+    return tuple(merged)
+
+
+def _order(modes: tuple[Mode, ...]) -> list[int]:
+    """Fewest multiply-adds, as in spec.py; last modes first among equals."""
+    return sorted(reversed(range(len(modes))), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
+
+
+def _even(order: list[int], count: int) -> list[list[int]]:
+    bounds = [len(order) * i // count for i in range(count + 1)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _parts(order: list[int], count: int) -> Iterator[list[list[int]]]:
+    for cuts in itertools.combinations(range(1, len(order)), count - 1):
+        bounds = [0, *cuts, len(order)]
+        yield [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _works(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:
+    sizes, works = [mode.p for mode in modes], []
+    for number, part in enumerate(parts):
+        first, last = min(part), max(part) + 1
+        final = number == len(parts) - 1
+        works.append(
+            Work(
+                outer=math.prod(sizes[:first]),
+                sizes=tuple(sizes[first:last]),
+                inner=math.prod(sizes[last:]),
+                steps=tuple((i - first, modes[i]) for i in part),
+                dtype=dtype,
+                rank=chain.rank,
+                bias=chain.bias and final,
+                activation=chain.activation if final else "identity",
+            )
+        )
+        for i in part:
+            sizes[i] = modes[i].q
+    return works
