@@ -2,21 +2,42 @@
 CPU and CUDA machines, PyTorch from 2.11 on and Python from 3.10 on. Needs no nvcc and no CUDA."""
 
 import os
+import re
 import sys
 from glob import glob
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
 PYTHON_ABI = "0x030A0000"  # 3.10
 TORCH_ABI = "0x020B000000000000"  # 2.11
+VERSION = re.search(r'^version = "(.+)"$', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
+
+
+class BuildPy(build_py):
+    """With the device code, which is compiled where it runs; an editable install finds it in csrc."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            folder = os.path.join(self.build_lib, "factorlayer", "engine")
+            self.mkpath(folder)
+            for path in glob("csrc/engine/*.cuh"):
+                self.copy_file(path, folder)
+
 
 extension = CppExtension(
     "factorlayer._C",
     sorted(glob("csrc/**/*.cpp", recursive=True)),
     depends=sorted(glob("csrc/**/*.h", recursive=True)),
-    define_macros=[("Py_LIMITED_API", PYTHON_ABI), ("TORCH_TARGET_VERSION", TORCH_ABI)],
+    define_macros=[
+        ("Py_LIMITED_API", PYTHON_ABI),
+        ("TORCH_TARGET_VERSION", TORCH_ABI),
+        ("FACTORLAYER_VERSION", f'"{VERSION}"'),
+    ],
     extra_compile_args=[
         "-std=c++17",
         "-O3",
@@ -31,6 +52,6 @@ extension = CppExtension(
 
 setup(
     ext_modules=[extension],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPy},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

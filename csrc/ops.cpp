@@ -1,10 +1,12 @@
 // The raw ops, factorlayer::forward and factorlayer::backward: tensors in, tensors out, nothing shared
 // between them. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and
 // exported graphs; shapes were checked in Python, so the checks here only keep memory safe.
-#include <Python.h>
+#include <dlfcn.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -14,6 +16,11 @@
 
 #include "chain.h"
 #include "cpu/cpu.h"
+#include "dtype.h"
+#include "python.h"
+#include "runtime/cache.h"
+#include "runtime/kernels.h"
+#include "runtime/nvrtc.h"
 
 namespace factorlayer {
 
@@ -47,23 +54,68 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-cpu::DType dtype_of(const Tensor& x) {
+DType dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
-    case ScalarType::Double: return cpu::DType::float64;
-    case ScalarType::Float: return cpu::DType::float32;
-    case ScalarType::BFloat16: return cpu::DType::bfloat16;
-    case ScalarType::Half: return cpu::DType::float16;
+    case ScalarType::Double: return DType::float64;
+    case ScalarType::Float: return DType::float32;
+    case ScalarType::BFloat16: return DType::bfloat16;
+    case ScalarType::Half: return DType::float16;
     default: break;
   }
   STD_TORCH_CHECK(false, "factorlayer: x has a dtype that the fused kernels do not know; use float64, float32, ",
                   "bfloat16 or float16");
 }
 
+DType dtype_named(const std::string& name) {
+  for (DType dtype : {DType::float64, DType::float32, DType::bfloat16, DType::float16})
+    if (name == name_of(dtype)) return dtype;
+  STD_TORCH_CHECK(false, "factorlayer: a dtype should be float64, float32, bfloat16 or float16, it is \"", name, "\"");
+}
+
 void check(const Tensor& t, const Tensor& x, int64_t elements, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.numel() == elements,
-                  "factorlayer: ", name, " must be a contiguous CPU tensor of x's dtype with ", elements,
+  const bool at_home = x.is_cpu() ? t.is_cpu() : t.is_cuda() && t.get_device_index() == x.get_device_index();
+  STD_TORCH_CHECK(at_home && t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.numel() == elements,
+                  "factorlayer: ", name, " must be a contiguous ", x.is_cpu() ? "CPU" : "CUDA",
+                  " tensor of x's dtype", x.is_cpu() ? "" : " and on x's device", " with ", elements,
                   " elements, it has ", t.numel());
 }
+
+// Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
+void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
+                  const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
+                  chain.in_features(), "]");
+  check(x, x, x.numel(), "x");
+  STD_TORCH_CHECK(weights.size() == chain.contractions.size(), "factorlayer: the chain has ",
+                  chain.contractions.size(), " weights, ", weights.size(), " were given");
+  for (const Contraction& c : chain.contractions) {
+    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+                    ", which was not given");
+    check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
+  }
+  STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
+  if (bias) check(*bias, x, chain.out_features(), "bias");
+}
+
+// Uninitialised, on x's device, of x's dtype or another. The stable new_empty takes a microsecond more, in which it looks
+// an operator up by name.
+Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype = -1) {
+  int32_t type = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  if (dtype < 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+  AtenTensorHandle made = nullptr;
+  // PyTorch writes to stderr what went wrong, and returns that something did.
+  if (aoti_torch_empty_strided(2, sizes, strides, dtype, type, index, &made))
+    throw std::runtime_error(std::string(x.is_cuda() ? "CUDA " : "") + "out of memory: factorlayer could not allocate [" +
+                             std::to_string(rows) + ", " + std::to_string(columns) + "] for what it computes from x [" +
+                             std::to_string(x.size(0)) + ", " + std::to_string(x.size(1)) +
+                             "]; split the batch, or free memory");
+  return Tensor(made);
+}
+
+// The CPU
 
 // A call's tensors, checked, with the pointers that the kernels take.
 struct Call {
@@ -73,19 +125,9 @@ struct Call {
 
   Call(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& bias, const std::string& text)
       : chain(find_chain(text)), weights(given.size()) {
-    STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
-                    chain.in_features(), "]");
-    check(x, x, x.numel(), "x");
-    STD_TORCH_CHECK(given.size() == chain.contractions.size(), "factorlayer: the chain has ",
-                    chain.contractions.size(), " weights, ", given.size(), " were given");
-    for (const Contraction& c : chain.contractions) {
-      STD_TORCH_CHECK(c.weight < int64_t(given.size()), "factorlayer: the chain names weight ", c.weight,
-                      ", which was not given");
-      check(given[c.weight], x, chain.rank * c.weight_size(), "a weight");
-      weights[c.weight] = given[c.weight].const_data_ptr();
-    }
-    STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
-    if (bias) check(*bias, x, chain.out_features(), "bias");
+    STD_TORCH_CHECK(x.is_cpu(), "factorlayer: x must be a CPU tensor, as the others are");
+    check_inputs(chain, x, given, bias);
+    for (size_t i = 0; i < given.size(); ++i) weights[i] = given[i].const_data_ptr();
     STD_TORCH_CHECK(cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
     problem = {&chain, dtype_of(x), x.size(0), x.const_data_ptr(), weights.data(),
                bias ? bias->const_data_ptr() : nullptr};
@@ -109,7 +151,7 @@ int threads_for(const cpu::Problem& problem) {
 Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
                const Text& chain) {
   const Call call(x, weights, bias, chain.value);
-  Tensor y = torch::stable::new_empty(x, {x.size(0), call.chain.out_features()});
+  Tensor y = new_matrix(x, x.size(0), call.chain.out_features());
   cpu::prefer_huge_pages(y.mutable_data_ptr(), y.numel() * int64_t(y.element_size()));
   if (x.size(0)) cpu::forward(call.problem, y.mutable_data_ptr(), threads_for(call.problem), parallel);
   return y;
@@ -145,6 +187,178 @@ std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::v
 
 std::string instruction_set() { return cpu::instruction_set(); }
 
+// CUDA
+
+// PyTorch's current stream. Its stable CPU library, which this one is linked with, has no name for it.
+cuda::Stream current_stream(int device) {
+  using Find = AOTITorchError (*)(int32_t, void**);
+  static const Find find = [] {
+    const char* name = "aoti_torch_get_current_cuda_stream";
+    void* symbol = dlsym(RTLD_DEFAULT, name);
+    if (void* library = symbol ? nullptr : dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD))
+      symbol = dlsym(library, name);
+    STD_TORCH_CHECK(symbol, "factorlayer: this PyTorch cannot name its current CUDA stream; use a CUDA build of 2.11 ",
+                    "or later");
+    return reinterpret_cast<Find>(symbol);
+  }();
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(find(device, &stream));
+  return stream;
+}
+
+// Kernels read 16 bytes at once.
+Tensor aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 ? torch::stable::clone(t) : t;
+}
+
+void locate_compiler() {
+  if (!cuda::find_compiler()) cuda::locate_compiler(python::nvrtc_paths());
+}
+
+const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& chain) {
+  if (const cuda::Program* found = cuda::find_program(key)) return *found;
+  locate_compiler();
+  const cuda::Device& device = cuda::find_device(key.device);
+  std::string plan;
+  try {
+    plan = python::plan_text(chain, name_of(key.dtype), key.batch_class, device.capability, device.processors,
+                             device.shared_bytes);
+  } catch (const python::Error& error) {
+    const cuda::Failure failure("factorlayer: chain \"" + chain + "\" has no plan: " + error.what(), "", "", "");
+    if (error.lasting) cuda::remember_failure(key, failure);
+    throw failure;
+  }
+  return cuda::build_program(key, plan, false, python::warn);
+}
+
+Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                    const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  check_inputs(chain, x, weights, bias);
+  STD_TORCH_CHECK(weights.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights at most, the chain has ", weights.size());
+  const DType dtype = dtype_of(x);
+  const int64_t batch = x.size(0);
+  Tensor y = new_matrix(x, batch, chain.out_features());
+  if (!batch) return y;
+
+  const cuda::PlanKey key{&chain, dtype, cuda::batch_class(batch), x.get_device_index()};
+  const cuda::Program& program = program_of(key, text.value);
+  const cuda::Device& device = cuda::find_device(key.device);
+
+  std::vector<Tensor> kept;  // until their kernels are launched, after which PyTorch's streams keep them
+  kept.reserve(weights.size() + 4);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(t)).const_data_ptr(); };
+  cuda::Params params;
+  params.x = address(x);
+  params.y = y.mutable_data_ptr();
+  params.bias = bias ? address(*bias) : nullptr;
+  params.batch = batch;
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  void* scratch[2] = {nullptr, nullptr};
+  for (int i = 0; i < 2; ++i) {
+    if (!program.plan.scratch[i]) continue;
+    const int64_t samples = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
+    kept.push_back(new_matrix(x, samples, program.plan.scratch[i], aoti_torch_dtype_uint8()));
+    scratch[i] = kept.back().mutable_data_ptr();
+  }
+  const cuda::ContextScope scope(device);
+  cuda::run(program, chain, dtype, device, params, scratch, current_stream(key.device));
+  return y;
+}
+
+// The table of plans, and the compiler by itself. What can fail to compile returns nothing, or message, source, log and
+// plan: an exception would bring the message only.
+
+std::vector<std::string> in_parts(const cuda::Failure& failure) {
+  return {failure.what(), failure.source, failure.log, failure.plan};
+}
+
+cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
+  STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
+                  batch_class);
+  return {&find_chain(chain.value), dtype_named(dtype.value), int(batch_class), int(device)};
+}
+
+int64_t batch_class(int64_t batch) { return cuda::batch_class(batch); }
+
+std::vector<std::string> prepare(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
+  try {
+    program_of(key_of(chain, dtype, batch_class, device), chain.value);
+    return {};
+  } catch (const cuda::Failure& failure) {
+    return in_parts(failure);
+  }
+}
+
+std::vector<std::string> install(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device,
+                                 const Text& plan) {
+  locate_compiler();
+  try {
+    cuda::build_program(key_of(chain, dtype, batch_class, device), plan.value, true, python::warn);
+    return {};
+  } catch (const cuda::Failure& failure) {
+    return in_parts(failure);
+  }
+}
+
+std::vector<std::string> failure(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
+  const cuda::Failure* found = cuda::find_failure(key_of(chain, dtype, batch_class, device));
+  return found ? in_parts(*found) : std::vector<std::string>();
+}
+
+std::vector<std::string> fill_cache(const Text& plan) {
+  locate_compiler();
+  for (const Pass& pass : parse_plan(plan.value).passes) {
+    std::string warning;
+    try {
+      cuda::cubin_of(pass, warning);
+    } catch (const cuda::CompilationFailed& error) {
+      return {error.what(), pass.source, error.log, plan.value};
+    }
+    if (!warning.empty()) python::warn(warning);
+  }
+  return {};
+}
+
+// The cubin (empty if there is none), the log, and what went wrong.
+std::tuple<Tensor, std::string, std::string> compile(const Text& source, const Text& kernel, const Text& architecture,
+                                                     const std::vector<Text>& options) {
+  locate_compiler();
+  std::vector<std::string> words;
+  for (const Text& option : options) words.push_back(option.value);
+  cuda::Compiled compiled;
+  std::string error;
+  try {
+    compiled = cuda::compile(source.value, kernel.value, architecture.value, words);
+  } catch (const cuda::CompilationFailed& failed) {
+    compiled.log = failed.log;
+    error = failed.what();
+  }
+  Tensor cubin = torch::stable::empty({int64_t(compiled.cubin.size())}, ScalarType::Byte);
+  std::copy(compiled.cubin.begin(), compiled.cubin.end(), static_cast<char*>(cubin.mutable_data_ptr()));
+  return {cubin, compiled.log, error};
+}
+
+std::vector<std::string> compiler() {
+  locate_compiler();
+  return {cuda::find_compiler()->version, cuda::find_compiler()->path};
+}
+
+// A line for each: file, bytes, whole or damaged, kernel, architecture, compiler, package.
+std::vector<std::string> cache_entries() {
+  std::vector<std::string> lines;
+  for (const cache::Entry& entry : cache::entries())
+    lines.push_back(entry.file + "\t" + std::to_string(entry.bytes) + "\t" + (entry.whole ? "whole" : "damaged") + "\t" +
+                    entry.name + "\t" + entry.architecture + "\t" + entry.compiler + "\t" + entry.package);
+  return lines;
+}
+
+std::string cache_folder() { return cache::folder(); }
+
+int64_t remove_cache_entries(bool all) { return cache::remove_entries(all); }
+
 }  // namespace
 }  // namespace factorlayer
 
@@ -152,6 +366,16 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("instruction_set() -> str");
+  m.def("batch_class(int batch) -> int");
+  m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");
+  m.def("install(str chain, str dtype, int batch_class, int device, str plan) -> str[]");
+  m.def("failure(str chain, str dtype, int batch_class, int device) -> str[]");
+  m.def("compile(str source, str kernel, str architecture, str[] options) -> (Tensor, str, str)");
+  m.def("compiler() -> str[]");
+  m.def("fill_cache(str plan) -> str[]");
+  m.def("cache_entries() -> str[]");
+  m.def("cache_folder() -> str");
+  m.def("remove_cache_entries(bool all) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
@@ -159,12 +383,18 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
   m.impl("backward", TORCH_BOX(&factorlayer::backward));
 }
 
+STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) { m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda)); }
+
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&factorlayer::instruction_set));
-}
-
-// The module itself is empty: importing it registers the ops above.
-PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  m.impl("batch_class", TORCH_BOX(&factorlayer::batch_class));
+  m.impl("prepare", TORCH_BOX(&factorlayer::prepare));
+  m.impl("install", TORCH_BOX(&factorlayer::install));
+  m.impl("failure", TORCH_BOX(&factorlayer::failure));
+  m.impl("compile", TORCH_BOX(&factorlayer::compile));
+  m.impl("compiler", TORCH_BOX(&factorlayer::compiler));
+  m.impl("fill_cache", TORCH_BOX(&factorlayer::fill_cache));
+  m.impl("cache_entries", TORCH_BOX(&factorlayer::cache_entries));
+  m.impl("cache_folder", TORCH_BOX(&factorlayer::cache_folder));
+  m.impl("remove_cache_entries", TORCH_BOX(&factorlayer::remove_cache_entries));
 }

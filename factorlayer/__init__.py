@@ -3,6 +3,7 @@
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.functional import factor_linear
 from factorlayer.layers import FactorLinear
+from factorlayer.runtime import CompileError
 
 __version__ = "0.1.0"
-__all__ = ["ACTIVATIONS", "FactorLinear", "factor_linear"]
+__all__ = ["ACTIVATIONS", "CompileError", "FactorLinear", "factor_linear"]

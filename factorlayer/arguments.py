@@ -38,6 +38,10 @@ class Version(str, Enum):
         return {"naive": "v1", "batched": "v2", "fused": "v3"}.get(self.value, self.value)
 
 
+class CacheAction(str, Enum):
+    list, verify, clear = "list", "verify", "clear"
+
+
 class CommandAnywhere(TyperGroup):
     """A group whose command may stand behind its own arguments: its name is moved to the front."""
 

@@ -122,5 +122,5 @@ class Problem:
 
     def unavailable(self) -> dict[str, str]:
         """The implementations that cannot run here, each with the reason."""
-        reason = why_not_fused(self.x)
+        reason = why_not_fused(self.x, self.layer.chain)
         return {} if reason is None else {"v3": reason}

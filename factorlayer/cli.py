@@ -1,4 +1,4 @@
-"""The command line: check, profile and bench of one layer. test.py and the entry point call main().
+"""The command line: check, profile and bench of one layer, and the cache. test.py and the entry point call main().
 
 python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
 """
@@ -6,12 +6,13 @@ python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from factorlayer.arguments import EXAMPLE, CommandAnywhere, Version, refuse, takes_a_case
+from factorlayer.arguments import EXAMPLE, CacheAction, CommandAnywhere, Version, refuse, takes_a_case
 
 if TYPE_CHECKING:
     from factorlayer.case import Case, Problem
@@ -30,6 +31,7 @@ app = typer.Typer(
         f"Example: {EXAMPLE}\n\n"
         "Example: python test.py --dtype d --structure monarch 16 20x36 28x44 check\n\n"
         "Example: python test.py 32 128 128 bench --plot out.png\n\n"
+        "Example: python test.py cache list\n\n"
         "Options may stand anywhere; `check --help` and so on list them. Installed, this is `factorlayer`."
     ),
 )
@@ -122,6 +124,34 @@ def bench(
     if as_json:
         figures = {"state_size": size, "arithmetic_intensity": intensity, "unavailable": missing}
         print_json("bench", case, {**figures, "timings": [timing.to_json() for timing in timings]})
+
+
+@app.command(epilog="Example: python test.py cache list")
+def cache(
+    action: Annotated[
+        CacheAction, typer.Argument(help="What to do; verify exits with 1 if there are damaged files.")
+    ] = CacheAction.list,
+    as_json: AsJson = False,
+) -> None:
+    """List, verify or clear the CUDA kernels that are kept on disk."""
+    from factorlayer import runtime
+
+    folder, entries = runtime.cache_folder(), runtime.cache_entries()
+    damaged = [entry for entry in entries if not entry.whole]
+    if action is CacheAction.clear:
+        summary = f"{runtime.clear_cache()} of {len(entries)} kernels removed from {folder}"
+    elif action is CacheAction.verify:
+        summary = f"{len(entries)} kernels in {folder}, {len(damaged)} damaged"
+        summary += "; those are compiled again when they are needed" if damaged else ""
+    else:
+        summary = f"{len(entries)} kernels in {folder}, {sum(entry.bytes for entry in entries)} bytes"
+    for entry in {CacheAction.list: entries, CacheAction.verify: damaged, CacheAction.clear: []}[action]:
+        typer.echo(entry.line(), err=as_json)
+    typer.echo(summary, err=as_json)
+    if as_json:
+        found = {"folder": str(folder), "entries": [asdict(entry) for entry in entries]}
+        typer.echo(json.dumps({"command": "cache", "action": action.value, **found}))
+    raise typer.Exit(1 if action is CacheAction.verify and damaged else 0)
 
 
 def problem_of(case: "Case") -> "Problem":

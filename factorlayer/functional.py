@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,8 +12,17 @@ from torch import Tensor
 from factorlayer.activations import ACTIVATIONS, activation_name
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
-from factorlayer.fused import fused, missing_extension, transforms_active, why_not_fused
+from factorlayer.fused import (
+    any_requires_grad,
+    fused,
+    prepare_fused,
+    runs_in_tf32,
+    transforms_active,
+    why_never_fused,
+    why_not_fused,
+)
 from factorlayer.naive import naive
+from factorlayer.runtime import CompileError
 from factorlayer.spec import LayerSpec, spec_of_weights
 
 IMPLEMENTATIONS = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
@@ -57,34 +67,94 @@ def run(
     who: str,
 ) -> Tensor:
     """The layer on x [..., in], by the implementation named; `who` is named in errors."""
-    x, weights, bias = _autocast(x, weights, bias)
+    x, weights, bias = autocast(x, weights, bias)
     _check(who, spec, x, weights, bias)
-    rows = x.reshape(-1, spec.in_features)
-    chosen = choose(chain, rows, implementation, who)
+    is_matrix = x.dim() == 2  # reshape costs a microsecond, even where it changes nothing
+    rows = x if is_matrix else x.reshape(-1, spec.in_features)
+    y = _run_on_rows(spec, chain, rows, weights, bias, implementation, who)
+    return y if is_matrix else y.reshape(*x.shape[:-1], spec.out_features)
+
+
+def _run_on_rows(
+    spec: LayerSpec,
+    chain: Chain,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    implementation: str,
+    who: str,
+) -> Tensor:
+    training = x.is_cuda and torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
+    chosen = choose(chain, x, implementation, who, training)
     if chosen == "fused":
-        y = fused(chain, rows, weights, bias)
-    else:
-        y = naive(spec, rows, weights) if chosen == "naive" else batched(chain, rows, weights)
-        y = ACTIVATIONS[chain.activation](y if bias is None else y + bias)
-    return y.reshape(*x.shape[:-1], spec.out_features)
+        try:
+            return fused(chain, x, weights, bias)
+        except CompileError as error:
+            if implementation == "fused":
+                raise
+            _give_up(chain, x, error)
+    elif chosen == "batched" and implementation == "auto":
+        _warn_if_never_fused(chain, x)
+    y = naive(spec, x, weights) if chosen == "naive" else batched(chain, x, weights)
+    return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
 
 
-def choose(chain: Chain, x: Tensor, implementation: str, who: str) -> str:
-    """naive, batched or fused. auto takes the fastest that supports the case."""
-    if implementation not in ("auto", "fused"):
-        return implementation
-    reason = why_not_fused(x)
+def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str) -> None:
+    """Before a first call with `batch` samples like x: compiles and loads what it would."""
+    if choose(chain, x, implementation, who) != "fused":
+        return
+    try:
+        prepare_fused(chain, x, batch)
+    except CompileError as error:
+        if implementation == "fused":
+            raise
+        _give_up(chain, x, error)
+
+
+def choose(chain: Chain, x: Tensor, implementation: str, who: str, training: bool = False) -> str:
+    """naive, batched or fused. auto takes the fastest that supports the case; `training`: a backward pass follows."""
     if implementation == "fused":
+        reason = why_not_fused(x, chain)
         if reason is not None:
             raise RuntimeError(f"{who}: implementation='fused' cannot run: {reason}; or use implementation='auto'")
         return "fused"
+    if implementation != "auto":
+        return implementation
+    return "fused" if why_auto_is_batched(chain, x, training) is None else "batched"
+
+
+def why_auto_is_batched(chain: Chain, x: Tensor, training: bool = False) -> str | None:
+    """Why auto takes the batched implementation for x, or None."""
+    reason = why_not_fused(x, chain)
     if reason is not None:
-        if missing_extension is not None:
-            _warn_once(f"factorlayer runs the batched implementation, not the fused one: {reason}")
-        return "batched"
-    # Under torch.func the batched implementation maps and differentiates as one operation over all samples, where
-    # the fused one is called for each; and one contraction is a plain matrix product.
-    return "batched" if len(chain.contractions) == 1 or transforms_active() else "fused"
+        return f"fused cannot: {reason}"
+    if len(chain.contractions) == 1:
+        return "a single contraction is one matrix product"
+    # There the batched implementation maps and differentiates as one operation over all samples.
+    if transforms_active():
+        return "under torch.func the fused one is called for each sample"
+    if x.is_cuda and training:
+        return "the fused one has no backward pass on a GPU, and the batched one's would repeat the forward pass"
+    if x.is_cuda and runs_in_tf32(x) and not all(c.tied for c in chain.contractions):
+        return "with TF32, products of untied blocks are faster in cuBLAS"
+    if _given_up:
+        return _given_up.get((chain, x.dtype))
+    return None
+
+
+# The chains whose CUDA kernels could not be had, so that the next call does not try again.
+_given_up: dict[tuple[Chain, torch.dtype], str] = {}
+
+
+def _warn_if_never_fused(chain: Chain, x: Tensor) -> None:
+    reason = why_never_fused(x, chain)
+    if reason is not None and x.device.type in ("cpu", "cuda"):
+        _warn_once(f"factorlayer runs the batched implementation, not the fused one: {reason}")
+
+
+def _give_up(chain: Chain, x: Tensor, error: CompileError) -> None:
+    _given_up[chain, x.dtype] = f"fused cannot: {error}"
+    _warn_once(f"factorlayer runs the batched implementation, not the fused one, of {chain.text}: {error}")
 
 
 _warned: set[str] = set()
@@ -96,11 +166,11 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def _autocast(
+def autocast(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
     """Under autocast, everything but float64 in autocast's dtype, as nn.Linear does it."""
-    device = x.device.type
+    device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x, weights, bias
     dtype = torch.get_autocast_dtype(device)
@@ -112,30 +182,32 @@ def _autocast(
 
 
 def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-    if x.dim() == 0 or x.shape[-1] != spec.in_features:
+    """The same for every call with tensors that fit, so it is short for those."""
+    shape, dtype, device = x.shape, x.dtype, x.device
+    if not shape or shape[-1] != spec.in_features:
         raise ValueError(
-            f"{who}: the last dimension of x should be in_features={spec.in_features}, x has the shape {tuple(x.shape)}"
+            f"{who}: the last dimension of x should be in_features={spec.in_features}, x has the shape {tuple(shape)}"
         )
     if not x.is_floating_point():
         advice = "give its real and imaginary parts one by one" if x.is_complex() else "convert it with x.float()"
-        raise TypeError(f"{who}: x should be a floating-point tensor, it is {x.dtype}; {advice}")
-    for i, weight in enumerate(weights):
-        _check_same(who, f"weight_{i}", weight, x)
+        raise TypeError(f"{who}: x should be a floating-point tensor, it is {dtype}; {advice}")
+    for weight in weights:
+        if weight.dtype != dtype or weight.device != device:
+            i = next(i for i, other in enumerate(weights) if other is weight)
+            _refuse_mixture(who, f"weight_{i}", weight, x)
     if bias is not None:
-        _check_same(who, "bias", bias, x)
+        if bias.dtype != dtype or bias.device != device:
+            _refuse_mixture(who, "bias", bias, x)
         if bias.shape != (spec.out_features,):
             raise ValueError(
                 f"{who}: bias should have the shape ({spec.out_features},), out_features; it has {tuple(bias.shape)}"
             )
 
 
-def _check_same(who: str, name: str, tensor: Tensor, x: Tensor) -> None:
+def _refuse_mixture(who: str, name: str, tensor: Tensor, x: Tensor) -> NoReturn:
     if tensor.dtype != x.dtype:
         raise TypeError(
             f"{who}: x and {name} should have one dtype, x is {x.dtype} and {name} is {tensor.dtype}; "
             "convert one with .to(), or use torch.autocast"
         )
-    if tensor.device != x.device:
-        raise TypeError(
-            f"{who}: x and {name} should be on one device, x is on {x.device} and {name} on {tensor.device}"
-        )
+    raise TypeError(f"{who}: x and {name} should be on one device, x is on {x.device} and {name} on {tensor.device}")

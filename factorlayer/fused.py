@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
+from factorlayer.runtime import MAX_WEIGHTS, dtype_name, prepare, raise_failure, tf32_allowed, why_not_on_gpu
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,19 +30,14 @@ except ImportError as error:
     missing_extension: ImportError | None = error
 else:
     missing_extension = None
+    _forward = torch.ops.factorlayer.forward.default
 
 
-def why_not_fused(x: Tensor) -> str | None:
-    """Why the fused implementation cannot take x, or None."""
-    if missing_extension is not None:
-        return (
-            f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
-            "`pip install --no-build-isolation .` in factorlayer's source folder"
-        )
-    if x.device.type not in ("cpu", "meta"):
-        return f"it has kernels for CPU tensors, x is on {x.device}"
-    if x.dtype not in DTYPES:
-        return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
+def why_not_fused(x: Tensor, chain: Chain | None = None) -> str | None:
+    """Why the fused implementation cannot take x, or None; of a chain, if one is given."""
+    reason = why_never_fused(x, chain)
+    if reason is not None:
+        return reason
     if forward_mode_active():
         return "it has no forward-mode derivative"
     if torch.compiler.is_compiling() and transforms_active():
@@ -49,19 +45,80 @@ def why_not_fused(x: Tensor) -> str | None:
     return None
 
 
+def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
+    """The part of it that does not depend on what PyTorch is doing with x just now."""
+    if missing_extension is not None:
+        return (
+            f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
+            "`pip install --no-build-isolation .` in factorlayer's source folder"
+        )
+    if x.dtype not in DTYPES:
+        return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
+    if x.is_cuda:
+        if chain is not None and len(chain.contractions) > MAX_WEIGHTS:
+            return f"its CUDA kernels take {MAX_WEIGHTS} weights at most, this layer has {len(chain.contractions)}"
+        return why_not_on_gpu(x.get_device())
+    if not (x.is_cpu or x.is_meta):
+        return f"it has kernels for CPU and CUDA tensors, x is on {x.device}"
+    return None
+
+
+def text_for(chain: Chain, x: Tensor) -> str:
+    """The chain as the raw ops take it: with tf32 where PyTorch's own switch allows it."""
+    return chain.tf32_text if runs_in_tf32(x) else chain.text
+
+
+def runs_in_tf32(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.float32 and tf32_allowed()
+
+
+def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
+    """The kernels that a call with `batch` samples like x runs on x's GPU."""
+    from factorlayer.plan import explain  # not needed to run kernels that are in the cache
+
+    gpu = torch.cuda.get_device_properties(x.device)
+    shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    batch_class = torch.ops.factorlayer.batch_class(batch)
+    capability = gpu.major * 10 + gpu.minor
+    return explain(text_for(chain, x), dtype_name(x.dtype), batch_class, capability, gpu.multi_processor_count, shared)
+
+
+def prepare_fused(chain: Chain, x: Tensor, batch: int) -> None:
+    """Before a first call with `batch` samples like x: all that it would compile and load. Raises CompileError."""
+    if x.is_cuda:
+        prepare(text_for(chain, x), x.dtype, batch, x.get_device())
+
+
 def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """x [N, in] -> [N, out], with bias and activation."""
+    """x [N, in] -> [N, out], with bias and activation. Raises CompileError where a CUDA kernel cannot be had."""
+    text = text_for(chain, x)
     x = x.contiguous()
     weights = [weight.contiguous() for weight in weights]
     bias = None if bias is None else bias.contiguous()
     y: Tensor
-    if transforms_active():
-        y = _TransformableChain.apply(chain.text, x, bias, *weights)
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, *weights)):
-        y = _Chain.apply(chain.text, x, bias, *weights)
-    else:
-        y = torch.ops.factorlayer.forward(x, weights, bias, chain.text)
+    try:
+        if transforms_active():
+            y = _TransformableChain.apply(text, x, bias, *weights)
+        elif torch.is_grad_enabled() and any_requires_grad(x, bias, weights):
+            y = (_Chain.apply if torch.compiler.is_compiling() else _apply_chain)(text, x, bias, *weights)
+        else:
+            y = _forward(x, weights, bias, text)
+    except RuntimeError as error:  # PyTorch hands on a C++ exception's message only
+        if x.is_cuda:
+            raise_failure(text, x.dtype, x.shape[0], x.get_device())
+            if "CUDA out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+        raise
     return y
+
+
+def any_requires_grad(x: Tensor, bias: Tensor | None, weights: Sequence[Tensor]) -> bool:
+    if x.requires_grad or (bias is not None and bias.requires_grad):
+        return True
+    for weight in weights:  # noqa: SIM110 (any() takes three times as long)
+        if weight.requires_grad:
+            return True
+    return False
 
 
 # The two probes are private in PyTorch; they are used here and nowhere else.
@@ -86,7 +143,7 @@ class _Chain(Function):
     def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.text = text
         ctx.save_for_backward(x, bias, *weights)
-        y: Tensor = torch.ops.factorlayer.forward(x, weights, bias, text)
+        y: Tensor = _forward(x, weights, bias, text)
         return y
 
     @staticmethod
@@ -94,12 +151,16 @@ class _Chain(Function):
         return _gradients(ctx, grad_y, _ChainBackward.apply if torch.is_grad_enabled() else _raw_backward)
 
 
+# Function.apply begins with what torch.func needs, which takes longer than the rest of it. This is the rest.
+_apply_chain = super(Function, _Chain).apply
+
+
 class _TransformableChain(Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
-        y: Tensor = torch.ops.factorlayer.forward(x, weights, bias, text)
+        y: Tensor = _forward(x, weights, bias, text)
         return y
 
     @staticmethod
@@ -181,6 +242,14 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
     else:
         gradients = torch.func.vjp(forward, x, bias, *weights)[1](grad_y)
     return tuple(g for bit, g in enumerate(gradients) if wanted >> bit & 1)
+
+
+def _backward_on_cuda(
+    grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
+) -> list[Tensor]:
+    """The CUDA engine has no backward pass of its own yet."""
+    with torch.no_grad():
+        return list(_differentiable_backward(chain, wanted, grad_y, x, bias, *weights))
 
 
 # What PyTorch asks of an op: the shapes it returns, its FLOPs, and how it is mapped over a further dimension.
@@ -267,3 +336,5 @@ if missing_extension is None:
     torch.library.register_vmap("factorlayer::backward")(_backward_vmap)
     register_flop_formula(torch.ops.factorlayer.forward)(_forward_flops)
     register_flop_formula(torch.ops.factorlayer.backward)(_backward_flops)
+    _cuda = torch.library.Library("factorlayer", "IMPL")
+    _cuda.impl("backward", _backward_on_cuda, "CUDA")

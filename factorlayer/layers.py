@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from factorlayer.activations import activation_name
 from factorlayer.chain import Chain
-from factorlayer.functional import choose, implementation_name, run
-from factorlayer.fused import why_not_fused
+from factorlayer.functional import autocast, choose, implementation_name, run, warm_up, why_auto_is_batched
+from factorlayer.fused import explain_fused
 from factorlayer.project import project, to_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
 
@@ -57,8 +57,9 @@ class FactorLinear(nn.Module):
             raise ValueError(f"FactorLinear: {error}") from None
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"FactorLinear: dtype should be a floating-point type, it is {dtype}")
-        for i, shape in enumerate(self.spec.weight_shapes):
-            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._weight_names = [f"weight_{i}" for i in range(len(self.spec.weight_shapes))]
+        for name, shape in zip(self._weight_names, self.spec.weight_shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
@@ -73,11 +74,18 @@ class FactorLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run(self.spec, self.chain, x, self.weights, self.bias, self.implementation, "FactorLinear")
+        parameters = self._parameters
+        weights: list[Tensor]
+        try:  # an attribute of a module takes ten times as long as an entry of a dict
+            weights = [parameters[name] for name in self._weight_names]  # type: ignore[misc]
+            bias = parameters["bias"] if self.chain.bias else None
+        except KeyError:  # a parametrization has taken the place of a parameter
+            weights, bias = self.weights, self.bias
+        return run(self.spec, self.chain, x, weights, bias, self.implementation, "FactorLinear")
 
     @property
     def weights(self) -> list[Tensor]:
-        return [getattr(self, f"weight_{i}") for i in range(len(self.spec.in_factors))]
+        return [getattr(self, name) for name in self._weight_names]
 
     @property
     def in_features(self) -> int:
@@ -163,10 +171,23 @@ class FactorLinear(nn.Module):
                 layer.bias.copy_(linear.bias)
         return layer
 
+    def warmup(self, batch: int) -> None:
+        """Compiles and loads what calls with `batch` samples run: before a CUDA graph captures one, or a first request.
+
+        Under autocast, for autocast's dtype. On a CPU there is nothing to do.
+        """
+        if batch < 1:
+            raise ValueError(f"FactorLinear.warmup: batch should be a positive number of samples, it is {batch}")
+        warm_up(self.chain, self._no_samples(), batch, self.implementation, "FactorLinear.warmup")
+
+    def _no_samples(self) -> Tensor:
+        weight = self.weights[0]
+        x = torch.empty(0, self.in_features, device=weight.device, dtype=weight.dtype)
+        return autocast(x, (), None)[0]
+
     def explain(self, batch: int = 1) -> str:
         """What a call with `batch` samples computes, moves and runs, in words."""
-        spec, weight = self.spec, self.weights[0]
-        x = torch.empty(0, spec.in_features, device=weight.device, dtype=weight.dtype)
+        spec, weight, x = self.spec, self.weights[0], self._no_samples()
         chosen = choose(self.chain, x, self.implementation, "FactorLinear.explain")
         lines = [
             repr(self),
@@ -181,17 +202,16 @@ class FactorLinear(nn.Module):
                 f"  [{c.outer}, {c.p}, {c.inner}] -> [{c.outer}, {c.q}, {c.inner}] by weight_{c.weight}, {shared}"
                 + (f", for each of {spec.terms} terms" if spec.terms > 1 else "")
             )
-        lines.append("runs " + self._implementation_in_words(chosen, x))
+        lines.append("runs " + self._implementation_in_words(chosen, x, batch))
         return "\n".join(lines)
 
-    def _implementation_in_words(self, chosen: str, x: Tensor) -> str:
+    def _implementation_in_words(self, chosen: str, x: Tensor, batch: int) -> str:
+        if chosen == "fused" and x.is_cuda:
+            return f"fused, on a GPU: {explain_fused(self.chain, x, batch)}"
         if chosen == "fused":
             return f"fused, {torch.ops.factorlayer.instruction_set()} kernels: one pass over x for all contractions"
-        reason = why_not_fused(x)
-        if self.implementation == "auto" and reason is not None:
-            return f"{chosen}, because fused cannot: {reason}"
         if self.implementation == "auto":
-            return f"{chosen}, because a single contraction is one matrix product"
+            return f"{chosen}, because {why_auto_is_batched(self.chain, x)}"
         return f"{chosen}, as asked"
 
     def extra_repr(self) -> str:

@@ -152,7 +152,7 @@ def test_check_notices_nan_and_infinity(value: float, monkeypatch: pytest.Monkey
 
 
 def test_check_says_that_v3_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x: "it was not built")
+    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run("--device cpu 4 8 8 check")
     assert "v3 is not available on cpu and left out: it was not built" in result.stdout
     assert set(verdicts(result.stdout)) == {f"v1_{n} == v2_{n}" for n in tolerances(_case("4 8 8"))}
@@ -347,14 +347,14 @@ def test_cuda_where_there_is_none() -> None:
 
 @pytest.mark.parametrize("command", ["profile --trace t.json", "bench"])
 def test_an_implementation_that_cannot_run_is_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x: "it was not built")
+    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run(f"4 4 4 {command} --implementation fused")
     assert "v3 cannot run: it was not built; choose another" in words(result.stderr)
     assert result.exit_code == 2
 
 
 def test_bench_leaves_out_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x: "it was not built")
+    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run("4 4 4 bench --min-run-time 0.001 --device cpu")
     assert "v3 is not available on cpu and left out: it was not built" in result.stdout
     assert re.search(r"v1 +\| +v2\s", result.stdout)

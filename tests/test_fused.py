@@ -501,14 +501,32 @@ def test_wrong_raw_backward_calls_raise(change: dict[str, object], message: str)
         ("tied 1 2 2 2 1; bias; tied 0 1 2 2 2", 2),
         ("tied 1 2 2 2 1 1; tied 0 1 2 2 2", 2),
         ("tied 1 2 2 2 1; tied 0 1 2 2 2; relu; tanh", 2),
+        ("tied 1 2 2 2 1; tf32; tied 0 1 2 2 2", 2),
+        ("tied 1 2 2 2 1; tied 0 1 2 2 2; tf32; relu", 2),
+        ("tf32; tied 1 2 2 2 1; tied 0 1 2 2 2", 2),
     ],
-    ids=["a-weight-twice", "activation-between", "bias-between", "a-fifth-size", "two-activations"],
+    ids=[
+        "a-weight-twice",
+        "activation-between",
+        "bias-between",
+        "a-fifth-size",
+        "two-activations",
+        "tf32-between",
+        "tf32-before-the-activation",
+        "tf32-first",
+    ],
 )
 def test_a_chain_that_the_engine_cannot_run_is_refused(chain: str, weights: int) -> None:
     """Rather than run as another one: of a weight named twice, the gradient of the other is never written."""
     given = [torch.ones(2, 2) for _ in range(weights)]
     with pytest.raises((ValueError, RuntimeError)):
         forward(torch.ones(3, 4), given, torch.ones(4) if "bias" in chain else None, chain)
+
+
+def test_the_cpu_has_no_use_for_tf32() -> None:
+    arguments = raw_arguments()
+    right = forward(**arguments)
+    assert torch.equal(forward(**{**arguments, "chain": TEXT + "; tf32"}), right)
 
 
 def test_sizes_that_overflow_are_refused() -> None:

@@ -6,10 +6,9 @@
 #include <string>
 
 #include "../chain.h"
+#include "../dtype.h"
 
 namespace factorlayer::cpu {
-
-enum class DType { float64, float32, bfloat16, float16 };
 
 // Runs tasks 0 .. count-1, in parallel where it can.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;

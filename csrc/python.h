@@ -1,0 +1,28 @@
+// What the ops ask of Python when a kernel is first needed, never on the way of a call that has its kernel. In a process
+// without Python they must do without. None of these may be called with a lock held: they wait for Python's own.
+#pragma once
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace factorlayer::python {
+
+// An exception that Python code raised; `lasting` if the same call would raise it again.
+struct Error : std::runtime_error {
+  Error(const std::string& message, bool lasting) : std::runtime_error(message), lasting(lasting) {}
+  bool lasting;
+};
+
+bool is_running();
+
+// factorlayer.plan.plan_text: the plan of a chain on a GPU.
+std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
+                      int processors, int shared_bytes);
+
+// factorlayer.runtime.nvrtc_paths: where NVRTC may be among the Python packages.
+std::vector<std::string> nvrtc_paths();
+
+// factorlayer.runtime.warn, or stderr without Python.
+void warn(const std::string& message);
+
+}  // namespace factorlayer::python

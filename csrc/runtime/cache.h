@@ -1,0 +1,38 @@
+// Compiled kernels on disk, one file each, shared by processes, package versions and GPUs.
+//
+// A file is named by the hash of all that can change its contents. It begins with these as text (the source as its
+// hash), so that `factorlayer cache list` can tell what it holds, then has the cubin's size and hash, then the cubin.
+// Files are written whole or not at all; what cannot be read back whole counts as missing and is compiled again.
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace factorlayer::cache {
+
+struct Key {
+  std::string name, architecture, options, compiler, source;
+};
+
+// $FACTORLAYER_CACHE, else $XDG_CACHE_HOME/factorlayer, else ~/.cache/factorlayer; empty if there is no home either.
+std::string folder();
+
+std::optional<std::string> load(const Key& key);
+
+// Returns what went wrong, or nothing. A cache that cannot be written costs time, never a result.
+std::string store(const Key& key, const std::string& cubin);
+
+struct Entry {
+  std::string file;
+  long long bytes;
+  bool whole;
+  std::string name, architecture, compiler, package;
+};
+
+// By name of the file. Leftovers of processes that were killed while writing are entries that are not whole.
+std::vector<Entry> entries();
+
+// Removes the entries that are not whole, or all. Returns how many.
+int remove_entries(bool all);
+
+}  // namespace factorlayer::cache

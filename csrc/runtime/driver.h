@@ -1,0 +1,50 @@
+// The CUDA driver, opened when it is first needed and never linked: importing the package touches no CUDA, and one
+// build serves machines with and without it. Failed calls throw DriverError with the driver's own words.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+namespace factorlayer::cuda {
+
+// The driver's opaque handles and the few numbers of cuda.h in use here; both are part of its stable binary interface.
+using Context = void*;
+using Module = void*;
+using Function = void*;
+using Stream = void*;
+
+struct DriverError : std::runtime_error {
+  DriverError(int code, const std::string& message) : std::runtime_error(message), code(code) {}
+  int code;
+};
+
+struct Device {
+  int index;
+  int capability;      // 90 for 9.0
+  int processors;      // streaming multiprocessors
+  int shared_bytes;    // that one block may ask for at most
+  Context context;     // the primary one, which is PyTorch's
+};
+
+// Throws where there is no driver or no such device.
+const Device& find_device(int index);
+
+// Makes the device's primary context current for as long as it lives; a new thread has none.
+class ContextScope {
+ public:
+  explicit ContextScope(const Device& device);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+
+ private:
+  Context before_;
+  bool changed_;
+};
+
+// Loads a cubin into the current context, also while a stream of this thread is being captured. The module is never
+// unloaded: a captured graph may hold it.
+Function load_function(const std::string& cubin, const std::string& name, int shared_bytes);
+
+void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, Stream stream,
+            void* params);
+
+}  // namespace factorlayer::cuda

@@ -1,0 +1,166 @@
+// The table of programs, how one is built, and how it is launched.
+#include "kernels.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
+#include "../table.h"
+#include "cache.h"
+#include "nvrtc.h"
+#include "sha256.h"
+
+namespace factorlayer::cuda {
+namespace {
+
+const std::vector<std::string> OPTIONS = {"--std=c++17", "--device-as-default-execution-space"};
+
+struct KeyHash {
+  size_t operator()(const PlanKey& key) const {
+    const size_t small = size_t(key.device) * 16 + size_t(key.batch_class) * 4 + size_t(key.dtype);
+    return reinterpret_cast<size_t>(key.chain) / sizeof(Chain) * 31 + small;
+  }
+};
+
+// Replaced values are not deleted: another thread may be using them.
+struct Slot {
+  std::atomic<const Program*> program{nullptr};
+  std::atomic<const Failure*> failure{nullptr};
+  std::mutex building;
+};
+
+Table<PlanKey, Slot, KeyHash> table;
+
+Slot& slot_of(const PlanKey& key) {
+  return table.find_or_add(key, [] { return Slot(); });
+}
+
+// Plans of several chains and batch classes share kernels.
+Function function_of(const Pass& pass, const std::string& cubin, const Device& device) {
+  static Table<std::string, std::atomic<Function>> functions;
+  const std::string key = std::to_string(device.index) + " " + std::to_string(pass.shared_bytes) + " " + pass.kernel +
+                          " " + sha256(cubin);
+  std::atomic<Function>& function = functions.find_or_add(key, [] { return std::atomic<Function>(nullptr); });
+  if (!function) function = load_function(cubin, pass.kernel, int(pass.shared_bytes));
+  return function;
+}
+
+[[noreturn]] void fail(Slot& slot, const Failure& failure) {
+  slot.failure.store(new Failure(failure), std::memory_order_release);
+  throw failure;
+}
+
+// Invalid values (such as too much shared memory), images that do not fit the GPU, missing names. Other errors, such as
+// a lack of memory or the crash of an earlier kernel, say nothing about this one.
+bool is_lasting(const DriverError& error) {
+  return error.code == 1 || (error.code >= 200 && error.code < 300) || error.code == 500;
+}
+
+// 900 to 909 are the driver's complaints about captures.
+bool is_about_capture(const DriverError& error) { return error.code >= 900 && error.code < 910; }
+
+const Program* build(Slot& slot, const PlanKey& key, const std::string& text, std::string& warning) {
+  Program program;
+  try {
+    program.plan = parse_plan(text);
+  } catch (const std::invalid_argument& error) {
+    fail(slot, Failure(error.what(), "", "", text));
+  }
+  const Device& device = find_device(key.device);
+  const ContextScope scope(device);
+  for (Pass& pass : program.plan.passes) {
+    try {
+      program.functions.push_back(function_of(pass, cubin_of(pass, warning), device));
+    } catch (const CompilationFailed& error) {
+      fail(slot, Failure(error.what(), pass.source, error.log, text));
+    } catch (const DriverError& error) {
+      if (is_lasting(error)) fail(slot, Failure(error.what(), pass.source, "", text));
+      if (is_about_capture(error))
+        throw std::runtime_error(std::string(error.what()) + "; call layer.warmup(batch) before the capture");
+      throw;
+    }
+    pass.source.clear();
+  }
+  return new Program(std::move(program));
+}
+
+}  // namespace
+
+int batch_class(int64_t batch) { return batch <= 64 ? 0 : batch <= 2048 ? 1 : 2; }
+
+bool PlanKey::operator==(const PlanKey& other) const {
+  return chain == other.chain && dtype == other.dtype && batch_class == other.batch_class && device == other.device;
+}
+
+const Program* find_program(const PlanKey& key) {
+  const Slot* slot = table.find(key);
+  if (!slot) return nullptr;
+  if (const Program* program = slot->program.load(std::memory_order_acquire)) return program;
+  if (const Failure* failure = slot->failure.load(std::memory_order_acquire)) throw *failure;
+  return nullptr;
+}
+
+const Failure* find_failure(const PlanKey& key) {
+  const Slot* slot = table.find(key);
+  return slot ? slot->failure.load(std::memory_order_acquire) : nullptr;
+}
+
+void remember_failure(const PlanKey& key, const Failure& failure) {
+  slot_of(key).failure.store(new Failure(failure), std::memory_order_release);
+}
+
+const Program& build_program(const PlanKey& key, const std::string& plan, bool replace, const Warn& warn) {
+  Slot& slot = slot_of(key);
+  std::string warning;
+  {
+    std::lock_guard<std::mutex> lock(slot.building);
+    const Failure* failure = slot.failure.load(std::memory_order_acquire);
+    if (failure && !replace) throw *failure;  // of the thread that this one waited for
+    if (replace || !slot.program) {
+      slot.program.store(build(slot, key, plan, warning), std::memory_order_release);
+      slot.failure.store(nullptr, std::memory_order_release);
+    }
+  }
+  if (!warning.empty()) warn(warning);
+  return *slot.program;
+}
+
+std::string cubin_of(const Pass& pass, std::string& warning) {
+  std::string options;
+  for (const std::string& option : OPTIONS) options += (options.empty() ? "" : " ") + option;
+  const cache::Key key{pass.kernel, pass.architecture, options, find_compiler()->version, pass.source};
+  if (std::optional<std::string> cubin = cache::load(key)) return *cubin;
+  const std::string cubin = compile(pass.source, pass.kernel, pass.architecture, OPTIONS).cubin;
+  static std::atomic<bool> warned{false};
+  const std::string trouble = cache::store(key, cubin);
+  if (!trouble.empty() && !warned.exchange(true)) warning = trouble;
+  return cubin;
+}
+
+void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
+         void* const (&scratch)[2], Stream stream) {
+  const int64_t x_row = chain.in_features() * bytes_of(dtype), y_row = chain.out_features() * bytes_of(dtype);
+  const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
+  const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
+  Params given = params;
+  for (int64_t first = 0; first < batch; first += chunk) {
+    given.batch = std::min(chunk, batch - first);
+    for (size_t i = 0; i < program.functions.size(); ++i) {
+      const Pass& pass = program.plan.passes[i];
+      given.x = pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row : scratch[pass.in - 1];
+      given.y = pass.out == Pass::outside ? static_cast<char*>(params.y) + first * y_row : scratch[pass.out - 1];
+      int64_t blocks = 0;
+      if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;
+      blocks = blocks / pass.units_per_block + (blocks % pass.units_per_block != 0);
+      if (pass.blocks_per_processor)  // all that the grid has, in both directions
+        blocks = std::min(blocks, std::max<int64_t>(1, pass.blocks_per_processor * device.processors / pass.grid_y));
+      if (blocks > INT32_MAX)
+        throw std::runtime_error("factorlayer: a batch of " + std::to_string(batch) + " makes " +
+                                 std::to_string(blocks) + " blocks, a launch can have 2147483647; split the batch");
+      launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
+             unsigned(pass.shared_bytes), stream, &given);
+    }
+  }
+}
+
+}  // namespace factorlayer::cuda

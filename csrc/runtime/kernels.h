@@ -1,0 +1,71 @@
+// The plans that this process has, with their kernels compiled and loaded, and their launches.
+//
+// The way of a call: find_program, which takes no lock, then run. Only where there is none yet is the planner asked
+// (by ops.cpp, as it needs Python) and its text given to build_program.
+#pragma once
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../chain.h"
+#include "../dtype.h"
+#include "driver.h"
+#include "plan.h"
+
+namespace factorlayer::cuda {
+
+constexpr int MAX_WEIGHTS = 62;
+
+// The one argument of every kernel, by value. csrc/engine has the same struct.
+struct Params {
+  const void* x;
+  void* y;
+  const void* bias;  // null without one
+  long long batch;
+  const void* weights[MAX_WEIGHTS];
+};
+
+// Plans depend on the batch by its class alone: 0, 1 or 2.
+int batch_class(int64_t batch);
+
+struct PlanKey {
+  const Chain* chain;  // of find_chain
+  DType dtype;
+  int batch_class;
+  int device;
+  bool operator==(const PlanKey& other) const;
+};
+
+// Why there can be no program for a key: its plan or a kernel of it is impossible.
+struct Failure : std::runtime_error {
+  Failure(const std::string& message, const std::string& source, const std::string& log, const std::string& plan)
+      : std::runtime_error(message), source(source), log(log), plan(plan) {}
+  std::string source, log, plan;
+};
+
+struct Program {
+  Plan plan;
+  std::vector<Function> functions;  // one for each pass
+};
+
+// Null if nobody has asked for it. Throws the Failure remembered for the key.
+const Program* find_program(const PlanKey& key);
+
+const Failure* find_failure(const PlanKey& key);
+void remember_failure(const PlanKey& key, const Failure& failure);
+
+using Warn = std::function<void(const std::string&)>;
+
+// Compiles what the cache does not have, loads it, and enters it in the table; `replace` also where there is one.
+// Throws Failure, which is remembered. Needs locate_compiler. `warn` is called when no lock is held.
+const Program& build_program(const PlanKey& key, const std::string& plan, bool replace, const Warn& warn);
+
+// The kernel from the cache or from NVRTC. Throws CompilationFailed.
+std::string cubin_of(const Pass& pass, std::string& warning);
+
+// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call; scratch holds
+// min(batch, chunk) samples. The device's context is current.
+void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
+         void* const (&scratch)[2], Stream stream);
+
+}  // namespace factorlayer::cuda

@@ -1,0 +1,114 @@
+// Parsing of a plan's text.
+#include "plan.h"
+
+#include <sstream>
+#include <stdexcept>
+
+namespace factorlayer {
+namespace {
+
+class Reader {
+ public:
+  explicit Reader(const std::string& text) : text_(text) {}
+
+  bool at_end() const { return at_ == text_.size(); }
+
+  // The words of the next line, which starts with `name` and has `count` more.
+  std::vector<std::string> line(const std::string& name, size_t count) {
+    ++line_;
+    const size_t end = text_.find('\n', at_);
+    if (end == std::string::npos) fail("a line that begins with \"" + name + "\" and ends in a newline should be here");
+    std::istringstream stream(text_.substr(at_, end - at_));
+    std::vector<std::string> words;
+    for (std::string word; stream >> word;) words.push_back(word);
+    at_ = end + 1;
+    if (words.empty() || words[0] != name)
+      fail("it should begin with \"" + name + "\", it is \"" + stream.str().substr(0, 80) + "\"");
+    if (words.size() != count + 1)
+      fail("\"" + name + "\" has " + std::to_string(count) + " words behind it, " + std::to_string(words.size() - 1) +
+           " came");
+    return words;
+  }
+
+  // A whole number from `least` to `most`.
+  int64_t number(const std::string& word, const char* what, int64_t least, int64_t most) {
+    int64_t value = 0;
+    bool fine = !word.empty() && word.size() < 18;
+    for (char c : word) {
+      fine = fine && c >= '0' && c <= '9';
+      value = fine ? 10 * value + (c - '0') : 0;
+    }
+    if (!fine || value < least || value > most)
+      fail(std::string(what) + " should be a whole number from " + std::to_string(least) + " to " +
+           std::to_string(most) + ", it is \"" + word + "\"");
+    return value;
+  }
+
+  std::string source(size_t bytes) {
+    if (text_.size() - at_ <= bytes || text_[at_ + bytes] != '\n')
+      fail("a source of " + std::to_string(bytes) + " bytes and a newline should follow");
+    std::string found = text_.substr(at_, bytes);
+    at_ += bytes + 1;
+    for (char c : found) line_ += c == '\n';
+    ++line_;
+    return found;
+  }
+
+  [[noreturn]] void fail(const std::string& what) {
+    throw std::invalid_argument("factorlayer: a plan's line " + std::to_string(line_) + " cannot be read: " + what);
+  }
+
+ private:
+  const std::string& text_;
+  size_t at_ = 0;
+  int64_t line_ = 0;
+};
+
+constexpr int64_t MANY = int64_t(1) << 48;  // no offset into memory overflows
+
+Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& outside) {
+  if (word == outside) return Pass::outside;
+  if (word != "s0" && word != "s1") reader.fail("a buffer should be " + outside + ", s0 or s1, it is \"" + word + "\"");
+  return word == "s0" ? Pass::s0 : Pass::s1;
+}
+
+Pass parse_pass(Reader& reader) {
+  const std::vector<std::string> words = reader.line("pass", 11);
+  Pass pass{};
+  pass.in = buffer(reader, words[1], "x");
+  pass.out = buffer(reader, words[2], "y");
+  pass.threads = reader.number(words[3], "the number of threads", 1, 1024);
+  pass.shared_bytes = reader.number(words[4], "the bytes of shared memory", 0, 1 << 20);
+  pass.units_per_sample = reader.number(words[5], "units per sample", 1, MANY);
+  pass.units_per_block = reader.number(words[6], "units per block", 1, MANY);
+  pass.blocks_per_processor = reader.number(words[7], "blocks per SM", 0, 1024);
+  pass.grid_y = reader.number(words[8], "grid y", 1, 65535);
+  pass.architecture = words[9];
+  pass.kernel = words[10];
+  pass.source = reader.source(size_t(reader.number(words[11], "the source's length", 1, 1 << 30)));
+  return pass;
+}
+
+}  // namespace
+
+Plan parse_plan(const std::string& text) {
+  Reader reader(text);
+  if (reader.line("factorlayer", 2)[2] != "1") reader.fail("it should be \"factorlayer plan 1\"");
+  Plan plan{};
+  plan.chunk = reader.number(reader.line("chunk", 1)[1], "the chunk", 0, MANY);
+  const std::vector<std::string> scratch = reader.line("scratch", 2);
+  for (int i = 0; i < 2; ++i) plan.scratch[i] = reader.number(scratch[i + 1], "the bytes of scratch", 0, MANY);
+  bool written[] = {true, false, false};
+  while (!reader.at_end()) {
+    plan.passes.push_back(parse_pass(reader));
+    const Pass& pass = plan.passes.back();
+    if (!written[pass.in]) reader.fail("this pass reads a buffer that no pass before it wrote");
+    if (pass.out != Pass::outside && !plan.scratch[pass.out - 1]) reader.fail("this pass writes scratch of no bytes");
+    if (pass.in == pass.out && pass.in != Pass::outside) reader.fail("this pass reads the buffer that it writes");
+    written[pass.out] = true;
+  }
+  if (plan.passes.empty() || plan.passes.back().out != Pass::outside) reader.fail("the last pass should write y");
+  return plan;
+}
+
+}  // namespace factorlayer

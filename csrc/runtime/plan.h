@@ -1,0 +1,36 @@
+// A plan: how a chain runs on one GPU, as passes over chunks of samples. factorlayer/plan.py writes it as text, which
+// is what the table of plans takes and what an exported package embeds:
+//
+//     factorlayer plan 1
+//     chunk <samples at a time; 0: all>
+//     scratch <bytes for each sample in buffer s0> <in s1>
+//     pass <in: x|s0|s1> <out: y|s0|s1> <threads> <shared bytes> <units per sample> <units per block>
+//         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
+//     <source, and a newline>
+//     pass …
+//
+// A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace factorlayer {
+
+struct Pass {
+  enum Buffer { outside, s0, s1 };  // outside: x as input, y as output
+  Buffer in, out;
+  int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
+  std::string architecture, kernel, source;
+};
+
+struct Plan {
+  int64_t chunk;
+  int64_t scratch[2];
+  std::vector<Pass> passes;
+};
+
+// Throws std::invalid_argument, which names the line.
+Plan parse_plan(const std::string& text);
+
+}  // namespace factorlayer

@@ -1,0 +1,147 @@
+"""The CUDA engine's side in Python: whether a GPU will do, where its compiler is, and errors with all that belongs to
+them. csrc/runtime does the work; csrc/python.cpp calls nvrtc_paths and warn when a kernel is first compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MAX_WEIGHTS = 62  # that a kernel's argument has room for, as in csrc/runtime/kernels.h
+
+
+class CompileError(RuntimeError):
+    """A chain that has no plan, or a kernel that cannot be compiled or loaded; empty texts where there is none."""
+
+    def __init__(self, message: str, source: str = "", log: str = "", plan: str = "") -> None:
+        super().__init__(message, source, log, plan)
+        self.source, self.log, self.plan = source, log, plan
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def nvrtc_paths() -> str:
+    """Where NVRTC may be among the Python packages, a path a line: of PyTorch's own CUDA version first."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    found = [path for folder in folders for path in folder.glob("*/lib/libnvrtc.so.1[23]")]
+    found += Path(torch.__file__).parent.glob("lib/libnvrtc*.so.1[23]")
+    major = (torch.version.cuda or "13").split(".")[0]
+    return "\n".join(sorted(map(str, found), key=lambda path: (not path.endswith(major), path)))
+
+
+_reasons: dict[int, str | None] = {}
+
+
+def why_not_on_gpu(index: int) -> str | None:
+    """Why the engine cannot run on a CUDA device, or None. Looked up once for each."""
+    if index not in _reasons:
+        _reasons[index] = _find_reason(index)
+    return _reasons[index]
+
+
+def tf32_allowed() -> bool:
+    """PyTorch's own switch, read in the one of its three ways that never raises, whichever set it."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# torch.compile calls these and takes what they return as constant (of the switch, until it changes). This is all that
+# torch.compiler.assume_constant_result does, but for importing the compiler.
+why_not_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _find_reason(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "its CUDA kernels need an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        name = torch.cuda.get_device_name(index)
+        return f"its CUDA kernels need compute capability 8.0 or later, {name} has {major}.{minor}"
+    try:
+        torch.ops.factorlayer.compiler()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def prepare(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
+    """Plans, compiles and loads what a call of the raw op needs. Raises CompileError."""
+    ops = torch.ops.factorlayer
+    _raise(ops.prepare(chain, dtype_name(dtype), ops.batch_class(batch), device))
+
+
+def install(chain: str, dtype: torch.dtype, batch_class: int, device: int, plan: str) -> None:
+    """Puts a plan into the table, in place of the planner's. Raises CompileError."""
+    _raise(torch.ops.factorlayer.install(chain, dtype_name(dtype), batch_class, device, plan))
+
+
+def raise_failure(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
+    """Raises CompileError if that is why a call of the raw op failed."""
+    ops = torch.ops.factorlayer
+    _raise(ops.failure(chain, dtype_name(dtype), ops.batch_class(batch), device))
+
+
+def fill_cache(plan: str) -> None:
+    """Compiles a plan's kernels into the cache, which needs no GPU. Raises CompileError."""
+    _raise(torch.ops.factorlayer.fill_cache(plan))
+
+
+def compile_kernel(source: str, kernel: str, architecture: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
+    """The cubin and the compiler's log, past the cache; needs no GPU. Raises CompileError."""
+    cubin, log, error = torch.ops.factorlayer.compile(source, kernel, architecture, list(options))
+    if error:
+        raise CompileError(error, source, log)
+    return bytes(cubin.numpy()), log
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _raise(parts: Sequence[str]) -> None:
+    if parts:
+        raise CompileError(*parts)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A file of the kernel cache."""
+
+    file: str
+    bytes: int
+    whole: bool
+    kernel: str
+    architecture: str
+    compiler: str
+    package: str
+
+    def line(self) -> str:
+        what = f"{self.kernel} for {self.architecture} by NVRTC {self.compiler}, factorlayer {self.package}"
+        return f"{self.file}  {self.bytes:>8}  {what if self.whole else 'damaged'}"
+
+
+def cache_folder() -> Path:
+    return Path(torch.ops.factorlayer.cache_folder())
+
+
+def cache_entries() -> list[CacheEntry]:
+    entries = []
+    for line in torch.ops.factorlayer.cache_entries():
+        file, size, state, *rest = line.split("\t")
+        entries.append(CacheEntry(file, int(size), state == "whole", *rest))
+    return entries
+
+
+def clear_cache() -> int:
+    """Removes the cache's files, and no others in its folder. Returns how many."""
+    return int(torch.ops.factorlayer.remove_cache_entries(True))

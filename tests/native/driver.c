@@ -1,0 +1,79 @@
+// A stand-in for libcuda.so.1 on machines without a GPU: it writes what it is asked for to stderr, a line for each.
+// CUDA_CAPABILITY=90, SHARED=232448, LOAD_ERROR=2 … in the environment say what it answers.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int number(const char* name, int otherwise) {
+  const char* value = getenv(name);
+  return value ? atoi(value) : otherwise;
+}
+
+static __thread void* current;
+static __thread int capture_mode;
+
+int cuInit(unsigned flags) { return number("INIT_ERROR", 0); }
+int cuGetExportTable(const void** table, const void* id) { return 500; }  // NVRTC asks; it can do without
+int cuGetErrorString(int error, const char** text) {
+  *text = error == 2 ? "out of memory" : error == 900 ? "operation not permitted when stream is capturing" : "bad luck";
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal < 2 ? 0 : 101;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  const int capability = number("CUDA_CAPABILITY", 90);
+  *value = attribute == 75   ? capability / 10
+           : attribute == 76 ? capability % 10
+           : attribute == 16 ? 132
+           : attribute == 97 ? number("SHARED", 232448)
+                             : -1;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = (void*)(size_t)(0x1000 + device);
+  return 0;
+}
+int cuCtxGetCurrent(void** context) {
+  *context = current;
+  return 0;
+}
+int cuCtxSetCurrent(void* context) {
+  current = context;
+  return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  const int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return 0;
+}
+int cuModuleLoadData(void** module, const void* image) {
+  fprintf(stderr, "load context %p capture mode %d\n", current, capture_mode);
+  *module = (void*)0x2000;
+  return number("LOAD_ERROR", 0);
+}
+int cuModuleUnload(void* module) { return fprintf(stderr, "unload\n") < 0; }
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  fprintf(stderr, "function %s\n", name);
+  *function = strdup(name);
+  return 0;
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  fprintf(stderr, "attribute %d = %d\n", attribute, value);
+  return value > number("SHARED", 232448);
+}
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** params, void** extra) {
+  const struct {
+    void *x, *y, *bias;
+    long long batch;
+    void* weights[62];
+  }* p = params[0];
+  fprintf(stderr, "launch %s grid %u %u %u block %u %u %u shared %u stream %p context %p x %p y %p bias %p batch %lld"
+                  " weight_0 %p weight_1 %p\n",
+          (char*)function, gx, gy, gz, bx, by, bz, shared, stream, current, p->x, p->y, p->bias, p->batch,
+          p->weights[0], p->weights[1]);
+  return number("LAUNCH_ERROR", 0);
+}

@@ -1,0 +1,387 @@
+"""The disk cache of compiled kernels, under real processes: races, kills, damage, folders that cannot be written.
+
+Whatever happens, a kernel is never wrong: a file is used if it is whole and made from the same source, and its contents
+are equal whoever compiled it, so every test compares bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import factorlayer
+from factorlayer import runtime
+from factorlayer.cli import app
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def plan_of(*names: str, value: int = 1) -> str:
+    text = "factorlayer plan 1\nchunk 0\nscratch 4 4\n"
+    for i, name in enumerate(names):
+        source = f'extern "C" __global__ void {name}(float* x) {{ x[threadIdx.x] = {value}; }}'
+        out = "y" if i == len(names) - 1 else "s0"
+        text += f"pass x {out} 32 0 1 1 0 1 sm_90 {name} {len(source)}\n{source}\n"
+    return text
+
+
+def slow_plan() -> str:
+    """Takes seconds to compile."""
+    body = "".join(
+        f"for (int i = 0; i < 64; ++i) a[i] = a[i] * a[(i * 7 + {j}) % 64] + x[i + {j}];\n" for j in range(300)
+    )
+    source = f'extern "C" __global__ void slow(float* x) {{ float a[64] = {{}};\n{body}for (int i = 0; i < 64; ++i) '
+    source += "x[i] = a[i]; }"
+    head = "factorlayer plan 1\nchunk 0\nscratch 0 0\npass x y 32 0 1 1 0 1 sm_90 slow "
+    return f"{head}{len(source)}\n{source}\n"
+
+
+FILL = """
+import sys
+from factorlayer import runtime
+print("ready", flush=True)
+sys.stdin.readline()
+runtime.fill_cache(open(sys.argv[1]).read())
+print("done", flush=True)
+"""
+
+
+def start(plan: Path, cache: Path, code: str = FILL, **environment: str) -> subprocess.Popen[str]:
+    """A process that fills the cache once it is given a line, so that several begin at the same time."""
+    environment = {**os.environ, "FACTORLAYER_CACHE": str(cache), **environment}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(plan)], env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Its stderr."""
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "done\n"), err
+    return err
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FACTORLAYER_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan"
+    path.write_text(plan_of("a", "b", "c"))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def kernels() -> list[str]:
+    return sorted(entry.kernel for entry in runtime.cache_entries() if entry.whole)
+
+
+# Where it is and what it holds
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("FACTORLAYER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert runtime.cache_folder() == tmp_path / ".cache" / "factorlayer"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # which the XDG rules say to ignore
+    assert runtime.cache_folder() == tmp_path / ".cache" / "factorlayer"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert runtime.cache_folder() == tmp_path / "xdg" / "factorlayer"
+    monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path / "own"))
+    assert runtime.cache_folder() == tmp_path / "own"
+
+
+def test_a_kernel_is_compiled_once(cache: Path) -> None:
+    runtime.fill_cache(plan_of("a", "b"))
+    files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    runtime.fill_cache(plan_of("a", "b"))
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
+    version = torch.ops.factorlayer.compiler()[0]
+    for entry in runtime.cache_entries():
+        assert entry.whole and entry.kernel in "ab" and entry.architecture == "sm_90"
+        assert (entry.compiler, entry.package) == (version, factorlayer.__version__)
+        assert entry.bytes == (cache / entry.file).stat().st_size
+
+
+@linux
+def test_what_is_in_the_cache_needs_no_compiler(cache: Path, plan: Path) -> None:
+    """Opening NVRTC takes longer than all the rest of a first call."""
+    runtime.fill_cache(plan.read_text())
+    code = FILL + 'assert "libnvrtc" not in open("/proc/self/maps").read()\n'
+    if torch.version.cuda is not None:
+        pytest.skip("this PyTorch may open NVRTC itself")
+    assert run_once(plan, cache, code) == ""
+
+
+def test_everything_that_matters_is_in_the_key(cache: Path) -> None:
+    variants = [plan_of("a"), plan_of("a", value=2), plan_of("b"), plan_of("a").replace("sm_90", "sm_80")]
+    for i, text in enumerate(variants):
+        runtime.fill_cache(text)
+        assert len(list(cache.iterdir())) == i + 1
+    runtime.fill_cache(plan_of("a").replace(" 32 0 1 1 0 1 ", " 64 128 2 2 1 3 "))  # a launch is not compiled
+    assert len(list(cache.iterdir())) == len(variants)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("length", [0, 1, 30, 200, -1], ids=str)
+def test_a_truncated_entry_is_rebuilt(cache: Path, length: int) -> None:
+    runtime.fill_cache(plan_of("a", "b"))
+    right = contents(cache)
+    name = next(iter(right))
+    (cache / name).write_bytes(right[name][:length])
+    assert len(kernels()) == 1
+    runtime.fill_cache(plan_of("a", "b"))
+    assert contents(cache) == right
+
+
+def test_an_entry_with_a_flipped_byte_is_rebuilt(cache: Path) -> None:
+    runtime.fill_cache(plan_of("a"))
+    right = contents(cache)
+    (name,) = right
+    header = right[name].index(b"\n\n")
+    for at in [0, 25, header - 40, header, header + 1, header + 2, len(right[name]) // 2, len(right[name]) - 1]:
+        damaged = bytearray(right[name])
+        damaged[at] ^= 1
+        (cache / name).write_bytes(damaged)
+        assert not kernels(), at
+        runtime.fill_cache(plan_of("a"))
+        assert contents(cache) == right, at
+
+
+def test_an_entry_under_another_ones_name_is_not_used(cache: Path) -> None:
+    runtime.fill_cache(plan_of("a", "b"))
+    right = contents(cache)
+    first, second = right
+    (cache / first).write_bytes(right[second])
+    runtime.fill_cache(plan_of("a", "b"))
+    assert contents(cache) == right
+
+
+def test_bytes_behind_the_end_are_damage(cache: Path) -> None:
+    runtime.fill_cache(plan_of("a"))
+    right = contents(cache)
+    (name,) = right
+    (cache / name).write_bytes(right[name] + b"\0")
+    assert not kernels()
+    runtime.fill_cache(plan_of("a"))
+    assert contents(cache) == right
+
+
+# Processes
+
+
+def test_eight_processes_from_cold(cache: Path, plan: Path) -> None:
+    processes = [start(plan, cache) for _ in range(8)]
+    for process in processes:
+        go(process)
+    assert [finish(process) for process in processes] == [""] * 8
+    assert kernels() == ["a", "b", "c"]
+    found = contents(cache)
+    assert len(found) == 3, "a temporary file was left"
+    shutil.rmtree(cache)
+    runtime.fill_cache(plan.read_text())
+    assert contents(cache) == found
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.5])
+def test_a_process_killed_while_it_compiles(cache: Path, tmp_path: Path, plan: Path, seconds: float) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(slow_plan())
+    runtime.fill_cache(plan.read_text())
+    before = contents(cache)
+    process = start(slow, cache)
+    go(process)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
+    assert contents(cache) == before
+    runtime.fill_cache(plan_of("d"))
+    assert kernels() == ["a", "b", "c", "d"]
+
+
+@linux
+def test_a_process_killed_while_it_writes(cache: Path, plan: Path) -> None:
+    """By the file size limit's own signal, after 2000 bytes: the half file stays, under a name that is never read."""
+    code = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n" + FILL.replace(
+        "sys.stdin.readline()", "sys.stdin.readline(); resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
+    )
+    process = start(plan, cache, code)
+    go(process)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGXFSZ
+    (left,) = contents(cache)
+    assert left.endswith(".tmp")
+    assert [entry.whole for entry in runtime.cache_entries()] == [False]
+    runtime.fill_cache(plan.read_text())
+    assert kernels() == ["a", "b", "c"]
+    assert runtime.clear_cache() == 4
+    assert not contents(cache)
+
+
+@linux
+def test_two_package_versions_share_a_folder(cache: Path, plan: Path, tmp_path: Path) -> None:
+    """The other version is a copy of the package whose compiled part was given another number."""
+    package = Path(factorlayer.__file__).parent
+    copy = tmp_path / "other" / "factorlayer"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    library = copy / "_C.abi3.so"
+    marked = f"package {factorlayer.__version__}\ncompiler ".encode()
+    other = marked.replace(factorlayer.__version__.encode(), b"9" * len(factorlayer.__version__))
+    assert library.read_bytes().count(marked) == 1
+    library.write_bytes(library.read_bytes().replace(marked, other))
+    code = f"import sys\nsys.path.insert(0, {str(copy.parent)!r})\n" + FILL
+    processes = [start(plan, cache), start(plan, cache, code)]
+    for process in processes:
+        go(process)
+    assert [finish(process) for process in processes] == ["", ""]
+    packages = [entry.package for entry in runtime.cache_entries() if entry.whole]
+    assert sorted(packages) == sorted([factorlayer.__version__, "9" * len(factorlayer.__version__)] * 3)
+    before = contents(cache)
+    for process in [start(plan, cache), start(plan, cache, code)]:
+        go(process)
+        assert finish(process) == ""
+    assert contents(cache) == before
+
+
+# Folders that cannot be written: one warning, and the kernel all the same
+
+
+def check_warned_once(err: str, folder: Path, reason: str) -> None:
+    assert err.count("RuntimeWarning") == 1, err
+    assert f"factorlayer cannot keep compiled kernels in {folder} ({reason}), so every process compiles them" in err
+    assert "set FACTORLAYER_CACHE to a folder that can be written" in err
+
+
+def run_once(plan: Path, folder: Path, code: str = FILL) -> str:
+    process = start(plan, folder, code)
+    go(process)
+    return finish(process)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one page."""
+    if sys.platform != "linux":
+        pytest.skip("needs Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk(plan: Path, small_disk: Path) -> None:
+    (small_disk / "else").write_bytes(bytes(4096))
+    check_warned_once(run_once(plan, small_disk / "cache"), small_disk / "cache", "No space left on device")
+    assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["else"]
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(plan: Path, small_disk: Path) -> None:
+    (small_disk / "else").write_bytes(b"")
+    big = plan.parent / "big"
+    big.write_text(slow_plan())
+    check_warned_once(run_once(big, small_disk), small_disk, "No space left on device")
+    assert [path.name for path in small_disk.iterdir()] == ["else"]
+
+
+@linux
+def test_a_file_size_limit(cache: Path, plan: Path) -> None:
+    """As a full disk, for those who may not mount one: Python ignores the signal, and writing fails."""
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
+    err = run_once(
+        plan, cache, "import resource\n" + FILL.replace("sys.stdin.readline()", f"sys.stdin.readline(); {limit}")
+    )
+    check_warned_once(err, cache, "File too large")
+    assert not contents(cache)
+
+
+def test_a_read_only_disk(plan: Path, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    check_warned_once(run_once(plan, small_disk), small_disk, "Read-only file system")
+    check_warned_once(run_once(plan, small_disk / "deep" / "er"), small_disk / "deep" / "er", "Read-only file system")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder(cache: Path, plan: Path) -> None:
+    cache.mkdir(mode=0o555)
+    check_warned_once(run_once(plan, cache), cache, "Permission denied")
+
+
+@linux
+def test_a_read_only_cache_is_still_read(cache: Path, plan: Path) -> None:
+    runtime.fill_cache(plan.read_text())
+    if subprocess.run(["mount", "--bind", str(cache), str(cache)], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a folder")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(cache)], check=True)
+        assert run_once(plan, cache) == ""
+        (cache.parent / "more").write_text(plan_of("a", "d"))
+        check_warned_once(run_once(cache.parent / "more", cache), cache, "Read-only file system")
+    finally:
+        subprocess.run(["umount", str(cache)], check=True)
+
+
+def test_a_file_where_the_folder_should_be(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    check_warned_once(run_once(plan, tmp_path / "file"), tmp_path / "file", "Not a directory")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# The command line
+
+
+def test_the_cache_command(cache: Path) -> None:
+    def run(arguments: str) -> tuple[int, list[str]]:
+        result = CliRunner().invoke(app, arguments.split(), prog_name="test.py")
+        return result.exit_code, result.stdout.splitlines()
+
+    assert run("cache list") == (0, [f"0 kernels in {cache}, 0 bytes"])
+    runtime.fill_cache(plan_of("a", "b"))
+    (cache / "mine.txt").write_text("not a kernel")
+    code, lines = run("cache")
+    assert code == 0 and len(lines) == 3
+    for name in "ab":
+        assert any(f"{name} for sm_90 by NVRTC 13." in line for line in lines)
+    assert run("cache verify") == (0, [f"2 kernels in {cache}, 0 damaged"])
+    damaged = runtime.cache_entries()[0].file
+    (cache / damaged).write_bytes(b"factorlayer kernel 1\n")
+    code, lines = run("cache verify")
+    assert code == 1
+    assert lines[0].split() == [damaged, "21", "damaged"]
+    assert lines[1] == f"2 kernels in {cache}, 1 damaged; those are compiled again when they are needed"
+    found = json.loads(run("cache list --json")[1][0])
+    assert [entry["whole"] for entry in found["entries"]] == [False, True]
+    assert run("cache clear") == (0, [f"2 of 2 kernels removed from {cache}"])
+    assert [path.name for path in cache.iterdir()] == ["mine.txt"]
