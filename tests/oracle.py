@@ -283,3 +283,38 @@ def cases(draw: st.DrawFn, kind: str) -> Case:
 
 
 KINDS = ("kronecker", "blocks", "untied")
+
+# Layers that strain a planner: sizes that no matrix unit divides, states and weights that do not fit on chip, many
+# factors, long and thin ones.
+AWKWARD_SPECS = [
+    kronecker((1,), (1,)),
+    kronecker((1, 1, 1), (1, 1, 1)),
+    kronecker((7, 1, 13), (7, 1, 13)),
+    kronecker((97, 31), (97, 31)),
+    kronecker((84, 124), (84, 124)),
+    kronecker((127, 128), (127, 128)),
+    kronecker((1000, 3), (1000, 3)),
+    kronecker((3, 1000), (3, 1000)),
+    kronecker((20, 28), (36, 44)),
+    kronecker((8, 256), (256, 8)),
+    kronecker((3, 5, 4), (7, 2, 9)),
+    kronecker((2,) * 10, (2,) * 10),
+    kronecker((8,) * 5, (8,) * 5),
+    kronecker((12,) * 5, (12,) * 5),
+    kronecker((64,) * 3, (64,) * 3),
+    kronecker((16, 32), (24, 8), rank=2),
+    kronecker((13, 5), (6, 17), rank=3),
+    kronecker((16, 8, 3), (24, 32, 5), rank=3),
+    kronecker((4096,), (4096,)),
+    kronecker((4099,), (3,)),
+    kronecker((1024, 1024), (1024, 1024)),
+    monarch((5,), (3,)),
+    monarch((2, 3), (4, 5)),
+    monarch((32, 32), (32, 32)),
+    monarch((97, 31), (31, 97)),
+    monarch((8, 64), (48, 16), rank=4),
+    monarch((1, 4096), (4096, 1), rank=7),  # a low-rank layer
+    monarch((2, 3, 4), (3, 2, 2)),
+    monarch((8, 8, 8), (8, 8, 8)),
+    monarch((12, 11, 10), (9, 12, 13)),
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from benches import report, run
 from benches.ceilings import measure_ceilings, tf32_allowed
 from benches.floor import DATASHEETS, DTYPES, Ceilings, ImpossibleFigureError, Work, dense_work, layer_work
 from benches.floor import refuse_impossible as refuse
-from benches.results import Results, Row, geometric_means
+from benches.results import Results, Row, efficiency_means, geometric_means, lead_means
 from benches.subjects import SUBJECTS, Tensors, UnavailableError, build, disagreement
 from benches.tables import markdown
 from benches.timing import Timing, peak_bytes, sets_needed
@@ -276,6 +277,18 @@ def test_geometric_means() -> None:
     assert means["float64", 1]["forward_backward"] == pytest.approx(3.0)
 
 
+def test_means_over_the_published_and_of_the_floor() -> None:
+    rows = [made_up(2.0), made_up(8.0), made_up(3.0, "float64")]
+    for row, floor in zip(rows, (25.0, 4.0, 25.0), strict=True):
+        row.floor_us["forward"] = floor
+        row.published = {"forward": {"us": 100.0, "who": "FastKron"}} if row.dtype == "float32" else {}
+    v3 = [row.us("v3", "forward") for row in rows]
+    assert lead_means(rows) == {"float32": (pytest.approx(math.sqrt(1e4 / (v3[0] * v3[1]))), 100 / max(v3[:2]))}
+    assert efficiency_means(rows) == {"float32": pytest.approx(25 / v3[0]), "float64": pytest.approx(25 / v3[2])}
+    rows[0].shape = "4096>4096, blocks (64, 64), rank 1"  # not a Kronecker product
+    assert list(efficiency_means(rows)) == ["float64"]
+
+
 def test_report_writes_a_section_and_check_sees_a_stale_one(tmp_path: Path) -> None:
     readme, folder = tmp_path / "README.md", tmp_path / "results"
     readme.write_text("# Title\n\n<!-- benches:begin cpu -->\n<!-- benches:end cpu -->\n\nThe end.\n")
@@ -322,4 +335,4 @@ def test_markdown_without_v3_shows_the_published_peer() -> None:
     del row.times["v3"]
     row.published = {"forward": {"us": 42.0, "who": "FastKron"}}
     lines = markdown(made_up_results(row))
-    assert "| 16:32^2 | float32 | 1 | 25.0 | 100 | 42.0 | FastKron |" in lines
+    assert "| 16:32^2 | float32 | 1 | 25.0 | 42.0 (FastKron) | 100 | - | - | - | - | - | - |" in lines

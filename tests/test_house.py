@@ -13,16 +13,17 @@ from factorlayer.activations import ACTIVATIONS
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
 FLOORS = {
-    "_C": 0, "spec": 0,
-    "activations": 1, "chain": 1, "naive": 1,
-    "batched": 2, "project": 2,
-    "fused": 3,
-    "functional": 4,
-    "layers": 5,
-    "__init__": 6,
-    "case": 6,
-    "arguments": 7, "compare": 7, "measure": 7,
-    "cli": 8,
+    "_C": 0, "device": 0, "gpu": 0, "spec": 0,
+    "activations": 1, "chain": 1, "naive": 1, "resident": 1,
+    "batched": 2, "emit": 2, "project": 2, "runtime": 2, "streamed": 2, "tiling": 2,
+    "plan": 3,
+    "fused": 4,
+    "functional": 5,
+    "layers": 6,
+    "__init__": 7,
+    "case": 7,
+    "arguments": 8, "compare": 8, "measure": 8,
+    "cli": 9,
 }  # fmt: skip
 TORCH_OPS = {"torch/csrc/stable/ops.h"}  # not ours
 MODULES = sorted(PACKAGE.glob("*.py"))
@@ -74,8 +75,9 @@ def test_imports_point_downwards(path: Path) -> None:
     assert not upward, f"{path.name} is on floor {FLOORS[path.stem]} and imports {upward}"
 
 
-def test_the_lowest_floor_needs_no_torch() -> None:
-    assert not {name for name in imports(PACKAGE / "spec.py") if name.split(".")[0] == "torch"}
+@pytest.mark.parametrize("name", ["spec", "gpu", "device", "resident", "tiling", "emit", "streamed", "plan"])
+def test_the_planner_and_what_it_stands_on_need_no_torch(name: str) -> None:
+    assert not {imported for imported in imports(PACKAGE / f"{name}.py") if imported.split(".")[0] == "torch"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
@@ -98,10 +100,11 @@ def test_no_argparse(path: Path) -> None:
     assert "argparse" not in {name.split(".")[0] for name in imports(path)}
 
 
-def test_only_ops_sees_torch_and_python() -> None:
+def test_one_file_sees_torch_and_one_python() -> None:
     for path in sorted((ROOT / "csrc").rglob("*.*")):
-        seen = {name for name in includes(path) if name.startswith(("torch", "ATen", "c10", "Python"))}
-        assert bool(seen) == (path.name == "ops.cpp"), f"{path.name} includes {seen}"
+        seen = {name.split("/")[0] for name in includes(path) if name.startswith(("torch", "ATen", "c10", "Python"))}
+        allowed = {"ops.cpp": {"torch"}, "python.cpp": {"Python.h"}}
+        assert seen == allowed.get(path.name, set()), f"{path.name} includes {seen}"
 
 
 def test_nothing_includes_ops() -> None:
@@ -111,14 +114,33 @@ def test_nothing_includes_ops() -> None:
 
 @pytest.mark.parametrize("path", CPU_FILES, ids=lambda path: path.name)
 def test_kernels_include_the_standard_library_the_chain_and_each_other(path: Path) -> None:
-    own = {file.name for file in CPU_FILES} | {"../chain.h", "immintrin.h"}
+    own = {file.name for file in CPU_FILES} | {"../chain.h", "../dtype.h", "immintrin.h"}
     foreign = {name for name in includes(path) - own if not re.fullmatch(r"[a-z_]+|sys/mman\.h", name)}
     assert not foreign
 
 
+RUNTIME_FILES = sorted((ROOT / "csrc" / "runtime").iterdir())
+
+
+@pytest.mark.parametrize("path", RUNTIME_FILES, ids=lambda path: path.name)
+def test_the_runtime_includes_the_system_the_chain_and_itself(path: Path) -> None:
+    own = {file.name for file in RUNTIME_FILES} | {"../chain.h", "../dtype.h", "../table.h"}
+    system = {"dirent.h", "dlfcn.h", "fcntl.h", "sys/stat.h", "unistd.h"}
+    assert all(re.fullmatch(r"[a-z_]+", name) for name in includes(path) - own - system)
+
+
+ENGINE_FILES = sorted((ROOT / "csrc" / "engine").iterdir())
+
+
+@pytest.mark.parametrize("path", ENGINE_FILES, ids=lambda path: path.name)
+def test_the_engine_includes_itself_alone(path: Path) -> None:
+    """NVRTC comes without CUDA's headers and without the standard library's."""
+    assert includes(path) <= {file.name for file in ENGINE_FILES}
+
+
 def test_the_chain_includes_nothing_but_the_standard_library() -> None:
-    for name in ("chain.h", "chain.cpp"):
-        assert all(re.fullmatch(r"[a-z_]+|chain\.h", include) for include in includes(ROOT / "csrc" / name))
+    for name in ("chain.h", "chain.cpp", "table.h", "dtype.h"):
+        assert all(re.fullmatch(r"[a-z_]+|(chain|table)\.h", include) for include in includes(ROOT / "csrc" / name))
 
 
 def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
@@ -126,6 +148,8 @@ def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
     table = re.search(r"#define FL_ACTIVATIONS\(ROW\)(.*?)\n\n", source, re.DOTALL)
     assert table is not None
     assert re.findall(r"\bROW\((\w+),", table[1]) == list(ACTIVATIONS)
+    on_gpu = (ROOT / "csrc" / "engine" / "pointwise.cuh").read_text()
+    assert re.findall(r"^ACTIVATION\((\w+),", on_gpu, re.MULTILINE) == list(ACTIVATIONS)
 
 
 def test_the_raw_ops_are_named_in_one_file() -> None:

@@ -1,0 +1,40 @@
+"""What all GPU tests share. Without a GPU every one of them is skipped, and says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: needs much memory and time; leave out with -m 'not slow'")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every run compiles its kernels anew."""
+    before = os.environ.get("FACTORLAYER_CACHE")
+    os.environ["FACTORLAYER_CACHE"] = str(tmp_path_factory.mktemp("kernels"))
+    yield
+    if before is None:
+        del os.environ["FACTORLAYER_CACHE"]
+    else:
+        os.environ["FACTORLAYER_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _tf32_off() -> Iterator[None]:
+    """Tests that want TensorFloat-32 allow it themselves."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before

@@ -1,0 +1,150 @@
+"""Runs compute-sanitizer over tiny cases: python tests/gpu/sanitize.py [memcheck racecheck initcheck synccheck]
+
+A process for each tool; each runs every case of this file's list through the fused implementation and compares the
+outputs. A line sums up what each tool found; the exit code is 1 if that is anything, or if a tool could not do it.
+
+No kernels run but those under test: inputs are made on the CPU and copied, outputs are copied back and compared there.
+So initcheck sees memory that a kernel left unwritten, and nothing of PyTorch's. Each tensor has an allocation of its
+own, whose ends memcheck knows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TOOLS = {
+    "memcheck": [],
+    "racecheck": ["--racecheck-report", "all"],
+    "initcheck": [],
+    "synccheck": [],
+}
+MOST_SECONDS = 540  # for a tool
+FOUND = 86  # the exit code that a finding makes
+HERE = Path(__file__).resolve()
+DONE = "cases ran and were right"
+
+# in x out of every mode, batch, dtypes; a fourth word: rank or activation
+LAYERS = [
+    ("kronecker", "1", 1, "float64 float16"),
+    ("kronecker", "7 1 13", 3, "float32 bfloat16"),
+    ("kronecker", "32 32", 5, "float64 float32 tf32 bfloat16 float16"),
+    ("kronecker", "16 16", 70, "tf32 bfloat16"),
+    ("kronecker", "31 17", 3, "float64 float32 tf32 bfloat16"),
+    ("kronecker", "20x36 28x44", 2, "float32 float16"),
+    ("kronecker", "5x9 24x8", 70, "float64 tf32 bfloat16"),
+    ("kronecker", "3x5 4x2 6x7", 9, "float32 float16"),
+    ("kronecker", "4x6 9x5", 7, "float64 float32 bfloat16", 2),
+    ("kronecker", "3 1000", 2, "float32 bfloat16"),
+    ("kronecker", "1000 3", 2, "tf32"),
+    ("kronecker", "8 8 8 8 8", 1, "bfloat16"),
+    ("monarch", "32 32", 5, "float64 float32 tf32 bfloat16 float16"),
+    ("monarch", "8x6 9x10", 70, "float32 bfloat16"),
+    ("monarch", "4x6 9x5", 7, "tf32", 2),
+    ("monarch", "2x3 3x2 4x5", 3, "float64 bfloat16"),
+]  # fmt: skip
+
+
+def main(tools: list[str]) -> int:
+    unknown = [tool for tool in tools if tool not in TOOLS]
+    if unknown:
+        print(f"the tools are {', '.join(TOOLS)}; {', '.join(unknown)} came", file=sys.stderr)
+        return 2
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("compute-sanitizer is neither on the PATH nor with CUDA; install it or set CUDA_HOME", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as cache:
+        # Memory checks want PyTorch to hand out each tensor by cudaMalloc.
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FACTORLAYER_CACHE": cache}
+        child = [sys.executable, str(HERE), "child"]
+        plain = subprocess.run(child, env=environment, capture_output=True, text=True, check=False)  # and compile
+        if plain.returncode or DONE not in plain.stdout:
+            print(f"without a tool: failed\n{plain.stdout}{plain.stderr}")
+            return 1
+        print(f"without a tool: {plain.stdout.strip().splitlines()[-1]}", flush=True)
+        clean = [check(tool, [sanitizer, "--tool", tool], child, environment) for tool in tools or TOOLS]
+    return 0 if all(clean) else 1
+
+
+def check(tool: str, command: list[str], child: list[str], environment: dict[str, str]) -> bool:
+    command = [*command, *TOOLS[tool], "--error-exitcode", str(FOUND), "--print-limit", "20", *child]
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{tool}: not done after {MOST_SECONDS} s", flush=True)
+        return False
+    output = done.stdout + done.stderr
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
+    nothing = bool(summaries) and all(re.search(r"SUMMARY: 0 (errors|hazards)", summary) for summary in summaries)
+    ran = re.findall(rf"\d+ {DONE}", output)
+    clean = done.returncode == 0 and nothing and bool(ran)
+    what = ran[-1] if ran else "the cases did not run to their end"
+    print(
+        f"{tool}: {'clean' if clean else 'FAILED'}, {what}, {'; '.join(summaries) or 'no summary'}, "
+        f"exit code {done.returncode}, {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
+    if not clean:
+        print(output[-12000:], flush=True)
+    return clean
+
+
+def find_sanitizer() -> str | None:
+    name = "compute-sanitizer"
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [Path(home) / part for home in homes if home for part in ("bin", "compute-sanitizer")]
+    found = [str(folder / name) for folder in folders if os.access(folder / name, os.X_OK)]
+    return shutil.which(name) or (found[0] if found else None)
+
+
+def run_cases() -> int:
+    """The child: all cases, each compared with naive in float64."""
+    sys.path[:0] = [str(HERE.parents[2])]
+    import torch
+
+    from factorlayer.chain import Chain
+    from factorlayer.functional import run
+    from factorlayer.naive import naive
+    from factorlayer.spec import LayerSpec
+
+    tolerances = {"float64": 1e-13, "float32": 1e-5, "tf32": 4e-3, "bfloat16": 3e-2, "float16": 4e-3}
+    count, wrong = 0, []
+    torch.set_grad_enabled(False)
+    for structure, factors, batch, dtypes, *rank in LAYERS:
+        sizes = [tuple(map(int, (factor * 2 if "x" in factor else f"{factor}x{factor}").split("x")[:2]))
+                 for factor in factors.split()]  # fmt: skip
+        spec = LayerSpec(structure, tuple(p for p, _ in sizes), tuple(q for _, q in sizes), *rank)
+        chain = Chain.of(spec, True, "relu")
+        for name in dtypes.split():
+            dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+            generator = torch.Generator().manual_seed(count)
+
+            def normal(*shape: int, scale: float = 1.0, dtype=dtype, generator=generator) -> torch.Tensor:
+                return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+            x, bias = normal(batch, spec.in_features), normal(spec.out_features)
+            weights = [normal(*shape, scale=shape[-1] ** -0.5) for shape in spec.weight_shapes]
+            right = torch.relu(naive(spec, x.double(), [w.double() for w in weights]) + bias.double())
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+            on_gpu = [t.cuda() for t in (x, bias, *weights)]
+            y = run(spec, chain, on_gpu[0], on_gpu[2:], on_gpu[1], "fused", "sanitize").cpu().double()
+            error = float((y - right).norm() / right.norm()) if bool(right.any()) else float(y.norm())
+            count += 1
+            if not error <= tolerances[name]:
+                wrong.append(f"{structure} {factors}, {batch} samples, {name}: off by {error:.1e}")
+    print("\n".join(wrong) if wrong else f"{count} {DONE}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases() if sys.argv[1:] == ["child"] else main(sys.argv[1:]))

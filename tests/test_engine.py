@@ -1,0 +1,186 @@
+"""csrc/engine, compiled for every GPU generation: no errors, hardly a spill, shared memory within the limits.
+
+Needs NVRTC, but no GPU: this is what guards the device code where there is none. The numbers come from the log of
+ptxas.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracle import kronecker, monarch, spec_id
+
+from factorlayer import runtime
+from factorlayer.activations import ACTIVATIONS
+from factorlayer.chain import Chain
+from factorlayer.gpu import DTYPES, Gpu
+from factorlayer.plan import BATCHES, plan, plan_text
+from factorlayer.spec import LayerSpec
+
+OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
+# What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
+ARCHITECTURES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 120}
+MOST_REGISTERS = 65536  # of a multiprocessor
+
+SPECS = [
+    kronecker((32, 32), (32, 32)),
+    kronecker((97, 31), (97, 31)),
+    kronecker((84, 124), (84, 124)),
+    kronecker((20, 28), (36, 44)),
+    kronecker((8, 8, 8), (8, 8, 8)),
+    kronecker((12,) * 5, (12,) * 5),
+    kronecker((64, 64, 64), (64, 64, 64)),
+    kronecker((16, 8, 3), (24, 32, 5), rank=3),
+    kronecker((1000, 3), (1000, 3)),
+    kronecker((1100,), (9,)),
+    monarch((32, 32), (32, 32)),
+    monarch((8, 64), (48, 16), rank=4),
+    monarch((12, 11, 10), (9, 12, 13)),
+]
+# Bytes that a thread may spill: single values that ptxas, short of registers, keeps in memory for a while. What
+# is spilled by mistake, such as the places of all sums, is many times as much.
+SPILLED = {"float64": 96, "float32": 48, "tf32": 176, "bfloat16": 96, "float16": 96}
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: LayerSpec
+    dtype: str
+    architecture: str
+    batch: int
+    activation: str = "gelu"
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-{self.activation}"
+
+
+def matrix() -> Iterator[Case]:
+    """All layers and dtypes for one architecture, and three layers, others each time, for the others."""
+    for i, dtype in enumerate(DTYPES):
+        for j, spec in enumerate(SPECS):
+            yield Case(spec, dtype, "sm_90a", BATCHES[0] if (i + j) % 3 == 0 else BATCHES[2])
+        for j, architecture in enumerate(ARCHITECTURES):
+            if architecture != "sm_90a":
+                for k in range(3):
+                    at = (5 * k + 3 * i + 2 * j) % len(SPECS)
+                    yield Case(SPECS[at], dtype, architecture, BATCHES[(i + j + k) % 3])
+
+
+def activated() -> Iterator[Case]:
+    for activation in ACTIVATIONS:
+        for dtype in ("float64", "bfloat16"):
+            yield Case(kronecker((5, 8), (8, 7)), dtype, "sm_80", BATCHES[1], activation)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of a plan's, compiled."""
+
+    name: str
+    plan: str
+    shared: int
+    threads: int
+    log: str
+
+    def numbers(self, pattern: str) -> list[int]:
+        found = re.findall(pattern, self.log)
+        assert found, f"the log of {self.name} has no {pattern!r}: {self.log}"
+        return list(map(int, found))
+
+
+def compile_case(case: Case) -> list[Kernel]:
+    chain = Chain.of(case.spec, True, case.activation)
+    found = plan(chain, case.dtype, case.batch, Gpu.of(ARCHITECTURES[case.architecture]))
+    kernels = []
+    for head, name, source in sources(found.text()):
+        cubin, log = runtime.compile_kernel(source, name, case.architecture, OPTIONS)
+        assert cubin.startswith(b"\x7fELF") and name.encode() in cubin
+        kernels.append(Kernel(name, str(found), int(head[4]), int(head[3]), log))
+    assert kernels
+    return kernels
+
+
+def sources(text: str) -> Iterator[tuple[list[str], str, str]]:
+    """The words of each pass of a plan's text, its kernel and source."""
+    rest = text.encode()
+    while rest:
+        line, _, rest = rest.partition(b"\n")
+        words = line.decode().split()
+        if words[0] == "pass":
+            length = int(words[-1])
+            yield words, words[-2], rest[:length].decode()
+            rest = rest[length + 1 :]
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[list[Kernel]]]]:
+    """The kernels of all cases that are to be tested, on all processors: NVRTC works without Python's lock."""
+    try:
+        torch.ops.factorlayer.compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    wanted = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and "case" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield {case: pool.submit(compile_case, case) for case in wanted}
+    pool.shutdown(cancel_futures=True)
+
+
+def check(kernels: list[Kernel], case: Case, spilled: int, uses_stack: bool = False) -> None:
+    limit = Gpu.of(ARCHITECTURES[case.architecture]).shared
+    for kernel in kernels:
+        assert not re.search(r"\b(warning|error)\b", kernel.log), kernel.log
+        spills = kernel.numbers(r"(\d+) bytes spill stores") + kernel.numbers(r"(\d+) bytes spill loads")
+        # The frame holds what is spilled, and arrays that are indexed as the kernel runs.
+        frames = [0] if uses_stack else kernel.numbers(r"(\d+) bytes stack frame")
+        found = f"{kernel.name}: spills {spills}, frames {frames}\n{kernel.plan}\n{kernel.log}"
+        assert max(spills) <= 2 * spilled and max(frames) <= spilled, found
+        registers = max(kernel.numbers(r"Used (\d+) registers"))
+        assert -(-registers // 8) * 8 * kernel.threads <= MOST_REGISTERS, found
+        static = sum(map(int, re.findall(r"(\d+) bytes smem", kernel.log)))
+        assert kernel.shared + static <= limit, found
+
+
+@pytest.mark.parametrize("case", list(matrix()), ids=str)
+def test_compiles_and_hardly_spills(case: Case, compiled: dict[Case, Future[list[Kernel]]]) -> None:
+    check(compiled[case].result(), case, SPILLED[case.dtype])
+
+
+@pytest.mark.parametrize("case", list(activated()), ids=str)
+def test_activations_compile(case: Case, compiled: dict[Case, Future[list[Kernel]]]) -> None:
+    """The sine of a large number is found with a table on the stack."""
+    check(compiled[case].result(), case, 0, uses_stack=case.activation == "sine")
+
+
+def test_the_matrix_covers_all() -> None:
+    cases = list(matrix())
+    assert {case.architecture for case in cases} == set(ARCHITECTURES)
+    assert {(case.architecture, case.dtype) for case in cases} == {(a, d) for a in ARCHITECTURES for d in DTYPES}
+    elsewhere = {spec_id(case.spec) for case in cases if case.architecture != "sm_90a"}
+    assert elsewhere == set(map(spec_id, SPECS))
+
+
+def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the runtime's own options, into its cache: what a machine without a GPU does for one that has it."""
+    try:
+        torch.ops.factorlayer.compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path))
+    gpu = Gpu.of(80)
+    for spec in (kronecker((5, 8), (8, 7)), monarch((3, 4), (4, 3))):
+        text = plan_text(Chain.of(spec, True, "relu").text, "float32", 0, gpu.arch, gpu.sms, gpu.shared)
+        runtime.fill_cache(text)
+        names = {name for _, name, _ in sources(text)}
+        entries = runtime.cache_entries()
+        assert names <= {entry.kernel for entry in entries}
+        assert all(entry.whole and entry.architecture == "sm_80" for entry in entries)

@@ -1,0 +1,351 @@
+"""factorlayer/plan.py and what it is made of: plans for every legal layer, dtype and GPU generation, without a GPU.
+
+What a plan says is checked for being possible, not for being the one that today's predictions prefer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
+
+from factorlayer import runtime
+from factorlayer.chain import Chain
+from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
+from factorlayer.plan import BATCHES, Plan, PlanError, plan, plan_text
+from factorlayer.resident import Resident, Sandwich, Stage
+from factorlayer.spec import LayerSpec
+from factorlayer.streamed import Streamed
+
+GENERATIONS = (80, 86, 89, 90, 100, 120)
+LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
+MOST_SECONDS = 1.0  # of a processor, for a plan; a first use as a whole has 1.5
+
+gpus = pytest.mark.parametrize("gpu", [Gpu.of(arch) for arch in GENERATIONS], ids=lambda gpu: f"sm_{gpu.arch}")
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def chain_of(spec: LayerSpec, bias: bool = True, activation: str = "gelu") -> Chain:
+    return Chain.of(spec, bias, activation)
+
+
+def a_batch(*choices: object) -> int:
+    """One of the classes' batches, another for every combination, so that loops stay short."""
+    return BATCHES[sum(map(hash_of, choices)) % len(BATCHES)]
+
+
+def hash_of(choice: object) -> int:
+    return sum(str(choice).encode())
+
+
+# The text, read by the rules of csrc/runtime/plan.cpp
+
+
+@dataclass(frozen=True)
+class Pass:
+    read: str
+    written: str
+    threads: int
+    shared: int
+    units_per_sample: int
+    units_per_block: int
+    blocks_per_processor: int
+    grid_y: int
+    architecture: str
+    kernel: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Text:
+    chunk: int
+    scratch: tuple[int, int]
+    passes: list[Pass]
+
+
+def read_text(text: str) -> Text:
+    """Sources are counted in bytes, so they are cut out of bytes."""
+    rest = text.encode()
+
+    def line(name: str, count: int) -> list[str]:
+        nonlocal rest
+        head, newline, rest = rest.partition(b"\n")
+        assert newline, f"the line {head!r} should end"
+        word, *words = head.decode().split()
+        assert (word, len(words)) == (name, count), head
+        return words
+
+    assert line("factorlayer", 2) == ["plan", "1"]
+    (chunk,) = map(int, line("chunk", 1))
+    first, second = map(int, line("scratch", 2))
+    passes = []
+    while rest:
+        read, written, *numbers, architecture, kernel, length = line("pass", 11)
+        source, rest = rest[: int(length)], rest[int(length) :]
+        assert rest[:1] == b"\n", f"the source of {kernel} should have {length} bytes"
+        rest = rest[1:]
+        passes.append(Pass(read, written, *map(int, numbers), architecture, kernel, source.decode()))
+    return Text(chunk, (first, second), passes)
+
+
+def check_text(text: Text, chain: Chain, found: Plan) -> None:
+    gpu, written = found.gpu, {"x"}
+    for i, p in enumerate(text.passes):
+        assert p.read in written, f"pass {i} reads {p.read}, which nothing wrote"
+        assert p.read != p.written
+        assert p.written in ("y", "s0", "s1") and (p.written == "y") == (i == len(text.passes) - 1)
+        written.add(p.written)
+        assert 32 <= p.threads <= 1024 and p.threads % 32 == 0
+        assert 0 <= p.shared <= gpu.shared
+        assert 1 <= p.units_per_sample < 2**48 and 1 <= p.units_per_block < 2**48
+        assert 0 <= p.blocks_per_processor <= 32
+        assert 1 <= p.grid_y <= LARGEST_GRID_Y
+        assert p.architecture == f"sm_{gpu.arch}"
+        assert f'extern "C" __global__ void __launch_bounds__({p.threads}' in p.source
+        assert f"{p.kernel}(" in p.source and p.kernel.startswith("factorlayer_")
+        samples = text.chunk or 10**6
+        if not p.blocks_per_processor:
+            assert samples * p.units_per_sample // p.units_per_block < LARGEST_GRID_X
+    assert len({p.kernel for p in text.passes}) == len(text.passes)
+    if len(text.passes) == 1:
+        assert text.chunk == 0 and text.scratch == (0, 0), "a single pass needs nothing but its output"
+        return
+    assert text.chunk >= 1
+    for p, (_, bytes_out) in zip(text.passes[:-1], sizes_of(found), strict=False):
+        assert text.scratch[int(p.written[1])] >= bytes_out, f"{p.kernel} writes {bytes_out} bytes for a sample"
+
+
+def sizes_of(found: Plan) -> list[tuple[int, int]]:
+    """Bytes that each pass reads and writes for one sample."""
+    sizes = []
+    for p in found.passes:
+        if isinstance(p, Streamed):
+            product = p.product
+            elements = product.terms_in * product.x_features, product.terms_out * product.y_features
+        else:
+            around = p.work.outer * p.work.inner
+            elements = around * math.prod(p.work.states[0]), around * math.prod(p.work.states[-1])
+        sizes.append((elements[0] * ELEMENT_BYTES[found.dtype], elements[1] * ELEMENT_BYTES[found.dtype]))
+    return sizes
+
+
+def weights_of(found: Plan) -> list[int]:
+    weights: list[int] = []
+    for p in found.passes:
+        if isinstance(p, Streamed):
+            weights.append(p.product.contraction.weight)
+        else:
+            weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
+    return weights
+
+
+def check_plan(found: Plan, chain: Chain) -> None:
+    size = ELEMENT_BYTES[found.dtype]
+    sizes = sizes_of(found)
+    assert sizes[0][0] == chain.in_features * size and sizes[-1][1] == chain.out_features * size
+    for (_, written), (read, _) in itertools.pairwise(sizes):
+        assert written == read, f"{written} bytes are written, {read} are read by the next pass"
+    assert sorted(weights_of(found)) == list(range(len(chain.contractions))), "every weight has one place"
+    assert 0 < found.us < math.inf
+    shown = str(found)
+    assert len(shown.splitlines()) >= 1 + len(found.passes) and f"{len(found.passes)} kernel" in shown
+    check_text(read_text(found.text()), chain, found)
+
+
+# Every legal layer
+
+
+@gpus
+@dtypes
+@pytest.mark.parametrize("spec", AWKWARD_SPECS, ids=spec_id)
+def test_every_layer_has_a_plan(spec: LayerSpec, dtype: str, gpu: Gpu) -> None:
+    chain, batch = chain_of(spec), a_batch(spec, dtype, gpu.arch)
+    before = time.process_time()
+    found = plan(chain, dtype, batch, gpu)
+    taken = time.process_time() - before
+    check_plan(found, chain)
+    assert taken < MOST_SECONDS, f"planning took {taken:.2f} s"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 17, 64, 1000, 65537, 10**6])
+@pytest.mark.parametrize(
+    "spec",
+    [kronecker((32, 32), (32, 32)), kronecker((3, 1000), (3, 1000)), kronecker((5, 3), (3, 7), rank=2),
+     monarch((2, 3), (3, 2)), monarch((5, 3, 2), (2, 3, 5)), kronecker((1,), (1,))],
+    ids=spec_id,
+)  # fmt: skip
+def test_every_batch_has_a_plan(spec: LayerSpec, batch: int) -> None:
+    for dtype in DTYPES:
+        check_plan(plan(chain_of(spec), dtype, batch, Gpu.of(90)), chain_of(spec))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_layers_drawn_at_random_have_plans(kind: str, data: st.DataObject) -> None:
+    spec = data.draw(specs(kind, largest_state=5000))
+    chain = chain_of(spec, data.draw(st.booleans()), "identity")
+    gpu = Gpu.of(data.draw(st.sampled_from(GENERATIONS)))
+    check_plan(plan(chain, data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(BATCHES)), gpu), chain)
+
+
+@pytest.mark.parametrize("batch_class", range(len(BATCHES)))
+@dtypes
+def test_the_text_that_the_runtime_asks_for(dtype: str, batch_class: int) -> None:
+    """tf32 is a word of the chain there, not a dtype."""
+    gpu = Gpu.of(86)
+    named = "float32" if dtype == "tf32" else dtype
+    for spec in (kronecker((20, 28), (36, 44)), monarch((8, 64), (48, 16), rank=4)):
+        chain = chain_of(spec)
+        text = chain.tf32_text if dtype == "tf32" else chain.text
+        found = plan_text(text, named, batch_class, gpu.arch, gpu.sms, gpu.shared)
+        if torch.cuda.is_available() or has_compiler():
+            with pytest.raises(ValueError, match='it should begin with "pass", it is "the end"'):
+                runtime.fill_cache(found + "the end\n")  # so everything before it was read, and nothing is compiled
+        kernels = [p.kernel for p in read_text(found).passes]
+        assert all(dtype in kernel for kernel in kernels), f"{kernels} should be for {dtype}"
+
+
+def has_compiler() -> bool:
+    try:
+        torch.ops.factorlayer.compiler()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_plans_are_the_same_for_the_same_question() -> None:
+    """Kernels are cached by their source: a plan that varied would be compiled anew."""
+    for spec, dtype in itertools.product((kronecker((12, 11), (7, 24)), monarch((8, 9), (9, 8))), DTYPES):
+        first = plan(chain_of(spec), dtype, 1024, Gpu.of(90)).text()
+        plan.cache_clear()
+        assert plan(chain_of(spec), dtype, 1024, Gpu.of(90)).text() == first
+
+
+def test_less_shared_memory_than_any_gpu_of_today() -> None:
+    gpu = Gpu(89, 20, 49152)
+    for spec, dtype in itertools.product((kronecker((64, 64), (64, 64)), monarch((16, 16), (16, 16))), DTYPES):
+        check_plan(plan(chain_of(spec), dtype, 1024, gpu), chain_of(spec))
+
+
+def test_a_chain_that_is_no_layer_is_refused() -> None:
+    """The second contraction has another state than the first one leaves; the raw ops take such a text from anyone."""
+    with pytest.raises(PlanError, match="Kronecker"):
+        plan(Chain.parse("tied 1 2 3 3 1; tied 0 1 2 2 4"), "float32", 16, Gpu.of(90))
+
+
+def test_a_state_that_fits_stays_on_chip() -> None:
+    for dtype, batch in itertools.product(DTYPES, BATCHES):
+        found = plan(chain_of(kronecker((32, 32), (32, 32))), dtype, batch, Gpu.of(90))
+        assert len(found.passes) == 1, str(found)
+
+
+# Banks of shared memory: 32 of 4 bytes. An access of 4, 8 or 16 bytes for each lane is served to 32, 16 or 8 lanes at
+# once; so are the 8 rows of a matrix of 16-bit elements, 16 bytes each.
+
+
+def conflicts(addresses: list[int], bytes_each: int) -> int:
+    """The most words of one bank that lanes served together ask for; 1 is no conflict."""
+    most = 0
+    together = 128 // bytes_each
+    for first in range(0, len(addresses), together):
+        words = {(a + 4 * i) // 4 for a in addresses[first : first + together] for i in range(bytes_each // 4)}
+        banks = [word % 32 for word in words]
+        most = max(most, *(banks.count(bank) for bank in banks))
+    return most
+
+
+LANES = [(lane, lane // 4, lane % 4) for lane in range(32)]  # lane, g, t
+
+
+def reads_a(stride: int, size: int) -> tuple[list[int], int]:
+    """Operand A, rows `stride` elements apart: where each lane reads, and how much. csrc/engine/mma.cuh: lane_row_a."""
+    if size < 8:  # rows of 16 bytes
+        return [lane % 16 * stride * size + lane // 16 * 16 for lane, _, _ in LANES], 16
+    return [(g * stride + t) * size for _, g, t in LANES], size
+
+
+def reads_b_by_k(stride: int, size: int) -> tuple[list[int], int]:
+    if size < 8:
+        return [(lane % 8 + lane // 16 * 8) * stride * size + lane // 8 % 2 * 16 for lane, _, _ in LANES], 16
+    return [(g * stride + t) * size for _, g, t in LANES], size
+
+
+def reads_b_by_n(stride: int, size: int) -> tuple[list[int], int]:
+    """k's `stride` elements apart. In 16 bits lanes 16 to 31 name rows of the next tile of columns."""
+    if size == 2:
+        return [((lane % 16) * stride + lane // 16 * 8) * 2 for lane, _, _ in LANES], 16
+    return [(t * stride + g) * size for _, g, t in LANES], size
+
+
+def test_the_simulated_banks_see_conflicts() -> None:
+    assert conflicts(list(range(0, 128, 4)), 4) == 1
+    assert conflicts([128 * lane for lane in range(32)], 4) == 32
+    assert conflicts([0] * 32, 4) == 1, "one word is handed to all"
+    for read, size in itertools.product((reads_a, reads_b_by_k, reads_b_by_n), (2, 4, 8)):
+        assert conflicts(*read(64, size)) > 1, "a stride of whole lines"
+
+
+def single_stages(found: Plan) -> Iterator[tuple[Stage, str]]:
+    """The contractions of resident passes, and what reads them: A and B from shared memory."""
+    for p in found.passes:
+        if not isinstance(p, Resident):
+            continue
+        for stage in p.stages:
+            if isinstance(stage, Sandwich):
+                yield stage.first, "weight as A, state as B"
+                yield stage.second, "weight as B"
+            else:
+                yield stage, "state as A, weight as B" if stage.by_rows else "weight as A, state as B"
+
+
+def check_banks(stage: Stage, reads: str) -> None:
+    size = ELEMENT_BYTES[stage.dtype]
+    accesses = {}
+    if "weight as A" in reads:
+        accesses["weight as A"] = reads_a(stage.weight_stride, size)
+    if "state as A" in reads:
+        accesses["state as A"] = reads_a(stage.layout.row, size)
+    if "weight as B" in reads:
+        accesses["weight as B"] = reads_b_by_k(stage.weight_stride, size)
+    if "state as B" in reads:
+        accesses["state as B"] = reads_b_by_n(stage.layout.step, size)
+    for what, (addresses, bytes_each) in accesses.items():
+        assert all(address % bytes_each == 0 for address in addresses), f"{stage}, {what}: misaligned"
+        assert conflicts(addresses, bytes_each) == 1, f"{stage}, {what}: lanes meet in a bank"
+
+
+@dtypes
+def test_operands_are_read_without_bank_conflicts(dtype: str) -> None:
+    seen = set()
+    for spec, gpu in itertools.product(AWKWARD_SPECS, (Gpu.of(80), Gpu.of(90))):
+        found = plan(chain_of(spec), dtype, a_batch(spec, dtype, gpu.arch), gpu)
+        for stage, reads in single_stages(found):
+            check_banks(stage, reads)
+            seen |= set(reads.split(", "))
+            # other sizes in the same place
+            for p, inner in itertools.product((1, 3, 8, 13, 64, 100, 127, 1000), (1, 2, 8, 13, 40, 512)):
+                if (inner == 1) == stage.by_rows and reads != "weight as B":
+                    check_banks(replace(stage, p=p, inner=inner), reads)
+    assert seen >= {"state as A", "weight as B", "weight as A", "state as B"}
+
+
+@dtypes
+def test_layouts_have_a_place_of_its_own_for_every_element(dtype: str) -> None:
+    for spec in AWKWARD_SPECS:
+        if spec.in_features > 20000:
+            continue
+        for stage, _ in single_stages(plan(chain_of(spec), dtype, 16, Gpu.of(90))):
+            elements = range(min(stage.rows * stage.p * stage.inner, 20000))
+            places = [stage.layout.at(e) for e in elements]
+            assert len(set(places)) == len(places), f"{stage}: two elements in one place"
+            if elements.stop == stage.rows * stage.p * stage.inner:
+                assert max(places) * ELEMENT_BYTES[dtype] < stage.state_bytes, f"{stage}: beyond its memory"
