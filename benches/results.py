@@ -32,6 +32,7 @@ class Row:
     times: dict[str, dict[str, Timing]] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    kernels: int | None = None  # that v3 launches on a GPU for a forward pass
     notes: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
@@ -43,6 +44,15 @@ class Row:
         """Of v3 over v2."""
         v2, v3 = self.us("v2", of_pass), self.us("v3", of_pass)
         return None if v2 is None or v3 is None else v2 / v3
+
+    def lead(self, of_pass: str) -> float | None:
+        """Of v3 over the best published time."""
+        peer, v3 = self.published.get(of_pass, {}).get("us"), self.us("v3", of_pass)
+        return None if peer is None or v3 is None else float(peer / v3)
+
+    @property
+    def is_kronecker(self) -> bool:
+        return "blocks" not in self.shape
 
     def efficiency(self, of_pass: str) -> float | None:
         """Floor over v3's time."""
@@ -90,6 +100,29 @@ def geometric_means(rows: Iterable[Row]) -> dict[tuple[str, int | None], dict[st
         key: {of_pass: statistics.geometric_mean(values) for of_pass, values in passes.items()}
         for key, passes in speedups.items()
     }
+
+
+LONG_FLOOR_US = 5  # from which on efficiency says more of a kernel than of its launch
+
+
+def efficiency_means(rows: Iterable[Row]) -> dict[str, float]:
+    """Forward, by dtype: the geometric mean over Kronecker rows whose floor is long enough."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        efficiency = row.efficiency("forward")
+        if efficiency is not None and row.is_kronecker and row.floor_us["forward"] >= LONG_FLOOR_US:
+            found.setdefault(row.dtype, []).append(efficiency)
+    return {dtype: statistics.geometric_mean(values) for dtype, values in found.items()}
+
+
+def lead_means(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
+    """Of v3's forward over the best published time, by dtype: the geometric mean and the least."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        lead = row.lead("forward")
+        if lead is not None:
+            found.setdefault(row.dtype, []).append(lead)
+    return {dtype: (statistics.geometric_mean(values), min(values)) for dtype, values in found.items()}
 
 
 def _rounded(value: Any) -> Any:

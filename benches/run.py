@@ -30,7 +30,7 @@ from benches.floor import (
 from benches.machine import describe, usable_cores
 from benches.results import FOLDER, PASS_NAMES, Results, Row
 from benches.subjects import OURS, SUBJECTS, TOLERANCES, Call, Tensors, UnavailableError, build, disagreement
-from benches.timing import FULL, QUICK, Effort, Timing, peak_bytes, sets_needed, time_cpu, time_cuda
+from benches.timing import FULL, QUICK, Effort, Timing, kernels_launched, peak_bytes, sets_needed, time_cpu, time_cuda
 from benches.workloads import PASSES, Workload, published, select
 
 PRINTED_WIDTH = 180  # where there is no terminal to fold the table to
@@ -146,6 +146,11 @@ def measure_row(
                 row.broken.append(str(error))
             else:
                 row.times.setdefault(name, {})[of_pass] = timing
+    if workload.device == "cuda" and "v3" in calls:
+        names = kernels_launched(calls["v3"][0])
+        row.kernels = len(names)
+        if strangers := [name for name in names if not name.startswith("factorlayer")]:
+            row.broken.append(f"{workload.name} {dtype}: v3 ran kernels that are not its own: {strangers[:3]}")
     row.peak_bytes = {name: peak_bytes(calls[name][0]) for name in ("v2", "v3") if name in calls}
     return row
 

@@ -1,7 +1,6 @@
 """Results as tables: for the terminal with rich, and as the lines of README's markdown.
 
-Where v3 has not run (no fused kernel for that device yet), README compares v2 with the best published peer
-instead.
+Where there are published peers, README compares v3 with them too.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches.machine import in_words
-from benches.results import PASS_NAMES, Results, Row, geometric_means
+from benches.results import LONG_FLOOR_US, PASS_NAMES, Results, Row, efficiency_means, geometric_means, lead_means
 from benches.subjects import SUBJECTS
 
 
@@ -74,28 +73,32 @@ def markdown(results: Results) -> list[str]:
     """README's table."""
     rows = results.rows
     threaded = any(row.threads for row in rows)
-    fused = any("v3" in row.times for row in rows)
-    if fused:
-        headings = ["v2 µs", "v3 µs", "speed-up fwd", "speed-up fwd+bwd", "efficiency"]
-    else:
-        headings = ["floor µs", "v2 µs", "best published µs", "by"]
+    has_published = any(row.published for row in rows)
     names = ["workload", "dtype", *(["threads"] if threaded else [])]
+    headings = ["v2 µs", "v3 µs", "speed-up fwd", "speed-up fwd+bwd", "efficiency"]
+    if has_published:
+        headings = ["floor µs", "best published µs", *headings[:2], "over published", *headings[2:4], "efficiency fwd"]
+        headings.append("kernels")
     lines = ["Forward unless a column says fwd+bwd; medians.", ""]
     lines.append("| " + " | ".join(names + headings) + " |")
     lines.append("|" + "|".join([" --- "] * len(names) + [" ---: "] * len(headings)) + "|")
     for row in rows:
         cells = [f"{row.workload} ({row.shape})" if "blocks" in row.shape else row.workload, row.dtype]
         cells += [str(row.threads)] if threaded else []
-        if fused:
-            cells += [_us(row.us("v2", "forward")), _us(row.us("v3", "forward"))]
-            cells += [_times(row.speedup(of_pass)) for of_pass in PASS_NAMES]
-            cells += [" / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)]
+        ours = [_us(row.us("v2", "forward")), _us(row.us("v3", "forward"))]
+        speedups = [_times(row.speedup(of_pass)) for of_pass in PASS_NAMES]
+        if has_published:
+            cells += [_us(row.floor_us["forward"]), _published(row), *ours, _times(row.lead("forward")), *speedups]
+            cells += [_number(row.efficiency("forward")), str(row.kernels or "-")]
         else:
-            peer = row.published.get("forward", {})
-            cells += [_us(row.floor_us["forward"]), _us(row.us("v2", "forward")), _us(peer.get("us"))]
-            cells += [peer.get("who", "-")]
+            cells += [*ours, *speedups, " / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _published(row: Row) -> str:
+    peer = row.published.get("forward", {})
+    return f"{_us(peer['us'])} ({peer['who']})" if peer else "-"
 
 
 def means(results: Results) -> list[str]:
@@ -104,6 +107,12 @@ def means(results: Results) -> list[str]:
     for (dtype, threads), found in geometric_means(results.rows).items():
         words = " and ".join(f"{mean:.2f}x {PASS_NAMES[of_pass]}" for of_pass, mean in found.items())
         lines += [f"v3 over v2, geometric mean, {where(dtype, threads)}: {words}.", ""]
+    if leads := lead_means(results.rows):
+        words = ", ".join(f"{dtype} {mean:.2f}x (least {least:.2f}x)" for dtype, (mean, least) in leads.items())
+        lines += [f"v3 over the best published, forward, geometric mean: {words}.", ""]
+    if leads and (found := efficiency_means(results.rows)):
+        words = ", ".join(f"{dtype} {mean:.2f}" for dtype, mean in found.items())
+        lines += [f"Efficiency, forward, Kronecker rows with a floor of {LONG_FLOOR_US} µs and more: {words}.", ""]
     return lines
 
 

@@ -169,6 +169,16 @@ def _eager_seconds(sets: list[Call], of_pass: str) -> float:
     return statistics.median(times)
 
 
+def kernels_launched(call: Call) -> list[str]:
+    """Names of the kernels that a forward pass runs on the GPU, copies among them."""
+    call.run("forward")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        call.run("forward")
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+
+
 def peak_bytes(call: Call) -> int:
     """What a forward pass allocates beyond its inputs at the worst moment, the output included.
 
