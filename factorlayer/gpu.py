@@ -6,6 +6,7 @@ plans; no result depends on them.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
@@ -29,16 +30,16 @@ class Gpu:
         shared, sms = LIMITS[arch]
         return cls(arch, sms, shared)
 
-    @property
+    @functools.cached_property
     def memory_bytes(self) -> float:
         """Moved through memory, read and written together."""
         return {80: 14e3, 86: 10e3, 89: 8e3, 90: 32e3, 100: 48e3, 120: 10e3}.get(self.arch, 16e3)
 
-    @property
+    @functools.cached_property
     def l2_bytes(self) -> float:
         return 1.8 * self.memory_bytes
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> float:
         return 230e3 if self.arch in (80, 90, 100) else 200e3
 
@@ -47,9 +48,10 @@ class Gpu:
         """Of warps: four schedulers at 1.75 GHz, four fifths of the time."""
         return 5.6e3
 
-    def flops(self, dtype: str) -> float:
-        """Of the matrix instructions that the dtype is computed with."""
+    @functools.cached_property
+    def flops(self) -> dict[str, float]:
+        """Of the matrix instructions that a dtype is computed with."""
         scale = {80: 0.6, 86: 0.3, 89: 0.45, 90: 1.0, 100: 1.0, 120: 0.45}.get(self.arch, 0.5)
-        if dtype == "float64":
-            return {80: 0.17e6, 90: 0.45e6, 100: 0.25e6}.get(self.arch, 0.01e6)
-        return scale * {"bfloat16": 8.9e6, "float16": 8.9e6, "tf32": 2.2e6, "float32": 0.75e6}[dtype]
+        rates = {"bfloat16": 8.9e6, "float16": 8.9e6, "tf32": 2.2e6, "float32": 0.75e6}
+        rates = {dtype: scale * rate for dtype, rate in rates.items()}
+        return rates | {"float64": {80: 0.17e6, 90: 0.45e6, 100: 0.25e6}.get(self.arch, 0.01e6)}

@@ -181,20 +181,21 @@ class Stage:
         return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)
 
     def time(self, warps: int, gpu: Gpu) -> float:
-        """Microseconds of one multiprocessor's matrix units and shared memory, were it alone, for a tile."""
-        rounds = -(-self.tiles // warps)
-        share = 16 * self.mt * 8 * self.nt
-        k = round_up(self.p, 8)
-        multiply = 2 * rounds * warps * share * k / gpu.flops(self.dtype)
-        size = ELEMENT_BYTES[self.dtype]
-        read = self.tiles * (16 * self.mt + 8 * self.nt) * k * size
-        written = self.rows * self.q * self.inner * size
-        move = (read + written) / gpu.shared_bytes
-        of_a, of_b, of_product = INSTRUCTIONS[self.dtype]
-        steps = -(-k // (16 if size == 2 else 8))
-        inner_loop = steps * (self.mt * of_a + self.nt * of_b + self.mt * self.nt * of_product)
-        issue = rounds * warps * (inner_loop + 8 * self.mt * self.nt + 40) / gpu.instructions
-        return _together(multiply, move, issue)
+        return stage_us(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu)
+
+
+def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu) -> float:
+    """Microseconds of one multiprocessor for a tile, were it alone. The planner asks thousands of times."""
+    m, n = (rows, q) if inner == 1 else (q, rows * (inner + 7 & ~7))
+    tiles = -(-m // (16 * mt)) * -(-n // (8 * nt))
+    shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
+    k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
+    multiply = 2 * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
+    move = (tiles * (16 * mt + 8 * nt) * k + rows * q * inner) * size / gpu.shared_bytes
+    of_a, of_b, of_product = INSTRUCTIONS[dtype]
+    inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
+    issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
+    return _together(multiply, move, issue)
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class Sandwich:
         rounds = -(-self.tiles // warps)
         rows = 16 * a.mt
         k = round_up(a.p, 8)
-        multiply = 2 * rounds * warps * rows * a.inner * (k + 8 * b.nt) / gpu.flops(a.dtype)
+        multiply = 2 * rounds * warps * rows * a.inner * (k + 8 * b.nt) / gpu.flops[a.dtype]
         size = ELEMENT_BYTES[a.dtype]
         chunks = a.inner // (8 * a.nt)
         read = self.tiles * (k * a.inner + chunks * rows * k + a.inner * 8 * b.nt) * size

@@ -427,7 +427,7 @@ def _time(plan: Streamed, batch: int) -> float:
     read = plan.warps * (16 * mt + 8 * nt) * plan.bk * size
     issue = plan.warps * (plan.bk * _instructions(product, mt, nt) + 40) + operands / 85
     units = (
-        plan.wg * plan.bm * plan.bn * plan.bk / gpu.flops(product.dtype),
+        plan.wg * plan.bm * plan.bn * plan.bk / gpu.flops[product.dtype],
         (read + operands) / gpu.shared_bytes,
         0.7 * operands / gpu.l2_bytes * (1.2 if plan.bk * size < 128 else 1),
         1.8 * issue / ISSUE_RATE,

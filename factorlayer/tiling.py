@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.resident import Resident, Sandwich, Stage, Stages, Work, last_of, memory_of, round_up
+from factorlayer.resident import Resident, Sandwich, Stage, Stages, Work, last_of, memory_of, round_up, stage_us
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
 SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry
@@ -216,7 +216,8 @@ def _stage(
     p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu
 ) -> Stage | None:
     """The warp tile that moves and multiplies least; `once`: each warp has at most one."""
-    m, n = (rows, q) if inner == 1 else (q, rows * round_up(inner, 8))
+    padded = 1 if inner == 1 else round_up(inner, 8)
+    m, n = (rows, q) if inner == 1 else (q, rows * padded)
     best = None
     for mt, nt in TILES:
         if mt * nt * SUM_REGISTERS[dtype] > most:
@@ -225,15 +226,14 @@ def _stage(
             continue  # more than half of it would be padding
         if once and -(-m // (16 * mt)) * -(-n // (8 * nt)) > warps:
             continue
-        stage = Stage(p, q, inner, rows, mt, nt, dtype)
-        if stage.is_odd and mt * nt > MOST_ODD_TILES:
+        if mt * nt > MOST_ODD_TILES and Stage(p, q, inner, rows, mt, nt, dtype).is_odd:
             continue
-        time = stage.time(warps, gpu)
-        if not stage.by_rows and stage.inner_padded % (8 * nt) and (8 * nt) % stage.inner_padded:
+        time = stage_us(p, q, inner, rows, mt, nt, dtype, warps, gpu)
+        if inner > 1 and padded % (8 * nt) and (8 * nt) % padded:
             time *= 1.15  # columns whose places are computed as the kernel runs
         if best is None or time < best[0]:
-            best = (time, stage)
-    return best[1] if best else None
+            best = (time, mt, nt)
+    return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None
 
 
 def _predict(
