@@ -244,7 +244,10 @@ template <class Pass> struct Chain {
       u32 from[S::NT];
 #pragma unroll
       for (int n = 0; n < S::NT; ++n) from[n] = b_from[n] + k * S::In::STEP * kSize;
-      constexpr int kPairStep = S::IP % 16 == 0 ? 8 : S::IP == 8 ? S::In::ROW : 0;
+      // Pairs of tiles are read at once where the second's columns lie at one distance from the first's: in the same row,
+      // which a pair that begins at an odd tile may leave.
+      constexpr bool kSameRow = S::IP % 16 == 0 && (S::NT % 2 == 0 || S::IP % (S::NT * 8) == 0);
+      constexpr int kPairStep = kSameRow ? 8 : S::IP == 8 ? S::In::ROW : 0;
       Math::template load_b_by_n<K, S::In::STEP, S::NT, kPairStep, kRaw<S>>(b, from, lane.index);
     }
 #pragma unroll

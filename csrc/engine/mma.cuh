@@ -57,8 +57,8 @@ template <class T> struct Half : Rows16<2> {
       a.r[0] = r[0], a.r[1] = r[1], a.r[2] = a.r[3] = 0;
     }
   }
-  // For K = 8 what follows the 8 is read too, and not used.
   template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    if constexpr (K < 16) from -= (threadIdx.x & 8) * 2;  // the second 8 k's are not there: the first again
     u32 r[NT][2];
     Rows16<2>::load_row_b<STRIDE>(r, from);
 #pragma unroll

@@ -30,6 +30,8 @@ CASES = [
     Case(kronecker((1000, 3), (1000, 3)), 9),
     Case(kronecker((3, 1000), (3, 1000)), 9, False),
     Case(kronecker((64,), (300,)), 65),
+    Case(kronecker((13, 48), (13, 48)), 16, False),
+    Case(kronecker((12,) * 4, (12,) * 4), 70, False),
     Case(kronecker((3, 5, 4), (7, 2, 9)), 2100),
     Case(kronecker((8,) * 5, (8,) * 5), 300, False),
     Case(kronecker((12,) * 5, (12,) * 5), 16, False),
