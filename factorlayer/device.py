@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+# What a dtype is in there: how it is multiplied, and what memory holds.
+MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
+ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
+
 HEADERS = ("types.cuh", "memory.cuh", "mma.cuh", "pointwise.cuh", "layout.cuh", "params.cuh")
 
 

@@ -8,8 +8,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from factorlayer.device import headers
-from factorlayer.resident import ELEMENT, MATH, Layout, Mode, Resident, Sandwich, Stage
+from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.resident import Layout, Mode, Resident, Sandwich, Stage
 
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
@@ -153,9 +153,7 @@ def _splits(stage: Stage, out: Layout) -> bool:
         return (column // padded * stage.q + row) * stage.inner + column % padded
 
     def at(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
-        e = element(row, column)
-        i, p = out.i, out.p
-        return e // (p * i) * out.row + e // i % p * out.step + e % i
+        return out.at(element(row, column))
 
     m_tiles, n_tiles = -(-stage.m // (16 * stage.mt)), -(-stage.n // (8 * stage.nt))
     row = (np.arange(m_tiles)[:, None] * 16 * stage.mt + np.arange(8)).reshape(-1, 1, 1, 1)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 
-MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
-ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
 OVERLAP = 0.09  # of units that work side by side: what the shorter times add
 OTHER_REGISTERS = {"float64": 52, "float32": 48, "tf32": 44, "bfloat16": 32, "float16": 32}
 
@@ -75,6 +77,9 @@ class Work:
         return found
 
 
+Places = TypeVar("Places", int, NDArray[np.int64])
+
+
 @dataclass(frozen=True)
 class Layout:
     """Rows ROW apart, p's of a row STEP apart, I contiguous: csrc/engine/layout.cuh."""
@@ -87,7 +92,7 @@ class Layout:
     def __str__(self) -> str:
         return f"Layout<{self.p}, {self.i}, {self.row}, {self.step}>"
 
-    def at(self, e: int) -> int:
+    def at(self, e: Places) -> Places:
         return e // (self.p * self.i) * self.row + e // self.i % self.p * self.step + e % self.i
 
 

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import headers
+from factorlayer.device import ELEMENT, MATH, headers
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.spec import Contraction
 
-MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
-ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
 MOST_BLOCKS = 65535  # along y of a grid
 MOST_TILINGS = 64  # that are compared
 ISSUE_RATE = 7e3  # instructions of a multiprocessor's warps in a microsecond

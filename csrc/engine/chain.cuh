@@ -364,7 +364,6 @@ template <class Pass> struct Chain {
         for (int i = 0; i < 4; ++i) y[m][n][i] += part[m][n][i];
   }
 
-  // One contraction of the tile in shared memory.
   // All of a stage's result is written; NEXT is the stage that reads it, or void.
   template <class NEXT> DEVICE void end_stage(u32 to) const {
     if constexpr (!is_void<NEXT>)
@@ -374,6 +373,7 @@ template <class Pass> struct Chain {
     sync();
   }
 
+  // One contraction of the tile in shared memory.
   template <class S, class NEXT> DEVICE void stage(int term, u32 slot, i64 tile_index) const {
     const u32 to = out_address<S>(slot);
     if constexpr (S::IN_PLACE) {  // every warp holds its share while the others read
@@ -471,7 +471,7 @@ template <class Pass> struct Chain {
         for (int k = 0; k < ceil_div(kCount, kThreads); ++k)
           if (kCount % kThreads == 0 || k * kThreads + thread < kCount)
             store_words<Pass::STORE>(to + R::along(k * kBy),
-                                       load_words<Pass::STORE>(place + Place::at(k * kBy) * kSize));
+                                     load_words<Pass::STORE>(place + Place::at(k * kBy) * kSize));
         return;
       }
     }
@@ -480,7 +480,7 @@ template <class Pass> struct Chain {
       const int e = j * kEach, u = e / R::kSize;
       if (first + u >= units) break;
       store_words<Pass::STORE>(y + R::unit(first + u) + R::at(e % R::kSize),
-                                 load_words<Pass::STORE>(from + Place::at(e) * kSize));
+                               load_words<Pass::STORE>(from + Place::at(e) * kSize));
     }
   }
 
