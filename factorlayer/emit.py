@@ -173,12 +173,11 @@ def _load_weights(plan: Resident) -> list[str]:
         if len(mode.parts) == 1:
             lines.append(f"    c.template load_weight<{stage}>(term, w0);")
         else:
-            product = _product(mode)
+            made = product(mode)
             if _scaled(plan, step):
-                normals = " * ".join(f"c.normal(w{j}, {q * p})" for j, (_, q, p) in enumerate(mode.parts))
-                lines += [f"    const float scale = {normals};", f"    c.template keep_scale<{stage}>(scale);"]
-                product = f"scale * {product}"
-            make = f"[&](int q, int p) {{ return narrow<Element>({product}); }}"
+                lines += [f"    const float scale = {normals(mode)};", f"    c.template keep_scale<{stage}>(scale);"]
+                made = f"scale * {made}"
+            make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
             lines.append(f"    c.template make_weight<{stage}>(term, {make});")
         lines.append("  }")
     return [*lines, "}"]
@@ -192,7 +191,12 @@ def _types(plan: Resident) -> list[str]:
     return types
 
 
-def _product(mode: Mode) -> str:
+def normals(mode: Mode) -> str:
+    """What a product of half-precision weights is multiplied by."""
+    return " * ".join(f"normal(w{j}, {q * p})" for j, (_, q, p) in enumerate(mode.parts))
+
+
+def product(mode: Mode) -> str:
     """An element of the Kronecker product of a mode's weights."""
     factors, q_inner, p_inner = [], mode.q, mode.p
     for j, (_, q, p) in enumerate(mode.parts):

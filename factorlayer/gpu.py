@@ -30,6 +30,11 @@ class Gpu:
         shared, sms = LIMITS[arch]
         return cls(arch, sms, shared)
 
+    @property
+    def architecture(self) -> str:
+        """What its kernels are compiled for; Hopper's own instructions need the "a"."""
+        return f"sm_{self.arch}a" if self.arch == 90 else f"sm_{self.arch}"
+
     @functools.cached_property
     def memory_bytes(self) -> float:
         """Moved through memory, read and written together."""

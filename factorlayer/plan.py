@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer import streamed
+from factorlayer import pair, streamed
 from factorlayer.chain import Chain
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.pair import Pair
 from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
@@ -31,6 +32,9 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
+Pass = Pair | Resident | Streamed
+
+
 class PlanError(ValueError):
     """The engine has no kernel for this chain."""
 
@@ -43,7 +47,7 @@ class Plan:
     dtype: str
     batch: int
     gpu: Gpu
-    passes: tuple[Resident | Streamed, ...]
+    passes: tuple[Pass, ...]
 
     @property
     def us(self) -> float:
@@ -76,12 +80,11 @@ class Plan:
             read = "x" if i == 0 else f"s{(i - 1) % 2}"
             written = "y" if i == last else f"s{i % 2}"
             name = f"factorlayer_{self.dtype}_{i}"
-            code = p.source(name) if isinstance(p, Streamed) else source(p, name)
+            code = source(p, name) if isinstance(p, Resident) else p.source(name)
             most = 0 if isinstance(p, Streamed) else 1  # blocks of one multiprocessor; 0: the grid has them all
-            arch = f"sm_{self.gpu.arch}"
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
-                f"{p.split} {arch} {name} {len(code.encode())}\n{code}"
+                f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
         return "\n".join(lines) + "\n"
 
@@ -95,9 +98,9 @@ class Plan:
         return "\n  ".join([*lines, *map(str, self.passes)])
 
 
-def _output_bytes(p: Resident | Streamed) -> int:
+def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Streamed):
+    if not isinstance(p, Resident):
         return p.output_bytes
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]
 
@@ -141,13 +144,19 @@ def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
     return 2.0 * len(passes) + batch * elements * ELEMENT_BYTES[passes[0].dtype] / gpu.memory_bytes / gpu.sms
 
 
-def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Resident | Streamed, ...] | None:
+def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
     tiled = []
     for work in passes:
-        found = tile(work, batch, gpu) or _stream(work, batch, gpu)
-        if found is None:
+        resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
+        if resident and paired:
+            # Resident passes of so large modes are predicted too fast, but they start faster.
+            weight = 0.85 if batch * work.outer > gpu.sms else 1.15
+            best: Pass | None = paired if weight * paired.us < resident.us else resident
+        else:
+            best = paired or resident or _stream(work, batch, gpu)
+        if best is None:
             return None
-        tiled.append(found)
+        tiled.append(best)
     return tuple(tiled)
 
 

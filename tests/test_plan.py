@@ -108,7 +108,7 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
         assert 1 <= p.units_per_sample < 2**48 and 1 <= p.units_per_block < 2**48
         assert 0 <= p.blocks_per_processor <= 32
         assert 1 <= p.grid_y <= LARGEST_GRID_Y
-        assert p.architecture == f"sm_{gpu.arch}"
+        assert p.architecture == gpu.architecture
         assert f'extern "C" __global__ void __launch_bounds__({p.threads}' in p.source
         assert f"{p.kernel}(" in p.source and p.kernel.startswith("factorlayer_")
         samples = text.chunk or 10**6

@@ -158,14 +158,6 @@ template <class Pass> struct Chain {
       store_shared(to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize, value);
     }
   }
-  // A power of two that brings the largest of some numbers to [1, 2). Products of half-precision weights would
-  // underflow without.
-  DEVICE static float normal(const Element* weight, int count) {
-    float most = 0;
-    for (int i = 0; i < count; ++i) most = fmaxf(most, fabsf(widen(weight[i])));
-    const u32 exponent = __float_as_uint(most) >> 23;
-    return exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f;
-  }
   template <class S> DEVICE void keep_scale(float scale) const {
     if (threadIdx.x == 0) store_shared(shared_address(shared_memory) + S::SCALE, 1 / scale);
   }

@@ -79,10 +79,20 @@ template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
     *static_cast<Words<BYTES>*>(to) = x;
 }
 
+DEVICE void load_global(const void* from, u32 (&x)[4]) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
+}
 DEVICE u32 load_u32(u32 from) {
   u32 x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
+}
+DEVICE void load_u32x4(u32 from, u32 (&x)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+DEVICE void store_u32x4(u32 to, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 DEVICE double load_f64(u32 from) {
   double x;
@@ -109,6 +119,12 @@ template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&x)[2], u32 row) {
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+}
+
+// Four of them written, columns as rows (sm_90)
+DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 // WARPS warps that work on one tile, GROUPS such groups in a block, each with a barrier of its own. The first one's is

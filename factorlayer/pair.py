@@ -1,0 +1,199 @@
+"""Passes of the last two modes on Hopper's matrix unit: what csrc/engine/pair.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from factorlayer.device import ELEMENT, MATH, headers, wgmma
+from factorlayer.emit import normals, product
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.resident import Mode, Work, round_up
+
+BARRIER_BYTES = 1024
+LEAST = 24  # of a size that fills the matrix unit
+MOST_MIXED = 8  # of a mode before the two
+SLOT_BYTES = 16 << 10
+MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
+START_US = 2.2
+MIX_US = 2e-5  # of a multiply-add of a mixture
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pass of two tied contractions, tiled. `us` is the time predicted."""
+
+    work: Work
+    chunk: int  # of the first mode's p, in a slot
+    slots: int
+    groups: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.work.dtype]
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1 of the last two modes"""
+        return *self.work.states[0][-2:], *self.work.states[-1][-2:]
+
+    @property
+    def mixed(self) -> tuple[int, int]:
+        """p, q of a mode before them"""
+        return (self.work.states[0][0], self.work.states[-1][0]) if len(self.work.sizes) == 3 else (1, 1)
+
+    @property
+    def parts(self) -> int:
+        return -(-self.sizes[3] // 64)
+
+    @property
+    def n(self) -> int:
+        return round_up(self.sizes[2], 16)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups * self.parts + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and of one that multiplies; 0 where all have enough."""
+        consumers = self.groups * self.parts
+        if consumers == 1:
+            return 0, 0
+        each = 65536 // self.threads // 8 * 8
+        producer = 40 if self.mixed == (1, 1) else 104
+        return producer, min(240, (each * self.threads - producer * 128) // (consumers * 128) // 8 * 8)
+
+    @property
+    def registers_needed(self) -> int:
+        """Of a consumer's thread, about: sums, operands, places."""
+        _, p1, _, _ = self.sizes
+        share = -(-self.mixed[1] // self.groups) if self.mixed != (1, 1) else 1
+        left = self.chunk // 4 if self.size == 2 else 0
+        return share * self.n // 2 + self.chunk // 2 + left + -(-p1 * self.size // 32) * 4 + 24
+
+    @functools.cached_property
+    def shared(self) -> int:
+        p0, p1, _, _ = self.sizes
+        row = 128 // self.size
+        a = -(-round_up(p0, self.chunk) // row) * self.n * 128
+        slot = max(self.mixed) * -(-p1 // row) * self.chunk * 128
+        staged = self.groups * self.parts * self.n * 128 if self.size == 2 else 0
+        return BARRIER_BYTES + a + self.slots * slot + staged
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def units_per_block(self) -> int:
+        return 1
+
+    @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        _, _, q0, q1 = self.sizes
+        return self.work.outer * self.mixed[1] * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        return (
+            f"pair: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, {self.slots} slots of "
+            f"{self.chunk} rows, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        work = self.work
+        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
+        numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
+        numbers |= {"GROUPS": self.groups, "PRODUCER": self.registers[0], "CONSUMER": self.registers[1]}
+        numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
+        lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
+        lines += [f"using Activation = struct {work.activation};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool BIAS = {str(work.bias).lower()};"]
+        last = len(work.sizes) - 1
+        for at, mode in work.steps:
+            letter = {last: "b", last - 1: "a"}.get(at, "")
+            lines += _weight(mode, f"_{letter}" if letter else "", letter.upper())
+        struct = "\n  ".join(lines)
+        instructions = "".join(wgmma(work.dtype, n) for n in sorted({self.chunk, self.n}))
+        return (
+            headers("wgmma.cuh")
+            + instructions
+            + headers("pair.cuh").removeprefix(headers())
+            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+            + f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
+            + f"{name}(const __grid_constant__ Params params) {{ TwoFactors<Pass>(params).run(); }}\n"
+        )
+
+
+def _weight(mode: Mode, name: str, letter: str) -> list[str]:
+    """Its elements; for the two large ones, which parameter it is as it stands, or how a product is scaled in fp16."""
+    weights = [
+        f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
+        for j, (weight, _, _) in enumerate(mode.parts)
+    ]
+    body = "\n    ".join(weights)
+    lines = [
+        f"static DEVICE float weight{name}(const Params& params, int q, int p) {{",
+        f"  {body}\n    return {product(mode)};\n  }}",
+    ]
+    if not letter:
+        return lines
+    plain = len(mode.parts) == 1
+    return [
+        *lines,
+        f"static constexpr int FACTOR_{letter} = {mode.parts[0][0] if plain else -1};",
+        f"static DEVICE float scale{name}(const Params& params) {{",
+        f"  {'' if plain else body}\n    return {'1' if plain else normals(mode)};\n  }}",
+    ]
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
+    """The tiling of two large modes, and maybe a small one before them; None where this family has no kernel."""
+    if gpu.arch != 90 or work.dtype not in ("bfloat16", "float16", "tf32") or work.rank > 1 or work.inner > 1:
+        return None
+    if len(work.steps) != len(work.sizes) or len(work.sizes) not in (2, 3):
+        return None
+    mixes = len(work.sizes) == 3
+    if mixes and max(work.states[0][0], work.states[-1][0]) > MOST_MIXED:
+        return None
+    *_, p0, p1 = work.states[0]
+    *_, q0, q1 = work.states[-1]
+    size = ELEMENT_BYTES[work.dtype]
+    if min(p0, q0, p1, q1) < LEAST or max(q0, q1) > 128 or p1 * size % 16 or q1 * size % 16:
+        return None
+    states = max(work.states[0][0], work.states[-1][0]) if mixes else 1
+    row = -(-p1 * size // 128) * 128 * states
+    step = 32 // size
+    chunks = -(-p0 * row // (MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES))
+    chunk = round_up(-(-p0 // chunks), step)
+    groups = 2 if mixes else 1 if q1 > 64 else 3 if size == 2 else 2
+    for slots in (8, 6, 5, 4, 3, 2):
+        plan = Pair(work, chunk, slots, groups, gpu)
+        if plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255):
+            return replace(plan, us=_time(plan, batch))
+    return None
+
+
+def _time(plan: Pair, batch: int) -> float:
+    """Predicted microseconds."""
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.sizes
+    p, q = plan.mixed
+    units = -(-batch * work.outer // gpu.sms)
+    memory = (p * p0 * p1 + q * q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
+    rate = 0.6 * gpu.flops["bfloat16"] * (1 if plan.size == 2 else 0.5)
+    products = 128 * plan.parts * q * round_up(p0, plan.chunk) * (round_up(p1, 32 // plan.size) + plan.n) / rate
+    chunk_us, row_us = (0.12, 0.003) if plan.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
+    busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us) * q / plan.groups
+    mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
+    return START_US + (units + 1) * max(memory, busy, mixing)
