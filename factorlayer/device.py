@@ -33,25 +33,25 @@ def headers(*further: str) -> str:
 def wgmma(dtype: str, n: int) -> str:
     """Wgmma<Element, n> of wgmma.cuh: the matrix instruction of a warpgroup for sums 64 x n."""
     name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, "tf32")
-    k, transposes = (8, "") if name == "tf32" else (16, ", 0")
-    sums = ", ".join(f"%{i}" for i in range(n // 2))
-    bound = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
+    k, transposed = (8, "") if name == "tf32" else (16, ", 0")
+    count = n // 2  # sums of a thread
+    sums, bound = (", ".join(text.format(i) for i in range(count)) for text in ("%{}", '"+f"(d[{}])'))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name}"
 
-    def multiply(left: str, operands: str, bound_left: str, transposes: str) -> str:
-        at = n // 2 + operands.count("%")
+    def multiply(left: str, inputs: list[str], transposed: str) -> str:
+        at = count + len(inputs)
+        operand = ", ".join(f"%{i}" for i in range(count, at))
+        operand = f"{{{operand}}}" if len(inputs) > 1 else operand
         return (
-            f"  static DEVICE void multiply(float (&d)[{n // 2}], {left}, u64 b, bool add = true) {{\n"
-            f'    asm volatile("{{.reg .pred p;\\nsetp.ne.b32 p, %{at + 1}, 0;\\n"\n'
-            f'        "wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name} {{{sums}}}, {operands}, %{at}, p, 1, 1'
-            f'{transposes};}}\\n"\n        : {bound}\n        : {bound_left}, "l"(b), "r"(int(add)));\n  }}\n'
+            f"  static DEVICE void multiply(float (&d)[{count}], {left}, u64 b, bool add = true) {{\n"
+            f'    asm volatile("{{.reg .pred add;\\nsetp.ne.b32 add, %{at + 1}, 0;\\n"\n'
+            f'        "{instruction} {{{sums}}}, {operand}, %{at}, add, 1, 1{transposed};}}\\n"\n'
+            f'        : {bound}\n        : {", ".join(inputs)}, "l"(b), "r"(int(add)));\n  }}\n'
         )
 
-    first = n // 2
-    registers = ", ".join(f"%{first + i}" for i in range(4))
-    bound_registers = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return (
         f"template <> struct Wgmma<{ELEMENT[dtype]}, {n}> {{\n"
-        + multiply("u64 a", f"%{first}", '"l"(a)', transposes + transposes)
-        + multiply("const u32 (&a)[4]", f"{{{registers}}}", bound_registers, transposes)
+        + multiply("u64 a", ['"l"(a)'], transposed + transposed)
+        + multiply("const u32 (&a)[4]", [f'"r"(a[{i}])' for i in range(4)], transposed)
         + "};\n"
     )

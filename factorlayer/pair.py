@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, MATH, headers, wgmma
@@ -28,16 +29,29 @@ class Pair:
     slots: int
     groups: int
     gpu: Gpu
+    stages: int = 0  # chunks on their way to slots
+    held: int = 1  # pieces of the second weight that stay in registers
     us: float = 0.0
 
     @property
     def size(self) -> int:
         return ELEMENT_BYTES[self.work.dtype]
 
+    @property
+    def pieces(self) -> int:
+        """Of an element, as the matrix unit takes it."""
+        return 3 if self.work.dtype == "float32" else 1
+
+    @property
+    def unit(self) -> int:
+        """Bytes of such a piece."""
+        return 2 if self.pieces > 1 else self.size
+
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """p0, p1, q0, q1 of the last two modes"""
-        return *self.work.states[0][-2:], *self.work.states[-1][-2:]
+        (*_, p0, p1), (*_, q0, q1) = self.work.states[0], self.work.states[-1]
+        return p0, p1, q0, q1
 
     @property
     def mixed(self) -> tuple[int, int]:
@@ -63,25 +77,33 @@ class Pair:
         if consumers == 1:
             return 0, 0
         each = 65536 // self.threads // 8 * 8
-        producer = 40 if self.mixed == (1, 1) else 104
-        return producer, min(240, (each * self.threads - producer * 128) // (consumers * 128) // 8 * 8)
+        copies = 56 if self.mixed == (1, 1) else 104 if self.size == 2 else 72
+        return copies, min(240, (each * self.threads - copies * 128) // (consumers * 128) // 8 * 8)
 
     @property
     def registers_needed(self) -> int:
         """Of a consumer's thread, about: sums, operands, places."""
         _, p1, _, _ = self.sizes
         share = -(-self.mixed[1] // self.groups) if self.mixed != (1, 1) else 1
-        left = self.chunk // 4 if self.size == 2 else 0
-        return share * self.n // 2 + self.chunk // 2 + left + -(-p1 * self.size // 32) * 4 + 24
+        kinds = min(self.pieces, 2)  # of sums
+        left = self.pieces * self.chunk // 4 if self.unit == 2 else 0
+        sums = kinds * (share * self.n // 2 + self.chunk // 2)
+        return sums + left + self.held * -(-p1 * self.unit // 32) * 4 + (48 if self.work.bias else 24)
 
     @functools.cached_property
     def shared(self) -> int:
         p0, p1, _, _ = self.sizes
-        row = 128 // self.size
-        a = -(-round_up(p0, self.chunk) // row) * self.n * 128
-        slot = max(self.mixed) * -(-p1 // row) * self.chunk * 128
+        row, mixed = 128 // self.unit, self.mixed
+        a = self.pieces * -(-round_up(p0, self.chunk) // row) * self.n * 128
+        b = (self.pieces - self.held) * -(-p1 // row) * self.parts * 64 * 128
+        slot = self.pieces * (mixed[1] if self.stages else max(mixed)) * -(-p1 // row) * self.chunk * 128
+        stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
         staged = self.groups * self.parts * self.n * 128 if self.size == 2 else 0
-        return BARRIER_BYTES + a + self.slots * slot + staged
+        return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + staged
+
+    @property
+    def split(self) -> int:
+        return 1
 
     @property
     def units_per_sample(self) -> int:
@@ -89,10 +111,6 @@ class Pair:
 
     @property
     def units_per_block(self) -> int:
-        return 1
-
-    @property
-    def split(self) -> int:
         return 1
 
     @property
@@ -113,9 +131,11 @@ class Pair:
         work = self.work
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
-        numbers |= {"GROUPS": self.groups, "PRODUCER": self.registers[0], "CONSUMER": self.registers[1]}
+        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.registers[0], "REGISTERS": self.registers[1]}
+        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
+        lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
         lines += [f"using Activation = struct {work.activation};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool BIAS = {str(work.bias).lower()};"]
@@ -124,7 +144,9 @@ class Pair:
             letter = {last: "b", last - 1: "a"}.get(at, "")
             lines += _weight(mode, f"_{letter}" if letter else "", letter.upper())
         struct = "\n  ".join(lines)
-        instructions = "".join(wgmma(work.dtype, n) for n in sorted({self.chunk, self.n}))
+        instructions = "".join(
+            wgmma("bfloat16" if self.pieces > 1 else work.dtype, n) for n in sorted({self.chunk, self.n})
+        )
         return (
             headers("wgmma.cuh")
             + instructions
@@ -159,7 +181,7 @@ def _weight(mode: Mode, name: str, letter: str) -> list[str]:
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     """The tiling of two large modes, and maybe a small one before them; None where this family has no kernel."""
-    if gpu.arch != 90 or work.dtype not in ("bfloat16", "float16", "tf32") or work.rank > 1 or work.inner > 1:
+    if gpu.arch != 90 or work.dtype == "float64" or work.rank > 1 or work.inner > 1:
         return None
     if len(work.steps) != len(work.sizes) or len(work.sizes) not in (2, 3):
         return None
@@ -169,19 +191,31 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     *_, p0, p1 = work.states[0]
     *_, q0, q1 = work.states[-1]
     size = ELEMENT_BYTES[work.dtype]
-    if min(p0, q0, p1, q1) < LEAST or max(q0, q1) > 128 or p1 * size % 16 or q1 * size % 16:
+    if min(p0, q0, p1, q1) < LEAST or max(q0, q1) > (64 if mixes else 128) or p1 * size % 16 or (size == 2 and q1 % 8):
         return None
-    states = max(work.states[0][0], work.states[-1][0]) if mixes else 1
-    row = -(-p1 * size // 128) * 128 * states
-    step = 32 // size
-    chunks = -(-p0 * row // (MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES))
-    chunk = round_up(-(-p0 // chunks), step)
+    exact = work.dtype == "float32"
+    if exact and (mixes or p1 % 8):  # the sums of mixtures need too many registers
+        return None
     groups = 2 if mixes else 1 if q1 > 64 else 3 if size == 2 else 2
-    for slots in (8, 6, 5, 4, 3, 2):
-        plan = Pair(work, chunk, slots, groups, gpu)
-        if plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255):
-            return replace(plan, us=_time(plan, batch))
+    for chunk, held in itertools.product(_chunks(work), (3, 1) if exact else (1,)):
+        for slots, stages in ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0)):
+            plan = Pair(work, chunk, slots, groups, gpu, stages, held)
+            fits = plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255) + 16 * exact
+            if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
+                return replace(plan, us=_time(plan, batch))
     return None
+
+
+def _chunks(work: Work) -> list[int]:
+    """Rows of a slot: as many as its bytes may be, in chunks of about the same size; or half as many."""
+    *_, p0, p1 = work.states[0]
+    size = ELEMENT_BYTES[work.dtype]
+    mixes = len(work.sizes) == 3
+    states = max(work.states[0][0], work.states[-1][0]) if mixes else 1
+    most = MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES
+    chunks = -(-p0 * -(-p1 * size // 128) * 128 * states // most)
+    step = 8 if work.dtype == "tf32" else 16
+    return [round_up(-(-p0 // (chunks * by)), step) for by in (1, 2)]
 
 
 def _time(plan: Pair, batch: int) -> float:
@@ -191,8 +225,8 @@ def _time(plan: Pair, batch: int) -> float:
     p, q = plan.mixed
     units = -(-batch * work.outer // gpu.sms)
     memory = (p * p0 * p1 + q * q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
-    rate = 0.6 * gpu.flops["bfloat16"] * (1 if plan.size == 2 else 0.5)
-    products = 128 * plan.parts * q * round_up(p0, plan.chunk) * (round_up(p1, 32 // plan.size) + plan.n) / rate
+    rate = 0.6 * gpu.flops["bfloat16"] * {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
+    products = 128 * plan.parts * q * round_up(p0, plan.chunk) * (round_up(p1, 32 // plan.unit) + plan.n) / rate
     chunk_us, row_us = (0.12, 0.003) if plan.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
     busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us) * q / plan.groups
     mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0

@@ -2,12 +2,21 @@
 //
 // A warpgroup makes 64 rows of T = B X', whose sums, rounded, are as they stand the left operand of Y' = T A'. X and A are
 // read from shared memory by the matrix unit, both with k contiguous; B stays in registers. Units go in chunks of p0
-// through a ring of slots, which one warpgroup fills by asynchronous copies. The others are GROUPS x PARTS: groups take
-// turns in units, parts share q1.
+// through a ring of slots, which one warpgroup fills. The others are GROUPS x PARTS: groups take turns in units, parts
+// share q1.
 //
-// Pass: Math, Element, Activation, BIAS; P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, PARTS, GROUPS; REGISTERS of a
-//       consumer's thread; weight_a(params, q, p), weight_b(params, q, p), and FACTOR_A, FACTOR_B: the parameter that these
-//       are, or -1 where they are products
+// float as accurate as FMA: an operand is the sum of three bf16 pieces, which hold all its bits, and the six largest of
+// their nine products count. Those of the first pieces are summed apart from the rest: small numbers lose nothing to
+// large ones, and where an operand is infinite or NaN, the rest, which would be NaN, is left out.
+//
+// A small mode before these two may be contracted as well. Then a unit is P such X's, a chunk the same rows of all; who
+// copied a piece of each makes their mixtures, and groups share the Q mixtures of every unit.
+//
+// Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
+//       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
+//       at once), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       weight(params, q, p), weight_a and weight_b; FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are
+//       products, and what those are scaled by, scale_a and scale_b
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -16,35 +25,43 @@
 
 template <class Pass> struct TwoFactors {
   using Element = typename Pass::Element;
+  using Part = typename Pass::Part;
   using Math = typename Pass::Math;
-  static constexpr int kSize = sizeof(Element), kStep = 32 / kSize, kSlab = 128 / kSize;
-  static constexpr int P = Pass::P, Q = Pass::Q;
+  static constexpr int kSize = sizeof(Element), kUnit = sizeof(Part), kStep = 32 / kUnit, kSlab = 128 / kUnit;
+  static constexpr int kEach = 16 / kUnit;  // elements of a piece of 16 bytes in shared memory
+  static constexpr int P = Pass::P, Q = Pass::Q, PIECES = Pass::PIECES, HELD = Pass::HELD;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, CHUNK = Pass::CHUNK, SLOTS = Pass::SLOTS;
-  static constexpr int kChunks = ceil_div(P0, CHUNK), kN = round_up(Q0, 16);
+  static constexpr int kChunks = ceil_div(P0, CHUNK), kN = round_up(Q0, 16), kM = Pass::PARTS * 64;
   static constexpr int kStepsB = ceil_div(P1, kStep), kStepsA = CHUNK / kStep;
-  static constexpr int kSlabA = kN * 128, kBytesA = ceil_div(kChunks * CHUNK, kSlab) * kSlabA;
-  static constexpr int kSlabX = CHUNK * 128, kStateBytes = ceil_div(P1, kSlab) * kSlabX, kSlotBytes = (P > Q ? P : Q) * kStateBytes;
+  static constexpr int kSlabA = kN * 128, kBytesA = ceil_div(kChunks * CHUNK, kSlab) * kSlabA;  // of one piece
+  static constexpr int kSlabB = kM * 128, kBytesB = ceil_div(P1, kSlab) * kSlabB;
+  static constexpr int kSlabX = CHUNK * 128, kBytesX = ceil_div(P1, kSlab) * kSlabX, kStateBytes = PIECES * kBytesX;
+  static constexpr int kSlotBytes = (P > Q && Pass::STAGES == 0 ? P : Q) * kStateBytes;
   static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
-  static constexpr bool kMixes = P * Q > 1;
+  static constexpr bool kMixes = P * Q > 1, kStages = Pass::STAGES > 0;
+  // A group that waits for a slot has to have seen what was there before.
+  static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
   static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
-  static constexpr int kAhead = SLOTS > 3 ? 2 : 1;  // chunks under way when another is handed over
+  static constexpr int kAhead = kStages ? Pass::STAGES - 1 : SLOTS > 3 ? 2 : 1;  // chunks under way when one is handed over
+  static constexpr int kRowPieces = P1 / kEach, kPieces = CHUNK * kRowPieces, kTurns = ceil_div(kPieces, 128);
+  static constexpr int kCopies = kSize / kUnit, kStageBytes = kTurns * 128 * P * kCopies * 16;  // for a piece
   static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie: rows of whole 16 bytes
+  static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
+  static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
 
   const Params& params;
   const Lane lane;
   const int warpgroup, thread;
-  const u32 memory, a, slots;
+  const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, or results
   const i64 units;
-  static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
-  static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
 
   DEVICE TwoFactors(const Params& p)
       : params(p), warpgroup(threadIdx.x / 128), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
-        a(memory + kBarrierBytes), slots(a + kBytesA), units(p.batch * Pass::UNITS_PER_SAMPLE) {}
+        a(memory + kBarrierBytes), b(a + PIECES * kBytesA), slots(b + (PIECES - HELD) * kBytesB),
+        behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE) {}
 
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
-
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
 
   DEVICE void run() const {
@@ -53,231 +70,341 @@ template <class Pass> struct TwoFactors {
       init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
     }
     if constexpr (kMixes) {
-      if (threadIdx.x < Q * P)
-        store_shared(mixture(threadIdx.x / P) + threadIdx.x % P * 4, Pass::weight(params, threadIdx.x / P, threadIdx.x % P));
+      const int q = threadIdx.x / P, p = threadIdx.x % P;
+      if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight(params, q, p));
     }
     if constexpr (P1 % kStep || P0 % CHUNK)  // padding of the slots, which copies leave alone
       for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += kThreads * 4) store_shared(slots + at, 0u);
     fence_copy_engine();
     __syncthreads();
     if (warpgroup == kConsumers) {
-      if constexpr (Pass::PRODUCER > 0) give_registers<Pass::PRODUCER>();
+      if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
       produce();
     } else {
-      if constexpr (Pass::CONSUMER > 0) take_registers<Pass::CONSUMER>();
-      load_a();
+      if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
+      load_weights();
       fence_copy_engine();
       sync_group<kConsumers * 4, 2>(1);
       consume();
     }
   }
 
-  // Operand A, padded with zeros. Where its left operand are sums of 32 bits, a lane's k's are 2t and 2t + 1.
-  DEVICE void load_a() const {
-    constexpr int kEach = Pass::FACTOR_A >= 0 && P0 * kSize % 16 == 0 ? 16 / kSize : 1;
-    constexpr int kRow = kBytesA / kSlabA * kSlab / kEach;
-    [[maybe_unused]] const float scale = kScalesA ? Pass::scale_a(params) : 1.f;
-#pragma unroll 8
-    for (int j = threadIdx.x; j < kN * kRow; j += kConsumers * 128) {
-      const int q = j / kRow, p = j % kRow * kEach;
-      const bool present = q < Q0 && p < P0;
-      if constexpr (kEach > 1) {
-        u32 word[4] = {};
-        if (present) load_global(static_cast<const Element*>(params.weights[Pass::FACTOR_A]) + q * P0 + p, word);
-        if constexpr (kSize == 2) {
-          store_u32x4(place_in_a(q, p), word);
-        } else {
+  // Two neighbours as the words of their pieces, for parts of 16 bits.
+  static DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) store_shared(place_in_a(q, p + i), tf32_of(word[i]));
-        }
+    for (int i = 0; i < PIECES; ++i) {
+      word[i] = Pair<Part>(x, y).bits;
+      if (i < PIECES - 1) x -= widen(Part{u16(word[i])}), y -= widen(Part{u16(word[i] >> 16)});
+    }
+  }
+
+  // To shared memory, padded with zeros: A, and the pieces of B that are not in registers.
+  DEVICE void load_weights() const {
+    [[maybe_unused]] const float scale = kScalesA ? Pass::scale_a(params) : 1.f;
+    load_weight<0, Pass::FACTOR_A, kN, kBytesA, kSlabA, Q0, P0>(
+        a, [&](int q, int p) { return scale * Pass::weight_a(params, q, p); });
+    if constexpr (HELD < PIECES)
+      load_weight<HELD, Pass::FACTOR_B, kM, kBytesB, kSlabB, Q1, P1>(
+          b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+  }
+  // Where their left operand are sums of 32 bits, a lane's k's are 2t and 2t + 1.
+  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, class At>
+  DEVICE void load_weight(u32 to, At at) const {
+    constexpr bool kWords = FACTOR >= 0 && COLUMN * kSize % 16 == 0;
+    constexpr int kTogether = kWords ? 16 / kSize : kUnit == 2 && COLUMN % 2 == 0 ? 2 : 1;
+    constexpr int kRow = BYTES / SLAB * kSlab / kTogether;
+    const auto place = [&](int q, int p) {
+      const int k = (kUnit == 4 ? Math::place_of(p, true) : p) * kUnit;
+      return to + k / 128 * SLAB + swizzled(q, k % 128 / 16) + k % 16;
+    };
+#pragma unroll 8
+    for (int j = threadIdx.x; j < ROWS * kRow; j += kConsumers * 128) {
+      const int q = j / kRow, p = j % kRow * kTogether;
+      const bool present = q < ROW && p < COLUMN;
+      if constexpr (kWords) {
+        u32 word[4] = {};
+        if (present) load_global(static_cast<const Element*>(params.weights[FACTOR]) + q * COLUMN + p, word);
+        if constexpr (kSize == 2)
+          store_u32x4(place(q, p), word);
+        else
+          store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       } else {
-        store_shared(place_in_a(q, p), present ? rounded(scale * Pass::weight_a(params, q, p)) : Element{});
+        u32 word[kTogether] = {};
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          if (present) word[i] = __float_as_uint(at(q, p + i));
+        store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       }
     }
   }
-  DEVICE u32 place_in_a(int q, int p) const {
-    const int k = Math::place_of(p, true) * kSize;
-    return a + k / 128 * kSlabA + swizzled(q, k % 128 / 16) + k % 16;
+  // Neighbours, as floats, to their places: rounded or split.
+  template <int FIRST, int BYTES, int N, class Place>
+  static DEVICE void store_weight(const u32 (&x)[N], Place place) {
+#pragma unroll
+    for (int i = 0; i < N; i += kUnit == 4 || N == 1 ? 1 : 2) {
+      if constexpr (kUnit == 4) {
+        store_shared(place(i), tf32_of(x[i]));
+      } else {
+        u32 word[PIECES];
+        split(__uint_as_float(x[i]), N > 1 ? __uint_as_float(x[(i + 1) % N]) : 0.f, word);
+#pragma unroll
+        for (int piece = FIRST; piece < PIECES; ++piece) {
+          if constexpr (N > 1)
+            store_shared(place(i) + (piece - FIRST) * BYTES, word[piece]);
+          else
+            store_shared(place(i) + (piece - FIRST) * BYTES, u16(word[piece]));
+        }
+      }
+    }
   }
-  static DEVICE Element rounded(float x) { return narrow<Element>(Math::rounded(x)); }
 
-  // Copies this block's chunks to slots as these come free, and hands each over once it has arrived.
+  // Copies this block's chunks as there is room, and hands each over once it has arrived.
   DEVICE void produce() const {
-    constexpr i64 kUnit = P * P0 * P1;
+    constexpr i64 kElements = P * P0 * P1;
     const i64 mine = blockIdx.x < units ? (units - blockIdx.x - 1) / gridDim.x + 1 : 0, chunks = mine * kChunks;
-    const Element* x = static_cast<const Element*>(params.x) + blockIdx.x * kUnit;
-    int chunk = 0, slot = 0, ready = 0, ready_chunk = 0;
-    u32 phase = 1;
+    const Element* x = static_cast<const Element*>(params.x) + blockIdx.x * kElements;
+    int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0;
+    u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
 #pragma unroll 1
     for (i64 n = 0; n < chunks + kAhead; ++n) {
       if (n < chunks) {
-        wait_for_bytes(empty(slot), phase);
+        if constexpr (!kStages) take(slot, phase);
+        const u32 to = slots + (slot ? slot - 1 : SLOTS - 1) * kSlotBytes;
         const Element* from = x + chunk * (CHUNK * P1);
-        each_piece(chunk, slot, [&](int j, u32 place) {
+        each_piece(chunk, [&](int turn, int j, u32 place) {
 #pragma unroll
-          for (int p = 0; p < P; ++p) copy_async<16>(place + p * kStateBytes, from + p * (P0 * P1) + j * (16 / kSize), true);
+          for (int p = 0; p < P; ++p)
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i)
+              copy_async<16>(kStages ? stage_address(stage, turn) + (p * kCopies + i) * 2048 : to + place + p * kStateBytes,
+                             from + p * (P0 * P1) + j * kEach + i * (16 / kSize), true);
         });
-        if (++slot == SLOTS) slot = 0, phase ^= 1;
-        if (++chunk == kChunks) chunk = 0, x += gridDim.x * kUnit;
+        if (kStages && ++stage == Pass::STAGES) stage = 0;
+        if (++chunk == kChunks) chunk = 0, x += gridDim.x * kElements;
       }
       commit_copies();
       if (n < kAhead) continue;
       wait_for_copies<kAhead>();
-      if constexpr (kMixes)
-        each_piece(ready_chunk, ready, [&](int, u32 place) { mix(place); });
-      else if constexpr (Math::kRounds)
-        each_piece(ready_chunk, ready, [&](int, u32 place) {
-          u32 word[4];
-          load_u32x4(place, word);
-#pragma unroll
-          for (u32& w : word) w = tf32_of(w);
-          store_u32x4(place, word);
+      if constexpr (kStages) take(slot, phase);
+      if constexpr (kStages || kMixes || Math::kRounds)
+        each_piece(ready_chunk, [&](int turn, int, u32 place) {
+          const u32 to = slots + ready * kSlotBytes + place;
+          prepare(kStages ? stage_address(ready_stage, turn) : to, to);
         });
       fence_copy_engine();
       arrive(full(ready));
       if (++ready == SLOTS) ready = 0;
       if (++ready_chunk == kChunks) ready_chunk = 0;
+      if (kStages && ++ready_stage == Pass::STAGES) ready_stage = 0;
     }
   }
-  // The 16-byte pieces of a chunk that this thread moves: number, and place in the slot.
-  template <class Do> DEVICE void each_piece(int chunk, int slot, Do act) const {
-    constexpr int kRow = P1 * kSize / 16, kCount = CHUNK * kRow;
-    const int count = P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK * kRow : kCount;
-#pragma unroll(kMixes ? 1 : ceil_div(kCount, 128))
-    for (int k = 0; k < ceil_div(kCount, 128); ++k) {
-      const int j = k * 128 + thread, row = j / kRow, piece = j % kRow;
-      if ((kCount % 128 == 0 && P0 % CHUNK == 0) || j < count)
-        act(j, slots + slot * kSlotBytes + piece / 8 * kSlabX + swizzled(row, piece % 8));
+  DEVICE void take(int& slot, u32& phase) const {
+    wait_for_bytes(empty(slot), phase);
+    if (++slot == SLOTS) slot = 0, phase ^= 1;
+  }
+  DEVICE u32 stage_address(int stage, int turn) const {
+    return behind + stage * kStageBytes + turn * (P * kCopies * 2048) + thread * 16;
+  }
+  // The 16-byte pieces of a chunk that this thread moves: number, and place in a slot.
+  template <class Do> DEVICE void each_piece(int chunk, Do act) const {
+    const int count = P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK * kRowPieces : kPieces;
+#pragma unroll(kMixes || PIECES > 1 ? 1 : kTurns)
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int j = turn * 128 + thread, row = j / kRowPieces, piece = j % kRowPieces;
+      if ((kPieces % 128 == 0 && P0 % CHUNK == 0) || j < count)
+        act(turn, j, piece / 8 * kSlabX + swizzled(row, piece % 8));
     }
   }
-  // P pieces become Q.
-  DEVICE void mix(u32 place) const {
-    constexpr int kEach = 16 / kSize;
+  // What was copied, mixed, rounded or split, as the matrix unit wants it.
+  DEVICE void prepare(u32 from, u32 to) const {
     float x[P][kEach];
 #pragma unroll
-    for (int p = 0; p < P; ++p) {
-      u32 word[4];
-      load_u32x4(place + p * kStateBytes, word);
+    for (int p = 0; p < P; ++p)
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if constexpr (kSize == 4)
-          x[p][i] = __uint_as_float(word[i]);
-        else
-          x[p][i] = widen(Element{u16(word[i / 2] >> i % 2 * 16)});
+      for (int i = 0; i < kCopies; ++i) {
+        u32 word[4];
+        load_u32x4(from + (kStages ? (p * kCopies + i) * 2048 : p * kStateBytes), word);
+#pragma unroll
+        for (int k = 0; k < 16 / kSize; ++k) {
+          if constexpr (kSize == 4)
+            x[p][i * 4 + k] = __uint_as_float(word[k]);
+          else
+            x[p][k] = widen(Element{u16(word[k / 2] >> k % 2 * 16)});
+        }
       }
-    }
+    if constexpr (!kMixes) {
+      put(x[0], to);
+    } else {
 #pragma unroll 1
-    for (int q = 0; q < Q; ++q) {
-      float y[kEach] = {};
+      for (int q = 0; q < Q; ++q) {
+        float y[kEach] = {};
 #pragma unroll
-      for (int p = 0; p < P; p += 4) {
-        u32 weight[4];
-        load_u32x4(mixture(q) + p * 4, weight);
+        for (int p = 0; p < P; p += 4) {
+          u32 weight[4];
+          load_u32x4(mixture(q) + p * 4, weight);
 #pragma unroll
-        for (int i = 0; i < 4 * kEach; ++i)
-          if (p + i / kEach < P) y[i % kEach] += __uint_as_float(weight[i / kEach]) * x[p + i / kEach][i % kEach];
+          for (int i = 0; i < 4 * kEach; ++i)
+            if (p + i / kEach < P) y[i % kEach] += __uint_as_float(weight[i / kEach]) * x[p + i / kEach][i % kEach];
+        }
+        put(y, to + q * kStateBytes);
       }
-      u32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kSize == 4)
-          word[i] = tf32_of(__float_as_uint(y[i]));
-        else
-          word[i] = Pair<Element>(y[2 * i], y[2 * i + 1]).bits;
-      }
-      store_u32x4(place + q * kStateBytes, word);
     }
   }
+  static DEVICE void put(const float (&x)[kEach], u32 to) {
+    u32 word[PIECES][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kUnit == 4) {
+        word[0][i] = tf32_of(__float_as_uint(x[i]));
+      } else {
+        u32 pieces[PIECES];
+        split(x[2 * i], x[2 * i + 1], pieces);
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) word[piece][i] = pieces[piece];
+      }
+    }
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) store_u32x4(to + piece * kBytesX, word[piece]);
+  }
+
+  // Sums of the products of first pieces, and of the others.
+  template <int N> struct Sums {
+    float high[N / 2], low[PIECES > 1 ? N / 2 : 1];
+    DEVICE void arrived() {
+      touch(high);
+      if constexpr (PIECES > 1) {
+        touch(low);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) high[i] += fabsf(low[i]) <= 3.402823466e38f ? low[i] : 0.f;
+      }
+    }
+  };
+  using Left = u32[PIECES][kStepsA][4];
 
   DEVICE void consume() const {
     const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
-    u32 b[kStepsB][4];
-    [[maybe_unused]] const float scale_b = kScalesB ? Pass::scale_b(params) : 1.f;
+    u32 held[HELD][kStepsB][4];
+    [[maybe_unused]] const float scale_b = kScalesB ? Pass::scale_b(params) : 1.f, unscale_b = 1 / scale_b;
+    [[maybe_unused]] const float unscale_a = kScalesA ? 1 / Pass::scale_a(params) : 1.f;
 #pragma unroll
     for (int s = 0; s < kStepsB; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[s][i] = word_of_b(first + lane.g + i % 2 * 8, s * kStep + i / 2 * (kStep / 2), scale_b);
-    [[maybe_unused]] const float unscale_b = 1 / scale_b;
-    [[maybe_unused]] const float unscale_a = kScalesA ? 1 / Pass::scale_a(params) : 1.f;
+      for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
     u32 position = kMixes ? 0 : group * kChunks;
     const i64 step = i64(gridDim.x) * (kMixes ? 1 : Pass::GROUPS);
 #pragma unroll 1
     for (i64 unit = blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x); unit < units; unit += step) {
-      float y[kShare][kN / 2];
+      Sums<kN> y[kShare];
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
         const u32 slot = position % SLOTS;
         wait_for_bytes(full(slot), position / SLOTS & 1);
 #pragma unroll
         for (int share = 0; share < kShare; ++share) {
-          float t[CHUNK / 2];
-          const u64 x = operand(slots + slot * kSlotBytes + (kMixes ? mixed(group, share) * kStateBytes : 0));
-          open_products();
-#pragma unroll
-          for (int s = 0; s < kStepsB; ++s)
-            Wgmma<Element, CHUNK>::multiply(t, b[s], x + (s / 4 * kSlabX >> 4) + s % 4 * 2, s > 0);
-          commit_products();
+          Sums<CHUNK> t;
+          multiply_b(t, held, slots + slot * kSlotBytes + (kMixes ? mixed(group, share) * kStateBytes : 0), part);
           wait_for_products<0>();
-          touch(t);
+          t.arrived();
+          if (share == kShare - 1 && lane.index == 0) arrive(empty(slot));
           if constexpr (kScalesB)
 #pragma unroll
-            for (float& sum : t) sum *= unscale_b;
-          if (share == kShare - 1 && lane.index == 0) arrive(empty(slot));
-          u32 left[kStepsA][4];
-          pack(left, t);
-          const u64 weight = operand(a);
-          open_products();
-#pragma unroll
-          for (int s = 0; s < kStepsA; ++s) {
-            const int k = chunk * kStepsA + s;
-            Wgmma<Element, kN>::multiply(y[share], left[s], weight + (k / 4 * kSlabA >> 4) + k % 4 * 2, k > 0);
-          }
-          commit_products();
+            for (float& sum : t.high) sum *= unscale_b;
+          Left left;
+          pack(left, t.high);
+          multiply_a(y[share], left, chunk);
         }
       }
       wait_for_products<0>();
       if constexpr (!kMixes) position += (Pass::GROUPS - 1) * kChunks;
 #pragma unroll
       for (int share = 0; share < kShare; ++share) {
-        touch(y[share]);
+        y[share].arrived();
+        if (kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share) break;
         if constexpr (kScalesA)
 #pragma unroll
-          for (float& sum : y[share]) sum *= unscale_a;
-        if (kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share) break;
+          for (float& sum : y[share].high) sum *= unscale_a;
         const i64 state = unit * Q + (kMixes ? mixed(group, share) : 0);
-        finish(y[share], state, first);
+        finish(y[share].high, state, first);
         if constexpr (kSize == 2)
-          store_staged(y[share], state, part);
+          store_staged(y[share].high, state, part);
         else
-          store(y[share], state, first);
+          store(y[share].high, state, first);
       }
     }
   }
   // Which mixture; the last one again where groups do not divide them.
   static DEVICE int mixed(int group, int share) { return min(group * kShare + share, Q - 1); }
-  // k's from p on of a row of operand B, a register's worth
-  DEVICE u32 word_of_b(int q, int p, float scale) const {
-    if constexpr (kSize == 2 && Pass::FACTOR_B >= 0 && P1 % 2 == 0) {
-      const bool present = q < Q1 && p + lane.t * 2 < P1;
+
+  // The word of operand B in register i of step s
+  DEVICE void hold(u32 (&held)[HELD][kStepsB][4], int s, int i, int q, float scale) const {
+    const int p = s * kStep + i / 2 * (kStep / 2) + lane.t * (4 / kUnit);
+    const auto at = [&](int p) { return q < Q1 && p < P1 ? scale * Pass::weight_b(params, q, p) : 0.f; };
+    if constexpr (kUnit == 4) {
+      held[0][s][i] = tf32_of(__float_as_uint(at(p)));
+    } else if constexpr (PIECES == 1 && Pass::FACTOR_B >= 0 && P1 % 2 == 0) {
       const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]);
-      return present ? *reinterpret_cast<const u32*>(factor + q * P1 + p + lane.t * 2) : 0;
-    } else if constexpr (kSize == 2) {
-      const auto at = [&](int p) { return q < Q1 && p < P1 ? scale * Pass::weight_b(params, q, p) : 0.f; };
-      return Pair<Element>(at(p + lane.t * 2), at(p + lane.t * 2 + 1)).bits;
+      held[0][s][i] = q < Q1 && p < P1 ? *reinterpret_cast<const u32*>(factor + q * P1 + p) : 0;
     } else {
-      return __float_as_uint(q < Q1 && p + lane.t < P1 ? rounded(Pass::weight_b(params, q, p + lane.t)) : 0.f);
+      u32 word[PIECES];
+      split(at(p), at(p + 1), word);
+#pragma unroll
+      for (int piece = 0; piece < HELD; ++piece) held[piece][s][i] = word[piece];
     }
   }
-  static DEVICE void pack(u32 (&left)[kStepsA][4], const float (&t)[CHUNK / 2]) {
+
+  DEVICE void multiply_b(Sums<CHUNK>& t, const u32 (&held)[HELD][kStepsB][4], u32 state, int part) const {
+    open_products();
+#pragma unroll
+    for (int s = 0; s < kStepsB; ++s)
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int j = 0; i + j < PIECES; ++j) {
+          const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
+          const bool add = s > 0 || i > 0 || j > 1;
+          if (i < HELD)
+            multiply(t, i + j, held[i < HELD ? i : 0][s], x, add);
+          else
+            multiply(t, i + j, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
+        }
+    commit_products();
+  }
+  DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk) const {
+    open_products();
+#pragma unroll
+    for (int s = 0; s < kStepsA; ++s)
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int j = 0; i + j < PIECES; ++j) {
+          const int k = chunk * kStepsA + s;
+          multiply(y, i + j, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2,
+                   k > 0 || i > 0 || j > 1);
+        }
+    commit_products();
+  }
+  // The first product of each kind of sums sets them.
+  template <int N, class Operand>
+  static DEVICE void multiply(Sums<N>& sums, int order, const Operand& left, u64 right, bool add) {
+    if constexpr (PIECES > 1) {
+      if (order > 0) return Wgmma<Part, N>::multiply(sums.low, left, right, add);
+    }
+    Wgmma<Part, N>::multiply(sums.high, left, right, add);
+  }
+
+  static DEVICE void pack(Left& left, const float (&t)[CHUNK / 2]) {
 #pragma unroll
     for (int s = 0; s < kStepsA; ++s)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (kSize == 2) {
-          const int at = (2 * s + i / 2) * 4 + i % 2 * 2;
-          left[s][i] = Pair<Element>(t[at], t[at + 1]).bits;
+        if constexpr (kUnit == 4) {
+          left[0][s][i] = tf32_of(__float_as_uint(t[s * 4 + i % 2 * 2 + i / 2]));
         } else {
-          left[s][i] = tf32_of(__float_as_uint(t[s * 4 + i % 2 * 2 + i / 2]));
+          const int at = (2 * s + i / 2) * 4 + i % 2 * 2;
+          u32 word[PIECES];
+          split(t[at], t[at + 1], word);
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) left[piece][s][i] = word[piece];
         }
       }
   }
@@ -305,8 +432,8 @@ template <class Pass> struct TwoFactors {
   }
   // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first.
   DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part) const {
-    const u32 staged = slots + SLOTS * kSlotBytes + warpgroup * (kN * 128);
-    sync_group<4, 16>(1 + warpgroup);  // the last unit's result has left
+    const u32 staged = behind + warpgroup * (kN * 128);
+    sync_group<4, 16>(1 + warpgroup);  // the last state has left
     const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
 #pragma unroll
     for (int n = 0; n < kN / 8; n += 2) {

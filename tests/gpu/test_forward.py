@@ -27,6 +27,11 @@ CASES = [
     Case(kronecker((128, 128), (128, 128)), 32),
     Case(kronecker((20, 28), (36, 44)), 33),
     Case(kronecker((8, 256), (256, 8)), 40, True, "relu"),
+    Case(kronecker((128, 128), (128, 128)), 300, True, "relu"),
+    Case(kronecker((112, 128), (112, 128)), 2100, False),
+    Case(kronecker((40, 32), (56, 48)), 300, True, "gelu"),
+    Case(kronecker((4, 40, 32), (6, 56, 48)), 700, True, "silu"),
+    Case(kronecker((2, 64, 64), (2, 64, 64)), 2100, False),
     Case(kronecker((1000, 3), (1000, 3)), 9),
     Case(kronecker((3, 1000), (3, 1000)), 9, False),
     Case(kronecker((64,), (300,)), 65),
@@ -48,9 +53,10 @@ CASES = [
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
     Case(monarch((2, 3, 4), (3, 2, 2)), 2),
 ]
-# One for each path of the engine: all on chip, several terms, several passes, untied.
+# One for each path of the engine: all on chip, two large factors, several terms, several passes, untied.
 FEW = [
     Case(kronecker((13, 24), (20, 7)), 37),
+    Case(kronecker((32, 40), (24, 32)), 165),
     Case(kronecker((6, 9), (8, 5), rank=2), 37),
     Case(kronecker((3, 1000), (5, 300)), 37),
     Case(monarch((6, 10), (9, 7)), 37),
