@@ -79,7 +79,7 @@ def compare(a: Tensor, b: Tensor, tolerance: float) -> tuple[bool, float]:
         return True, 0.0
     difference = a.double() - b.double()
     distance = _norm(difference)
-    return math.isfinite(distance) and distance <= tolerance * _norm(b), difference.abs().max().item()
+    return math.isfinite(distance) and distance <= tolerance * _norm(b), _largest(difference)
 
 
 def tolerances(case: Case) -> dict[str, float]:
@@ -136,11 +136,12 @@ def _values(problem: Problem, version: str) -> dict[str, Tensor]:
 
 
 def _steady(problem: Problem) -> None:
-    """Changes grad_y so that rounding alone cannot make right implementations differ, whatever was drawn.
+    """Changes grad_y so that neither rounding nor float16's range makes right implementations differ.
 
     Adds slope, how y grows with any one weight's scale. As ⟨grad_w, w⟩ = ⟨grad_y, slope⟩ for each weight w,
     no grad_w cancels to next to nothing, not even a 1x1 factor's, which is a single number. And zeroes grad_y
     where what enters the activation is so near 0 that rounding decides its sign: relu's derivative jumps.
+    And scales it, as a weight's gradient is a sum over all samples and positions, too large for float16.
     """
     case, layer = problem.case, problem.layer
     with torch.no_grad():
@@ -156,6 +157,21 @@ def _steady(problem: Problem) -> None:
         near = tolerances(replace(case, activation="identity"))["y"] * z.square().mean().sqrt()
         grad_y[z.abs() <= near] = 0
     problem.grad_y = grad_y.to(case.dtype)
+    if case.dtype == torch.float16:
+        problem.grad_y *= _scale_in_range(problem)
+
+
+def _scale_in_range(problem: Problem) -> float:
+    """A power of two that brings the largest gradient, which float32 finds, to half of what float16 holds or less."""
+    wide = Problem(replace(problem.case, dtype=torch.float32))
+    wide.grad_y = problem.grad_y.float()
+    largest = max(_largest(gradient) for gradient in wide.backward(wide.forward("v1")).values())
+    # Gradients are linear in grad_y, and a power of two changes exponents alone: no relative difference changes.
+    return 2.0 ** min(0, 15 - math.frexp(largest)[1])
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _norm(tensor: Tensor) -> float:
