@@ -1,5 +1,5 @@
-// The raw ops, factorlayer::forward and factorlayer::backward: tensors in, tensors out, nothing shared
-// between them. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and
+// The raw ops, factorlayer::forward and factorlayer::backward: tensors of any strides in, contiguous ones out, nothing
+// shared between them. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and
 // exported graphs; shapes were checked in Python, so the checks here only keep memory safe.
 #include <dlfcn.h>
 
@@ -74,10 +74,9 @@ DType dtype_named(const std::string& name) {
 
 void check(const Tensor& t, const Tensor& x, int64_t elements, const char* name) {
   const bool at_home = x.is_cpu() ? t.is_cpu() : t.is_cuda() && t.get_device_index() == x.get_device_index();
-  STD_TORCH_CHECK(at_home && t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.numel() == elements,
-                  "factorlayer: ", name, " must be a contiguous ", x.is_cpu() ? "CPU" : "CUDA",
-                  " tensor of x's dtype", x.is_cpu() ? "" : " and on x's device", " with ", elements,
-                  " elements, it has ", t.numel());
+  STD_TORCH_CHECK(at_home && t.scalar_type() == x.scalar_type() && t.numel() == elements, "factorlayer: ", name,
+                  " must be a ", x.is_cpu() ? "CPU" : "CUDA", " tensor of x's dtype",
+                  x.is_cpu() ? "" : " and on x's device", " with ", elements, " elements, it has ", t.numel());
 }
 
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
@@ -85,7 +84,6 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
                   const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "]");
-  check(x, x, x.numel(), "x");
   STD_TORCH_CHECK(weights.size() == chain.contractions.size(), "factorlayer: the chain has ",
                   chain.contractions.size(), " weights, ", weights.size(), " were given");
   for (const Contraction& c : chain.contractions) {
@@ -95,7 +93,11 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
   }
   STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
   if (bias) check(*bias, x, chain.out_features(), "bias");
+  STD_TORCH_CHECK(!bias || bias->dim() == 1, "factorlayer: bias must be [", chain.out_features(), "]");
 }
+
+// As the kernels read it. Looking costs less than Python's own contiguous().
+Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 // Uninitialised, on x's device, of x's dtype or another. The stable new_empty takes a microsecond more, in which it looks
 // an operator up by name.
@@ -120,17 +122,21 @@ Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype 
 // A call's tensors, checked, with the pointers that the kernels take.
 struct Call {
   const Chain& chain;
+  std::vector<Tensor> tensors;  // x, weights, bias
   std::vector<const void*> weights;
   cpu::Problem problem;
 
   Call(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& bias, const std::string& text)
-      : chain(find_chain(text)), weights(given.size()) {
+      : chain(find_chain(text)) {
     STD_TORCH_CHECK(x.is_cpu(), "factorlayer: x must be a CPU tensor, as the others are");
     check_inputs(chain, x, given, bias);
-    for (size_t i = 0; i < given.size(); ++i) weights[i] = given[i].const_data_ptr();
     STD_TORCH_CHECK(cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
-    problem = {&chain, dtype_of(x), x.size(0), x.const_data_ptr(), weights.data(),
-               bias ? bias->const_data_ptr() : nullptr};
+    tensors.reserve(given.size() + 2);
+    auto address = [&](const Tensor& t) { return tensors.emplace_back(as_contiguous(t)).const_data_ptr(); };
+    problem = {&chain, dtype_of(x), x.size(0), address(x)};
+    for (const Tensor& weight : given) weights.push_back(address(weight));
+    problem.weights = weights.data();
+    problem.bias = bias ? address(*bias) : nullptr;
   }
 };
 
@@ -164,6 +170,7 @@ std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::v
   check(grad_y, x, x.size(0) * call.chain.out_features(), "grad_y");
   STD_TORCH_CHECK(wanted >= 0 && wanted >> (weights.size() + 2) == 0 && (bias || !(wanted & 2)),
                   "factorlayer: a gradient is wanted of something that was not given");
+  const Tensor read = as_contiguous(grad_y);
   std::vector<Tensor> gradients;
   auto want = [&](int bit, const Tensor& like) -> void* {
     if (!(wanted >> bit & 1)) return nullptr;
@@ -172,13 +179,13 @@ std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::v
     return gradient.mutable_data_ptr();
   };
   cpu::Gradients to{};
-  to.grad_x = want(0, x);
-  to.grad_bias = bias ? want(1, *bias) : nullptr;
+  to.grad_x = want(0, call.tensors[0]);
+  to.grad_bias = bias ? want(1, call.tensors.back()) : nullptr;
   std::vector<void*> grad_weights(weights.size());
-  for (size_t i = 0; i < weights.size(); ++i) grad_weights[i] = want(int(i) + 2, weights[i]);
+  for (size_t i = 0; i < weights.size(); ++i) grad_weights[i] = want(int(i) + 2, call.tensors[i + 1]);
   to.grad_weights = grad_weights.data();
   if (x.size(0)) {
-    cpu::backward(call.problem, grad_y.const_data_ptr(), to, threads_for(call.problem), parallel);
+    cpu::backward(call.problem, read.const_data_ptr(), to, threads_for(call.problem), parallel);
   } else {
     for (Tensor& gradient : gradients) torch::stable::zero_(gradient);
   }
@@ -215,14 +222,28 @@ void locate_compiler() {
   if (!cuda::find_compiler()) cuda::locate_compiler(python::nvrtc_paths());
 }
 
+// The plan from the cache or from the planner, which takes longer than all the rest of a first call does. A plan that
+// cannot be kept is made again by the next process, and that is all.
+std::string plan_of(const std::string& chain, DType dtype, int batch_class, int capability, int processors,
+                    int shared_bytes) {
+  const std::string name = chain + " in " + name_of(dtype) + ", batch class " + std::to_string(batch_class);
+  const std::string gpu = "sm_" + std::to_string(capability) + " with " + std::to_string(processors) + " SMs of " +
+                          std::to_string(shared_bytes) + " bytes";
+  const cache::Key key{"plan", name, gpu, "", "", python::planner()};
+  if (std::optional<std::string> plan = cache::load(key)) return *plan;
+  const std::string plan =
+      python::plan_text(chain, name_of(dtype), batch_class, capability, processors, shared_bytes);
+  cache::store(key, plan);
+  return plan;
+}
+
 const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& chain) {
   if (const cuda::Program* found = cuda::find_program(key)) return *found;
   locate_compiler();
   const cuda::Device& device = cuda::find_device(key.device);
   std::string plan;
   try {
-    plan = python::plan_text(chain, name_of(key.dtype), key.batch_class, device.capability, device.processors,
-                             device.shared_bytes);
+    plan = plan_of(chain, key.dtype, key.batch_class, device.capability, device.processors, device.shared_bytes);
   } catch (const python::Error& error) {
     const cuda::Failure failure("factorlayer: chain \"" + chain + "\" has no plan: " + error.what(), "", "", "");
     if (error.lasting) cuda::remember_failure(key, failure);
@@ -249,7 +270,7 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
 
   std::vector<Tensor> kept;  // until their kernels are launched, after which PyTorch's streams keep them
   kept.reserve(weights.size() + 4);
-  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(t)).const_data_ptr(); };
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params;
   params.x = address(x);
   params.y = y.mutable_data_ptr();
@@ -282,6 +303,12 @@ cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, 
 }
 
 int64_t batch_class(int64_t batch) { return cuda::batch_class(batch); }
+
+std::string plan(const Text& chain, const Text& dtype, int64_t batch_class, int64_t capability, int64_t processors,
+                 int64_t shared_bytes) {
+  return plan_of(chain.value, dtype_named(dtype.value), int(batch_class), int(capability), int(processors),
+                 int(shared_bytes));
+}
 
 std::vector<std::string> prepare(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
   try {
@@ -346,12 +373,13 @@ std::vector<std::string> compiler() {
   return {cuda::find_compiler()->version, cuda::find_compiler()->path};
 }
 
-// A line for each: file, bytes, whole or damaged, kernel, architecture, compiler, package.
+// A line for each: file, bytes, whole or damaged, kernel or plan, name, architecture, compiler, package.
 std::vector<std::string> cache_entries() {
   std::vector<std::string> lines;
   for (const cache::Entry& entry : cache::entries())
-    lines.push_back(entry.file + "\t" + std::to_string(entry.bytes) + "\t" + (entry.whole ? "whole" : "damaged") + "\t" +
-                    entry.name + "\t" + entry.architecture + "\t" + entry.compiler + "\t" + entry.package);
+    lines.push_back(entry.file + "\t" + std::to_string(entry.bytes) + "\t" +
+                    (entry.whole ? "whole" : "damaged") + "\t" + entry.kind + "\t" + entry.name + "\t" +
+                    entry.architecture + "\t" + entry.compiler + "\t" + entry.package);
   return lines;
 }
 
@@ -367,6 +395,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
+  m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
   m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");
   m.def("install(str chain, str dtype, int batch_class, int device, str plan) -> str[]");
   m.def("failure(str chain, str dtype, int batch_class, int device) -> str[]");
@@ -388,6 +417,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) { m.impl("forward", TORCH_BOX(&f
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&factorlayer::instruction_set));
   m.impl("batch_class", TORCH_BOX(&factorlayer::batch_class));
+  m.impl("plan", TORCH_BOX(&factorlayer::plan));
   m.impl("prepare", TORCH_BOX(&factorlayer::prepare));
   m.impl("install", TORCH_BOX(&factorlayer::install));
   m.impl("failure", TORCH_BOX(&factorlayer::failure));

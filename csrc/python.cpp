@@ -61,8 +61,14 @@ std::string text_of(PyObject* object) {
   throw Error(kind + ": " + text_of(value), kind != "KeyboardInterrupt" && kind != "MemoryError");
 }
 
+bool is_running() { return Py_IsInitialized && Py_IsInitialized(); }
+
 template <class... Arguments>
 std::string call(const char* module_name, const char* function, const char* format, Arguments... arguments) {
+  if (!is_running())
+    throw Error("there is no Python in this process to plan with; put the plan into the table with "
+                "factorlayer::install",
+                false);
   const Lock lock;
   const Object module(PyImport_ImportModule(module_name));
   if (!module.get()) raise();
@@ -73,14 +79,10 @@ std::string call(const char* module_name, const char* function, const char* form
 
 }  // namespace
 
-bool is_running() { return Py_IsInitialized && Py_IsInitialized(); }
+std::string planner() { return call("factorlayer.runtime", "planner", ""); }
 
 std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
                       int processors, int shared_bytes) {
-  if (!is_running())
-    throw Error("there is no Python in this process to plan with; put the plan into the table with "
-                "factorlayer::install",
-                false);
   return call("factorlayer.plan", "plan_text", "ssiiii", chain.c_str(), dtype.c_str(), batch_class, capability,
               processors, shared_bytes);
 }

@@ -133,18 +133,18 @@ def cache(
     ] = CacheAction.list,
     as_json: AsJson = False,
 ) -> None:
-    """List, verify or clear the CUDA kernels that are kept on disk."""
+    """List, verify or clear the CUDA kernels and plans that are kept on disk."""
     from factorlayer import runtime
 
     folder, entries = runtime.cache_folder(), runtime.cache_entries()
     damaged = [entry for entry in entries if not entry.whole]
     if action is CacheAction.clear:
-        summary = f"{runtime.clear_cache()} of {len(entries)} kernels removed from {folder}"
+        summary = f"{runtime.clear_cache()} of {len(entries)} kernels and plans removed from {folder}"
     elif action is CacheAction.verify:
-        summary = f"{len(entries)} kernels in {folder}, {len(damaged)} damaged"
-        summary += "; those are compiled again when they are needed" if damaged else ""
+        summary = f"{len(entries)} kernels and plans in {folder}, {len(damaged)} damaged"
+        summary += "; those are made again when they are needed" if damaged else ""
     else:
-        summary = f"{len(entries)} kernels in {folder}, {sum(entry.bytes for entry in entries)} bytes"
+        summary = f"{len(entries)} kernels and plans in {folder}, {sum(entry.bytes for entry in entries)} bytes"
     for entry in {CacheAction.list: entries, CacheAction.verify: damaged, CacheAction.clear: []}[action]:
         typer.echo(entry.line(), err=as_json)
     typer.echo(summary, err=as_json)

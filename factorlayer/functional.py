@@ -67,34 +67,38 @@ def run(
     who: str,
 ) -> Tensor:
     """The layer on x [..., in], by the implementation named; `who` is named in errors."""
-    x, weights, bias = autocast(x, weights, bias)
-    _check(who, spec, x, weights, bias)
-    is_matrix = x.dim() == 2  # reshape costs a microsecond, even where it changes nothing
+    device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        x, weights, bias = autocast(x, weights, bias)
+    shape = x.shape
+    if not shape or shape[-1] != spec.in_features:
+        _check(who, spec, x, weights, bias)
+    is_matrix = len(shape) == 2  # reshape costs a microsecond, even where it changes nothing
     rows = x if is_matrix else x.reshape(-1, spec.in_features)
-    y = _run_on_rows(spec, chain, rows, weights, bias, implementation, who)
-    return y if is_matrix else y.reshape(*x.shape[:-1], spec.out_features)
+    recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
+    try:
+        chosen = choose(chain, rows, implementation, who, recorded)
+        if chosen == "fused":
+            y = fused(chain, rows, weights, bias, recorded)  # which checks the tensors itself, in less time
+        else:
+            _check(who, spec, x, weights, bias)
+            if implementation == "auto":
+                _warn_if_never_fused(chain, x)
+            y = _run_in_torch(chosen, spec, chain, rows, weights, bias)
+    except CompileError as error:
+        if implementation == "fused":
+            raise
+        _give_up(chain, x, error)
+        y = _run_in_torch("batched", spec, chain, rows, weights, bias)
+    except RuntimeError:
+        _check(who, spec, x, weights, bias)  # has better words for it
+        raise
+    return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
 
 
-def _run_on_rows(
-    spec: LayerSpec,
-    chain: Chain,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    implementation: str,
-    who: str,
+def _run_in_torch(
+    chosen: str, spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor:
-    training = x.is_cuda and torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
-    chosen = choose(chain, x, implementation, who, training)
-    if chosen == "fused":
-        try:
-            return fused(chain, x, weights, bias)
-        except CompileError as error:
-            if implementation == "fused":
-                raise
-            _give_up(chain, x, error)
-    elif chosen == "batched" and implementation == "auto":
-        _warn_if_never_fused(chain, x)
     y = naive(spec, x, weights) if chosen == "naive" else batched(chain, x, weights)
     return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
 
@@ -182,7 +186,7 @@ def autocast(
 
 
 def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-    """The same for every call with tensors that fit, so it is short for those."""
+    """Raises what is wrong with the tensors, if anything is."""
     shape, dtype, device = x.shape, x.dtype, x.device
     if not shape or shape[-1] != spec.in_features:
         raise ValueError(

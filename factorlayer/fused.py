@@ -1,6 +1,6 @@
 """v3: the raw ops of the compiled extension, and what PyTorch has to know about them.
 
-factorlayer::forward and ::backward take contiguous tensors and the chain's text, and return new tensors. Here are
+factorlayer::forward and ::backward take tensors and the chain's text, and return new, contiguous tensors. Here are
 their shapes (fakes), FLOP formulas, vmap rules and autograd. Backward needs x and the weights and recomputes the
 states between contractions. Double backward goes through the batched implementation, whose every operation PyTorch
 can differentiate again.
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import ACTIVATIONS
@@ -31,6 +32,8 @@ except ImportError as error:
 else:
     missing_extension = None
     _forward = torch.ops.factorlayer.forward.default
+    _backward = torch.ops.factorlayer.backward.default
+    _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
 
 
 def why_not_fused(x: Tensor, chain: Chain | None = None) -> str | None:
@@ -38,9 +41,9 @@ def why_not_fused(x: Tensor, chain: Chain | None = None) -> str | None:
     reason = why_never_fused(x, chain)
     if reason is not None:
         return reason
-    if forward_mode_active():
+    if forward_ad._current_level >= 0:
         return "it has no forward-mode derivative"
-    if torch.compiler.is_compiling() and transforms_active():
+    if transforms_active() and is_compiling():
         return "torch.compile cannot trace its autograd rule under torch.func"
     return None
 
@@ -89,20 +92,20 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int) -> None:
         prepare(text_for(chain, x), x.dtype, batch, x.get_device())
 
 
-def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """x [N, in] -> [N, out], with bias and activation. Raises CompileError where a CUDA kernel cannot be had."""
-    text = text_for(chain, x)
-    x = x.contiguous()
-    weights = [weight.contiguous() for weight in weights]
-    bias = None if bias is None else bias.contiguous()
+def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recorded: bool) -> Tensor:
+    """x [N, in] -> [N, out], with bias and activation; `recorded` for a backward pass.
+
+    Raises CompileError where a CUDA kernel cannot be had.
+    """
+    text = chain.tf32_text if runs_in_tf32(x) else chain.text
     y: Tensor
     try:
         if transforms_active():
             y = _TransformableChain.apply(text, x, bias, *weights)
-        elif torch.is_grad_enabled() and any_requires_grad(x, bias, weights):
-            y = (_Chain.apply if torch.compiler.is_compiling() else _apply_chain)(text, x, bias, *weights)
+        elif is_compiling():
+            y = _Chain.apply(text, x, bias, *weights) if recorded else _forward(x, weights, bias, text)
         else:
-            y = _forward(x, weights, bias, text)
+            y = _apply_chain(text, x, bias, *weights) if recorded else _forward_now(x, weights, bias, text)
     except RuntimeError as error:  # PyTorch hands on a C++ exception's message only
         if x.is_cuda:
             raise_failure(text, x.dtype, x.shape[0], x.get_device())
@@ -121,17 +124,7 @@ def any_requires_grad(x: Tensor, bias: Tensor | None, weights: Sequence[Tensor])
     return False
 
 
-# The two probes are private in PyTorch; they are used here and nowhere else.
-
-
-def transforms_active() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
-def forward_mode_active() -> bool:
-    """Whether forward-mode derivatives are being computed (torch.func.jvp, torch.autograd.forward_ad)."""
-    return torch.autograd.forward_ad._current_level >= 0
+transforms_active = torch._C._are_functorch_transforms_active  # whether a transform of torch.func is at work
 
 
 # Autograd. The forward op and the backward op have a Function each, in two forms: one that saves through ctx, fast in
@@ -151,8 +144,19 @@ class _Chain(Function):
         return _gradients(ctx, grad_y, _ChainBackward.apply if torch.is_grad_enabled() else _raw_backward)
 
 
+class _ChainNow(_Chain):
+    """In eager mode, where every Python call counts."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.text = text
+        ctx.to_save = (x, bias, *weights)  # which is all that save_for_backward does
+        y: Tensor = _forward_now(x, weights, bias, text)
+        return y
+
+
 # Function.apply begins with what torch.func needs, which takes longer than the rest of it. This is the rest.
-_apply_chain = super(Function, _Chain).apply
+_apply_chain = super(Function, _ChainNow).apply
 
 
 class _TransformableChain(Function):
@@ -204,14 +208,16 @@ class _TransformableChainBackward(Function):
 
 def _gradients(ctx: Any, grad_y: Tensor, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[1:]  # x, bias, weights
-    wanted = sum(1 << bit for bit, need in enumerate(needs) if need)
-    found = iter(backward(ctx.text, wanted, grad_y.contiguous(), *ctx.saved_tensors))
+    wanted = 0
+    for bit, need in enumerate(needs):
+        wanted |= need << bit
+    found = iter(backward(ctx.text, wanted, grad_y, *ctx.saved_tensors))
     return None, *(next(found) if need else None for need in needs)
 
 
 def _raw_backward(text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     grad_y, x, bias, *weights = tensors
-    return tuple(torch.ops.factorlayer.backward(grad_y, x, weights, bias, text, wanted))
+    return tuple(_backward(grad_y, x, weights, bias, text, wanted))
 
 
 def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -256,13 +262,16 @@ def _backward_on_cuda(
 
 
 def _forward_fake(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str) -> Tensor:
+    for tensor in (*weights, x if bias is None else bias):
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise RuntimeError("factorlayer: weights and bias must have x's dtype and device")
     return x.new_empty(x.shape[0], Chain.parse(chain).out_features)
 
 
 def _backward_fake(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
 ) -> list[Tensor]:
-    gradients = [None if t is None else torch.empty_like(t) for t in (x, bias, *weights)]
+    gradients = [None if t is None else t.new_empty(t.shape) for t in (x, bias, *weights)]
     return [g for bit, g in enumerate(gradients) if g is not None and wanted >> bit & 1]
 
 
@@ -325,8 +334,8 @@ def _backward_vmap(
 
 
 def _pick(tensor: Any, dim: int | None, index: int) -> Any:
-    """The part of a mapped tensor that belongs to one index, as the raw ops take it."""
-    return tensor if dim is None else tensor.select(dim, index).contiguous()
+    """The part of a mapped tensor that belongs to one index."""
+    return tensor if dim is None else tensor.select(dim, index)
 
 
 if missing_extension is None:

@@ -33,6 +33,8 @@ class FactorLinear(nn.Module):
     variance that a fresh nn.Linear's have.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -60,7 +62,8 @@ class FactorLinear(nn.Module):
         self._weight_names = [f"weight_{i}" for i in range(len(self.spec.weight_shapes))]
         for name, shape in zip(self._weight_names, self.spec.weight_shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        parameter = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -76,9 +79,10 @@ class FactorLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         weights: list[Tensor]
+        bias: Tensor | None
         try:  # an attribute of a module takes ten times as long as an entry of a dict
             weights = [parameters[name] for name in self._weight_names]  # type: ignore[misc]
-            bias = parameters["bias"] if self.chain.bias else None
+            bias = parameters["bias"]
         except KeyError:  # a parametrization has taken the place of a parameter
             weights, bias = self.weights, self.bias
         return run(self.spec, self.chain, x, weights, bias, self.implementation, "FactorLinear")

@@ -1,8 +1,10 @@
 """The CUDA engine's side in Python: whether a GPU will do, where its compiler is, and errors with all that belongs to
-them. csrc/runtime does the work; csrc/python.cpp calls nvrtc_paths and warn when a kernel is first compiled."""
+them. csrc/runtime does the work; csrc/python.cpp calls nvrtc_paths, planner and warn when a kernel is first needed."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import warnings
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from factorlayer.device import folder as engine_folder
 
 MAX_WEIGHTS = 62  # that a kernel's argument has room for, as in csrc/runtime/kernels.h
 
@@ -39,6 +43,17 @@ def nvrtc_paths() -> str:
     return "\n".join(sorted(map(str, found), key=lambda path: (not path.endswith(major), path)))
 
 
+@functools.cache
+def planner() -> str:
+    """What tells one planner from another: the hash of all that makes plans, the package's Python and device code."""
+    digest = hashlib.sha256()
+    paths = [*Path(__file__).parent.glob("*.py"), *engine_folder().glob("*.cuh")]
+    for path in sorted(paths, key=lambda path: path.name):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
 _reasons: dict[int, str | None] = {}
 
 
@@ -50,8 +65,11 @@ def why_not_on_gpu(index: int) -> str | None:
 
 
 def tf32_allowed() -> bool:
-    """PyTorch's own switch, read in the one of its three ways that never raises, whichever set it."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    """PyTorch's own switch torch.backends.cuda.matmul.fp32_precision, read in the way that takes no microsecond.
+
+    Of the three ways to set it, this is the one whose reading never raises, whichever set it.
+    """
+    return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
 
 
 # torch.compile calls these and takes what they return as constant (of the switch, until it changes). This is all that
@@ -72,6 +90,12 @@ def _find_reason(index: int) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def plan_text(chain: str, dtype: torch.dtype, batch: int, capability: int, processors: int, shared_bytes: int) -> str:
+    """The plan from the cache or from the planner; needs no GPU."""
+    ops = torch.ops.factorlayer
+    return str(ops.plan(chain, dtype_name(dtype), ops.batch_class(batch), capability, processors, shared_bytes))
 
 
 def prepare(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
@@ -115,18 +139,20 @@ def _raise(parts: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A file of the kernel cache."""
+    """A file of the cache, which keeps kernels and plans; a plan has no compiler."""
 
     file: str
     bytes: int
     whole: bool
-    kernel: str
+    kind: str
+    name: str
     architecture: str
     compiler: str
     package: str
 
     def line(self) -> str:
-        what = f"{self.kernel} for {self.architecture} by NVRTC {self.compiler}, factorlayer {self.package}"
+        compiler = f" by NVRTC {self.compiler}" if self.compiler else ""
+        what = f"{self.kind} {self.name} for {self.architecture}{compiler}, factorlayer {self.package}"
         return f"{self.file}  {self.bytes:>8}  {what if self.whole else 'damaged'}"
 
 

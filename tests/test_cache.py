@@ -1,7 +1,7 @@
-"""The disk cache of compiled kernels, under real processes: races, kills, damage, folders that cannot be written.
+"""The disk cache of kernels and plans, under real processes: races, kills, damage, folders that cannot be written.
 
 Whatever happens, a kernel is never wrong: a file is used if it is whole and made from the same source, and its contents
-are equal whoever compiled it, so every test compares bytes.
+are equal whoever made it, so every test compares bytes. Plans are kept by the same code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from typer.testing import CliRunner
 
 import factorlayer
-from factorlayer import runtime
+import factorlayer.plan
+from factorlayer import device, runtime
 from factorlayer.cli import app
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -99,7 +100,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def kernels() -> list[str]:
-    return sorted(entry.kernel for entry in runtime.cache_entries() if entry.whole)
+    return sorted(entry.name for entry in runtime.cache_entries() if entry.whole)
 
 
 # Where it is and what it holds
@@ -125,7 +126,7 @@ def test_a_kernel_is_compiled_once(cache: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
     version = torch.ops.factorlayer.compiler()[0]
     for entry in runtime.cache_entries():
-        assert entry.whole and entry.kernel in "ab" and entry.architecture == "sm_90"
+        assert entry.whole and entry.name in "ab" and entry.architecture == "sm_90"
         assert (entry.compiler, entry.package) == (version, factorlayer.__version__)
         assert entry.bytes == (cache / entry.file).stat().st_size
 
@@ -194,6 +195,113 @@ def test_bytes_behind_the_end_are_damage(cache: Path) -> None:
     assert not kernels()
     runtime.fill_cache(plan_of("a"))
     assert contents(cache) == right
+
+
+# Plans
+
+CHAIN = "tied 1 4 4 4 1; tied 0 1 4 4 4; bias"
+PLAN = """
+import sys, torch
+from factorlayer import runtime
+print("ready", flush=True)
+sys.stdin.readline()
+text = runtime.plan_text(open(sys.argv[1]).read(), torch.float32, 5, 90, 132, 232448)
+print("done", flush=True)
+"""
+ONLY_READ = PLAN + 'assert "factorlayer.plan" not in sys.modules, "it was planned again"\n'
+
+
+def planned(chain: str = CHAIN, dtype: torch.dtype = torch.float32, batch: int = 5, *gpu: int) -> str:
+    return runtime.plan_text(chain, dtype, batch, *(gpu or (90, 132, 232448)))
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    path = tmp_path / "chain"
+    path.write_text(CHAIN)
+    return path
+
+
+def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
+    text = planned()
+    assert text == factorlayer.plan.plan_text(CHAIN, "float32", 0, 90, 132, 232448)
+    before = contents(cache)
+    assert planned() == text and run_once(chain, cache, ONLY_READ) == ""
+    assert contents(cache) == before
+    (entry,) = runtime.cache_entries()
+    assert entry.whole and (entry.kind, entry.name) == ("plan", f"{CHAIN} in float32, batch class 0")
+    assert entry.architecture == "sm_90 with 132 SMs of 232448 bytes"
+    assert (entry.compiler, entry.package) == ("", factorlayer.__version__)
+    assert before[entry.file].endswith(text.encode())
+
+
+def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants: list[tuple[object, ...]] = [(), (CHAIN.replace("; bias", ""),), (f"{CHAIN}; tf32",)]
+    variants += [(CHAIN, torch.float64), (CHAIN, torch.float32, 65), (CHAIN, torch.float32, 2049)]
+    variants += [(CHAIN, torch.float32, 5, *gpu) for gpu in ((80, 132, 232448), (90, 114, 232448), (90, 132, 101376))]
+    for i, arguments in enumerate(variants):
+        planned(*arguments)  # type: ignore[arg-type]
+        assert len(list(cache.iterdir())) == i + 1, arguments
+    planned(CHAIN, torch.float32, 64)  # of the same class as 5
+    assert len(list(cache.iterdir())) == len(variants)
+    monkeypatch.setattr(runtime, "planner", lambda: "another")
+    planned()
+    assert len(list(cache.iterdir())) == len(variants) + 1
+
+
+@pytest.mark.parametrize("change", ["factorlayer/tiling.py", "csrc/engine/types.cuh", "csrc/engine/new.cuh"])
+def test_a_changed_planner_is_another_one(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied as a whole it is the same one."""
+    package, engine = Path(factorlayer.__file__).parent, device.folder()
+    shutil.copytree(package, tmp_path / "factorlayer", ignore=shutil.ignore_patterns("*.so", "engine"))
+    shutil.copytree(engine, tmp_path / "csrc" / "engine")
+    before = runtime.planner()
+    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "factorlayer" / "runtime.py"))
+    monkeypatch.setattr(runtime, "engine_folder", lambda: tmp_path / "csrc" / "engine")
+    assert runtime.planner.__wrapped__() == before
+    with (tmp_path / change).open("a") as file:
+        file.write("\n")
+    assert runtime.planner.__wrapped__() != before
+
+
+@pytest.mark.parametrize("length", [0, 30, 500, -1], ids=str)
+def test_a_damaged_plan_is_made_again(cache: Path, length: int) -> None:
+    text = planned()
+    right = contents(cache)
+    (name,) = right
+    flipped = bytearray(right[name])
+    flipped[length] ^= 1
+    for damaged in (right[name][:length], bytes(flipped), right[name] + b"\n"):
+        (cache / name).write_bytes(damaged)
+        assert [entry.whole for entry in runtime.cache_entries()] == [False]
+        assert planned() == text
+        assert contents(cache) == right
+
+
+def test_a_chain_without_a_plan_leaves_nothing(cache: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"PlanError: the contractions of .* are not those of a Kronecker"):
+            planned("tied 0 1 4 4 4; tied 1 4 4 4 4")
+    assert not cache.exists()
+
+
+def test_plans_of_eight_processes_from_cold(cache: Path, chain: Path) -> None:
+    processes = [start(chain, cache, PLAN) for _ in range(8)]
+    for process in processes:
+        go(process)
+    assert [finish(process) for process in processes] == [""] * 8
+    (file,) = contents(cache)
+    assert file.endswith(".plan")
+
+
+def test_a_plan_that_cannot_be_kept_is_no_trouble(chain: Path, tmp_path: Path, small_disk: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert run_once(chain, tmp_path / "file", PLAN) == ""
+    (small_disk / "else").write_bytes(bytes(4096))
+    assert run_once(chain, small_disk, PLAN) == ""
+    assert [path.name for path in small_disk.iterdir()] == ["else"]
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert run_once(chain, small_disk, PLAN) == ""
 
 
 # Processes
@@ -367,21 +475,27 @@ def test_the_cache_command(cache: Path) -> None:
         result = CliRunner().invoke(app, arguments.split(), prog_name="test.py")
         return result.exit_code, result.stdout.splitlines()
 
-    assert run("cache list") == (0, [f"0 kernels in {cache}, 0 bytes"])
+    assert run("cache list") == (0, [f"0 kernels and plans in {cache}, 0 bytes"])
     runtime.fill_cache(plan_of("a", "b"))
-    (cache / "mine.txt").write_text("not a kernel")
+    mine = ["0" * 40 + ".plan.txt", "0" * 40 + ".txt", "mine.plan"]
+    for name in mine:
+        (cache / name).write_text("neither a kernel nor a plan")
     code, lines = run("cache")
     assert code == 0 and len(lines) == 3
     for name in "ab":
         assert any(f"{name} for sm_90 by NVRTC 13." in line for line in lines)
-    assert run("cache verify") == (0, [f"2 kernels in {cache}, 0 damaged"])
+    assert run("cache verify") == (0, [f"2 kernels and plans in {cache}, 0 damaged"])
     damaged = runtime.cache_entries()[0].file
     (cache / damaged).write_bytes(b"factorlayer kernel 1\n")
     code, lines = run("cache verify")
     assert code == 1
     assert lines[0].split() == [damaged, "21", "damaged"]
-    assert lines[1] == f"2 kernels in {cache}, 1 damaged; those are compiled again when they are needed"
+    assert lines[1] == f"2 kernels and plans in {cache}, 1 damaged; those are made again when they are needed"
     found = json.loads(run("cache list --json")[1][0])
     assert [entry["whole"] for entry in found["entries"]] == [False, True]
-    assert run("cache clear") == (0, [f"2 of 2 kernels removed from {cache}"])
-    assert [path.name for path in cache.iterdir()] == ["mine.txt"]
+    assert run("cache clear") == (0, [f"2 of 2 kernels and plans removed from {cache}"])
+    assert sorted(path.name for path in cache.iterdir()) == mine
+    planned()
+    assert f"  plan {CHAIN} in float32, batch class 0 for sm_90 with 132 SMs" in run("cache list")[1][0]
+    assert run("cache clear")[0] == 0
+    assert sorted(path.name for path in cache.iterdir()) == mine

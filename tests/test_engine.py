@@ -6,11 +6,13 @@ ptxas.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.plan import BATCHES, plan, plan_text
+from factorlayer.resident import Resident
 from factorlayer.spec import LayerSpec
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
@@ -36,6 +39,9 @@ SPECS = [
     kronecker((8, 8, 8), (8, 8, 8)),
     kronecker((12,) * 5, (12,) * 5),
     kronecker((64, 64, 64), (64, 64, 64)),
+    kronecker((128, 128), (128, 128)),
+    kronecker((112, 48), (72, 128)),
+    kronecker((8,) * 5, (8,) * 5),
     kronecker((16, 8, 3), (24, 32, 5), rank=3),
     kronecker((1000, 3), (1000, 3)),
     kronecker((1100,), (9,)),
@@ -45,7 +51,7 @@ SPECS = [
 ]
 # Bytes that a thread may spill: single values that ptxas, short of registers, keeps in memory for a while. What
 # is spilled by mistake, such as the places of all sums, is many times as much.
-SPILLED = {"float64": 96, "float32": 48, "tf32": 176, "bfloat16": 96, "float16": 96}
+SPILLED = {"float64": 96, "float32": 48, "tf32": 176, "bfloat16": 96, "float16": 112}
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ def check(kernels: list[Kernel], case: Case, spilled: int, uses_stack: bool = Fa
     limit = Gpu.of(ARCHITECTURES[case.architecture]).shared
     for kernel in kernels:
         assert not re.search(r"\b(warning|error)\b", kernel.log), kernel.log
+        assert "serialized" not in kernel.log, "products wait for each other: " + kernel.log
         spills = kernel.numbers(r"(\d+) bytes spill stores") + kernel.numbers(r"(\d+) bytes spill loads")
         # The frame holds what is spilled, and arrays that are indexed as the kernel runs.
         frames = [0] if uses_stack else kernel.numbers(r"(\d+) bytes stack frame")
@@ -182,5 +189,23 @@ def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.M
         runtime.fill_cache(text)
         names = {name for _, name, _ in sources(text)}
         entries = runtime.cache_entries()
-        assert names <= {entry.kernel for entry in entries}
+        assert names <= {entry.name for entry in entries}
         assert all(entry.whole and entry.architecture == "sm_80" for entry in entries)
+
+
+def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
+    cases = list(importlib.import_module("sanitize").cases())
+    assert len(cases) <= 40
+    found = set()
+    for case, spec, chain, batch, dtype in cases:
+        assert batch * max(spec.in_features, spec.out_features) <= 1 << 17, f"{case} takes long"
+        planned = plan(chain, dtype, BATCHES[0 if batch <= 64 else 1], Gpu.of(90))
+        found |= {"rank"} if chain.rank > 1 else set()
+        found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
+        found |= {" ".join(type(p).__name__ for p in planned.passes)}
+        passes = planned.text().split("\npass ")[1:]
+        found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
+        assert not any("BULK_STORE = true" in text for text in passes[:-1]), f"initcheck would complain of {case}"
+    assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed"} <= found
+    assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found

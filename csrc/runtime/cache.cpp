@@ -19,19 +19,19 @@
 namespace factorlayer::cache {
 namespace {
 
-const char* const MAGIC = "factorlayer kernel 1\n";
-const char* const SUFFIX = ".kernel";
-
 std::string identity(const Key& key) {
-  return MAGIC + ("package " FACTORLAYER_VERSION "\ncompiler " + key.compiler) + "\narchitecture " + key.architecture +
-         "\noptions " + key.options + "\nname " + key.name + "\nsource " + sha256(key.source) + "\n";
+  return "factorlayer " + key.kind + (" 1\npackage " FACTORLAYER_VERSION "\ncompiler " + key.compiler) +
+         "\narchitecture " + key.architecture + "\noptions " + key.options + "\nname " + key.name + "\nsource " +
+         sha256(key.source) + "\n";
 }
 
-std::string file_of(const std::string& identity) { return sha256(identity).substr(0, 40) + SUFFIX; }
+std::string file_of(const std::string& kind, const std::string& identity) {
+  return sha256(identity).substr(0, 40) + "." + kind;
+}
 
-// Size and hash stand between identity and cubin.
-std::string proof(const std::string& cubin) {
-  return "cubin " + std::to_string(cubin.size()) + " " + sha256(cubin) + "\n\n";
+// Size and hash stand between identity and contents.
+std::string proof(const std::string& contents) {
+  return "contents " + std::to_string(contents.size()) + " " + sha256(contents) + "\n\n";
 }
 
 std::optional<std::string> read(const std::string& path) {
@@ -41,14 +41,14 @@ std::optional<std::string> read(const std::string& path) {
   return text.str();
 }
 
-// The cubin of a whole file with this identity.
-std::optional<std::string> cubin_in(const std::string& text, const std::string& identity) {
+// Those of a whole file with this identity.
+std::optional<std::string> contents_in(const std::string& text, const std::string& identity) {
   if (text.compare(0, identity.size(), identity) != 0) return std::nullopt;
   const size_t end = text.find("\n\n", identity.size());
   if (end == std::string::npos) return std::nullopt;
-  std::string cubin = text.substr(end + 2);
-  if (text.compare(identity.size(), end + 2 - identity.size(), proof(cubin)) != 0) return std::nullopt;
-  return cubin;
+  std::string contents = text.substr(end + 2);
+  if (text.compare(identity.size(), end + 2 - identity.size(), proof(contents)) != 0) return std::nullopt;
+  return contents;
 }
 
 bool make_folders(const std::string& path) {
@@ -83,16 +83,22 @@ bool ends_with(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
-// Ours, that is, so that clearing a folder removes nothing else: "0123….kernel" and "0123….kernel.123.4.tmp".
+// What a file of this name holds, or nothing if it is not ours, so that clearing a folder removes nothing else: of
+// "0123….plan" and "0123….plan.123.4.tmp", plan.
+std::string kind_of(const std::string& name) {
+  if (name.find_first_not_of("0123456789abcdef") != 40 || name[40] != '.') return "";
+  const std::string kind = name.substr(41, name.find('.', 41) - 41);
+  const bool whole_name = name.size() == 41 + kind.size() || ends_with(name, ".tmp");
+  return whole_name && (kind == "kernel" || kind == "plan") ? kind : "";
+}
+
 std::vector<std::string> files() {
   std::vector<std::string> names;
   DIR* directory = opendir(folder().c_str());
   if (!directory) return names;
   while (const dirent* file = readdir(directory)) {
     const std::string name = file->d_name;
-    if (name.find_first_not_of("0123456789abcdef") == 40 && name.compare(40, std::strlen(SUFFIX), SUFFIX) == 0 &&
-        (name.size() == 40 + std::strlen(SUFFIX) || ends_with(name, ".tmp")))
-      names.push_back(name);
+    if (!kind_of(name).empty()) names.push_back(name);
   }
   closedir(directory);
   std::sort(names.begin(), names.end());
@@ -100,13 +106,14 @@ std::vector<std::string> files() {
 }
 
 Entry describe(const std::string& name) {
-  Entry entry{name, 0, false, "", "", "", ""};
+  Entry entry{name, 0, false, kind_of(name), "", "", "", ""};
   const std::optional<std::string> text = read(folder() + "/" + name);
   if (!text) return entry;
   entry.bytes = static_cast<long long>(text->size());
   std::istringstream lines(*text);
   std::string identity;
-  for (std::string line; std::getline(lines, line) && line.compare(0, 6, "cubin ") != 0 && identity.size() < 4096;) {
+  for (std::string line; std::getline(lines, line) && line.compare(0, 9, "contents ") != 0;) {
+    if (identity.size() > 1 << 16) break;  // it has no such line
     identity += line + "\n";
     const std::string value = line.substr(std::min(line.find(' '), line.size() - 1) + 1);
     if (line.compare(0, 5, "name ") == 0) entry.name = value;
@@ -114,7 +121,7 @@ Entry describe(const std::string& name) {
     if (line.compare(0, 9, "compiler ") == 0) entry.compiler = value;
     if (line.compare(0, 8, "package ") == 0) entry.package = value;
   }
-  entry.whole = file_of(identity) == name && cubin_in(*text, identity).has_value();
+  entry.whole = file_of(entry.kind, identity) == name && contents_in(*text, identity).has_value();
   return entry;
 }
 
@@ -133,16 +140,16 @@ std::string folder() {
 
 std::optional<std::string> load(const Key& key) {
   const std::string known = identity(key);
-  const std::optional<std::string> text = read(folder() + "/" + file_of(known));
-  return text ? cubin_in(*text, known) : std::nullopt;
+  const std::optional<std::string> text = read(folder() + "/" + file_of(key.kind, known));
+  return text ? contents_in(*text, known) : std::nullopt;
 }
 
-std::string store(const Key& key, const std::string& cubin) {
+std::string store(const Key& key, const std::string& contents) {
   const std::string known = identity(key), where = folder();
-  const std::string path = where + "/" + file_of(known);
+  const std::string path = where + "/" + file_of(key.kind, known);
   static std::atomic<int> count{0};
   const std::string draft = path + "." + std::to_string(getpid()) + "." + std::to_string(count++) + ".tmp";
-  if (!where.empty() && make_folders(where) && write_whole(draft, known + proof(cubin) + cubin)) {
+  if (!where.empty() && make_folders(where) && write_whole(draft, known + proof(contents) + contents)) {
     if (!rename(draft.c_str(), path.c_str())) return "";
     const int error = errno;
     unlink(draft.c_str());

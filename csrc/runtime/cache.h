@@ -1,8 +1,8 @@
-// Compiled kernels on disk, one file each, shared by processes, package versions and GPUs.
+// Compiled kernels and plans on disk, one file each, shared by processes, package versions and GPUs.
 //
 // A file is named by the hash of all that can change its contents. It begins with these as text (the source as its
-// hash), so that `factorlayer cache list` can tell what it holds, then has the cubin's size and hash, then the cubin.
-// Files are written whole or not at all; what cannot be read back whole counts as missing and is compiled again.
+// hash), so that `factorlayer cache list` can tell what it holds, then has the contents' size and hash, then the
+// contents. Files are written whole or not at all; what cannot be read back whole counts as missing and is made again.
 #pragma once
 #include <optional>
 #include <string>
@@ -10,7 +10,10 @@
 
 namespace factorlayer::cache {
 
+// A plan has the chain, dtype and class of batch sizes as name, the GPU's limits with the architecture, its planner as
+// source, and no compiler and options.
 struct Key {
+  std::string kind;  // kernel or plan
   std::string name, architecture, options, compiler, source;
 };
 
@@ -20,13 +23,13 @@ std::string folder();
 std::optional<std::string> load(const Key& key);
 
 // Returns what went wrong, or nothing. A cache that cannot be written costs time, never a result.
-std::string store(const Key& key, const std::string& cubin);
+std::string store(const Key& key, const std::string& contents);
 
 struct Entry {
   std::string file;
   long long bytes;
   bool whole;
-  std::string name, architecture, compiler, package;
+  std::string kind, name, architecture, compiler, package;
 };
 
 // By name of the file. Leftovers of processes that were killed while writing are entries that are not whole.

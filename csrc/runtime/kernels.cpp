@@ -128,7 +128,7 @@ const Program& build_program(const PlanKey& key, const std::string& plan, bool r
 std::string cubin_of(const Pass& pass, std::string& warning) {
   std::string options;
   for (const std::string& option : OPTIONS) options += (options.empty() ? "" : " ") + option;
-  const cache::Key key{pass.kernel, pass.architecture, options, find_compiler()->version, pass.source};
+  const cache::Key key{"kernel", pass.kernel, pass.architecture, options, find_compiler()->version, pass.source};
   if (std::optional<std::string> cubin = cache::load(key)) return *cubin;
   const std::string cubin = compile(pass.source, pass.kernel, pass.architecture, OPTIONS).cubin;
   static std::atomic<bool> warned{false};
