@@ -83,12 +83,14 @@ class Pair:
     @property
     def registers_needed(self) -> int:
         """Of a consumer's thread, about: sums, operands, places."""
-        _, p1, _, _ = self.sizes
-        share = -(-self.mixed[1] // self.groups) if self.mixed != (1, 1) else 1
+        p0, p1, _, _ = self.sizes
+        mixes = self.mixed != (1, 1)
         kinds = min(self.pieces, 2)  # of sums
+        t, y = kinds * self.chunk // 2, kinds * self.n // 2 * (-(-self.mixed[1] // self.groups) if mixes else 1)
+        sums = max(t, y) if p0 <= self.chunk and not mixes else t + y
         left = self.pieces * self.chunk // 4 if self.unit == 2 else 0
-        sums = kinds * (share * self.n // 2 + self.chunk // 2)
-        return sums + left + self.held * -(-p1 * self.unit // 32) * 4 + (48 if self.work.bias else 24)
+        held = self.held * -(-p1 * self.unit // 32) * 4
+        return sums + left + held + (48 if mixes and self.work.bias else 36 if self.pieces > 1 else 28)
 
     @functools.cached_property
     def shared(self) -> int:
@@ -200,7 +202,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     for chunk, held in itertools.product(_chunks(work), (3, 1) if exact else (1,)):
         for slots, stages in ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0)):
             plan = Pair(work, chunk, slots, groups, gpu, stages, held)
-            fits = plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255) + 16 * exact
+            fits = plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255)
             if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
                 return replace(plan, us=_time(plan, batch))
     return None

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer import pair, streamed
+from factorlayer import pair, streamed, wide
 from factorlayer.chain import Chain
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -22,6 +22,7 @@ from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
 from factorlayer.tiling import tile
+from factorlayer.wide import Wide
 
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
@@ -32,7 +33,7 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Pair | Resident | Streamed
+Pass = Pair | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -69,7 +70,8 @@ class Plan:
         """Samples that go through all passes together; 0 is the whole batch."""
         if len(self.passes) == 1:
             return 0
-        bytes_between = STREAMED_CHUNK_BYTES if any(isinstance(p, Streamed) for p in self.passes) else CHUNK_BYTES
+        kinds = {type(p) for p in self.passes}
+        bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
         return max(1, bytes_between // max(self.scratch))
 
     def text(self) -> str:
@@ -134,7 +136,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             best = found
     if best is None:
         products = streamed.products(chain, dtype)
-        best = Plan(chain, dtype, batch, gpu, tuple(streamed.tile(product, batch, gpu) for product in products))
+        best = Plan(chain, dtype, batch, gpu, tuple(_product_pass(product, batch, gpu) for product in products))
     return best
 
 
@@ -147,28 +149,43 @@ def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
 def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
     tiled = []
     for work in passes:
-        resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-        if resident and paired:
-            # Resident passes of so large modes are predicted too fast, but they start faster.
-            weight = 0.85 if batch * work.outer > gpu.sms else 1.15
-            best: Pass | None = paired if weight * paired.us < resident.us else resident
-        else:
-            best = paired or resident or _stream(work, batch, gpu)
-        if best is None:
+        found = _fastest(work, batch, gpu)
+        if found is None:
             return None
-        tiled.append(best)
+        tiled.append(found)
     return tuple(tiled)
 
 
-def _stream(work: Work, batch: int, gpu: Gpu) -> Streamed | None:
-    """A pass of one factor that is too large to stay on chip."""
+def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
+    """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
+    faster than pairs."""
+    resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
+    found: list[tuple[float, Pass]] = [(resident.us, resident)] if resident else []
+    if paired:
+        found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
+    else:
+        single = _single(work, batch, gpu)
+        if single and (isinstance(single, Wide) or not found):
+            found.append((single.us, single))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _single(work: Work, batch: int, gpu: Gpu) -> Streamed | Wide | None:
+    """A pass of one factor whose weight comes from memory again and again."""
     (_, mode), *further = work.steps
     if further or len(mode.parts) > 1 or work.rank > 1:
         return None
     ((weight, q, p),) = mode.parts
     contraction = Contraction(weight, work.outer, p, q, work.inner, tied=True)
     product = Product(work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation)
-    return streamed.tile(product, batch, gpu)
+    return _product_pass(product, batch, gpu)
+
+
+def _product_pass(product: Product, batch: int, gpu: Gpu) -> Streamed | Wide:
+    """Times of streamed passes are predicted too short, but they are better with few samples."""
+    narrow, found = streamed.tile(product, batch, gpu), wide.tile(product, batch, gpu)
+    weight = 1.2 if batch > 64 else 0.9
+    return found if found and found.us < weight * narrow.us else narrow
 
 
 def _cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:

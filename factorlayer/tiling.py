@@ -16,7 +16,6 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.resident import Resident, Sandwich, Stage, Stages, Work, last_of, memory_of, round_up, stage_us
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
-SLOWER = {"float32": 1.2}  # than instructions alone say
 SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
@@ -122,7 +121,6 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
                     us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, split, gpu)
                     us += weight_bytes / 59e3
-                    us *= SLOWER.get(work.dtype, 1)
                     yield us, (*fields, groups, slots, in_place, gpu, us)
                     if slots == 2 and groups * warps >= fit:
                         break

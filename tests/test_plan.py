@@ -24,6 +24,7 @@ from factorlayer.plan import BATCHES, Plan, PlanError, plan, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import LayerSpec
 from factorlayer.streamed import Streamed
+from factorlayer.wide import Wide
 
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
@@ -127,7 +128,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
     """Bytes that each pass reads and writes for one sample."""
     sizes = []
     for p in found.passes:
-        if isinstance(p, Streamed):
+        if isinstance(p, (Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
         else:
@@ -140,7 +141,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
 def weights_of(found: Plan) -> list[int]:
     weights: list[int] = []
     for p in found.passes:
-        if isinstance(p, Streamed):
+        if isinstance(p, (Streamed, Wide)):
             weights.append(p.product.contraction.weight)
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]

@@ -49,6 +49,11 @@ CASES = [
     Case(monarch((97, 31), (31, 97)), 17),
     Case(monarch((8, 64), (48, 16), rank=4), 2060, True, "sine"),
     Case(monarch((1, 512), (512, 1), rank=7), 33, False),
+    Case(monarch((4, 192), (4, 192), rank=4), 300, True, "relu"),
+    Case(monarch((16, 64), (16, 64), rank=4), 2100, True, "gelu"),
+    Case(monarch((64, 64), (64, 64)), 300),
+    Case(monarch((8, 128), (8, 64)), 2100, False),
+    Case(kronecker((8, 256), (8, 512)), 2100, True, "silu"),
     Case(monarch((8, 8, 8), (8, 8, 8)), 64),
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
     Case(monarch((2, 3, 4), (3, 2, 2)), 2),
@@ -60,6 +65,7 @@ FEW = [
     Case(kronecker((6, 9), (8, 5), rank=2), 37),
     Case(kronecker((3, 1000), (5, 300)), 37),
     Case(monarch((6, 10), (9, 7)), 37),
+    Case(monarch((16, 64), (16, 64), rank=4), 70),
     Case(monarch((4, 3, 5), (2, 6, 3)), 37),
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)

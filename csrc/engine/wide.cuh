@@ -1,0 +1,591 @@
+// A pass of one contraction as a matrix product for each group, on the warpgroup instructions of sm_90a:
+//
+//     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
+//
+// Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
+// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of STAGES slabs of 128 bytes of
+// k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
+// 32 bits the weights are A: they come through registers, where they are rounded to tf32, or split; producers round what
+// they copied of x, if nobody has.
+//
+// Results go from registers to memory: the rows of a weight lie in shared memory in such an order that a thread gets RUN
+// columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
+// Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
+// with half of the groups each, exchange what they have. factorlayer/wide.py writes the constants:
+//
+// Pass:  Element, Activation, BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST, NEXT, A, B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS
+//        and TERM_BLOCKS as in streamed.cuh, SPAN (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
+//        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        ROUND_Y (to tf32), SPLIT (float as three products of tf32), AHEAD (slabs on their way to producers who round),
+//        MORE and FEWER (registers of consumers and producers; 0: as they are)
+#pragma once
+#include "mma.cuh"
+#include "params.cuh"
+#include "pointwise.cuh"
+#include "wgmma.cuh"
+
+DEVICE void load_shared(u32 (&x)[4], u32 from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+DEVICE void store_shared(u32 to, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+// Two blocks of a cluster: addresses in the other one's shared memory, and barriers that order both.
+DEVICE u32 in_other_block(u32 address) {
+  u32 there;
+  asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"
+               "mapa.shared::cluster.u32 %0, %1, rank; }"
+               : "=r"(there) : "r"(address));
+  return there;
+}
+DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE void arrive_in_other_block(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(phase) : "memory");
+}
+DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
+  if constexpr (BYTES == 16)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  else if constexpr (BYTES == 8)
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");
+  else
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x[0]) : "memory");
+}
+
+// What the matrix unit truncates to the nearest tf32.
+DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
+
+// Has operands made here and not where they are used: then they may not be written any more.
+DEVICE void settle(u32 (&a)[4]) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory"); }
+
+template <class Pass> struct Wide {
+  using Element = typename Pass::Element;
+  static constexpr int kSize = sizeof(Element), BK = 128 / kSize, kPiece = 16 / kSize;
+  static constexpr bool kPacked = kSize == 2;
+  static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
+  static constexpr int FAST = Pass::FAST;
+  // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
+  static constexpr bool kTurned = kSize == 4;
+  static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
+  static constexpr int kConsumers = 128 * Pass::CONSUMERS, kChunks = ceil_div(P, BK);
+  static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
+  static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
+  static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
+  static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
+  static constexpr int kStageBytes = (M + (Pass::SPLIT ? 2 * N : N)) * 128;
+  static constexpr int kX = kTurned ? M * 128 : 0, kWeight = kTurned ? 0 : M * 128;
+  // Behind the stages: barriers, and what a block of two is given by the other
+  static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+
+  struct Tile {
+    i64 first;  // row
+    int q, fast, slow, term;
+  };
+
+  const Params& params;
+  const u32 memory;
+  i64 tiles;
+
+  DEVICE Wide(const Params& p) : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u) {
+    tiles = (rows() + kRows - 1) / kRows * kTiles;
+  }
+
+  DEVICE i64 rows() const { return params.batch * Pass::OUTER; }
+  static DEVICE i64 place(i64 row, i64 sample, i64 each) {
+    if constexpr (Pass::OUTER == 1) return row * sample;
+    return sample == Pass::OUTER * each ? row * each : row / Pass::OUTER * sample + row % Pass::OUTER * each;
+  }
+  static DEVICE int rank() { return blockIdx.y % kBlocks; }
+  static DEVICE i64 first_tile() { return i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x; }
+  static DEVICE i64 blocks() { return i64(gridDim.x) * (gridDim.y / kBlocks); }
+  // All tiles of SPAN tiles of rows, then of the next; groups that share sectors of y side by side.
+  DEVICE Tile tile_of(i64 n) const {
+    const i64 row_tiles = tiles / kTiles, from = n / (Pass::SPAN * kTiles) * Pass::SPAN;
+    const int span = int(min(i64(Pass::SPAN), row_tiles - from)), rest = int(n - from * kTiles), tile = rest / span;
+    const int columns = tile / kGroupTiles % kColumnTiles, further = tile / (kGroupTiles * kColumnTiles);
+    return {(from + rest % span) * kRows, columns * kColumns, (tile % kGroupTiles * kBlocks + rank()) * HELD,
+            further % (Pass::GROUPS / FAST), further / (Pass::GROUPS / FAST)};
+  }
+  // The weight of a group, which counts (outer, inner).
+  static DEVICE int weight_of(const Tile& tile, int fast) {
+    return (tile.slow * Pass::NEXT + fast % Pass::NEXT) * (FAST / Pass::NEXT) + fast / Pass::NEXT;
+  }
+  // Column of the tile for row r of a slab of weights: row or column 8 n + 2 t + i of the sums. A thread's are side by side.
+  static constexpr DEVICE int column_of(int r) {
+    if (kTurned) return r / 16 * 16 + r % 8 * 2 + r / 8 % 2;
+    constexpr int kEach = RUN / 2;
+    const int n = r / 8, t = r % 8 / 2;
+    return n / kEach * (4 * RUN) + t * RUN + n % kEach * 2 + r % 2;
+  }
+  static constexpr DEVICE int weight_row(int j) { return j % B * Pass::A + j / B; }
+  static constexpr bool is_even() {
+    for (int r = 0; r < kColumns; ++r)
+      if (weight_row(column_of(r)) != weight_row(column_of(r % 16)) + weight_row(column_of(r / 16 * 16))) return false;
+    return B == Q || kColumns % B == 0 || B % kColumns == 0;
+  }
+  static constexpr bool kEven = is_even();  // a thread's rows of the weight lie constants behind its first
+  static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
+  static_assert(Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P, "rows of x lie evenly");
+
+  // The slabs in the order in which they are used. Eight of the producers take the pieces of a row, and each of them every
+  // 16th row. x and weight are where a thread's piece of its first row begins in the tile's first slab; left counts rows of
+  // x, and columns, from its first on.
+  struct Cursor {
+    i64 n;
+    Tile tile;
+    const Element *x, *weight;
+    int left_x, left_weight, group, term, k;
+  };
+  DEVICE bool is_in(const Cursor& at) const { return at.n < tiles; }
+  DEVICE void begin_tile(Cursor& at, int thread) const {
+    if (!is_in(at)) return;
+    at.tile = tile_of(at.n), at.group = at.term = at.k = 0;
+    const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r);
+    at.x = static_cast<const Element*>(params.x) + (at.tile.first + r) * kXRow + i64(at.tile.term) * Pass::X_TERM + piece;
+    at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - r;
+    at.weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + piece;
+    at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * P;
+    at.left_weight = Q - j;
+  }
+  DEVICE void advance(Cursor& at, int thread) const {
+    at.k += BK;
+    if (at.k < P) return;
+    at.k = 0;
+    if (++at.term < Pass::TERMS) return;
+    at.term = 0;
+    if (++at.group < HELD) return;
+    at.n += blocks();
+    begin_tile(at, thread);
+  }
+  template <int HEIGHT> static DEVICE bool is_whole(int i, int thread) {
+    return HEIGHT % 16 == 0 || i * 16 + 16 <= HEIGHT || thread < 64;
+  }
+  DEVICE void copy_slab(const Cursor& at, int thread, u32 to) const {
+    const int fast = at.tile.fast + at.group;
+    const bool here = (P % BK == 0 || at.k + thread % 8 * kPiece < P) && (FAST % HELD == 0 || fast < FAST);
+    const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
+    const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
+    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * P + at.k);
+    const int left_x = here ? at.left_x : 0, left_weight = here ? at.left_weight : 0;
+#pragma unroll
+    for (int i = 0; i < ceil_div(kRows, 16); ++i)
+      if (is_whole<kRows>(i, thread)) copy_async<16>(to + kX + i * 2048, x + i * 16 * kXRow, i * 16 < left_x);
+#pragma unroll
+    for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
+      const int column = column_of(i * 16);
+      const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * P;
+      if (is_whole<kColumns>(i, thread)) copy_async<16>(to + kWeight + i * 2048, weight + behind, column < left_weight);
+    }
+  }
+  // What a thread has copied of x, to the nearest tf32; what that leaves out goes behind the slab.
+  DEVICE void round(u32 from, int thread) const {
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = Pass::SPLIT ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kTogether) {
+      u32 x[kTogether][4];
+#pragma unroll
+      for (int j = 0; j < kTogether && i + j < kCount; ++j)
+        if (is_whole<kRows>(i + j, thread)) load_shared(x[j], from + (i + j) * 2048);
+#pragma unroll
+      for (int j = 0; j < kTogether && i + j < kCount; ++j) {
+        if (!is_whole<kRows>(i + j, thread)) break;
+        u32 low[4];
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          if constexpr (Pass::SPLIT)
+            Split3::split(x[j][word], x[j][word], low[word]);
+          else
+            x[j][word] = nearest(x[j][word]);
+        }
+        store_shared(from + (i + j) * 2048, x[j]);
+        if constexpr (Pass::SPLIT) store_shared(from + N * 128 + (i + j) * 2048, low);
+      }
+    }
+  }
+
+  DEVICE void wait(int barrier, int stage, u32 phase) const { wait_for_bytes(memory + barrier + stage * 8, phase); }
+
+  // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded.
+  DEVICE void produce(int thread) const {
+    Cursor at;
+    at.n = first_tile();
+    begin_tile(at, thread);
+    int stage = 0, oldest = 0, waiting = 0;
+    u32 phase = 1;
+    const u32 place = memory + swizzled(thread / 8, thread % 8);
+    const auto finish_oldest = [&] {
+      round(place + kX + oldest * kStageBytes, thread);
+      arrive(memory + kFull + oldest * 8);
+      if (++oldest == Pass::STAGES) oldest = 0;
+    };
+    for (; is_in(at); advance(at, thread)) {
+      wait(kEmpty, stage, phase);
+      copy_slab(at, thread, place + stage * kStageBytes);
+      if constexpr (Pass::ROUND_X) {
+        commit_copies();
+        if (waiting < Pass::AHEAD)
+          ++waiting;
+        else
+          wait_for_copies<Pass::AHEAD>(), finish_oldest();
+      } else {
+        arrive_with_copies(memory + kFull + stage * 8);
+      }
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+    if constexpr (Pass::ROUND_X) {
+      wait_for_copies<0>();
+      for (; waiting > 0; --waiting) finish_oldest();
+    }
+  }
+
+  // Feature of a result, without OUTER.
+  static DEVICE i64 feature(const Tile& tile, int j, int fast) {
+    return i64(tile.slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
+  }
+  DEVICE float bias_at(const Tile& tile, i64 row, int j, int fast) const {
+    if (j >= Q || fast >= FAST) return 0;
+    return widen(static_cast<const Element*>(params.bias)[row % Pass::OUTER * Q + feature(tile, j, fast)]);
+  }
+
+  // This thread's first row of the sums; the other is 8 below. Row and column of its i-th sum.
+  static DEVICE int row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+  static DEVICE int down(int i) { return row() + i % 4 / 2 * 8; }
+  static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+  using Held = u32[HELD][kPacked ? N / 4 : N / 2];
+  // Sums with bias and activation, rounded: two columns in a word, or one.
+  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (Pass::BIAS) {
+        const int column = column_of(kTurned ? down(i) : across(i));
+        sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
+      }
+      sum[i] = Pass::Activation::of(sum[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 2) {
+      if constexpr (kPacked) {
+        held[i / 2] = Pair<Element>(sum[i], sum[i + 1]).bits;
+      } else {
+        held[i] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i])) : __float_as_uint(sum[i]);
+        held[i + 1] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i + 1])) : __float_as_uint(sum[i + 1]);
+      }
+    }
+  }
+
+  // Element e, in memory's order, of the RUN columns and HELD groups that a thread has in run m of a row.
+  static constexpr int kTogether = B < RUN ? B : RUN;  // columns of a group that lie together
+  static constexpr DEVICE int group_of(int e) { return e / kTogether % HELD; }
+  static constexpr DEVICE int column_in_run(int e) { return e / (kTogether * HELD) * kTogether + e % kTogether; }
+  static DEVICE u32 element(const Held& held, int m, int half, int e) {
+    const int c = m * RUN + column_in_run(e), at = c / 2 * 2 + half;
+    if constexpr (kPacked) {
+      const u32 pair = held[group_of(e)][at];
+      return c % 2 ? pair >> 16 : pair & 0xffff;
+    } else {
+      return held[group_of(e)][c / 2 * 4 + c % 2 * 2 + half];
+    }
+  }
+  static constexpr int kCell = Pass::STORE / kSize, kWords = Pass::STORE / 4;  // of one access
+  static DEVICE void cell(u32 (&words)[kWords], const Held& held, int m, int half, int e) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = kPacked ? element(held, m, half, e + i * 2) | element(held, m, half, e + i * 2 + 1) << 16
+                         : element(held, m, half, e + i);
+  }
+  static constexpr int kRuns = N / (kTurned ? 8 : 4 * RUN);
+  // A cell, or two where a thread has 32 bytes side by side, a sector of L2. Those it shares with its neighbour, so that
+  // each access of a warp stores whole sectors: first those of the even thread, then those of the odd one.
+  DEVICE void store_cells(u32 (&words)[kWords], u32 (&further)[kWords], Element* to, const Tile& tile, int m, int e,
+                          bool here) const {
+    const int t = threadIdx.x % 4, odd = Pass::PAIRED ? (kTurned ? threadIdx.x / 4 : t) & 1 : 0;
+    const int j = tile.q + (kTurned ? column_of(row()) : (m * 4 + t) * RUN) - odd * RUN;
+    const int c = j + column_in_run(e), fast = tile.fast + group_of(e);
+    if constexpr (Pass::PAIRED) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const u32 given = __shfl_xor_sync(0xffffffff, odd ? words[i] : further[i], kTurned ? 4 : 1);
+        words[i] = odd ? given : words[i];
+        further[i] = odd ? further[i] : given;
+      }
+      if (here && (Q % kColumns == 0 || c + RUN < Q))
+        store_global<Pass::STORE>(to + feature(tile, c + RUN, fast) + odd * kCell, further);
+    }
+    if (here && (Q % kColumns == 0 || c < Q) && (FAST % (HELD * kBlocks) == 0 || fast < FAST))
+      store_global<Pass::STORE>(to + feature(tile, c, fast) + odd * kCell, words);
+  }
+  DEVICE i64 row_of(const Tile& tile, int m, int half) const {
+    return tile.first + (kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
+  }
+  DEVICE void store(const Held& held, const Tile& tile) const {
+    Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 r = row_of(tile, m, half);
+        Element* to = y + place(r, Pass::Y_SAMPLE, Q);
+#pragma unroll
+        for (int e = 0; e < RUN * HELD; e += Pass::PAIRED ? 2 * kCell : kCell) {
+          u32 words[kWords], further[kWords];
+          cell(words, held, m, half, e);
+          if constexpr (Pass::PAIRED) cell(further, held, m, half, e + kCell);
+          store_cells(words, further, to, tile, m, e, r < rows());
+        }
+      }
+    }
+  }
+
+  // Two blocks that have half of a sector each: the first one stores the first of a thread's rows, the second one the
+  // second, and each gives the other what it has of them. `phase` counts their tiles.
+  static constexpr int kCells = kRuns * RUN * HELD / kCell;  // of a row
+  DEVICE void exchange(const Held& held, const Tile& tile, int phase) const {
+    const u32 warp = threadIdx.x / 32, got = memory + kGot + warp * 8, free = memory + kFree + warp * 8;
+    const int rank = this->rank();
+    const u32 mine = memory + kExchange + threadIdx.x * 16, theirs = in_other_block(mine);
+    wait_for_cluster(free, phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kCells; ++i) {
+      constexpr int kEach = RUN * HELD / kCell;
+      u32 first[kWords], second[kWords];
+      cell(first, held, i / kEach, 0, i % kEach * kCell);
+      cell(second, held, i / kEach, 1, i % kEach * kCell);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) second[word] = rank ? first[word] : second[word];
+      store_in_other_block(theirs + i * kConsumers * 16, second);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_in_other_block(in_other_block(got));
+    wait_for_cluster(got, phase);
+    Tile both = tile;
+    both.fast -= rank * HELD;
+    Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+      const i64 r = row_of(tile, m, rank);
+      Element* to = y + place(r, Pass::Y_SAMPLE, Q);
+#pragma unroll
+      for (int e = 0; e < RUN * HELD; e += kCell) {
+        u32 words[kWords], further[kWords], given[kWords];
+        cell(words, held, m, 0, e);
+        cell(further, held, m, 1, e);
+        load_shared(given, mine + (m * (RUN * HELD / kCell) + e / kCell) * kConsumers * 16);
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          const u32 own = rank ? further[word] : words[word];
+          words[word] = rank ? given[word] : own;
+          further[word] = rank ? own : given[word];
+        }
+        store_cells(words, further, to, both, m, e, r < rows());
+      }
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_in_other_block(in_other_block(free));
+  }
+
+  // A slab: 32 bytes of k at once.
+  static constexpr int kSteps = kChunks == 1 ? ceil_div(P * kSize, 32) : 4;
+  using Left = u32[kSteps][4];
+  // This warp's part of operand A.
+  DEVICE void load_left(u32 (&a)[4], u32 slab, int step) const {
+    const int r = threadIdx.x / 32 * 16 + threadIdx.x % 16;
+    load_matrices<false>(a, slab + swizzled(r, step * 2 + threadIdx.x % 32 / 16));
+  }
+  DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, bool add) const {
+    if constexpr (kTurned) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        load_left(a[step], slab, step);
+#pragma unroll
+        for (u32& word : a[step]) word = nearest(word);
+        settle(a[step]);
+      }
+    }
+    const u64 left = operand(slab + threadIdx.x / 128 * 8192), right = operand(slab + M * 128);
+    open_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (kTurned)
+        Wgmma<Element, N>::multiply(sum, a[step], right + 2 * step, add || step > 0);
+      else
+        Wgmma<Element, N>::multiply(sum, left + 2 * step, right + 2 * step, add || step > 0);
+    }
+    commit_products();
+  }
+
+  // The stages in turns, for consumers.
+  struct Ring {
+    int stage = 0, last = 0;
+    u32 phase = 0;
+  };
+  DEVICE u32 next_slab(Ring& ring) const {
+    wait(kFull, ring.stage, ring.phase);
+    fence_copy_engine();
+    ring.last = ring.stage;
+    if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
+    return memory + ring.last * kStageBytes;
+  }
+  DEVICE void release(int stage) const {
+    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+  }
+
+  // The sums of a group.
+  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
+    Left a[2];  // in turns: the products of the slab before still read theirs
+    const auto take = [&](int slab, Left& a) {
+      const int last = ring.last;
+      const u32 from = next_slab(ring);
+      multiply(sum, a, from, slab > 0);
+      if (slab > 0) {
+        wait_for_products<1>();
+        release(last);
+      }
+    };
+#pragma unroll 1
+    for (int slab = 0; slab < kSlabs / 2 * 2; slab += 2) take(slab, a[0]), take(slab + 1, a[1]);
+    if constexpr (kSlabs % 2) take(kSlabs - 1, a[0]);
+    wait_for_products<0>();
+    touch(sum);
+    release(ring.last);
+  }
+
+  // As exact as FMA (mma.cuh, Split3): three products of high and low parts, which start from zero every 16 k's, since the
+  // matrix unit truncates what it adds to.
+  static constexpr int kFlush = 2;
+  DEVICE void add_up_split(float (&sum)[N / 2], Ring& ring) const {
+    constexpr int kParts = ceil_div(kSteps, kFlush);
+    float some[N / 2];
+    u32 high[2][kFlush][4], low[2][kFlush][4];  // in turns
+    const auto flush = [&] {
+      wait_for_products<0>();
+      touch(some);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sum[i] += some[i];
+      touch(sum);
+    };
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
+#pragma unroll 1
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      const int last = ring.last;
+      const u32 from = next_slab(ring);
+      const u64 right = operand(from + M * 128), right_low = operand(from + (M + N) * 128);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const auto load = [&] {
+#pragma unroll
+          for (int step = 0; step < kFlush; ++step) {
+            if (part * kFlush + step >= kSteps) break;
+            u32 x[4];
+            load_left(x, from, part * kFlush + step);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) Split3::split(x[i], high[part % 2][step][i], low[part % 2][step][i]);
+            settle(high[part % 2][step]), settle(low[part % 2][step]);
+          }
+        };
+        if constexpr (kParts > 1) load();
+        flush();
+        if (part == 0 && slab > 0) release(last);
+        if constexpr (kParts == 1) load();
+        open_products();
+#pragma unroll
+        for (int step = 0; step < kFlush; ++step) {
+          const int at = part * kFlush + step;
+          if (at >= kSteps) break;
+          Wgmma<Element, N>::multiply(some, low[part % 2][step], right + 2 * at, step > 0);
+          Wgmma<Element, N>::multiply(some, high[part % 2][step], right_low + 2 * at);
+          Wgmma<Element, N>::multiply(some, high[part % 2][step], right + 2 * at);
+        }
+        commit_products();
+      }
+    }
+    flush();
+    release(ring.last);
+  }
+  // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
+  DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
+    u64 broken = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) broken |= u64(!(fabsf(sum[i]) <= 3.402823466e38f)) << i;
+    if (broken == 0) return;
+#pragma unroll 1
+    for (int j = 0; j < N / 2; ++j) {
+      if (!(broken >> j & 1)) continue;
+      const float x = repaired(tile, tile.first + across(j), tile.q + column_of(down(j)), fast);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i)
+        if (i == j) sum[i] = x;
+    }
+  }
+  DEVICE float repaired(const Tile& tile, i64 row, int j, int fast) const {
+    if (row >= rows() || j >= Q || fast >= FAST) return 0;
+    const int group = Pass::GROUPS > 1 ? weight_of(tile, fast) : 0;
+    float sum = 0;
+    for (int term = 0; term < Pass::TERMS; ++term) {
+      const float* x = static_cast<const float*>(params.x) + row * kXRow + i64(tile.term + term) * Pass::X_TERM;
+      const float* weight = static_cast<const float*>(params.weights[Pass::WEIGHT]);
+      weight += (i64(Pass::GROUPS > 1 ? group : tile.term + term) * Q + weight_row(j)) * P;
+#pragma unroll 1
+      for (int p = 0; p < P; ++p) sum += weight[p] * x[i64(group) * P + p];
+    }
+    return sum;
+  }
+
+  DEVICE void consume() const {
+    Ring ring;
+    for (i64 n = first_tile(); n < tiles; n += blocks()) {
+      const Tile tile = tile_of(n);
+      Held held;
+#pragma unroll
+      for (int h = 0; h < HELD; ++h) {
+        float sum[N / 2];
+        if constexpr (Pass::SPLIT) {
+          add_up_split(sum, ring);
+          repair(sum, tile, tile.fast + h);
+        } else {
+          add_up(sum, ring);
+        }
+        finish(sum, held[h], tile, h);
+      }
+      if constexpr (Pass::CLUSTER)
+        exchange(held, tile, int((n - first_tile()) / blocks() & 1));
+      else
+        store(held, tile);
+    }
+  }
+
+  DEVICE void run() const {
+    if (threadIdx.x < Pass::STAGES) {
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
+    }
+    if constexpr (Pass::CLUSTER) {
+      if (threadIdx.x < kConsumers / 32)
+        init_barrier(memory + kGot + threadIdx.x * 8, 1), init_barrier(memory + kFree + threadIdx.x * 8, 1);
+      sync_cluster();
+    }
+    __syncthreads();
+    if (threadIdx.x < kConsumers) {
+      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      consume();
+    } else {
+      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      produce(threadIdx.x - kConsumers);
+    }
+    if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
+  }
+};
