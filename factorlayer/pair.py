@@ -123,8 +123,10 @@ class Pair:
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
+        p, q = self.mixed
+        first = "" if p == q == 1 else f"{p}→{q}, "
         return (
-            f"pair: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, {self.slots} slots of "
+            f"pair: {first}{p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, {self.slots} slots of "
             f"{self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
@@ -188,7 +190,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     if len(work.steps) != len(work.sizes) or len(work.sizes) not in (2, 3):
         return None
     mixes = len(work.sizes) == 3
-    if mixes and max(work.states[0][0], work.states[-1][0]) > MOST_MIXED:
+    if mixes and not 1 < max(work.states[0][0], work.states[-1][0]) <= MOST_MIXED:
         return None
     *_, p0, p1 = work.states[0]
     *_, q0, q1 = work.states[-1]

@@ -20,6 +20,7 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 from factorlayer import runtime
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
+from factorlayer.pair import Pair
 from factorlayer.plan import BATCHES, Plan, PlanError, plan, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import LayerSpec
@@ -221,6 +222,15 @@ def has_compiler() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def test_a_first_mode_of_one_is_not_forgotten() -> None:
+    """Its weight is a number like any other; pairs take what is before them as 1 only if nothing is."""
+    for dtype in DTYPES:
+        found = plan(chain_of(kronecker((1, 40, 32), (1, 56, 48))), dtype, 1024, Gpu.of(90))
+        for p in found.passes:
+            assert isinstance(p, Resident) or "params.weights[0]" in p.source("k"), str(found)
+            assert not isinstance(p, Pair) or len(p.work.sizes) == (3 if p.mixed != (1, 1) else 2)
 
 
 def test_plans_are_the_same_for_the_same_question() -> None:

@@ -31,6 +31,7 @@ CASES = [
     Case(kronecker((112, 128), (112, 128)), 2100, False),
     Case(kronecker((40, 32), (56, 48)), 300, True, "gelu"),
     Case(kronecker((4, 40, 32), (6, 56, 48)), 700, True, "silu"),
+    Case(kronecker((1, 40, 32), (1, 56, 48)), 700),
     Case(kronecker((2, 64, 64), (2, 64, 64)), 2100, False),
     Case(kronecker((1000, 3), (1000, 3)), 9),
     Case(kronecker((3, 1000), (3, 1000)), 9, False),
