@@ -126,8 +126,8 @@ class Pair:
         p, q = self.mixed
         first = "" if p == q == 1 else f"{p}→{q}, "
         return (
-            f"pair: {first}{p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, {self.slots} slots of "
-            f"{self.chunk} rows, {self.shared} bytes of shared memory"
+            f"pair: {first}{p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, "
+            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
