@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
 
-from benches import report, run
+from benches import compare, report, run
 from benches.ceilings import measure_ceilings, tf32_allowed
 from benches.floor import DATASHEETS, DTYPES, Ceilings, ImpossibleFigureError, Work, dense_work, layer_work
 from benches.floor import refuse_impossible as refuse
@@ -336,3 +336,118 @@ def test_markdown_without_v3_shows_the_published_peer() -> None:
     row.published = {"forward": {"us": 42.0, "who": "FastKron"}}
     lines = markdown(made_up_results(row))
     assert "| 16:32^2 | float32 | 1 | 25.0 | 42.0 (FastKron) | 100 | - | - | - | - | - | - |" in lines
+
+
+# From one run to another.
+
+
+def compared(tmp_path: Path, old: Results, new: Results) -> Any:
+    paths = [str(tmp_path / name) for name in ("old.json", "new.json")]
+    for results, path in zip((old, new), paths, strict=True):
+        results.save(Path(path))
+    return CliRunner().invoke(compare.app, paths)
+
+
+def timed(v3: float, iqr: float = 0.0, v2: float = 100.0, **machine: Any) -> Results:
+    """Both passes of a row; v3 takes 100 us in the run that is compared with."""
+    row = made_up()
+    for name, us in (("v2", v2), ("v3", v3)):
+        row.times[name] = {of_pass: Timing(us, iqr, 5) for of_pass in PASSES}
+    results = made_up_results(row)
+    results.machine |= machine
+    return results
+
+
+GPU = {"gpu": "a GPU", "gpu_l2": 1, "cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("v3", "old_iqr", "new_iqr", "machine", "mark"),
+    [
+        (114.0, 0.0, 0.0, {}, ""),
+        (116.0, 0.0, 0.0, {}, "slower"),
+        (86.0, 0.0, 0.0, {}, ""),
+        (84.0, 0.0, 0.0, {}, "faster"),
+        (104.0, 0.0, 0.0, GPU, ""),
+        (106.0, 0.0, 0.0, GPU, "slower"),
+        (124.0, 15.0, 20.0, {}, ""),  # either one alone is less
+        (126.0, 15.0, 20.0, {}, "slower"),
+    ],
+)
+def test_a_time_is_marked_beyond_the_spread_of_both(
+    v3: float, old_iqr: float, new_iqr: float, machine: dict[str, Any], mark: str, tmp_path: Path
+) -> None:
+    old, new = timed(100.0, old_iqr, **machine), timed(v3, new_iqr, **machine)
+    marks = {change.key[1:]: change.mark for change in compare.compare(old, new)}
+    assert marks == {(name, of_pass): mark if name == "v3" else "" for name in ("v2", "v3") for of_pass in PASSES}
+    finished = compared(tmp_path, old, new)
+    assert finished.exit_code == (mark == "slower"), finished.output
+    assert ("v3 got slower: 2 times" in finished.output) == (mark == "slower")
+
+
+def test_the_slower_come_first_and_only_v3_decides(tmp_path: Path) -> None:
+    old, new = timed(100.0), timed(50.0, v2=200.0)
+    new.rows[0].times["v3"]["forward"] = Timing(130.0, 0.0, 5)
+    order = [change.key[1:] for change in compare.compare(old, new)]
+    backward = "forward_backward"
+    assert order == [("v3", "forward"), ("v2", "forward"), ("v2", backward), ("v3", backward)]
+    lines = [line.split() for line in compared(tmp_path, old, new).output.splitlines()]
+    cells = ["16:32^2", "float32,", "1", "thread", "v3", "fwd", "100", "130", "1.30x", "±15%", "slower"]
+    assert cells in [[cell for cell in line if cell != "│"] for line in lines]
+    assert "v2: 2 slower, 0 faster of 2, new/old 2.00x in the median" in [" ".join(line) for line in lines]
+    assert compared(tmp_path, timed(100.0), timed(50.0, v2=200.0)).exit_code == 0
+
+
+@pytest.mark.parametrize("field", [{"workload": "w"}, {"shape": "s"}, {"batch": 1}, {"dtype": "d"}, {"threads": 2}])
+def test_rows_are_matched_by_all_that_names_them(field: dict[str, Any], tmp_path: Path) -> None:
+    old, new = timed(100.0), timed(200.0)
+    for name, value in field.items():
+        setattr(new.rows[0], name, value)
+    finished = compared(tmp_path, old, new)
+    assert finished.exit_code == 2
+    assert "should share a time of v3" in finished.output
+    old.rows += timed(100.0).rows
+    old.rows[0].workload = "same"
+    new.rows += timed(100.0).rows
+    new.rows[1].workload = "same"
+    finished = compared(tmp_path, old, new)
+    assert finished.exit_code == 0, finished.output
+    output = " ".join(finished.output.split())
+    assert "only in the old file, all of: 16:32^2 (32·32, batch 16), float32, 1 thread" in output
+    assert f"only in the new file, all of: {compare.RowKey.of(new.rows[0])}" in output
+
+
+def test_a_time_that_v3_has_no_more_is_a_failure(tmp_path: Path) -> None:
+    new = timed(100.0)
+    del new.rows[0].times["v3"]["forward_backward"]
+    del new.rows[0].times["v2"]["forward"]
+    finished = compared(tmp_path, timed(100.0), new)
+    assert finished.exit_code == 1
+    output = " ".join(finished.output.split())
+    assert "only in the old file, v3 fwd+bwd of: 16:32^2" in output
+    assert "only in the old file, v2 fwd of: 16:32^2" in output
+    assert "v3 got slower: 0 times; has no time any more: 1" in output
+    assert compared(tmp_path, new, timed(100.0)).exit_code == 0
+    del new.rows[0].times["v3"]
+    assert compared(tmp_path, timed(100.0), new).exit_code == 2
+
+
+def test_other_hardware_is_said_and_not_judged_other_software_is_judged(tmp_path: Path) -> None:
+    other = compared(tmp_path, timed(100.0), timed(200.0, cpu="another CPU", l2="2M"))
+    assert other.exit_code == 0
+    assert "slower" in other.output
+    assert "other hardware, nothing is judged: cpu a CPU, then another CPU, l2 1M, then 2M" in other.output
+    host = compared(tmp_path, timed(100.0, **GPU), timed(200.0, **GPU, cpu="another CPU"))
+    assert host.exit_code == 1
+    software = compared(tmp_path, timed(100.0), timed(200.0, torch="2.12", instruction_set="avx512"))
+    assert software.exit_code == 1
+    assert "other software: instruction_set avx2, then avx512, torch 2.11, then 2.12" in software.output
+
+
+def test_compare_refuses_what_is_no_results_file(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{}")
+    finished = CliRunner().invoke(compare.app, [str(damaged), str(damaged)])
+    assert finished.exit_code == 2
+    assert "should be a results file of `python -m benches.run`" in finished.output
+    assert CliRunner().invoke(compare.app, [str(damaged), str(tmp_path / "none.json")]).exit_code == 2
