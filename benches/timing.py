@@ -113,7 +113,7 @@ def time_cuda(calls: dict[str, list[Call]], of_pass: str, effort: Effort) -> tup
     for name, sets in calls.items():
         try:
             graph = _capture(sets, of_pass, pool)
-            eager[name] = _eager_seconds(sets, of_pass)
+            eager[name] = _eager_seconds(sets, of_pass, effort)
         except RuntimeError as error:
             failures[name] = f"not captured in a CUDA graph: {str(error).splitlines()[0]}"
             continue
@@ -155,18 +155,19 @@ def _replayer(graph: torch.cuda.CUDAGraph, calls: int, effort: Effort) -> Callab
     return lambda: seconds(replays) / calls
 
 
-def _eager_seconds(sets: list[Call], of_pass: str) -> float:
+def _eager_seconds(sets: list[Call], of_pass: str, effort: Effort) -> float:
     """Wall time of one call issued from Python, the device's work included where it is longer."""
-    calls = [sets[i % len(sets)] for i in range(20)]
-    times = []
-    for _ in range(5):
+
+    def seconds(count: int) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for call in calls:
-            call.run(of_pass)
+        for i in range(count):
+            sets[i % len(sets)].run(of_pass)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / len(calls))
-    return statistics.median(times)
+        return (time.perf_counter() - start) / count
+
+    count = min(max(2, int(effort.block / seconds(1))), 20)
+    return statistics.median(seconds(count) for _ in range(5))
 
 
 def kernels_launched(call: Call) -> list[str]:

@@ -368,8 +368,7 @@ template <class Pass> struct Wide {
       for (int word = 0; word < kWords; ++word) second[word] = rank ? first[word] : second[word];
       store_in_other_block(theirs + i * kConsumers * 16, second);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_in_other_block(in_other_block(got));
+    arrive_in_other_block(in_other_block(got));
     wait_for_cluster(got, phase);
     Tile both = tile;
     both.fast -= rank * HELD;
@@ -393,8 +392,7 @@ template <class Pass> struct Wide {
         store_cells(words, further, to, both, m, e, r < rows());
       }
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_in_other_block(in_other_block(free));
+    arrive_in_other_block(in_other_block(free));
   }
 
   // A slab: 32 bytes of k at once.
@@ -439,8 +437,10 @@ template <class Pass> struct Wide {
     if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
     return memory + ring.last * kStageBytes;
   }
+  // Who has read a slab says so: of a warp all threads, or one where the matrix unit alone reads.
+  static constexpr int kReaders = kTurned ? 32 : 1;
   DEVICE void release(int stage) const {
-    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+    if (threadIdx.x % (32 / kReaders) == 0) arrive(memory + kEmpty + stage * 8);
   }
 
   // The sums of a group.
@@ -571,11 +571,11 @@ template <class Pass> struct Wide {
   DEVICE void run() const {
     if (threadIdx.x < Pass::STAGES) {
       init_barrier(memory + kFull + threadIdx.x * 8, 128);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4 * kReaders);
     }
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
-        init_barrier(memory + kGot + threadIdx.x * 8, 1), init_barrier(memory + kFree + threadIdx.x * 8, 1);
+        init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
       sync_cluster();
     }
     __syncthreads();
