@@ -73,7 +73,7 @@ template <class Pass> struct TwoFactors {
       const int q = threadIdx.x / P, p = threadIdx.x % P;
       if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight(params, q, p));
     }
-    if constexpr (P1 % kStep || P0 % CHUNK)  // padding of the slots, which copies leave alone
+    if constexpr (P1 % kStep)  // padding of the slots, which copies leave alone
       for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += kThreads * 4) store_shared(slots + at, 0u);
     fence_copy_engine();
     __syncthreads();
@@ -171,13 +171,13 @@ template <class Pass> struct TwoFactors {
         if constexpr (!kStages) take(slot, phase);
         const u32 to = slots + (slot ? slot - 1 : SLOTS - 1) * kSlotBytes;
         const Element* from = x + chunk * (CHUNK * P1);
-        each_piece(chunk, [&](int turn, int j, u32 place) {
+        each_piece(chunk, [&](int turn, int j, u32 place, bool present) {
 #pragma unroll
           for (int p = 0; p < P; ++p)
 #pragma unroll
             for (int i = 0; i < kCopies; ++i)
               copy_async<16>(kStages ? stage_address(stage, turn) + (p * kCopies + i) * 2048 : to + place + p * kStateBytes,
-                             from + p * (P0 * P1) + j * kEach + i * (16 / kSize), true);
+                             present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
         });
         if (kStages && ++stage == Pass::STAGES) stage = 0;
         if (++chunk == kChunks) chunk = 0, x += gridDim.x * kElements;
@@ -187,7 +187,7 @@ template <class Pass> struct TwoFactors {
       wait_for_copies<kAhead>();
       if constexpr (kStages) take(slot, phase);
       if constexpr (kStages || kMixes || Math::kRounds)
-        each_piece(ready_chunk, [&](int turn, int, u32 place) {
+        each_piece(ready_chunk, [&](int turn, int, u32 place, bool) {
           const u32 to = slots + ready * kSlotBytes + place;
           prepare(kStages ? stage_address(ready_stage, turn) : to, to);
         });
@@ -205,14 +205,15 @@ template <class Pass> struct TwoFactors {
   DEVICE u32 stage_address(int stage, int turn) const {
     return behind + stage * kStageBytes + turn * (P * kCopies * 2048) + thread * 16;
   }
-  // The 16-byte pieces of a chunk that this thread moves: number, and place in a slot.
+  // The 16-byte pieces of a chunk that this thread moves: number, place in a slot, and whether X has it; zeros stand behind
+  // the last row of X, since what was there before may have been no number.
   template <class Do> DEVICE void each_piece(int chunk, Do act) const {
     const int count = P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK * kRowPieces : kPieces;
 #pragma unroll(kMixes || PIECES > 1 ? 1 : kTurns)
     for (int turn = 0; turn < kTurns; ++turn) {
       const int j = turn * 128 + thread, row = j / kRowPieces, piece = j % kRowPieces;
-      if ((kPieces % 128 == 0 && P0 % CHUNK == 0) || j < count)
-        act(turn, j, piece / 8 * kSlabX + swizzled(row, piece % 8));
+      if (kPieces % 128 == 0 || j < kPieces)
+        act(turn, j, piece / 8 * kSlabX + swizzled(row, piece % 8), P0 % CHUNK == 0 || j < count);
     }
   }
   // What was copied, mixed, rounded or split, as the matrix unit wants it.
