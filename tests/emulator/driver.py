@@ -1,4 +1,4 @@
-"""Runs the kernels of a plan on a CPU, by emulator.cpp, and collects what it finds wrong.
+"""Runs the kernels of a plan on a CPU, by the C++ files beside this, and collects what they find wrong.
 
 The device code is what the GPU gets, but for csrc/engine/instructions.cuh and Wgmma<...>: those are instructions.cuh
 beside this.
@@ -76,8 +76,10 @@ class Emulator:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.object = folder / "emulator.o"
-        compile_cpp(["-O2", "-c", str(HERE / "emulator.cpp"), "-o", str(self.object)])
+        self.objects = []
+        for path in sorted(HERE.glob("*.cpp")):
+            self.objects.append(str(folder / f"{path.stem}.o"))
+            compile_cpp(["-O2", "-c", str(path), "-o", self.objects[-1]])
 
     def compile(self, plan: Plan, changes: dict[str, str] | None = None) -> list[Kernel]:
         """A program for each pass. `changes` breaks the device code: texts in it, each there at least once."""
@@ -91,7 +93,7 @@ class Emulator:
                 text = text.replace(old, new)
             path = self.folder / f"kernel{i}.cpp"
             path.write_text(text)
-            compile_cpp(["-O1", "-fstack-reuse=none", str(path), str(self.object), "-o", str(path.with_suffix(""))])
+            compile_cpp(["-O1", "-fstack-reuse=none", str(path), *self.objects, "-o", str(path.with_suffix(""))])
             kernels.append(Kernel(path.with_suffix(""), planned, int(cluster[1]) if cluster else 1))
         return kernels
 
