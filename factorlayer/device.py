@@ -9,7 +9,7 @@ from pathlib import Path
 MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
 ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
 
-HEADERS = ("types.cuh", "memory.cuh", "mma.cuh", "pointwise.cuh", "layout.cuh", "params.cuh")
+HEADERS = ("instructions.cuh", "types.cuh", "memory.cuh", "mma.cuh", "pointwise.cuh", "layout.cuh", "params.cuh")
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def headers(*further: str) -> str:
 
 
 def wgmma(dtype: str, n: int) -> str:
-    """Wgmma<Element, n> of wgmma.cuh: the matrix instruction of a warpgroup for sums 64 x n."""
+    """Wgmma<Element, n> of instructions.cuh: the matrix instruction of a warpgroup for sums 64 x n."""
     name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, "tf32")
     k, transposed = (8, "") if name == "tf32" else (16, ", 0")
     count = n // 2  # sums of a thread
@@ -49,8 +49,9 @@ def wgmma(dtype: str, n: int) -> str:
             f'        : {bound}\n        : {", ".join(inputs)}, "l"(b), "r"(int(add)));\n  }}\n'
         )
 
+    of = f"Wgmma<{ELEMENT[dtype]}, {n}>"
     return (
-        f"template <> struct Wgmma<{ELEMENT[dtype]}, {n}> {{\n"
+        f'#line 1 "{of}"\ntemplate <> struct {of} {{\n'
         + multiply("u64 a", ['"l"(a)'], transposed + transposed)
         + multiply("const u32 (&a)[4]", [f'"r"(a[{i}])' for i in range(4)], transposed)
         + "};\n"

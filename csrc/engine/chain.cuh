@@ -172,9 +172,6 @@ template <class Pass> struct Chain {
   template <class S> DEVICE u32 in_address(u32 slot) const { return S::IN < 0 ? slot : memory + S::IN; }
   template <class S> DEVICE u32 out_address(u32 slot) const { return S::OUT < 0 ? slot : memory + S::OUT; }
 
-  // Keeps what is computed from these out of the registers that live through the loop over tiles.
-  static DEVICE void stay_here(int& row, int& column) { asm volatile("" : "+r"(row), "+r"(column)); }
-
   template <class S> using Sums = Sum<Element>[S::MT][S::NT][4];
 
   // Adds one warp tile's products to y.

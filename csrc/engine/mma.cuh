@@ -33,9 +33,6 @@ template <int SIZE> struct Rows16 {
   }
 };
 
-template <class T> constexpr bool kIsBf16 = false;
-template <> constexpr bool kIsBf16<bf16> = true;
-
 // bf16 and f16: k = 16, and 8 for what is left
 template <class T> struct Half : Rows16<2> {
   using Element = T;
@@ -98,23 +95,10 @@ template <class T> struct Half : Rows16<2> {
     for (int i = 0; i < 4; ++i) a.r[i] = Pair<T>(y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]).bits;
   }
   template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
-    if constexpr (K >= 16) {
-      if constexpr (kIsBf16<T>)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
-            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
-      else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
-            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
-    } else {
-      if constexpr (kIsBf16<T>)
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(b.r[0]));
-      else
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-            : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(b.r[0]));
-    }
+    if constexpr (K >= 16)
+      multiply_16<T>(y, a.r, b.r);
+    else
+      multiply_8<T>(y, a.r, b.r);
   }
 };
 
@@ -129,17 +113,6 @@ template <class T> struct Words8 {
   // Where register i of operand A lies behind the first.
   template <int STRIDE> static constexpr DEVICE int behind_by_m(int i) { return (i % 2 * 8 + i / 2 * 4 * STRIDE) * kSize; }
 };
-
-DEVICE u32 tf32_of(u32 x) {
-  u32 y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-DEVICE void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // 32-bit rows. Where the other operand is sums, a lane's k's are 2t and 2t + 1: then the weights lie so that these are
 // what it gets for t and t + 4.
@@ -276,16 +249,5 @@ struct Fp64 : Words8<double> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.r[i] = y[0][i % 2 * 2 + i / 2];
   }
-  template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) {
-#if __CUDA_ARCH__ >= 900
-    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+d"(y[0]), "+d"(y[1]), "+d"(y[2]), "+d"(y[3])
-        : "d"(a.r[0]), "d"(a.r[1]), "d"(a.r[2]), "d"(a.r[3]), "d"(b.r[0]), "d"(b.r[1]));
-#else
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
-          : "+d"(y[i % 2 * 2]), "+d"(y[i % 2 * 2 + 1]) : "d"(a.r[i]), "d"(b.r[i / 2]));
-#endif
-  }
+  template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) { multiply_f64(y, a.r, b.r); }
 };

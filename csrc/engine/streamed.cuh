@@ -118,12 +118,8 @@ template <class Pass> struct Streamed {
 
   // Nothing if it is not `wanted`: one branch for all copies of a chunk would part them from the products.
   template <int BYTES> static DEVICE void copy(u32 to, const Element* from, bool present, bool wanted) {
-    if constexpr (BYTES == 16)
-      asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }"
-                   ::"r"(to), "l"(from), "r"(present ? 16 : 0), "r"(int(wanted)) : "memory");
-    else if constexpr (BYTES >= 4)
-      asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; @p cp.async.ca.shared.global [%0], [%1], %2, %3; }"
-                   ::"r"(to), "l"(from), "n"(BYTES), "r"(present ? BYTES : 0), "r"(int(wanted)) : "memory");
+    if constexpr (BYTES >= 4)
+      copy_async_if<BYTES>(to, from, present, wanted);
     else if (wanted)
       store_shared(to, present ? *from : Element{});
   }

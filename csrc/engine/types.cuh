@@ -2,27 +2,14 @@
 //
 // An Element is what memory holds; sums are kept in Sum<Element>: float, or double for double.
 #pragma once
-
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
-
-#define DEVICE __device__ __forceinline__
-
-struct bf16 { u16 bits; };
-struct f16 { u16 bits; };
+#include "instructions.cuh"
 
 template <class Element> struct SumOf { using type = float; };
 template <> struct SumOf<double> { using type = double; };
 template <class Element> using Sum = typename SumOf<Element>::type;
 
 DEVICE float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
-DEVICE float widen(f16 x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-  return y;
-}
+DEVICE float widen(f16 x) { return float_of(x); }
 DEVICE float widen(float x) { return x; }
 DEVICE double widen(double x) { return x; }
 
@@ -30,11 +17,11 @@ DEVICE double widen(double x) { return x; }
 template <class Element> struct Pair;
 template <> struct Pair<bf16> {
   u32 bits;
-  DEVICE Pair(float x, float y) { asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x)); }
+  DEVICE Pair(float x, float y) : bits(bf16x2_of(x, y)) {}
 };
 template <> struct Pair<f16> {
   u32 bits;
-  DEVICE Pair(float x, float y) { asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x)); }
+  DEVICE Pair(float x, float y) : bits(f16x2_of(x, y)) {}
 };
 template <> struct __align__(8) Pair<float> {
   float x, y;

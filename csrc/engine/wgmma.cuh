@@ -13,31 +13,3 @@ DEVICE constexpr u32 swizzled(u32 row, u32 piece) { return row * 128 + ((piece ^
 
 // What the matrix unit is told of an operand. The next 32 bytes of k are at operand + 2, the next slab at its address.
 DEVICE u64 operand(u32 slab) { return u64(slab >> 4 & 0x3fff) | u64(1) << 16 | u64(64) << 32 | u64(1) << 62; }
-
-// Registers that are sums or operands may be touched before open_products() and after the wait alone. Shared memory that
-// ordinary accesses or cp.async wrote needs fence_copy_engine() by who wrote it, before the barrier.
-DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// Tells the compiler that sums may have changed, so that it moves nothing across the wait.
-template <int N> DEVICE void touch(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-template <class Element, int N> struct Wgmma;
-
-// Barriers of any number of arrivals, by phases (0, 1, 0, ...), for producers and consumers.
-DEVICE void init_barrier(u32 barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-// Arrives once this thread's asynchronous copies so far are done; counts as one of the arrivals.
-DEVICE void arrive_with_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-// Registers of the warpgroup's threads, for kernels whose warpgroups have roles: a branch each of one if.
-template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }

@@ -24,51 +24,8 @@
 #include "pointwise.cuh"
 #include "wgmma.cuh"
 
-DEVICE void load_shared(u32 (&x)[4], u32 from) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
-}
-DEVICE void store_shared(u32 to, const u32 (&x)[4]) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-// Two blocks of a cluster: addresses in the other one's shared memory, and barriers that order both.
-DEVICE u32 in_other_block(u32 address) {
-  u32 there;
-  asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"
-               "mapa.shared::cluster.u32 %0, %1, rank; }"
-               : "=r"(there) : "r"(address));
-  return there;
-}
-DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-DEVICE void arrive_in_other_block(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(phase) : "memory");
-}
-DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
-  if constexpr (BYTES == 16)
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-  else if constexpr (BYTES == 8)
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");
-  else
-    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x[0]) : "memory");
-}
-
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
-
-// Has operands made here and not where they are used: then they may not be written any more.
-DEVICE void settle(u32 (&a)[4]) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory"); }
 
 template <class Pass> struct Wide {
   using Element = typename Pass::Element;
@@ -198,7 +155,7 @@ template <class Pass> struct Wide {
       u32 x[kTogether][4];
 #pragma unroll
       for (int j = 0; j < kTogether && i + j < kCount; ++j)
-        if (is_whole<kRows>(i + j, thread)) load_shared(x[j], from + (i + j) * 2048);
+        if (is_whole<kRows>(i + j, thread)) load_u32x4(from + (i + j) * 2048, x[j]);
 #pragma unroll
       for (int j = 0; j < kTogether && i + j < kCount; ++j) {
         if (!is_whole<kRows>(i + j, thread)) break;
@@ -210,8 +167,8 @@ template <class Pass> struct Wide {
           else
             x[j][word] = nearest(x[j][word]);
         }
-        store_shared(from + (i + j) * 2048, x[j]);
-        if constexpr (Pass::SPLIT) store_shared(from + N * 128 + (i + j) * 2048, low);
+        store_u32x4(from + (i + j) * 2048, x[j]);
+        if constexpr (Pass::SPLIT) store_u32x4(from + N * 128 + (i + j) * 2048, low);
       }
     }
   }
@@ -382,7 +339,7 @@ template <class Pass> struct Wide {
         u32 words[kWords], further[kWords], given[kWords];
         cell(words, held, m, 0, e);
         cell(further, held, m, 1, e);
-        load_shared(given, mine + (m * (RUN * HELD / kCell) + e / kCell) * kConsumers * 16);
+        load_u32x4(mine + (m * (RUN * HELD / kCell) + e / kCell) * kConsumers * 16, given);
 #pragma unroll
         for (int word = 0; word < kWords; ++word) {
           const u32 own = rank ? further[word] : words[word];

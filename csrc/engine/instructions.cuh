@@ -1,0 +1,279 @@
+// What C++ has no word for: one function for each instruction of the GPU that the engine uses, and nothing else. All
+// inline assembly is here, but for Wgmma<Element, N>, which factorlayer/device.py writes. So tests/emulator, which has
+// the same functions for a CPU, runs the other headers as they are.
+//
+// Addresses in shared memory are 32-bit, in bytes, as PTX has them.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+
+extern __shared__ __align__(128) unsigned char shared_memory[];
+
+DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// Conversions: of f16; to two neighbours, x in the low half; to the nearest tf32.
+DEVICE float float_of(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+DEVICE u32 bf16x2_of(float x, float y) {
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x));
+  return bits;
+}
+DEVICE u32 f16x2_of(float x, float y) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x));
+  return bits;
+}
+DEVICE u32 tf32_of(u32 x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// No instructions at all: the compiler is told that these values change here. So it does not keep in registers, through a
+// loop, what it could compute from them before; makes operands here and not where they are used, where they may not be
+// written any more; and moves no use of sums across the wait for them.
+DEVICE void stay_here(int& x, int& y) { asm volatile("" : "+r"(x), "+r"(y)); }
+DEVICE void settle(u32 (&x)[4]) { asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory"); }
+template <int N> DEVICE void touch(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Shared memory
+DEVICE void store_shared(u32 to, u16 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(x) : "memory"); }
+DEVICE void store_shared(u32 to, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+DEVICE void store_shared(u32 to, double x) { asm volatile("st.shared.f64 [%0], %1;" ::"r"(to), "d"(x) : "memory"); }
+DEVICE void store_f32x2(u32 to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+DEVICE void store_f64x2(u32 to, double x, double y) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(to), "d"(x), "d"(y) : "memory");
+}
+DEVICE void store_u32x4(u32 to, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE u32 load_u32(u32 from) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+DEVICE void load_u32x4(u32 from, u32 (&x)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+DEVICE double load_f64(u32 from) {
+  double x;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(from) : "memory");
+  return x;
+}
+DEVICE void load_f64x2(u32 from, double& x, double& y) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x), "=d"(y) : "r"(from) : "memory");
+}
+
+// BYTES of memory, moved by one access.
+template <int BYTES> struct Words;
+template <> struct Words<2> { u16 word; };
+template <> struct Words<4> { u32 word; };
+template <> struct Words<8> { u64 word; };
+template <> struct __align__(16) Words<16> { u64 word[2]; };
+
+template <int BYTES> DEVICE Words<BYTES> load_words(u32 from) {
+  Words<BYTES> x;
+  if constexpr (BYTES == 16)
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(x.word[0]), "=l"(x.word[1]) : "r"(from) : "memory");
+  else
+    x = *reinterpret_cast<const Words<BYTES>*>(__cvta_shared_to_generic(size_t(from)));
+  return x;
+}
+template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
+  if constexpr (BYTES == 16)
+    asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(x.word[0]), "l"(x.word[1]) : "memory");
+  else
+    *static_cast<Words<BYTES>*>(to) = x;
+}
+
+// Memory
+DEVICE void load_global(const void* from, u32 (&x)[4]) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
+}
+DEVICE void store_global(float* to, float x) { *to = x; }
+template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
+  if constexpr (BYTES == 16)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  else if constexpr (BYTES == 8)
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");
+  else
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x[0]) : "memory");
+}
+
+// Asynchronous copies to shared memory. BYTES is 4, 8 or 16; with `present` false zeros are written and nothing is read.
+template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
+  const int size = present ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
+}
+// Nothing if it is not `wanted`, without a branch
+template <int BYTES> DEVICE void copy_async_if(u32 to, const void* from, bool present, bool wanted) {
+  if constexpr (BYTES == 16)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }"
+                 ::"r"(to), "l"(from), "r"(present ? 16 : 0), "r"(int(wanted)) : "memory");
+  else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; @p cp.async.ca.shared.global [%0], [%1], %2, %3; }"
+                 ::"r"(to), "l"(from), "n"(BYTES), "r"(present ? BYTES : 0), "r"(int(wanted)) : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// THREADS of a block meet at one of its 16 barriers; the first one is __syncthreads'.
+template <int THREADS> DEVICE void sync_threads(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+// Barriers in shared memory (sm_90), of any number of arrivals, by phases (0, 1, 0, ...).
+DEVICE void init_barrier(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void init_arrivals(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+// Arrives once this thread's asynchronous copies so far are done; counts as one of the arrivals.
+DEVICE void arrive_with_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void wait_for_bytes(u32 barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(phase) : "memory");
+}
+
+// From sm_90 on a copy engine moves whole runs (multiples of 16 bytes) while the warps compute. Loads count their bytes
+// at a barrier in shared memory, stores are waited for by the lane that asked for them. What ordinary accesses did to
+// shared memory is fenced before the engine touches it.
+DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+DEVICE void store_run(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// 8 x 8 matrices of 16-bit elements, one row address per lane; TRANSPOSED hands out columns.
+template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&x)[4], u32 row) {
+  if constexpr (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+}
+template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&x)[2], u32 row) {
+  if constexpr (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+}
+// Four of them written, columns as rows (sm_90)
+DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+// Products of a warp: Y[16, 8] += A[16, k] B[k, 8] with k = 16 and 8 of Element, bf16 or f16, and k = 8 of 32 and 64 bits.
+template <class T> constexpr bool kIsBf16 = false;
+template <> constexpr bool kIsBf16<bf16> = true;
+
+template <class Element> DEVICE void multiply_16(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (kIsBf16<Element>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Of the first halves of the operands
+template <class Element> DEVICE void multiply_8(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (kIsBf16<Element>)
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+DEVICE void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+DEVICE void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)[2]) {
+#if __CUDA_ARCH__ >= 900
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+d"(y[0]), "+d"(y[1]), "+d"(y[2]), "+d"(y[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+        : "+d"(y[i % 2 * 2]), "+d"(y[i % 2 * 2 + 1]) : "d"(a[i]), "d"(b[i / 2]));
+#endif
+}
+
+// Products of a warpgroup (wgmma.cuh). Registers that are sums or operands may be touched before open_products() and after
+// the wait alone. Shared memory that ordinary accesses or cp.async wrote needs fence_copy_engine() first: by who wrote it,
+// before the barrier, or by who has the products made, behind it.
+template <class Element, int N> struct Wgmma;
+DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// Registers of the warpgroup's threads, for kernels whose warpgroups have roles: a branch each of one if.
+template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// Two blocks of a cluster: addresses in the other one's shared memory, and barriers that order both.
+DEVICE u32 in_other_block(u32 address) {
+  u32 there;
+  asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"
+               "mapa.shared::cluster.u32 %0, %1, rank; }"
+               : "=r"(there) : "r"(address));
+  return there;
+}
+DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE void arrive_in_other_block(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(phase) : "memory");
+}
+DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}

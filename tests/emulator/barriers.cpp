@@ -1,0 +1,180 @@
+// Barriers of all kinds, what lands at them, and the copy engine.
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+u32 key_of(u32 barrier) { return u32(block_of(barrier)) << 24 | offset_of(barrier); }
+Barrier* find_barrier(u32 address) {
+  const auto found = barriers.find(key_of(address));
+  if (found == barriers.end()) {
+    error("a barrier at %u that nobody has made", offset_of(address));
+    std::_Exit(1);
+  }
+  if (!after(found->second.maker, found->second.made))
+    error("race: use of a barrier at %u and its making", offset_of(address));
+  return &found->second;
+}
+void settle(Barrier& barrier) {
+  if (barrier.left > 0 || barrier.bytes != 0) return;
+  barrier.left = barrier.count, ++barrier.phase;
+  barrier.done = barrier.gathered, barrier.gathered = Clock();
+  progress();
+}
+void arrive_at(Barrier& barrier, const Clock& clock) {
+  barrier.gathered.join(clock);
+  if (--barrier.left < 0) error("more arrivals at a barrier than it counts");
+  settle(barrier);
+}
+
+// Lanes of a warp that do something at once, which orders no memory.
+struct Gathering {
+  void* of_lanes[32];
+  const char* what;
+  int here = 0;
+  long count = 0;
+} gatherings[kMostWarps];
+Meeting whole_cluster, warp_meetings[kMostWarps];
+
+void meet_at(Meeting& meeting, int wanted, const char* what) {
+  hesitate();
+  if (meeting.here && meeting.wanted != wanted) error("%s with %d and %d threads", what, wanted, meeting.wanted);
+  meeting.wanted = wanted;
+  meeting.gathered.join(self().clock);
+  ++step();
+  const long count = meeting.count;
+  if (++meeting.here == wanted) {
+    meeting.here = 0, ++meeting.count;
+    meeting.done = meeting.gathered, meeting.gathered = Clock();
+  }
+  wait_until(what, [&] { return meeting.count != count; });
+  self().clock.join(meeting.done);
+}
+
+}  // namespace
+
+void land_what_is_due(bool all_of_it, int thread) {
+  for (auto landing = landings.begin(); landing != landings.end();) {
+    if (!(landing->due <= rounds || (all_of_it && landing->thread == thread))) {
+      ++landing;
+      continue;
+    }
+    std::swap(current, landing->thread);
+    for (const Copy& copy : landing->copies) land(copy);
+    std::swap(current, landing->thread);
+    if (landing->bytes) {
+      landing->barrier->gathered.join(landing->clock);
+      landing->barrier->bytes -= landing->bytes;
+      settle(*landing->barrier);
+    } else {
+      arrive_at(*landing->barrier, landing->clock);
+    }
+    landing = landings.erase(landing);
+  }
+}
+
+void init_barrier(uint32_t barrier, int arrivals) {
+  write(barrier, 8);
+  for (Cell& cell : cells_at(barrier, 8)) cell.is_barrier = true;
+  if (barriers.count(key_of(barrier))) error("a barrier at %u made twice", offset_of(barrier));
+  Barrier& made = barriers[key_of(barrier)];
+  made.count = made.left = arrivals, made.maker = current, made.made = step();
+}
+void arrive(uint32_t barrier, uint32_t expected_bytes) {
+  hesitate();
+  Barrier& at = *find_barrier(barrier);
+  at.bytes += expected_bytes;
+  if (at.bytes >= 1 << 20) error("%ld bytes expected at once", at.bytes);
+  arrive_at(at, self().clock);
+  ++step();
+}
+void arrive_with_copies(uint32_t barrier) {
+  Landing landing = {rounds + random_below(slowest_landing), current, {}, find_barrier(barrier), {}, 0};
+  commit_copies();
+  for (auto& group : self().copy_groups)
+    for (const Copy& copy : group) {
+      landing.copies.push_back(copy);
+      for (Cell& cell : cells_at(copy.to, copy.bytes))
+        cell.writer = short(current), cell.written = step();
+    }
+  self().copy_groups.clear();
+  landing.clock = self().clock;
+  ++step();
+  landings.push_back(std::move(landing));
+  progress();
+}
+void wait(uint32_t barrier, uint32_t phase) {
+  hesitate();
+  Barrier& at = *find_barrier(barrier);
+  wait_until("a barrier in shared memory", [&] { return (at.phase & 1) != phase; });
+  self().clock.join(at.done);
+}
+
+void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  hesitate();
+  check_global("a copy", from, bytes, false);
+  if (offset_of(to) % 16 || bytes % 16) error("a run of %u bytes to %u, not aligned", bytes, offset_of(to));
+  if (!is_inside("a run", to, bytes)) return;
+  Barrier& at = *find_barrier(barrier);
+  if (!after_fence(at.maker, at.made)) error("no fence: the copy engine uses a barrier at %u", offset_of(barrier));
+  for (Cell& cell : cells_at(to, bytes))
+    if (!after_fence(cell.writer, cell.written))
+      error("no fence: the copy engine writes at %u what thread %d wrote", offset_of(to), cell.writer);
+  check_write("a run", to, bytes);
+  // The engine's own clock, of which only who waits at the barrier hears.
+  static u32 runs = 0;
+  Landing landing = {rounds + random_below(slowest_landing), current, {{to, bytes, from}}, &at, {}, long(bytes)};
+  landing.clock.seen[threads] = ++runs;
+  for (Cell& cell : cells_at(to, bytes))
+    cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;
+  begin_copy(landing.copies[0]);
+  landings.push_back(std::move(landing));
+  progress();
+}
+void store_run(void* to, uint32_t from, uint32_t bytes) {
+  hesitate();
+  check_global("a run", to, bytes, true);
+  if (offset_of(from) % 16 || bytes % 16) error("a run of %u bytes from %u, not aligned", bytes, offset_of(from));
+  if (!is_inside("a run", from, bytes)) return;
+  check_read("a run", from, bytes);
+  for (Cell& cell : cells_at(from, bytes)) {
+    if (!after_fence(cell.writer, cell.written))
+      error("no fence: the copy engine reads at %u what thread %d wrote", offset_of(from), cell.writer);
+    ++cell.leaving;
+  }
+  self().stores.push_back({to, from, bytes});
+}
+void wait_for_stores() {
+  hesitate();
+  for (const Store& run : self().stores) {
+    memcpy(run.to, memory_at(run.from), run.bytes);
+    for (Cell& cell : cells_at(run.from, run.bytes))
+      --cell.leaving, cell.reader = short(current), cell.read = step();
+  }
+  self().stores.clear();
+}
+void fence() {
+  Clock& clock = self().clock;
+  for (int i = 0; i <= threads; ++i) clock.fenced[i] = std::max(clock.fenced[i], clock.seen[i]);
+  ++step();
+}
+
+uint32_t in_other_block(uint32_t address) { return (u32(current / block_threads ^ 1) + 1) << 24 | address; }
+void sync_cluster() { meet_at(whole_cluster, threads, "the cluster"); }
+void sync_block(int barrier, int count) {
+  if (barrier < 0 || barrier > 15) return error("barrier %d of 16", barrier);
+  meet_at(blocks[current / block_threads].meetings[barrier], count ? count : block_threads, "a block's barrier");
+}
+void sync_warp() { meet_at(warp_meetings[current / 32], 32, "a warp's barrier"); }
+
+void together(const char* what, void* mine, void (*act)(void* const* of_lanes)) {
+  Gathering& lanes = gatherings[current / 32];
+  if (lanes.here && strcmp(lanes.what, what)) error("lanes of a warp at %s and at %s", what, lanes.what);
+  lanes.what = what, lanes.of_lanes[current % 32] = mine;
+  const long count = lanes.count;
+  if (++lanes.here < 32) return wait_until(what, [&] { return lanes.count != count; });
+  act(lanes.of_lanes);
+  lanes.here = 0, ++lanes.count;
+}
+
+}  // namespace emulator

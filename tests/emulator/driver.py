@@ -1,0 +1,145 @@
+"""Runs the kernels of a plan on a CPU, by the C++ files beside this, and collects what they find wrong.
+
+The device code is what the GPU gets, but for csrc/engine/instructions.cuh and Wgmma<...>: those are instructions.cuh
+beside this.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from factorlayer.emit import source
+from factorlayer.gpu import ELEMENT_BYTES
+from factorlayer.plan import Pass, Plan, _output_bytes
+from factorlayer.resident import Resident
+from factorlayer.streamed import Streamed
+
+HERE = Path(__file__).parent
+COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
+SECONDS = 60  # for a kernel
+Array = NDArray[np.float64]
+
+
+def why_not() -> str | None:
+    """Why there is no emulator here, or None."""
+    if platform.machine() != "x86_64":
+        return f"the emulator's fibers are for x86_64, this is {platform.machine()}"
+    return None if shutil.which("g++") else "the emulator needs g++"
+
+
+def encode(values: Array, dtype: str) -> bytes:
+    """As memory holds it."""
+    if dtype != "bfloat16":
+        return values.astype({"float64": np.float64, "float16": np.float16}.get(dtype, np.float32)).tobytes()
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16).tobytes()
+
+
+def decode(memory: bytes, dtype: str) -> Array:
+    if dtype == "bfloat16":
+        return (np.frombuffer(memory, np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    held = {"float64": np.float64, "float16": np.float16}.get(dtype, np.float32)
+    return np.frombuffer(memory, held).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A pass as a program."""
+
+    program: Path
+    planned: Pass
+    cluster: int
+
+    def arguments(self, folder: Path, seed: int, batch: int, blocks: int, bias: bool, weights: int) -> list[str]:
+        """With as many blocks as the runtime would launch where there are `blocks` processors."""
+        p = self.planned
+        grid_y = p.split
+        grid_x = -(-batch * p.units_per_sample // p.units_per_block)
+        if not isinstance(p, Streamed):
+            grid_x = min(grid_x, max(1, blocks // grid_y))
+        numbers = [seed, batch, batch * _output_bytes(p), p.shared, p.threads, self.cluster, grid_x, grid_y]
+        return [str(self.program), str(folder), *map(str, numbers), str(int(bias)), str(weights)]
+
+
+class Emulator:
+    """Compiled once; programs and tensors lie in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.objects = []
+        for path in sorted(HERE.glob("*.cpp")):
+            self.objects.append(str(folder / f"{path.stem}.o"))
+            compile_cpp(["-O2", "-c", str(path), "-o", self.objects[-1]])
+
+    def compile(self, plan: Plan, changes: dict[str, str] | None = None) -> list[Kernel]:
+        """A program for each pass. `changes` breaks the device code: texts in it, each there at least once."""
+        kernels = []
+        for i, planned in enumerate(plan.passes):
+            text = source(planned, "kernel") if isinstance(planned, Resident) else planned.source("kernel")
+            cluster = re.search(r"__cluster_dims__\(1, (\d+), 1\)", text)
+            text = for_the_cpu(text)
+            for old, new in (changes or {}).items():
+                assert old in text, f"the device code has no {old!r}"
+                text = text.replace(old, new)
+            path = self.folder / f"kernel{i}.cpp"
+            path.write_text(text)
+            compile_cpp(["-O1", "-fstack-reuse=none", str(path), *self.objects, "-o", str(path.with_suffix(""))])
+            kernels.append(Kernel(path.with_suffix(""), planned, int(cluster[1]) if cluster else 1))
+        return kernels
+
+    def run(
+        self,
+        plan: Plan,
+        kernels: Sequence[Kernel],
+        x: Array,
+        weights: Sequence[Array],
+        bias: Array | None,
+        blocks: int = 3,
+        seed: int = 1,
+    ) -> tuple[Array, list[str]]:
+        """y, and the errors found."""
+        for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
+            if values is not None:
+                (self.folder / name).write_bytes(encode(values, plan.dtype))
+        errors: list[str] = []
+        for number, kernel in enumerate(kernels):
+            arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
+            try:
+                done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)
+            except subprocess.TimeoutExpired:
+                return np.full((0,), np.nan), [*errors, f"pass {number}: not done after {SECONDS} s"]
+            found = done.stdout.splitlines()
+            if done.returncode not in (0, 1):
+                found.append(f"exit code {done.returncode}: accesses outside of the tensors, or a broken stack")
+            errors += [f"pass {number}: {line}" for line in found]
+            if done.returncode not in (0, 1) or not (self.folder / "y").exists():
+                return np.full((0,), np.nan), errors
+            (self.folder / "y").rename(self.folder / "x")
+        size = ELEMENT_BYTES[plan.dtype] * len(x)
+        memory = (self.folder / "x").read_bytes()
+        assert len(memory) % size == 0
+        return decode(memory, plan.dtype).reshape(len(x), -1), errors
+
+
+def for_the_cpu(text: str) -> str:
+    """The source of a kernel without its instructions, and the emulator's entry into it."""
+    sections = re.split(r'(?=^#line 1 ")', text, flags=re.MULTILINE)
+    kept = [section for section in sections if not re.match(r'#line 1 "(instructions\.cuh|Wgmma<.*>)"', section)]
+    assert len(kept) < len(sections) and not any(re.search(r"\basm\b", section) for section in kept)
+    entry = "void run_kernel(const void* params) { kernel(*static_cast<const Params*>(params)); }\n"
+    return '#include "instructions.cuh"\n' + "".join(kept) + '#line 1 "entry"\n' + entry
+
+
+def compile_cpp(arguments: list[str]) -> None:
+    done = subprocess.run([*COMPILE, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(arguments)}: {done.stderr[:4000]}"

@@ -1,0 +1,244 @@
+// csrc/engine/instructions.cuh for a CPU: the same functions, and CUDA's own words.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "emulator.h"
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define DEVICE inline
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+using std::min;
+
+struct bf16 { u16 bits; };
+struct f16 { u16 bits; };
+template <class T> constexpr bool kIsBf16 = false;
+template <> constexpr bool kIsBf16<bf16> = true;
+
+struct Index3 { unsigned x, y, z; };
+extern Index3 threadIdx, blockIdx, gridDim;
+
+template <class To, class From> inline To same_bits(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
+inline float __int_as_float(int x) { return same_bits<float>(x); }
+inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
+
+inline void __syncthreads() { emulator::sync_block(0, 0); }
+inline void __syncwarp() { emulator::sync_warp(); }
+inline bool __all_sync(u32, bool here) {
+  emulator::together("__all_sync", &here, [](void* const* lanes) {
+    const bool all = std::all_of(lanes, lanes + 32, [](void* lane) { return *static_cast<bool*>(lane); });
+    for (int i = 0; i < 32; ++i) *static_cast<bool*>(lanes[i]) = all;
+  });
+  return here;
+}
+inline u32 __shfl_xor_sync(u32, u32 x, int by) {
+  struct Given { u32 x, by, got; } mine = {x, u32(by), 0};
+  emulator::together("__shfl_xor_sync", &mine, [](void* const* lanes) {
+    const auto lane = [&](u32 i) { return static_cast<Given*>(lanes[i]); };
+    for (u32 i = 0; i < 32; ++i) lane(i)->got = lane(i ^ lane(i)->by)->x;
+  });
+  return mine.got;
+}
+
+static unsigned char shared_memory[1];
+inline u32 shared_address(const void*) { return emulator::kBase; }
+
+inline float float_of(f16 x) { return emulator::float_of_f16(x.bits); }
+inline u32 bf16x2_of(float x, float y) { return emulator::bf16_of(x) | u32(emulator::bf16_of(y)) << 16; }
+inline u32 f16x2_of(float x, float y) { return emulator::f16_of(x) | u32(emulator::f16_of(y)) << 16; }
+inline u32 tf32_of(u32 x) { return (x >> 23 & 255) == 255 ? x : emulator::truncated_to_tf32(x + 0x1000); }
+
+inline void stay_here(int&, int&) {}
+inline void settle(u32 (&)[4]) {}
+template <int N> inline void touch(float (&)[N]) {}
+
+template <class T> inline T load(u32 from) {
+  T x;
+  memcpy(&x, emulator::read(from, sizeof(T)), sizeof(T));
+  return x;
+}
+template <class T> inline void store(u32 to, const T& x) { memcpy(emulator::write(to, sizeof(T)), &x, sizeof(T)); }
+
+inline void store_shared(u32 to, u16 x) { store(to, x); }
+inline void store_shared(u32 to, u32 x) { store(to, x); }
+inline void store_shared(u32 to, double x) { store(to, x); }
+template <class T> struct Two { T x, y; };
+struct Four { u32 x[4]; };
+inline void store_f32x2(u32 to, float x, float y) { store(to, Two<float>{x, y}); }
+inline void store_f64x2(u32 to, double x, double y) { store(to, Two<double>{x, y}); }
+inline void store_u32x4(u32 to, const u32 (&x)[4]) { store(to, Four{x[0], x[1], x[2], x[3]}); }
+inline u32 load_u32(u32 from) { return load<u32>(from); }
+inline void load_u32x4(u32 from, u32 (&x)[4]) {
+  const Four four = load<Four>(from);
+  std::copy(four.x, four.x + 4, x);
+}
+inline double load_f64(u32 from) { return load<double>(from); }
+inline void load_f64x2(u32 from, double& x, double& y) {
+  const auto two = load<Two<double>>(from);
+  x = two.x, y = two.y;
+}
+
+template <int BYTES> struct Words { unsigned char bytes[BYTES]; };
+template <> struct Words<16> { u64 word[2]; };
+template <int BYTES> inline Words<BYTES> load_words(u32 from) { return load<Words<BYTES>>(from); }
+
+template <class T> inline void store_to_memory(void* to, const T& x) {
+  emulator::write_global(to, sizeof(T));
+  memcpy(to, &x, sizeof(T));
+}
+template <int BYTES> inline void store_words(void* to, Words<BYTES> x) { store_to_memory(to, x); }
+inline void store_global(float* to, float x) { store_to_memory(to, x); }
+template <int BYTES> inline void store_global(void* to, const u32* x) {
+  Words<BYTES> words;
+  memcpy(&words, x, BYTES);
+  store_to_memory(to, words);
+}
+inline void load_global(const void* from, u32 (&x)[4]) {
+  emulator::read_global(from, 16);
+  memcpy(x, from, 16);
+}
+
+template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
+  emulator::copy(to, from, BYTES, present);
+}
+template <int BYTES> inline void copy_async_if(u32 to, const void* from, bool present, bool wanted) {
+  if (wanted) emulator::copy(to, from, BYTES, present);
+}
+inline void commit_copies() { emulator::commit_copies(); }
+template <int PENDING> inline void wait_for_copies() { emulator::wait_for_copies(PENDING); }
+
+template <int THREADS> inline void sync_threads(int barrier) { emulator::sync_block(barrier, THREADS); }
+
+inline void init_barrier(u32 barrier, int arrivals) { emulator::init_barrier(barrier, arrivals); }
+inline void init_arrivals(u32 barrier) { emulator::init_barrier(barrier, 1); }
+inline void arrive(u32 barrier) { emulator::arrive(barrier); }
+inline void arrive_with_copies(u32 barrier) { emulator::arrive_with_copies(barrier); }
+inline void expect_bytes(u32 barrier, u32 bytes) { emulator::arrive(barrier, bytes); }
+inline void wait_for_bytes(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
+
+inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier) { emulator::load_run(to, from, bytes, barrier); }
+inline void store_run(void* to, u32 from, u32 bytes) { emulator::store_run(to, from, bytes); }
+inline void commit_stores() {}
+inline void wait_for_stores_to_read() { emulator::wait_for_stores(); }
+inline void wait_for_stores() { emulator::wait_for_stores(); }
+inline void fence_copy_engine() { emulator::fence(); }
+
+// Lane 8 m + r names row r of matrix m; a lane holds two neighbours of row lane / 4, or of that column.
+template <bool TRANSPOSED, int N> struct Matrices {
+  u32* x;
+  u32 row;
+  const unsigned char* at;
+  static void load(void* const* lanes) {
+    const auto lane = [&](int i) { return static_cast<Matrices*>(lanes[i]); };
+    for (int i = 0; i < 32; ++i)
+      for (int m = 0; m < N; ++m) {
+        u16 word[2];
+        for (int half = 0; half < 2; ++half) {
+          const int near = i / 4, far = i % 4 * 2 + half, r = TRANSPOSED ? far : near, c = TRANSPOSED ? near : far;
+          memcpy(&word[half], lane(m * 8 + r)->at + c * 2, 2);
+        }
+        lane(i)->x[m] = word[0] | u32(word[1]) << 16;
+      }
+  }
+};
+template <bool TRANSPOSED, int N> inline void load_matrices(u32 (&x)[N], u32 row) {
+  Matrices<TRANSPOSED, N> mine = {x, row, nullptr};
+  if (threadIdx.x % 32 < 8 * N) mine.at = static_cast<unsigned char*>(emulator::read(row, 16));
+  emulator::together("ldmatrix", &mine, Matrices<TRANSPOSED, N>::load);
+}
+inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
+  struct Given { const u32* x; unsigned char* at; } mine = {x, static_cast<unsigned char*>(emulator::write(row, 16))};
+  emulator::together("stmatrix", &mine, [](void* const* lanes) {
+    const auto lane = [&](int i) { return static_cast<Given*>(lanes[i]); };
+    for (int i = 0; i < 32; ++i)
+      for (int c = 0; c < 8; ++c) {
+        const u16 word = u16(lane(c * 4 + i % 8 / 2)->x[i / 8] >> i % 2 * 16);
+        memcpy(lane(i)->at + c * 2, &word, 2);
+      }
+  });
+}
+
+// Y[16, 8] += A[16, K] B[K, 8] of what the lanes hold: EACH neighbouring k's in a register.
+template <class R, int K, int EACH> struct Product {
+  R *y, a[4 * EACH], b[2 * EACH];
+  static void make(void* const* lanes) {
+    const auto lane = [&](int i) { return static_cast<Product*>(lanes[i]); };
+    for (int i = 0; i < 32 * 4; ++i) {
+      const int t = i / 4, r = t / 4 + i % 4 / 2 * 8, c = t % 4 * 2 + i % 2;
+      R sum = lane(t)->y[i % 4];
+      for (int k = 0; k < K; ++k) {
+        const int holder = k % (4 * EACH) / EACH, half = k / (4 * EACH);
+        sum += lane(r % 8 * 4 + holder)->a[(r / 8 + half * 2) * EACH + k % EACH] *
+               lane(c * 4 + holder)->b[half * EACH + k % EACH];
+      }
+      lane(t)->y[i % 4] = sum;
+    }
+  }
+};
+template <class Element, int K> inline void multiply_halves(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  const auto value = [](const u32* words, int i) {
+    const u16 bits = u16(words[i / 2] >> i % 2 * 16);
+    return kIsBf16<Element> ? __uint_as_float(u32(bits) << 16) : emulator::float_of_f16(bits);
+  };
+  Product<float, K, 2> mine = {y, {}, {}};
+  for (int i = 0; i < K / 2; ++i) mine.a[i] = value(a, i);
+  for (int i = 0; i < K / 4; ++i) mine.b[i] = value(b, i);
+  emulator::together("mma.sync of 16 bits", &mine, mine.make);
+}
+template <class Element> inline void multiply_16(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  multiply_halves<Element, 16>(y, a, b);
+}
+template <class Element> inline void multiply_8(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  multiply_halves<Element, 8>(y, a, b);
+}
+inline void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  Product<float, 8, 1> mine = {y, {}, {}};
+  for (int i = 0; i < 4; ++i) mine.a[i] = __uint_as_float(emulator::truncated_to_tf32(a[i]));
+  for (int i = 0; i < 2; ++i) mine.b[i] = __uint_as_float(emulator::truncated_to_tf32(b[i]));
+  emulator::together("mma.sync of tf32", &mine, mine.make);
+}
+inline void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)[2]) {
+  Product<double, 8, 1> mine = {y, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  emulator::together("mma.sync of doubles", &mine, mine.make);
+}
+
+template <class Element, int N> struct Wgmma {
+  static_assert(N % 8 == 0 && N <= 256);
+  static constexpr auto kKind = sizeof(Element) == 4 ? emulator::Kind::tf32
+                                : kIsBf16<Element>   ? emulator::Kind::bf16
+                                                     : emulator::Kind::f16;
+  static void multiply(float (&d)[N / 2], u64 a, u64 b, bool add = true) {
+    emulator::multiply(kKind, N, d, nullptr, a, b, add);
+  }
+  static void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add = true) {
+    emulator::multiply(kKind, N, d, a, 0, b, add);
+  }
+};
+inline void open_products() { emulator::open_products(); }
+inline void commit_products() { emulator::commit_products(); }
+template <int PENDING> inline void wait_for_products() { emulator::wait_for_products(PENDING); }
+template <int COUNT> inline void take_registers() {}
+template <int COUNT> inline void give_registers() {}
+
+inline u32 in_other_block(u32 address) { return emulator::in_other_block(address); }
+inline void store_in_other_block(u32 to, const u32 (&x)[4]) { store_u32x4(to, x); }
+inline void arrive_in_other_block(u32 barrier) { emulator::arrive(barrier); }
+inline void wait_for_cluster(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
+inline void sync_cluster() { emulator::sync_cluster(); }

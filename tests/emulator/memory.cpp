@@ -1,0 +1,44 @@
+// Accesses to shared memory and memory, and cp.async.
+#include "machine.h"
+
+namespace emulator {
+
+void* read(uint32_t from, uint32_t bytes) {
+  if (offset_of(from) % bytes) error("a read of %u bytes at %u, not aligned", bytes, offset_of(from));
+  if (!is_inside("a read", from, bytes)) return nowhere;
+  check_read("a read", from, bytes);
+  return memory_at(from);
+}
+void* write(uint32_t to, uint32_t bytes) {
+  if (offset_of(to) % bytes) error("a write of %u bytes at %u, not aligned", bytes, offset_of(to));
+  if (!is_inside("a write", to, bytes)) return nowhere;
+  check_write("a write", to, bytes);
+  return memory_at(to);
+}
+void read_global(const void* from, uint32_t bytes) { check_global("a read", from, bytes, false); }
+void write_global(void* to, uint32_t bytes) { check_global("a write", to, bytes, true); }
+
+void copy(uint32_t to, const void* from, uint32_t bytes, bool present) {
+  if (present) check_global("a copy", from, bytes, false);
+  if (offset_of(to) % bytes) error("a copy of %u bytes to %u, not aligned", bytes, offset_of(to));
+  if (!is_inside("a copy", to, bytes)) return;
+  check_write("a copy", to, bytes);
+  self().copies.push_back({to, bytes, present ? from : nullptr});
+  begin_copy(self().copies.back());
+}
+void commit_copies() {
+  self().copy_groups.push_back(std::move(self().copies));
+  self().copies.clear();
+}
+void wait_for_copies(int pending) {
+  hesitate();
+  land_what_is_due(true, current);
+  for (auto& groups = self().copy_groups; int(groups.size()) > pending; groups.pop_front())
+    for (const Copy& copy : groups.front()) {
+      land(copy);
+      for (Cell& cell : cells_at(copy.to, copy.bytes))
+        cell.writer = short(current), cell.written = step();
+    }
+}
+
+}  // namespace emulator

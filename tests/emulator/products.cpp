@@ -1,0 +1,156 @@
+// wgmma: products are made when they are waited for; until then their operands may not change, and the sums are NaN.
+#include <immintrin.h>
+
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+// A group of products, for one warp.
+u32 operand_address(u64 description, int row, int half) {
+  constexpr u64 kKnown = u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
+  if ((description & ~u64(0x3fff)) != kKnown) error("an operand is described as %lx", description);
+  const u32 slab = u32(description & 0x3fff) << 4;
+  if (slab % 1024 & ~0x60u) error("an operand begins at %u: no multiple of 1024, and 32 for each step", slab);
+  const u32 at = slab + row / 8 * 1024 + row % 8 * 128 + half * 16;
+  return at ^ (at >> 7 & 7) << 4;
+}
+const u8* read_operand(u32 at, const Clock& known, u32 wait) {
+  if (!is_inside("a matrix unit's read", at, 16)) return nowhere;
+  for (Cell& cell : cells_at(at, 16)) {
+    if (cell.is_barrier) error("a matrix unit reads a barrier at %u", offset_of(at));
+    if (cell.arriving) error("a matrix unit reads at %u, where a copy has not landed yet", offset_of(at));
+    if (cell.writer == kNobody || cell.writer == threads) continue;
+    if (known.seen[cell.writer] < cell.written)
+      error("race: a matrix unit reads at %u what thread %d writes", offset_of(at), cell.writer);
+    else if (known.fenced[cell.writer] < cell.written)
+      error("no fence: a matrix unit reads at %u what thread %d wrote", offset_of(at), cell.writer);
+  }
+  blocks[current / block_threads].products[offset_of(at) / 16 * kMostWarps + current / 32] = wait;
+  return memory_at(at);
+}
+float value(Kind kind, const u8* from) {
+  u32 bits = 0;
+  memcpy(&bits, from, kind == Kind::tf32 ? 4 : 2);
+  if (kind == Kind::f16) return float_of_f16(u16(bits));
+  bits = kind == Kind::bf16 ? bits << 16 : truncated_to_tf32(bits);
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+void make_products(Thread* lanes, size_t number, u32 wait) {
+  const Group& group = lanes[0].groups[number];
+  Clock known = *group.clock;
+  for (int lane = 1; lane < 32; ++lane) {
+    const Group& its = lanes[lane].groups[number];
+    if (its.products.size() != group.products.size()) return error("lanes have other products than others");
+    known.meet(*its.clock);
+  }
+  static float a[16][16], b[256][16];
+  for (size_t i = 0; i < group.products.size(); ++i) {
+    const Product& product = group.products[i];
+    const int size = product.kind == Kind::tf32 ? 4 : 2, each = 16 / size;
+    const auto load = [&](float* row, u64 description, int r) {
+      for (int half = 0; half < 2; ++half) {
+        const u8* from = read_operand(operand_address(description, r, half), known, wait);
+        for (int k = 0; k < each; ++k) row[half * each + k] = value(product.kind, from + k * size);
+      }
+    };
+    for (int r = 0; r < product.n; ++r) load(b[r], product.b, r);
+    for (int r = 0; r < 16 && !product.registers; ++r) load(a[r], product.a, current / 32 % 4 * 16 + r);
+    for (int lane = 0; lane < 32; ++lane) {
+      const Product& its = lanes[lane].groups[number].products[i];
+      if (its.b != product.b || its.n != product.n || its.add != product.add || (!its.registers && its.a != product.a))
+        return error("lanes have other products than others");
+      if (!its.registers) continue;
+      if (memcmp(its.registers, its.held, 16)) error("registers of an operand changed in flight");
+      for (int word = 0; word < 4; ++word)
+        for (int k = 0; k < 4 / size; ++k)
+          a[lane / 4 + word % 2 * 8][word / 2 * each + lane % 4 * (4 / size) + k] =
+              value(product.kind, reinterpret_cast<const u8*>(&its.held[word]) + k * size);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      float* sums = lanes[lane].in_flight[lanes[lane].groups[number].products[i].sums].data();
+      for (int j = 0; j < product.n / 2; ++j) {
+        const float *left = a[lane / 4 + j / 2 % 2 * 8], *right = b[j / 4 * 8 + lane % 4 * 2 + j % 2];
+        float sum = 0;
+        for (int k = 0; k < 2 * each; ++k) sum += left[k] * right[k];
+        sums[j] = product.add ? sums[j] + sum : sum;
+      }
+    }
+  }
+}
+// Sums that no product changes any more are the thread's own again.
+void return_sums(Thread& thread) {
+  for (auto sums = thread.in_flight.begin(); sums != thread.in_flight.end();) {
+    const bool is_used = std::any_of(thread.groups.begin(), thread.groups.end(), [&](const Group& group) {
+      return std::any_of(group.products.begin(), group.products.end(),
+                         [&](const Product& product) { return product.sums == sums->first; });
+    });
+    if (is_used) {
+      ++sums;
+      continue;
+    }
+    for (size_t i = 0; i < sums->second.size(); ++i)
+      if (memcmp(&sums->first[i], &kPoison, 4)) error("sums touched in flight");
+    std::copy(sums->second.begin(), sums->second.end(), sums->first);
+    sums = thread.in_flight.erase(sums);
+  }
+}
+
+}  // namespace
+
+float float_of_f16(uint16_t bits) { return _cvtsh_ss(bits); }
+uint16_t f16_of(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+uint16_t bf16_of(float x) {
+  if (x != x) return 0x7fff;
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void open_products() { self().opened = true; }
+void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add) {
+  Thread& thread = self();
+  if (!thread.opened) error("products that nobody has opened since the last wait");
+  auto& kept = thread.in_flight[sums];
+  if (kept.empty()) {
+    kept.assign(sums, sums + n / 2);
+    for (int i = 0; i < n / 2; ++i) memcpy(&sums[i], &kPoison, 4);
+  }
+  Product product = {kind, n, sums, registers, {}, a, b, add};
+  if (registers) std::copy(registers, registers + 4, product.held);
+  thread.products.push_back(product);
+}
+void commit_products() {
+  Thread& thread = self();
+  thread.groups.push_back({std::move(thread.products), std::make_shared<Clock>(thread.clock)});
+  thread.products.clear();
+  ++thread.committed;
+}
+void wait_for_products(int pending) {
+  hesitate();
+  Thread& thread = self();
+  if (!thread.products.empty()) error("products waited for, but not committed");
+  const Thread* group = &all[current / 128 * 128];
+  wait_until("products of the warpgroup", [&] {
+    return std::all_of(group, group + 128, [&](const Thread& other) { return other.committed >= thread.committed; });
+  });
+  ++thread.waits;
+  together("wgmma.wait_group", &pending, [](void* const* of_lanes) {
+    const int left = *static_cast<int*>(of_lanes[0]);
+    Thread* lanes = &all[current / 32 * 32];
+    const size_t count = lanes[0].groups.size();
+    for (int lane = 1; lane < 32; ++lane)
+      if (lanes[lane].groups.size() != count) return error("lanes have other products than others");
+    for (size_t i = 0; i + left < count; ++i) make_products(lanes, i, lanes[0].waits);
+    for (int lane = 0; lane < 32; ++lane) {
+      while (int(lanes[lane].groups.size()) > left) lanes[lane].groups.pop_front();
+      return_sums(lanes[lane]);
+    }
+  });
+  thread.clock.products[current / 32] = thread.waits;
+  thread.opened = false;
+}
+
+}  // namespace emulator

@@ -1,0 +1,176 @@
+"""csrc/engine, run on a CPU by tests/emulator: right results, and no race, no missing wait or fence, in any family.
+
+The kernels are those of real plans, with a few blocks that take several tiles each. What the emulator cannot see is
+instructions.cuh, which it replaces, and what the compilers for GPUs make of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from emulator.driver import Array, Emulator, Kernel, decode, encode, why_not
+from oracle import kronecker, monarch, spec_id
+
+from factorlayer.chain import Chain
+from factorlayer.gpu import DTYPES, Gpu
+from factorlayer.naive import naive
+from factorlayer.plan import BATCHES, Plan, plan
+from factorlayer.spec import LayerSpec
+
+# What a rounding may be off by, or two where sums are rounded as well
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SMALL, MEDIUM, LARGE = BATCHES
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` samples through the kernels that are planned for `planned` of them, on as many multiprocessors."""
+
+    spec: LayerSpec
+    dtype: str
+    batch: int
+    planned: int
+    architecture: int = 90
+    processors: int = 2
+
+    def __str__(self) -> str:
+        return f"sm_{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-of-{self.planned}"
+
+    @property
+    def plan(self) -> Plan:
+        return plan(Chain.of(self.spec, True, "relu"), self.dtype, self.planned, Gpu.of(self.architecture))
+
+
+CASES = [
+    # Resident: odd sizes, copies of 2 to 16 bytes, the copy engine, products of small weights, ranks, two passes
+    Case(kronecker((2, 3), (4, 5)), "float64", 7, SMALL, 80),
+    Case(kronecker((31, 17), (31, 17)), "float32", 5, SMALL, 80),
+    Case(kronecker((5, 8), (8, 7)), "tf32", 40, SMALL),
+    Case(kronecker((31, 17), (31, 17)), "bfloat16", 5, SMALL),
+    Case(kronecker((20, 28), (36, 44)), "float16", 4, SMALL),
+    Case(kronecker((32, 40), (32, 24)), "float32", 5, SMALL),
+    Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM),
+    Case(kronecker((32, 32), (32, 32)), "float64", 9, LARGE),
+    Case(kronecker((32, 32), (32, 32)), "tf32", 9, SMALL, 80),
+    Case(kronecker((3, 4, 6), (5, 2, 7)), "float16", 9, SMALL),
+    Case(kronecker((4, 9), (6, 5), rank=2), "float32", 21, MEDIUM),
+    Case(kronecker((4, 9), (6, 5), rank=2), "bfloat16", 21, MEDIUM, 80),
+    Case(kronecker((8,) * 5, (8,) * 5), "bfloat16", 1, SMALL),
+    # Streamed: after another pass, by rows and by columns; untied groups, ranks, turned states
+    Case(kronecker((300, 3), (300, 3)), "float64", 3, SMALL, 80),
+    Case(kronecker((300, 3), (300, 3)), "tf32", 3, SMALL),
+    Case(monarch((8, 9), (6, 10)), "float32", 70, MEDIUM),
+    Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM, 80),
+    Case(monarch((4, 9), (6, 5), rank=2), "tf32", 7, SMALL, 80),
+    Case(monarch((32, 32), (32, 32)), "float16", 5, SMALL),
+    Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL),
+    # Pair: every dtype, one and several parts and groups, with a mode before the two
+    Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL),
+    Case(kronecker((32, 24), (40, 24)), "tf32", 30, MEDIUM),
+    Case(kronecker((25, 40), (31, 72)), "bfloat16", 30, MEDIUM),
+    Case(kronecker((32, 24), (40, 24)), "float16", 30, MEDIUM),
+    Case(kronecker((3, 32, 40), (2, 40, 32)), "tf32", 6, MEDIUM),
+    Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL),
+    # Wide: rounded and split operands, several slabs, groups held, two blocks of a cluster
+    Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
+    Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
+    Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
+    Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+]
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    if reason := why_not():
+        pytest.skip(reason)
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+@dataclass
+class Run:
+    """A case's kernels and inputs."""
+
+    case: Case
+    emulator: Emulator
+    kernels: list[Kernel]
+    x: Array
+    weights: list[Array]
+    bias: Array
+
+    def __call__(self, x: Array, seed: int) -> tuple[Array, list[str]]:
+        return self.emulator.run(
+            self.case.plan, self.kernels, x, self.weights, self.bias, self.case.processors, seed=seed
+        )
+
+    def right(self) -> Array:
+        x, bias, *weights = map(torch.from_numpy, (self.x, self.bias, *self.weights))
+        return np.asarray(torch.relu(naive(self.case.spec, x, weights) + bias))
+
+
+def prepare(case: Case, emulator: Emulator, changes: dict[str, str] | None = None) -> Run:
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int, scale: float = 1.0) -> Array:
+        values = random.standard_normal(shape) * scale
+        return decode(encode(values, case.dtype), case.dtype).reshape(shape)
+
+    weights = [draw(*shape, scale=shape[-1] ** -0.5) for shape in case.spec.weight_shapes]
+    x, bias = draw(case.batch, case.spec.in_features), draw(case.spec.out_features)
+    return Run(case, emulator, emulator.compile(case.plan, changes), x, weights, bias)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emulator) -> None:
+    run = prepare(case, emulator)
+    y, errors = run(run.x, seed=1)
+    assert not errors
+    right = run.right()
+    error = np.linalg.norm(y - right) / np.linalg.norm(right)
+    assert error <= 2 * EPS[case.dtype] * len(case.plan.chain.contractions)
+
+    broken = run.x.copy()
+    sick = case.batch // 2
+    broken[sick] = np.nan
+    found, errors = run(broken, seed=2)
+    assert not errors
+    assert np.isnan(found[sick]).all()
+    others = np.arange(case.batch) != sick
+    np.testing.assert_array_equal(found[others], y[others])
+
+
+def test_cases_cover_the_families() -> None:
+    found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
+    assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
+    assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
+    text = "".join(case.plan.text() for case in CASES)
+    ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
+    ways += [f"{way} = {used}" for way in ("BULK_LOAD", "BULK_STORE", "ROUND_X") for used in ("true", "false")]
+    assert not [way for way in ways if way not in text]
+
+
+RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
+STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
+PAIR = Case(kronecker((32, 24), (40, 24)), "bfloat16", 30, MEDIUM)
+WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+# What breaks a kernel, and what the emulator says of it
+PLANTED = {
+    "no-sync-between-stages": (RESIDENT, "\n    sync();\n  }\n", "\n  }\n", "race: a read"),
+    "no-fence-before-stores": (RESIDENT, "fence_copy_engine();\n    sync();", "sync();", "no fence: the copy"),
+    "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::STAGES - 2>();", "", "has not landed"),
+    "no-sync-of-chunks": (STREAMED, "__syncthreads();\n          multiply", "multiply", "race"),
+    "no-fence-of-copies": (PAIR, "fence_copy_engine();\n      arrive", "arrive", "no fence: a matrix unit"),
+    "no-wait-for-a-slot": (PAIR, "wait_for_bytes(empty(slot), phase);", "", "race: a copy"),
+    "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
+    "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
+    "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
+}
+
+
+@pytest.mark.parametrize(("case", "old", "new", "said"), PLANTED.values(), ids=PLANTED)
+def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulator: Emulator) -> None:
+    run = prepare(case, emulator, {old: new})
+    _, errors = run(run.x, seed=1)
+    assert any(said in error for error in errors), errors
