@@ -18,7 +18,7 @@ from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, Plan, plan
-from factorlayer.spec import LayerSpec
+from factorlayer.spec import Contraction, LayerSpec
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -101,9 +101,10 @@ class Run:
     bias: Array
 
     def __call__(self, x: Array, seed: int) -> tuple[Array, list[str]]:
-        return self.emulator.run(
+        y, errors = self.emulator.run(
             self.case.plan, self.kernels, x, self.weights, self.bias, self.case.processors, seed=seed
         )
+        return y.reshape(len(x), -1), errors
 
     def right(self) -> Array:
         x, bias, *weights = map(torch.from_numpy, (self.x, self.bias, *self.weights))
@@ -141,6 +142,49 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     np.testing.assert_array_equal(found[others], y[others])
 
 
+# Of gradients: outer, p, q, inner, tied. Columns, k's or groups lie side by side in memory, in whole runs or not.
+SUMMED = [
+    ((3, 16, 32, 1, True), "float64", 33),
+    ((2, 13, 9, 1, True), "bfloat16", 20),
+    ((1, 64, 24, 72, True), "float16", 5),
+    ((3, 5, 7, 3, True), "float32", 9),
+    ((2, 8, 20, 20, True), "tf32", 9),
+    ((4, 24, 40, 1, False), "tf32", 70),
+    ((2, 24, 40, 4, False), "bfloat16", 70),
+    ((1, 9, 5, 8, False), "float64", 37),
+    ((2, 3, 5, 3, False), "float32", 40),
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch"), SUMMED, ids=str)
+def test_gradients_are_right_in_any_order(
+    sizes: tuple[int, int, int, int, bool], dtype: str, batch: int, emulator: Emulator
+) -> None:
+    """Two processors, whose blocks take several chunks each; and infinite where they have to be."""
+    *numbers, tied = sizes
+    c = Contraction(0, *numbers, tied=tied)
+    found = plan(Chain((c,), gradient=True), dtype, batch, Gpu(90, 2, 232448))
+    kernels = emulator.compile(found)
+    random = np.random.default_rng(1)
+    x, grad = (
+        decode(encode(random.standard_normal(n * c.outer * batch * c.inner), dtype), dtype).reshape(batch, -1)
+        for n in (c.p, c.q)
+    )
+    for value in (None, np.inf):
+        if value is not None:
+            x = x.copy()
+            x[batch // 2, 0] = value
+        with np.errstate(invalid="ignore"):
+            states = grad.reshape(batch, c.outer, c.q, c.inner), x.reshape(batch, c.outer, c.p, c.inner)
+            right = np.einsum("noqi,nopi->qp" if tied else "noqi,nopi->oiqp", *states).ravel()
+        summed, errors = emulator.run(found, kernels, x, [grad], None, blocks=2, seed=1)
+        assert not errors
+        fine = np.isfinite(right)
+        np.testing.assert_array_equal(summed[~fine], right[~fine])
+        error = np.linalg.norm(summed[fine] - right[fine]) / np.linalg.norm(right[fine])
+        assert error <= 2 * EPS[dtype]
+
+
 def test_cases_cover_the_families() -> None:
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
@@ -174,3 +218,13 @@ def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulat
     run = prepare(case, emulator, {old: new})
     _, errors = run(run.x, seed=1)
     assert any(said in error for error in errors), errors
+
+
+def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
+    c = Contraction(0, 3, 16, 32, 1, tied=True)
+    found = plan(Chain((c,), gradient=True), "bfloat16", 100, Gpu(90, 1, 232448))
+    put = "if (more) put_both(stage);"
+    kernels = emulator.compile(found, {f"{put}\n      __syncthreads();": put})
+    states = (np.ones((100, c.outer * n)) for n in (c.p, c.q))
+    _, errors = emulator.run(found, kernels, next(states), list(states), None, blocks=1)
+    assert any("race" in error for error in errors), errors

@@ -90,7 +90,7 @@ template <class Pass> struct Gradient {
       const Place at = place<WIDTH>(j);
       const u32 here = to + ((at.group * BK + at.k) * stride(WIDTH) + at.column) * kSize;
       if constexpr (kColumns) {
-        store_run_of(here, from[n]);
+        store_words<RUN * kSize>(here, from[n]);
       } else {
         const Element* element = reinterpret_cast<const Element*>(&from[n]);
 #pragma unroll
@@ -99,15 +99,6 @@ template <class Pass> struct Gradient {
       }
     }
   }
-  static DEVICE void store_run_of(u32 to, const Run& x) {
-    if constexpr (sizeof(Run) == 16)
-      store_u32x4(to, reinterpret_cast<const u32(&)[4]>(x));
-    else if constexpr (sizeof(Run) == 8)
-      store_shared(to, u32(x.word)), store_shared(to + 4, u32(x.word >> 32));
-    else
-      store_shared(to, x.word);
-  }
-
   // float: the products of high parts are summed apart from the others, which infinities make NaN: then they do not count.
   static constexpr bool kSplit = Math::kRepairs;
   DEVICE void multiply(Sums& y, u32 stage) const {
@@ -158,7 +149,7 @@ template <class Pass> struct Gradient {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int r = q + row + m * 16 + lane.g + i / 2 * 8, c = p + column + n * 8 + lane.t * 2 + i % 2;
-          if (r < Q && c < P) to[(i64(group) * Q + r) * P + c] = y[m][n][i];
+          if (r < Q && c < P) store_global(to + (i64(group) * Q + r) * P + c, y[m][n][i]);
         }
   }
 
@@ -216,7 +207,7 @@ template <class Pass> struct Reduction {
       __syncthreads();
       if (warp == 0 && at < Pass::COUNT) {
         for (int other = 1; other < kWarps; ++other) sum += load(sums + (other * 32 + lane) * sizeof(Part), sum);
-        y[at] = narrow<Element>(sum);
+        store_global(y + at, narrow<Element>(sum));
       }
       __syncthreads();
     }

@@ -97,6 +97,14 @@ template <int BYTES> DEVICE Words<BYTES> load_words(u32 from) {
     x = *reinterpret_cast<const Words<BYTES>*>(__cvta_shared_to_generic(size_t(from)));
   return x;
 }
+template <int BYTES> DEVICE void store_words(u32 to, Words<BYTES> x) {
+  if constexpr (BYTES == 16)
+    asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to), "l"(x.word[0]), "l"(x.word[1]) : "memory");
+  else if constexpr (BYTES == 8)
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(x.word) : "memory");
+  else
+    store_shared(to, x.word);
+}
 template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
   if constexpr (BYTES == 16)
     asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(x.word[0]), "l"(x.word[1]) : "memory");
@@ -108,7 +116,7 @@ template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
 DEVICE void load_global(const void* from, u32 (&x)[4]) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
 }
-DEVICE void store_global(float* to, float x) { *to = x; }
+template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
   if constexpr (BYTES == 16)
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.emit import source
-from factorlayer.gpu import ELEMENT_BYTES
+from factorlayer.gradient import Gradient, Reduction
 from factorlayer.plan import Pass, Plan, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.streamed import Streamed
@@ -65,9 +65,17 @@ class Kernel:
         p = self.planned
         grid_y = p.split
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
+        if isinstance(p, Gradient):
+            blocks *= p.blocks
         if not isinstance(p, Streamed):
             grid_x = min(grid_x, max(1, blocks // grid_y))
-        numbers = [seed, batch, batch * _output_bytes(p), p.shared, p.threads, self.cluster, grid_x, grid_y]
+        if isinstance(p, Gradient):
+            written = grid_x * p.part_bytes // p.most
+        elif isinstance(p, Reduction):
+            written = p.of.weights * p.of.size
+        else:
+            written = batch * _output_bytes(p)
+        numbers = [seed, batch, written, p.shared, p.threads, self.cluster, grid_x, grid_y]
         return [str(self.program), str(folder), *map(str, numbers), str(int(bias)), str(weights)]
 
 
@@ -107,7 +115,7 @@ class Emulator:
         blocks: int = 3,
         seed: int = 1,
     ) -> tuple[Array, list[str]]:
-        """y, and the errors found."""
+        """All that the last pass writes, and the errors found."""
         for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
             if values is not None:
                 (self.folder / name).write_bytes(encode(values, plan.dtype))
@@ -125,10 +133,7 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return np.full((0,), np.nan), errors
             (self.folder / "y").rename(self.folder / "x")
-        size = ELEMENT_BYTES[plan.dtype] * len(x)
-        memory = (self.folder / "x").read_bytes()
-        assert len(memory) % size == 0
-        return decode(memory, plan.dtype).reshape(len(x), -1), errors
+        return decode((self.folder / "x").read_bytes(), plan.dtype), errors
 
 
 def for_the_cpu(text: str) -> str:

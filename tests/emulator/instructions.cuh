@@ -99,12 +99,14 @@ template <int BYTES> struct Words { unsigned char bytes[BYTES]; };
 template <> struct Words<16> { u64 word[2]; };
 template <int BYTES> inline Words<BYTES> load_words(u32 from) { return load<Words<BYTES>>(from); }
 
+template <int BYTES> inline void store_words(u32 to, Words<BYTES> x) { store(to, x); }
+
 template <class T> inline void store_to_memory(void* to, const T& x) {
   emulator::write_global(to, sizeof(T));
   memcpy(to, &x, sizeof(T));
 }
 template <int BYTES> inline void store_words(void* to, Words<BYTES> x) { store_to_memory(to, x); }
-inline void store_global(float* to, float x) { store_to_memory(to, x); }
+template <class T> inline void store_global(T* to, T x) { store_to_memory(to, x); }
 template <int BYTES> inline void store_global(void* to, const u32* x) {
   Words<BYTES> words;
   memcpy(&words, x, BYTES);
