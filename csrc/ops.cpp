@@ -84,6 +84,7 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
                   const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "]");
+  STD_TORCH_CHECK(!chain.gradient, "factorlayer: a chain with \"gradient\" is for weight_gradient");
   STD_TORCH_CHECK(weights.size() == chain.contractions.size(), "factorlayer: the chain has ",
                   chain.contractions.size(), " weights, ", weights.size(), " were given");
   for (const Contraction& c : chain.contractions) {
@@ -252,6 +253,24 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
   return cuda::build_program(key, plan, false, python::warn);
 }
 
+// Runs the plan of a chain on params, whose x, y and weights are there. `kept` are tensors that it needs until its kernels
+// are launched, after which PyTorch's streams keep them.
+void run_on_cuda(const Text& text, const Chain& chain, const Tensor& x, const cuda::Params& params,
+                 std::vector<Tensor>& kept) {
+  const cuda::PlanKey key{&chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
+  const cuda::Program& program = program_of(key, text.value);
+  const cuda::Device& device = cuda::find_device(key.device);
+  void* scratch[3] = {nullptr, nullptr, nullptr};
+  for (int i = 0; i < 3; ++i) {
+    if (!program.plan.scratch[i]) continue;
+    const int64_t batch = params.batch, samples = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
+    kept.push_back(new_matrix(x, i < 2 ? samples : 1, program.plan.scratch[i], aoti_torch_dtype_uint8()));
+    scratch[i] = kept.back().mutable_data_ptr();
+  }
+  const cuda::ContextScope scope(device);
+  cuda::run(program, chain, key.dtype, device, params, scratch, current_stream(key.device));
+}
+
 Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
                     const Text& text) {
   const Chain& chain = find_chain(text.value);
@@ -259,17 +278,12 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   check_inputs(chain, x, weights, bias);
   STD_TORCH_CHECK(weights.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights at most, the chain has ", weights.size());
-  const DType dtype = dtype_of(x);
   const int64_t batch = x.size(0);
   Tensor y = new_matrix(x, batch, chain.out_features());
   if (!batch) return y;
 
-  const cuda::PlanKey key{&chain, dtype, cuda::batch_class(batch), x.get_device_index()};
-  const cuda::Program& program = program_of(key, text.value);
-  const cuda::Device& device = cuda::find_device(key.device);
-
-  std::vector<Tensor> kept;  // until their kernels are launched, after which PyTorch's streams keep them
-  kept.reserve(weights.size() + 4);
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + 5);
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params;
   params.x = address(x);
@@ -277,16 +291,31 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   params.bias = bias ? address(*bias) : nullptr;
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  void* scratch[2] = {nullptr, nullptr};
-  for (int i = 0; i < 2; ++i) {
-    if (!program.plan.scratch[i]) continue;
-    const int64_t samples = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
-    kept.push_back(new_matrix(x, samples, program.plan.scratch[i], aoti_torch_dtype_uint8()));
-    scratch[i] = kept.back().mutable_data_ptr();
-  }
-  const cuda::ContextScope scope(device);
-  cuda::run(program, chain, dtype, device, params, scratch, current_stream(key.device));
+  run_on_cuda(text, chain, x, params, kept);
   return y;
+}
+
+// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction.
+Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(chain.gradient, "factorlayer: the chain should be a contraction and \"gradient\"");
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
+                  chain.in_features(), "], a CUDA tensor");
+  check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  const Contraction& c = chain.contractions[0];
+  Tensor gradient = new_matrix(x, c.weight_size() / c.p, c.p);
+  if (!x.size(0)) return torch::stable::zero_(gradient);
+
+  std::vector<Tensor> kept;
+  kept.reserve(3);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = gradient.mutable_data_ptr();
+  params.batch = x.size(0);
+  params.weights[0] = address(grad_y);
+  run_on_cuda(text, chain, x, params, kept);
+  return gradient;
 }
 
 // The table of plans, and the compiler by itself. What can fail to compile returns nothing, or message, source, log and
@@ -393,6 +422,7 @@ int64_t remove_cache_entries(bool all) { return cache::remove_entries(all); }
 STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
+  m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
@@ -412,7 +442,10 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
   m.impl("backward", TORCH_BOX(&factorlayer::backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) { m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
+  m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&factorlayer::instruction_set));

@@ -21,6 +21,7 @@ class Chain:
     rank: int = 1
     bias: bool = False
     activation: str = "identity"
+    gradient: bool = False  # not the contraction itself, but the gradient of its weight
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
@@ -31,6 +32,7 @@ class Chain:
             stages.append(f"{'tied' if c.tied else 'untied'} {c.weight} {c.outer} {c.p} {c.q} {c.inner}")
         stages += ["bias"] if self.bias else []
         stages += [self.activation] if self.activation != "identity" else []
+        stages += ["gradient"] if self.gradient else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -41,7 +43,7 @@ class Chain:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Chain:
-        contractions, rank, bias, activation, tf32 = [], 1, False, "identity", False
+        contractions, rank, bias, activation, gradient, tf32 = [], 1, False, "identity", False, False
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -50,11 +52,13 @@ class Chain:
                 rank = int(numbers[0])
             elif name == "bias":
                 bias = True
+            elif name == "gradient":
+                gradient = True
             elif name == "tf32":
                 tf32 = True
             else:
                 activation = name
-        return Chain(tuple(contractions), rank, bias, activation, tf32)
+        return Chain(tuple(contractions), rank, bias, activation, gradient, tf32)
 
     @property
     def in_features(self) -> int:

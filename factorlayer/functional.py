@@ -22,7 +22,7 @@ from factorlayer.fused import (
     why_not_fused,
 )
 from factorlayer.naive import naive
-from factorlayer.runtime import CompileError
+from factorlayer.runtime import CompileError, is_hopper
 from factorlayer.spec import LayerSpec, spec_of_weights
 
 IMPLEMENTATIONS = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
@@ -139,7 +139,7 @@ def why_auto_is_batched(chain: Chain, x: Tensor, training: bool = False) -> str 
         return "under torch.func the fused one is called for each sample"
     if x.is_cuda and training:
         return "the fused one has no backward pass on a GPU, and the batched one's would repeat the forward pass"
-    if x.is_cuda and runs_in_tf32(x) and not all(c.tied for c in chain.contractions):
+    if x.is_cuda and runs_in_tf32(x) and not is_hopper(x.get_device()) and not all(c.tied for c in chain.contractions):
         return "with TF32, products of untied blocks are faster in cuBLAS"
     if _given_up:
         return _given_up.get((chain, x.dtype))

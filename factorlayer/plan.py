@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer import pair, streamed, wide
+from factorlayer import gradient, pair, streamed, wide
 from factorlayer.chain import Chain
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
 from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
@@ -33,7 +34,7 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Pair | Resident | Streamed | Wide
+Pass = Gradient | Pair | Reduction | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -42,7 +43,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Passes in order; states between them lie in two scratch buffers in turn. `us` is predicted."""
+    """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient in a third. `us` is
+    predicted."""
 
     chain: Chain
     dtype: str
@@ -60,15 +62,18 @@ class Plan:
         return self.us * PASS_WEIGHT ** (len(self.passes) - 1)
 
     @property
-    def scratch(self) -> tuple[int, int]:
-        """Bytes of each buffer for one sample."""
+    def scratch(self) -> tuple[int, int, int]:
+        """Bytes of the first two buffers for one sample, and of the third."""
+        first = self.passes[0]
+        if isinstance(first, Gradient):
+            return 0, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
-        return max(between[0::2], default=0), max(between[1::2], default=0)
+        return max(between[0::2], default=0), max(between[1::2], default=0), 0
 
     @property
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
-        if len(self.passes) == 1:
+        if len(self.passes) == 1 or self.chain.gradient:
             return 0
         kinds = {type(p) for p in self.passes}
         bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
@@ -76,14 +81,16 @@ class Plan:
 
     def text(self) -> str:
         """What csrc/runtime reads."""
-        lines = ["factorlayer plan 1", f"chunk {self.chunk}", "scratch {} {}".format(*self.scratch)]
+        lines = ["factorlayer plan 1", f"chunk {self.chunk}", "scratch {} {} {}".format(*self.scratch)]
         last = len(self.passes) - 1
         for i, p in enumerate(self.passes):
             read = "x" if i == 0 else f"s{(i - 1) % 2}"
             written = "y" if i == last else f"s{i % 2}"
+            if self.chain.gradient:
+                read, written = ("x", "s2") if i == 0 else ("s2", "y")
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Streamed) else 1  # blocks of one multiprocessor; 0: the grid has them all
+            most = 0 if isinstance(p, Streamed) else p.blocks if isinstance(p, Gradient) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
@@ -102,8 +109,9 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if not isinstance(p, Resident):
+    if isinstance(p, Pair | Streamed | Wide):
         return p.output_bytes
+    assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]
 
 
@@ -124,6 +132,9 @@ def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
 
 @functools.lru_cache(256)
 def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
+    if chain.gradient:
+        summing = gradient.tile(chain.contractions[0], dtype, batch, gpu)
+        return Plan(chain, dtype, batch, gpu, (summing, Reduction(summing)))
     best: Plan | None = None
     for passes in _cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best._weight:
@@ -212,11 +223,21 @@ def _modes(chain: Chain) -> tuple[Mode, ...]:
     """Of the Kronecker product, slowest first."""
     by_weight = sorted(chain.contractions, key=lambda c: c.weight)
     sizes = [c.p for c in by_weight]
+    outer, inner = _around(chain)
     for c in chain.contractions:
-        if (c.outer, c.inner) != (math.prod(sizes[: c.weight]), math.prod(sizes[c.weight + 1 :])):
+        if (c.outer, c.inner) != (outer * math.prod(sizes[: c.weight]), inner * math.prod(sizes[c.weight + 1 :])):
             raise PlanError(f"the contractions of {chain.text!r} are not those of a Kronecker product")
         sizes[c.weight] = c.q
     return tuple(Mode(((c.weight, c.q, c.p),)) for c in by_weight)
+
+
+def _around(chain: Chain) -> tuple[int, int]:
+    """Sizes of the state before and behind the modes that the chain contracts: of a part of a longer chain."""
+    first = chain.contractions[0]
+    sizes = {c.weight: c.p for c in chain.contractions}
+    before = math.prod(p for weight, p in sizes.items() if weight < first.weight)
+    behind = math.prod(p for weight, p in sizes.items() if weight > first.weight)
+    return first.outer // before, first.inner // behind
 
 
 def _merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
@@ -250,14 +271,15 @@ def _parts(order: list[int], count: int) -> Iterator[list[list[int]]]:
 
 def _works(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:
     sizes, works = [mode.p for mode in modes], []
+    outer, inner = _around(chain)
     for number, part in enumerate(parts):
         first, last = min(part), max(part) + 1
         final = number == len(parts) - 1
         works.append(
             Work(
-                outer=math.prod(sizes[:first]),
+                outer=outer * math.prod(sizes[:first]),
                 sizes=tuple(sizes[first:last]),
-                inner=math.prod(sizes[last:]),
+                inner=inner * math.prod(sizes[last:]),
                 steps=tuple((i - first, modes[i]) for i in part),
                 dtype=dtype,
                 rank=chain.rank,

@@ -55,6 +55,7 @@ def planner() -> str:
 
 
 _reasons: dict[int, str | None] = {}
+_hopper: dict[int, bool] = {}
 
 
 def why_not_on_gpu(index: int) -> str | None:
@@ -62,6 +63,13 @@ def why_not_on_gpu(index: int) -> str | None:
     if index not in _reasons:
         _reasons[index] = _find_reason(index)
     return _reasons[index]
+
+
+def is_hopper(index: int) -> bool:
+    """Whether a CUDA device has the matrix instructions of warpgroups. Looked up once for each."""
+    if index not in _hopper:
+        _hopper[index] = torch.cuda.get_device_capability(index) == (9, 0)
+    return _hopper[index]
 
 
 def tf32_allowed() -> bool:
@@ -75,6 +83,7 @@ def tf32_allowed() -> bool:
 # torch.compile calls these and takes what they return as constant (of the switch, until it changes). This is all that
 # torch.compiler.assume_constant_result does, but for importing the compiler.
 why_not_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 def plan_of(*names: str, value: int = 1) -> str:
-    text = "factorlayer plan 1\nchunk 0\nscratch 4 4\n"
+    text = "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n"
     for i, name in enumerate(names):
         source = f'extern "C" __global__ void {name}(float* x) {{ x[threadIdx.x] = {value}; }}'
         out = "y" if i == len(names) - 1 else "s0"
@@ -44,7 +44,7 @@ def slow_plan() -> str:
     )
     source = f'extern "C" __global__ void slow(float* x) {{ float a[64] = {{}};\n{body}for (int i = 0; i < 64; ++i) '
     source += "x[i] = a[i]; }"
-    head = "factorlayer plan 1\nchunk 0\nscratch 0 0\npass x y 32 0 1 1 0 1 sm_90 slow "
+    head = "factorlayer plan 1\nchunk 0\nscratch 0 0 0\npass x y 32 0 1 1 0 1 sm_90 slow "
     return f"{head}{len(source)}\n{source}\n"
 
 

@@ -24,7 +24,7 @@ from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.plan import BATCHES, plan, plan_text
 from factorlayer.resident import Resident
-from factorlayer.spec import LayerSpec
+from factorlayer.spec import Contraction, LayerSpec
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
@@ -80,6 +80,45 @@ def matrix() -> Iterator[Case]:
                     yield Case(SPECS[at], dtype, architecture, BATCHES[(i + j + k) % 3])
 
 
+# outer, p, q, inner, tied: what follows a k in memory are columns, k's or groups; whole runs, or not.
+SUMMED = [
+    (64, 64, 64, 1, True),
+    (1, 64, 64, 64, True),
+    (512, 8, 8, 64, True),
+    (3, 5, 7, 3, True),
+    (1, 1000, 3, 9, True),
+    (4, 192, 192, 1, False),
+    (1, 192, 768, 4, False),
+    (1, 128, 64, 48, False),
+    (2, 13, 11, 9, False),
+    (1, 1, 1, 1, True),
+]
+
+
+@dataclass(frozen=True)
+class GradientCase:
+    contraction: tuple[int, int, int, int, bool]
+    dtype: str
+    architecture: str
+    batch: int
+
+    def __str__(self) -> str:
+        outer, p, q, inner, tied = self.contraction
+        kind = "tied" if tied else "untied"
+        return f"{self.architecture}-{self.dtype}-{kind}-{outer}-{p}x{q}-{inner}-n{self.batch}"
+
+
+def summed() -> Iterator[GradientCase]:
+    """All on one architecture, and two on each of the others."""
+    for i, dtype in enumerate(DTYPES):
+        for j, contraction in enumerate(SUMMED):
+            yield GradientCase(contraction, dtype, "sm_90a", BATCHES[(i + j) % 3])
+        for j, architecture in enumerate(ARCHITECTURES):
+            if architecture != "sm_90a":
+                for k in range(2):
+                    yield GradientCase(SUMMED[(3 * i + 2 * j + 5 * k) % len(SUMMED)], dtype, architecture, BATCHES[2])
+
+
 def activated() -> Iterator[Case]:
     for activation in ACTIVATIONS:
         for dtype in ("float64", "bfloat16"):
@@ -102,8 +141,12 @@ class Kernel:
         return list(map(int, found))
 
 
-def compile_case(case: Case) -> list[Kernel]:
-    chain = Chain.of(case.spec, True, case.activation)
+def compile_case(case: Case | GradientCase) -> list[Kernel]:
+    if isinstance(case, GradientCase):
+        *sizes, tied = case.contraction
+        chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=True)
+    else:
+        chain = Chain.of(case.spec, True, case.activation)
     found = plan(chain, case.dtype, case.batch, Gpu.of(ARCHITECTURES[case.architecture]))
     kernels = []
     for head, name, source in sources(found.text()):
@@ -126,8 +169,11 @@ def sources(text: str) -> Iterator[tuple[list[str], str, str]]:
             rest = rest[length + 1 :]
 
 
+Compiled = dict[Case | GradientCase, Future[list[Kernel]]]
+
+
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[list[Kernel]]]]:
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     """The kernels of all cases that are to be tested, on all processors: NVRTC works without Python's lock."""
     try:
         torch.ops.factorlayer.compiler()
@@ -143,7 +189,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[list[
     pool.shutdown(cancel_futures=True)
 
 
-def check(kernels: list[Kernel], case: Case, spilled: int, uses_stack: bool = False) -> None:
+def check(kernels: list[Kernel], case: Case | GradientCase, spilled: int, uses_stack: bool = False) -> None:
     limit = Gpu.of(ARCHITECTURES[case.architecture]).shared
     for kernel in kernels:
         assert not re.search(r"\b(warning|error)\b", kernel.log), kernel.log
@@ -160,12 +206,17 @@ def check(kernels: list[Kernel], case: Case, spilled: int, uses_stack: bool = Fa
 
 
 @pytest.mark.parametrize("case", list(matrix()), ids=str)
-def test_compiles_and_hardly_spills(case: Case, compiled: dict[Case, Future[list[Kernel]]]) -> None:
+def test_compiles_and_hardly_spills(case: Case, compiled: Compiled) -> None:
     check(compiled[case].result(), case, SPILLED[case.dtype])
 
 
+@pytest.mark.parametrize("case", list(summed()), ids=str)
+def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, 24)
+
+
 @pytest.mark.parametrize("case", list(activated()), ids=str)
-def test_activations_compile(case: Case, compiled: dict[Case, Future[list[Kernel]]]) -> None:
+def test_activations_compile(case: Case, compiled: Compiled) -> None:
     """The sine of a large number is found with a table on the stack."""
     check(compiled[case].result(), case, 0, uses_stack=case.activation == "sine")
 

@@ -69,7 +69,7 @@ class Pass:
 @dataclass(frozen=True)
 class Text:
     chunk: int
-    scratch: tuple[int, int]
+    scratch: tuple[int, int, int]
     passes: list[Pass]
 
 
@@ -87,7 +87,7 @@ def read_text(text: str) -> Text:
 
     assert line("factorlayer", 2) == ["plan", "1"]
     (chunk,) = map(int, line("chunk", 1))
-    first, second = map(int, line("scratch", 2))
+    first, second, third = map(int, line("scratch", 3))
     passes = []
     while rest:
         read, written, *numbers, architecture, kernel, length = line("pass", 11)
@@ -95,7 +95,7 @@ def read_text(text: str) -> Text:
         assert rest[:1] == b"\n", f"the source of {kernel} should have {length} bytes"
         rest = rest[1:]
         passes.append(Pass(read, written, *map(int, numbers), architecture, kernel, source.decode()))
-    return Text(chunk, (first, second), passes)
+    return Text(chunk, (first, second, third), passes)
 
 
 def check_text(text: Text, chain: Chain, found: Plan) -> None:
@@ -118,7 +118,7 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
             assert samples * p.units_per_sample // p.units_per_block < LARGEST_GRID_X
     assert len({p.kernel for p in text.passes}) == len(text.passes)
     if len(text.passes) == 1:
-        assert text.chunk == 0 and text.scratch == (0, 0), "a single pass needs nothing but its output"
+        assert text.chunk == 0 and text.scratch == (0, 0, 0), "a single pass needs nothing but its output"
         return
     assert text.chunk >= 1
     for p, (_, bytes_out) in zip(text.passes[:-1], sizes_of(found), strict=False):

@@ -40,7 +40,7 @@ def pass_text(words: str, source: str) -> str:
     return f"pass {words} {len(source)}\n{source}\n"
 
 
-def plan_text(source: str | None = None, *, head: str = "chunk 0\nscratch 0 0\n") -> str:
+def plan_text(source: str | None = None, *, head: str = "chunk 0\nscratch 0 0 0\n") -> str:
     return "factorlayer plan 1\n" + head + pass_text("x y 128 0 1 1 0 1 sm_90 k", source or kernel())
 
 
@@ -125,22 +125,22 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
         ("factorlayer plan 1\nchunk -1\n", 'the chunk should be a whole number from 0 to .*, it is "-1"'),
         ("factorlayer plan 1\nchunk 1e3\n", 'it is "1e3"'),
         ("factorlayer plan 1\nchunk 99999999999999999999\n", "the chunk should be a whole number"),
-        ("factorlayer plan 1\nchunk 0\nscratch 0\n", 'line 3 cannot be read: "scratch" has 2 words behind it, 1 came'),
-        ("factorlayer plan 1\nchunk 0\nscratch 0 0\n", "line 3 cannot be read: the last pass should write y"),
+        ("factorlayer plan 1\nchunk 0\nscratch 0\n", 'line 3 cannot be read: "scratch" has 3 words behind it, 1 came'),
+        ("factorlayer plan 1\nchunk 0\nscratch 0 0 0\n", "line 3 cannot be read: the last pass should write y"),
         (plan_text() + "\n", 'line 6 cannot be read: it should begin with "pass", it is ""'),
         (plan_text() + "pass x y 1\n", 'line 6 cannot be read: "pass" has 11 words behind it, 3 came'),
-        (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, s0 or s1, it is "z"'),
+        (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, s0, s1 or s2, it is "z"'),
         (plan_text().replace(" 128 ", " 0 "), "the number of threads should be a whole number from 1 to 1024"),
         (plan_text().replace(" 128 ", " 2048 "), 'the number of threads should be .*, it is "2048"'),
         (plan_text()[:-1], "line 4 cannot be read: a source of .* bytes and a newline should follow"),
         (plan_text().replace(" x y ", " s0 y "), "this pass reads a buffer that no pass before it wrote"),
         (plan_text().replace(" x y ", " x s0 "), "this pass writes scratch of no bytes"),
         (
-            "factorlayer plan 1\nchunk 0\nscratch 4 4\n" + pass_text("x s0 1 0 1 1 0 1 sm_90 k", kernel()),
+            "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n" + pass_text("x s0 1 0 1 1 0 1 sm_90 k", kernel()),
             "the last pass should write y",
         ),
         (
-            "factorlayer plan 1\nchunk 0\nscratch 4 4\n"
+            "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n"
             + pass_text("x s1 1 0 1 1 0 1 sm_90 k", "a\nb\nc")
             + pass_text("s1 s1 1 0 1 1 0 1 sm_90 k", kernel()),
             "line 9 cannot be read: this pass reads the buffer that it writes",
@@ -217,7 +217,7 @@ def test_one_pass(native: Path) -> None:
 
 def test_passes_over_chunks(native: Path) -> None:
     """At most 100 of 250 samples at once: x and y move on, scratch does not; rows of 12 and 40 bytes in bfloat16."""
-    plan = "factorlayer plan 1\nchunk 100\nscratch 64 32\n"
+    plan = "factorlayer plan 1\nchunk 100\nscratch 64 32 0\n"
     plan += pass_text("x s0 128 60000 3 2 0 1 sm_90 a", kernel("a"))
     plan += pass_text("s0 s1 256 0 1 4 2 1 sm_90 b", kernel("b"))
     plan += pass_text("s1 y 32 0 300 1 1 5 sm_90 c", kernel("c"))
@@ -237,7 +237,7 @@ def test_passes_over_chunks(native: Path) -> None:
 
 
 def test_batches_beyond_2_to_the_31(native: Path) -> None:
-    chunked = launch(native, plan_text(head=f"chunk {2**40}\nscratch 0 0\n").replace("1 1 0 1", "7 8 4 1"), 2**40 + 5)
+    chunked = launch(native, plan_text(head=f"chunk {2**40}\nscratch 0 0 0\n").replace("1 1 0 1", "7 8 4 1"), 2**40 + 5)
     calls = list(launches(chunked))
     assert [call["batch"] for call in calls] == [str(2**39 + 3), str(2**39 + 2)]
     assert calls[0]["grid"] == f"{4 * 132} 1 1"

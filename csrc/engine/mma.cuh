@@ -2,9 +2,9 @@
 //
 // Lane l = 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 of the sum: {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}.
 // Operands come from shared memory. `row` loaders: A, or B by its columns, with k contiguous and STRIDE elements between
-// rows, an odd multiple of 16 bytes (32 for doubles), so that no two lanes of an access meet in a bank. `b_by_n`: B with n
-// contiguous, k's STRIDE elements apart, an odd multiple of 8 (of 4 for doubles). lane_* is where a lane's part of a tile
-// begins, in bytes; what follows differs by constants. ROUND: to tf32, where memory holds whole floats.
+// rows, an odd multiple of 16 bytes (32 for doubles), so that no two lanes of an access meet in a bank. `b_by_n`, `a_by_m`: B
+// with n, A with m contiguous, k's STRIDE elements apart, an odd multiple of 8 (of 4 for doubles). lane_* is where a lane's
+// part of a tile begins, in bytes; what follows differs by constants. ROUND: to tf32, where memory holds whole floats.
 #pragma once
 #include "memory.cuh"
 
@@ -43,6 +43,10 @@ template <class T> struct Half : Rows16<2> {
   struct B { u32 r[2]; };
 
   template <int STRIDE> static DEVICE int lane_b_by_n(Lane l) { return (l.index & 15) * STRIDE * 2; }
+  template <int STRIDE> static DEVICE int lane_a_by_m(Lane l) {
+    return (((l.index & 7) + (l.index >> 4) * 8) * STRIDE + (l.index & 8)) * 2;
+  }
+  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) { load_matrices<true>(a.r, from); }
 
   // K is the number of k's left: 8 or at least 16.
   template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
@@ -105,6 +109,9 @@ template <class T> struct Words8 {
   static constexpr bool kRepairs = false, kRounds = false;
   static DEVICE T rounded(T x) { return x; }
   template <int STRIDE> static DEVICE int lane_b_by_n(Lane l) { return (l.t * STRIDE + l.g) * kSize; }
+  template <int STRIDE> static DEVICE int lane_a_by_m(Lane l) { return (l.t * STRIDE + l.g) * kSize; }
+  // Where register i of operand A lies behind the first.
+  template <int STRIDE> static constexpr DEVICE int behind_by_m(int i) { return (i % 2 * 8 + i / 2 * 4 * STRIDE) * kSize; }
 };
 
 // 32-bit rows. Where the other operand is sums, a lane's k's are 2t and 2t + 1: then the weights lie so that these are
@@ -128,6 +135,10 @@ struct Tf32 : Words8<float>, Matrices32 {
       b[n].r[0] = load_u32(column[n]), b[n].r[1] = load_u32(column[n] + 4 * STRIDE * 4);
       if (ROUND) b[n].r[0] = tf32_of(b[n].r[0]), b[n].r[1] = tf32_of(b[n].r[1]);
     }
+  }
+  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = tf32_of(load_u32(from + behind_by_m<STRIDE>(i)));
   }
   template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_row_a(A& a, u32 from) {
     Matrices32::load_row_a<STRIDE>(a.r, from);
@@ -168,6 +179,10 @@ struct Split3 : Words8<float>, Matrices32 {
       split(load_u32(column[n]), b[n].high[0], b[n].low[0]);
       split(load_u32(column[n] + 4 * STRIDE * 4), b[n].high[1], b[n].low[1]);
     }
+  }
+  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(load_u32(from + behind_by_m<STRIDE>(i)), a.high[i], a.low[i]);
   }
   template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
     u32 x[4];
@@ -211,6 +226,10 @@ struct Fp64 : Words8<double> {
       b[n].r[0] = load_f64(column[n]);
       b[n].r[1] = load_f64(column[n] + 4 * STRIDE * 8);
     }
+  }
+  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + behind_by_m<STRIDE>(i));
   }
   // In the order of k, each double by itself: rows are an odd multiple of 4 apart.
   static constexpr DEVICE int place_of(int k, bool from_sums) { return Matrices32::place_of(k, from_sums); }

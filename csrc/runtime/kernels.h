@@ -63,9 +63,9 @@ const Program& build_program(const PlanKey& key, const std::string& plan, bool r
 // The kernel from the cache or from NVRTC. Throws CompilationFailed.
 std::string cubin_of(const Pass& pass, std::string& warning);
 
-// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call; scratch holds
+// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call; the first two of scratch hold
 // min(batch, chunk) samples. The device's context is current.
 void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
-         void* const (&scratch)[2], Stream stream);
+         void* const (&scratch)[3], Stream stream);
 
 }  // namespace factorlayer::cuda

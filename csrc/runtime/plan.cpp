@@ -68,8 +68,9 @@ constexpr int64_t MANY = int64_t(1) << 48;  // no offset into memory overflows
 
 Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& outside) {
   if (word == outside) return Pass::outside;
-  if (word != "s0" && word != "s1") reader.fail("a buffer should be " + outside + ", s0 or s1, it is \"" + word + "\"");
-  return word == "s0" ? Pass::s0 : Pass::s1;
+  if (word != "s0" && word != "s1" && word != "s2")
+    reader.fail("a buffer should be " + outside + ", s0, s1 or s2, it is \"" + word + "\"");
+  return Pass::Buffer(Pass::s0 + word[1] - '0');
 }
 
 Pass parse_pass(Reader& reader) {
@@ -96,9 +97,9 @@ Plan parse_plan(const std::string& text) {
   if (reader.line("factorlayer", 2)[2] != "1") reader.fail("it should be \"factorlayer plan 1\"");
   Plan plan{};
   plan.chunk = reader.number(reader.line("chunk", 1)[1], "the chunk", 0, MANY);
-  const std::vector<std::string> scratch = reader.line("scratch", 2);
-  for (int i = 0; i < 2; ++i) plan.scratch[i] = reader.number(scratch[i + 1], "the bytes of scratch", 0, MANY);
-  bool written[] = {true, false, false};
+  const std::vector<std::string> scratch = reader.line("scratch", 3);
+  for (int i = 0; i < 3; ++i) plan.scratch[i] = reader.number(scratch[i + 1], "the bytes of scratch", 0, MANY);
+  bool written[] = {true, false, false, false};
   while (!reader.at_end()) {
     plan.passes.push_back(parse_pass(reader));
     const Pass& pass = plan.passes.back();

@@ -76,7 +76,8 @@ def main(tools: list[str]) -> int:
         # Memory checks want PyTorch to hand out each tensor by cudaMalloc.
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FACTORLAYER_CACHE": cache}
         child = [sys.executable, str(HERE), "child"]
-        plain = subprocess.run([*child, "none"], env=environment, capture_output=True, text=True, check=False)  # and compile
+        compiling = [*child, "none"]
+        plain = subprocess.run(compiling, env=environment, capture_output=True, text=True, check=False)
         if plain.returncode or DONE not in plain.stdout:
             print(f"without a tool: failed\n{plain.stdout}{plain.stderr}")
             return 1

@@ -1,0 +1,232 @@
+"""Gradients of weights: csrc/engine/gradient.cuh, its tiles and source.
+
+A contraction's states, before and behind it, lie in memory as its chain has them. Few weights and many samples: blocks
+share the samples, each writes its own sums, and a second kernel adds them up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.spec import Contraction
+
+MOST_RUNS = 16  # on their way to a thread, of both states together
+LEAST_CHUNKS = 4  # that are worth a block
+PLACE_REGISTERS = 3  # for where a run is read
+MOST_BLOCKS = 65535  # along y of a grid
+PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
+# Warp tiles, in 16 q's and 8 p's, and registers that they need beside the runs.
+TILES = {
+    "float64": {(2, 4): 168, (1, 4): 120, (1, 2): 96, (1, 1): 80},
+    "float32": {(2, 4): 208, (1, 4): 152, (1, 2): 120, (1, 1): 96},
+    "tf32": {(2, 4): 128, (2, 2): 96, (1, 4): 96, (1, 2): 80, (1, 1): 96},
+    "bfloat16": {(4, 4): 160, (2, 8): 160, (2, 4): 112, (2, 2): 88, (1, 4): 88, (1, 2): 80, (1, 1): 72},
+}
+TILES["float16"] = TILES["bfloat16"]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A pass over the states, tiled. `us` is the time predicted."""
+
+    contraction: Contraction
+    dtype: str
+    mt: int
+    nt: int
+    wm: int
+    wn: int
+    wg: int  # groups of a block
+    bk: int
+    registers: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def bm(self) -> int:
+        return 16 * self.mt * self.wm
+
+    @property
+    def bn(self) -> int:
+        return 8 * self.nt * self.wn
+
+    @functools.cached_property
+    def run(self) -> int:
+        """Elements that are read at once."""
+        c = self.contraction
+        return math.gcd(16 // self.size, *((c.p, c.q) if c.inner == 1 else (c.inner,)))
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.wm * self.wn * self.wg
+
+    @functools.cached_property
+    def runs(self) -> int:
+        """Of a thread."""
+        return sum(-(-self.wg * self.bk * width // (self.run * self.threads)) for width in (self.bm, self.bn))
+
+    def _stride(self, width: int) -> int:
+        return width + 4 if self.size == 8 else width if width % 16 else width + 8
+
+    @functools.cached_property
+    def shared(self) -> int:
+        return 2 * self.wg * self.bk * (self._stride(self.bm) + self._stride(self.bn)) * self.size
+
+    @functools.cached_property
+    def blocks(self) -> int:
+        """At once on a multiprocessor."""
+        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
+        return max(1, min(65536 // (self.threads * self.registers), fit, 8))
+
+    @property
+    def weights(self) -> int:
+        c = self.contraction
+        return c.p * c.q * (1 if c.tied else c.outer * c.inner)
+
+    @property
+    def rows(self) -> int:
+        """Of a sample."""
+        return self.contraction.outer if self.contraction.tied else 1
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        c = self.contraction
+        groups = 1 if c.tied else c.outer * -(-c.inner // self.wg)
+        return -(-c.q // self.bm) * -(-c.p // self.bn) * groups
+
+    @functools.cached_property
+    def _inner_here(self) -> int:
+        """Of a chunk."""
+        c = self.contraction
+        return min(1 << (c.inner - 1).bit_length(), self.bk) if c.tied else 1
+
+    @property
+    def split(self) -> int:
+        return self.tiles
+
+    @property
+    def units_per_sample(self) -> int:
+        c = self.contraction
+        return self.rows * (-(-c.inner // self._inner_here) if c.tied else 1)
+
+    @property
+    def units_per_block(self) -> int:
+        return LEAST_CHUNKS * (self.bk // self._inner_here)
+
+    @property
+    def most(self) -> int:
+        """Blocks for a tile."""
+        return max(1, self.gpu.sms * self.blocks // self.tiles)
+
+    @property
+    def part_bytes(self) -> int:
+        """Of what all blocks write, at most."""
+        return self.most * self.weights * PART_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        c = self.contraction
+        kind = "columns" if c.inner == 1 else "inner" if c.tied else "groups"
+        return (
+            f"gradient: {c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums"
+            + ("" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups")
+            + f", {self.threads // 32} warps, chunks of {self.bk}, at most {self.most} blocks for a tile, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
+        numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
+        numbers |= {"RUN": self.run}
+        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
+        return _kernel(name, "Gradient", lines, self.threads, self.blocks)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A pass that adds up what the blocks of a gradient have summed."""
+
+    of: Gradient
+    us: float = 3.0
+
+    threads = 256
+    shared = 256 * 8
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @property
+    def split(self) -> int:
+        return min(-(-self.of.weights // 32), MOST_BLOCKS)
+
+    def __str__(self) -> str:
+        return f"reduction: of {self.of.weights} sums"
+
+    def source(self, name: str) -> str:
+        of = self.of
+        numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
+        lines = [f"using Element = {ELEMENT[of.dtype]};"]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in (numbers | {"MOST": of.most}).items()]
+        return _kernel(name, "Reduction", lines, self.threads, 4)
+
+
+def _kernel(name: str, template: str, lines: list[str], threads: int, blocks: int) -> str:
+    struct = "\n  ".join(lines)
+    return (
+        headers("gradient.cuh")
+        + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+        + f'extern "C" __global__ void __launch_bounds__({threads}, {blocks})\n'
+        + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"
+    )
+
+
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:
+    """The fastest tiling by prediction."""
+    us, plan = min(
+        ((_time(plan, batch), plan) for plan in _tilings(contraction, dtype, gpu)), key=lambda found: found[0]
+    )
+    return replace(plan, us=us)
+
+
+def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[Gradient]:
+    size = ELEMENT_BYTES[dtype]
+    by_groups = not c.tied and c.inner > 1
+    run = math.gcd(16 // size, c.inner)
+    for ((mt, nt), registers), warps, bk in itertools.product(TILES[dtype].items(), (2, 4, 8), (64, 32, 16)):
+        for wm in (1, 2, 4, 8):
+            for wg in (run, 2 * run) if by_groups else (1,):
+                if warps % (wm * wg):
+                    continue
+                plan = Gradient(c, dtype, mt, nt, wm, warps // (wm * wg), wg, bk, 0, gpu)
+                if plan.runs > MOST_RUNS or plan.shared > gpu.shared or max(plan.bm, plan.bn) > 128:
+                    continue
+                plan = replace(plan, registers=registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS))
+                if plan.registers <= 255 and plan.threads * plan.registers <= 65536 and plan.tiles <= MOST_BLOCKS:
+                    yield plan
+
+
+def _time(plan: Gradient, batch: int) -> float:
+    """Microseconds: what a multiprocessor reads and multiplies for its chunks, then the sums of all."""
+    c, gpu = plan.contraction, plan.gpu
+    chunks = -(-batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
+    blocks = min(-(-chunks // LEAST_CHUNKS), plan.most) * plan.tiles
+    each = -(-blocks // (gpu.sms * plan.blocks)) * plan.blocks * -(-chunks * plan.tiles // blocks)
+    states = plan.wg * plan.bk * (plan.bm + plan.bn)
+    stores = states / (32 * (plan.run if c.inner == 1 else 1))
+    products = plan.wg * plan.bm * plan.bn * plan.bk / (0.6 * gpu.flops[plan.dtype])
+    loads = plan.threads / 32 * plan.bk * (2 * plan.mt + plan.nt) / 8 if plan.size > 2 else states * plan.mt / 128
+    issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
+    chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
+    parts = min(blocks // plan.tiles, plan.most) * plan.weights * PART_BYTES[plan.dtype]
+    return 5.0 + each * chunk_us + 2 * parts / (gpu.l2_bytes * gpu.sms)

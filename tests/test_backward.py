@@ -1,0 +1,128 @@
+"""factorlayer/backward.py: gradients as chains, by the raw ops; and the plans of what it asks for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import AWKWARD_SPECS, SMALL_SPECS, kronecker, monarch, spec_id
+from test_plan import LARGEST_GRID_Y, dtypes, read_text
+from torch import Tensor
+
+from factorlayer.activations import ACTIVATIONS
+from factorlayer.backward import gradients
+from factorlayer.chain import Chain
+from factorlayer.gpu import Gpu
+from factorlayer.gradient import PART_BYTES, Gradient
+from factorlayer.naive import naive
+from factorlayer.plan import BATCHES, plan
+from factorlayer.spec import Contraction, LayerSpec
+
+forward = torch.ops.factorlayer.forward.default
+
+
+def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
+    """What the raw op computes on a GPU."""
+    chain = Chain.parse(text)
+    assert chain.gradient
+    (c,) = chain.contractions
+    behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
+    return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+
+
+@pytest.mark.parametrize("activation", ["identity", "gelu"])
+@pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
+def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str) -> None:
+    """All of them, and any one alone."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, spec.in_features), torch.randn(spec.out_features), *map(torch.randn, spec.weight_shapes)]
+    x, bias, *weights = (leaf.double().requires_grad_() for leaf in leaves)
+    y = ACTIVATIONS[activation](naive(spec, x, weights) + bias)
+    grad_y = torch.randn_like(y)
+    right = torch.autograd.grad(y, (x, bias, *weights), grad_y)
+    text = Chain.of(spec, True, activation).text
+    for wanted in [(1 << len(right)) - 1, *(1 << bit for bit in range(len(right))), 0]:
+        with torch.no_grad():
+            found = gradients(grad_y, x, weights, bias, text, wanted, forward, weight_gradient)
+        expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "contractions", "products"),
+    [(0b00010, 0, 0), (0b00001, 3, 0), (0b00100, 2, 1), (0b10000, 2, 1), (0b11111, 2 + 3, 3)],
+    ids=["bias", "x", "weight_0", "weight_2", "all"],
+)
+def test_nothing_is_computed_that_is_not_needed(wanted: int, contractions: int, products: int) -> None:
+    """Of three factors: states up to the last weight's, and steps back to the first gradient."""
+    spec = kronecker((2, 3, 4), (2, 3, 4))
+    calls: list[str] = []
+
+    def counted(*given: object) -> Tensor:
+        calls.append(str(given[-1]))
+        return (weight_gradient if "gradient" in calls[-1] else forward)(*given)
+
+    x = torch.randn(3, spec.in_features, dtype=torch.float64)
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
+    bias = torch.zeros(spec.out_features, dtype=torch.float64)
+    gradients(x, x, weights, bias, Chain.of(spec, True, "identity").text, wanted, counted, counted)
+    made = sum("gradient" in text for text in calls)
+    assert (len(calls) - made, made) == (contractions, products)
+
+
+def parts(spec: LayerSpec) -> list[Contraction]:
+    """Each contraction of a layer, and that back through it, alone."""
+    alone = [replace(c, weight=0) for c in Chain.of(spec, False, "identity").contractions]
+    return [*alone, *(replace(c, p=c.q, q=c.p) for c in alone)]
+
+
+@pytest.mark.parametrize("gpu", [Gpu.of(86), Gpu.of(90)], ids=["sm_86", "sm_90"])
+@dtypes
+@pytest.mark.parametrize("spec", AWKWARD_SPECS, ids=spec_id)
+def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) -> None:
+    for i, c in enumerate(parts(spec)):
+        batch = BATCHES[(i + gpu.arch) % len(BATCHES)]
+        assert len(plan(Chain((c,)), dtype, batch, gpu).passes) == 1
+        found = plan(Chain((c,), gradient=True), dtype, batch, gpu)
+        text = read_text(found.text())
+        (summing, adding), made = text.passes, found.passes[0]
+        assert isinstance(made, Gradient)
+        assert (summing.read, summing.written, adding.read, adding.written) == ("x", "s2", "s2", "y")
+        assert text.chunk == 0 and text.scratch[:2] == (0, 0)
+        for p in text.passes:
+            assert p.threads in range(32, 1025, 32) and p.shared <= gpu.shared and 1 <= p.grid_y <= LARGEST_GRID_Y
+        weights = c.p * c.q * (1 if c.tied else c.outer * c.inner)
+        tiles = -(-c.q // made.bm) * -(-c.p // made.bn) * (1 if c.tied else c.outer * -(-c.inner // made.wg))
+        assert summing.grid_y == tiles
+        # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
+        most = max(1, summing.blocks_per_processor * gpu.sms // tiles)
+        assert text.scratch[2] == most * weights * PART_BYTES[dtype]
+
+
+def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
+    chain = Chain((parts(monarch((4, 3), (2, 5)))[0],), gradient=True)
+    assert chain.text == "untied 0 4 3 5 1; gradient" and chain.tf32_text == chain.text + "; tf32"
+    assert Chain.parse(chain.tf32_text) == replace(chain, tf32=True)
+    for text in ("gradient", "tied 0 1 2 2 1; bias; gradient", "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient"):
+        with pytest.raises(ValueError, match="wrong place"):
+            forward(torch.ones(1, 4), [torch.ones(2, 2)], None, text)
+    with pytest.raises(RuntimeError, match="is for weight_gradient"):
+        forward(torch.ones(1, 4), [torch.ones(2, 2)], None, "tied 0 2 2 2 1; gradient")
+
+
+def test_sums_of_a_large_batch_are_those_that_are_added_up() -> None:
+    """The second kernel counts the first one's blocks by the same rule as the runtime."""
+    for (c, dtype), gpu in itertools.product(
+        [(parts(kronecker((64, 64), (64, 64)))[0], "bfloat16"), (parts(monarch((16, 8), (8, 32)))[1], "float64")],
+        (Gpu.of(80), Gpu.of(90)),
+    ):
+        summing, adding = read_text(plan(Chain((c,), gradient=True), dtype, BATCHES[2], gpu).text()).passes
+        for key, value in {
+            "UNITS": summing.units_per_sample,
+            "UNITS_PER_BLOCK": summing.units_per_block,
+            "MOST": max(1, summing.blocks_per_processor * gpu.sms // summing.grid_y),
+        }.items():
+            assert f"static constexpr i64 {key} = {value};" in adding.source
