@@ -134,14 +134,17 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
 }
-// Nothing if it is not `wanted`, without a branch
-template <int BYTES> DEVICE void copy_async_if(u32 to, const void* from, bool present, bool wanted) {
+// Nothing if it is not `wanted`: one branch for many copies would part them from the products. 2 BYTES are no copy, but
+// there at once.
+template <int BYTES, class Element> DEVICE void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {
   if constexpr (BYTES == 16)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }"
                  ::"r"(to), "l"(from), "r"(present ? 16 : 0), "r"(int(wanted)) : "memory");
-  else
+  else if constexpr (BYTES >= 4)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; @p cp.async.ca.shared.global [%0], [%1], %2, %3; }"
                  ::"r"(to), "l"(from), "n"(BYTES), "r"(present ? BYTES : 0), "r"(int(wanted)) : "memory");
+  else if (wanted)
+    store_shared(to, present ? from->bits : u16(0));
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

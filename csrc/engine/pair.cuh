@@ -428,7 +428,8 @@ template <class Pass> struct TwoFactors {
 #pragma unroll
     for (int j = 0; j < kN / 2; ++j) {
       const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
-      if ((kN == Q0 || q0 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1)) store_global(to + (q0 * Q1 + behind), y[j]);
+      if ((kN == Q0 || q0 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1))
+        store_global(to + (q0 * Q1 + behind), y[j]);
     }
   }
   // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first.

@@ -116,13 +116,6 @@ template <class Pass> struct Streamed {
   }
   static DEVICE u32 piece(int row, int k) { return (row * BK + k) * kSize ^ key(row) << 4; }
 
-  // Nothing if it is not `wanted`: one branch for all copies of a chunk would part them from the products.
-  template <int BYTES> static DEVICE void copy(u32 to, const Element* from, bool present, bool wanted) {
-    if constexpr (BYTES >= 4)
-      copy_async_if<BYTES>(to, from, present, wanted);
-    else if (wanted)
-      store_shared(to, present ? *from : Element{});
-  }
   DEVICE bool has_weight(int r) const {
     return kByRows ? weight_row(r % BN) >= 0 && has(fast + r / BN) : q + r < Q;
   }
@@ -188,7 +181,7 @@ template <class Pass> struct Streamed {
         else
           weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) +
                    (here && wanted ? weight_at(r, at.step) + at.k + Weights::k() : 0);
-        copy<Pass::COPY_W>(shared + piece(r, Weights::k()), weight, here, wanted);
+        copy_async_if<Pass::COPY_W>(shared + piece(r, Weights::k()), weight, here, wanted);
       }
     }
     if constexpr (kByRows) {
@@ -204,7 +197,7 @@ template <class Pass> struct Streamed {
         if constexpr (!States::kEven)
           x = from.x + (here && wanted ? state_at(r, at.step) + i64(at.term) * Pass::X_TERM +
                                              i64(at.k + States::k()) * Pass::X_STEP : 0);
-        copy<Pass::COPY_X>(to + piece(r, States::k()), x, here, wanted);
+        copy_async_if<Pass::COPY_X>(to + piece(r, States::k()), x, here, wanted);
       }
     } else {
       const Element* x = from.x + i64(at.k) * Pass::INNER + i64(at.term) * Pass::X_TERM;
@@ -216,7 +209,7 @@ template <class Pass> struct Streamed {
         // Where a lane takes k = t, t + 4 of the right operand, they are to be the k's that it has of the left.
         const int place = kMatrices ? l : l / 8 * 8 + l % 8 / 2 + l % 2 * 4;
         const bool here = from.has_x && (P % BK == 0 || at.k + l < P);
-        copy<Pass::COPY_X>(shared + place * kColumnStride * kSize, x + i64(r) * Pass::INNER, here, wanted);
+        copy_async_if<Pass::COPY_X>(shared + place * kColumnStride * kSize, x + i64(r) * Pass::INNER, here, wanted);
       }
     }
   }

@@ -120,8 +120,13 @@ inline void load_global(const void* from, u32 (&x)[4]) {
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
   emulator::copy(to, from, BYTES, present);
 }
-template <int BYTES> inline void copy_async_if(u32 to, const void* from, bool present, bool wanted) {
-  if (wanted) emulator::copy(to, from, BYTES, present);
+template <int BYTES, class Element>
+inline void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {
+  if (!wanted) return;
+  if constexpr (BYTES >= 4)
+    emulator::copy(to, from, BYTES, present);
+  else
+    store_shared(to, present ? from->bits : u16(0));
 }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int PENDING> inline void wait_for_copies() { emulator::wait_for_copies(PENDING); }
