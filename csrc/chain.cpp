@@ -40,7 +40,7 @@ static Contraction parse_contraction(bool tied, std::istringstream& words, const
   return c;
 }
 
-// Stages come in the order: rank, contractions, bias, activation, tf32; or a contraction, gradient, tf32.
+// Stages come in the order: rank, contractions, bias, activation, tf32; or contractions, gradient or backward, tf32.
 static Chain parse(const std::string& text) {
   Chain chain;
   bool has_activation = false;
@@ -49,13 +49,17 @@ static Chain parse(const std::string& text) {
     std::istringstream words(stage);
     words >> name;
     if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
-    const bool finishing = chain.bias || has_activation || chain.gradient;
+    const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward;
     if (name == "tf32" && !chain.contractions.empty()) {
       chain.tf32 = true;
     } else if (name == "gradient") {
       if (finishing || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
       chain.gradient = true;
+    } else if (name == "backward") {
+      if (finishing || chain.contractions.empty() || chain.rank != 1)
+        throw std::invalid_argument("\"backward\" stands in the wrong place");
+      chain.backward = true;
     } else if ((name == "tied" || name == "untied") && !finishing) {
       chain.contractions.push_back(parse_contraction(name == "tied", words, chain));
     } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1) {
@@ -63,7 +67,7 @@ static Chain parse(const std::string& text) {
       if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
     } else if (name == "bias" && !finishing && !chain.contractions.empty()) {
       chain.bias = true;
-    } else if (!has_activation && !chain.gradient && !chain.contractions.empty()) {
+    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.contractions.empty()) {
       chain.activation = name;
       has_activation = true;
     } else {

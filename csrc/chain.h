@@ -8,7 +8,8 @@
 //     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
 // "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
 // products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single contraction
-// makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape.
+// makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape. "backward" behind
+// contractions makes it all their gradients.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -28,7 +29,7 @@ struct Chain {
   int64_t rank = 1;
   bool bias = false;
   std::string activation = "identity";
-  bool gradient = false, tf32 = false;
+  bool gradient = false, backward = false, tf32 = false;
 
   int64_t in_features() const;
   int64_t out_features() const;

@@ -84,7 +84,8 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
                   const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "]");
-  STD_TORCH_CHECK(!chain.gradient, "factorlayer: a chain with \"gradient\" is for weight_gradient");
+  STD_TORCH_CHECK(!chain.gradient && !chain.backward,
+                  "factorlayer: a chain with \"gradient\" or \"backward\" is for the ops that make gradients");
   STD_TORCH_CHECK(weights.size() == chain.contractions.size(), "factorlayer: the chain has ",
                   chain.contractions.size(), " weights, ", weights.size(), " were given");
   for (const Contraction& c : chain.contractions) {
@@ -256,19 +257,19 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
 // Runs the plan of a chain on params, whose x, y and weights are there. `kept` are tensors that it needs until its kernels
 // are launched, after which PyTorch's streams keep them.
 void run_on_cuda(const Text& text, const Chain& chain, const Tensor& x, const cuda::Params& params,
-                 std::vector<Tensor>& kept) {
+                 std::vector<Tensor>& kept, void* second = nullptr) {
   const cuda::PlanKey key{&chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
   const cuda::Program& program = program_of(key, text.value);
   const cuda::Device& device = cuda::find_device(key.device);
-  void* scratch[3] = {nullptr, nullptr, nullptr};
+  void* others[4] = {nullptr, nullptr, nullptr, second};
   for (int i = 0; i < 3; ++i) {
     if (!program.plan.scratch[i]) continue;
     const int64_t batch = params.batch, samples = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
     kept.push_back(new_matrix(x, i < 2 ? samples : 1, program.plan.scratch[i], aoti_torch_dtype_uint8()));
-    scratch[i] = kept.back().mutable_data_ptr();
+    others[i] = kept.back().mutable_data_ptr();
   }
   const cuda::ContextScope scope(device);
-  cuda::run(program, chain, key.dtype, device, params, scratch, current_stream(key.device));
+  cuda::run(program, chain, key.dtype, device, params, others, current_stream(key.device));
 }
 
 Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
@@ -316,6 +317,39 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   params.weights[0] = address(grad_y);
   run_on_cuda(text, chain, x, params, kept);
   return gradient;
+}
+
+// Of x, as x, and of all weights, one behind the other, by the passes that a plan for all of them at once has.
+std::tuple<Tensor, Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
+                                          const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(chain.backward, "factorlayer: the chain should be contractions and \"backward\"");
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
+                  chain.in_features(), "], a CUDA tensor");
+  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() < cuda::MAX_WEIGHTS,
+                  "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
+  check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  int64_t count = 0;
+  for (const Contraction& c : chain.contractions) {
+    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+                    ", which was not given");
+    check(weights[c.weight], x, c.weight_size(), "a weight");
+    count += c.weight_size();
+  }
+  Tensor grad_x = new_matrix(x, x.size(0), chain.in_features()), grad_weights = new_matrix(x, 1, count);
+  if (!x.size(0)) return {grad_x, torch::stable::zero_(grad_weights)};
+
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + 3);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = grad_x.mutable_data_ptr();
+  params.batch = x.size(0);
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  params.weights[weights.size()] = address(grad_y);
+  run_on_cuda(text, chain, x, params, kept, grad_weights.mutable_data_ptr());
+  return {grad_x, grad_weights};
 }
 
 // The table of plans, and the compiler by itself. What can fail to compile returns nothing, or message, source, log and
@@ -423,6 +457,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
+  m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain) -> (Tensor, Tensor)");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
@@ -445,6 +480,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
+  m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {

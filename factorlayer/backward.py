@@ -18,6 +18,7 @@ from factorlayer.spec import Contraction
 
 Forward = Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
 WeightGradient = Callable[[Tensor, Tensor, str], Tensor]
+AllGradients = Callable[[Tensor, Tensor, Sequence[Tensor], str], tuple[Tensor, Tensor]]
 
 
 def gradients(
@@ -29,8 +30,10 @@ def gradients(
     wanted: int,
     forward: Forward,
     weight_gradient: WeightGradient,
+    all_gradients: AllGradients | None = None,
 ) -> list[Tensor]:
-    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order, by the two raw ops."""
+    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order, by the raw ops;
+    `all_gradients` where one pass makes those of x and all weights."""
     chain = Chain.parse(text)
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     if chain.activation != "identity":
@@ -39,7 +42,13 @@ def gradients(
     found: dict[int, Tensor] = {}
     if wanted & 2:
         found[1] = grad.sum(0)
-    if chain.rank == 1:
+    all_wanted = wanted | 2 == (1 << (len(weights) + 2)) - 1
+    if all_gradients is not None and all_wanted and chain.rank == 1:
+        text = Chain(chain.contractions, backward=True, tf32=chain.tf32).text
+        found[0], summed = all_gradients(grad, x, weights, text)
+        parts = summed.view(-1).split([w.numel() for w in weights])
+        found |= {i + 2: part.view(w.shape) for i, (part, w) in enumerate(zip(parts, weights, strict=True))}
+    elif chain.rank == 1:
         _one_term(chain, grad, x, weights, wanted, found, forward, weight_gradient)
     else:
         _all_terms(chain, grad, x, weights, wanted, found, forward, weight_gradient)

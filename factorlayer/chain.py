@@ -22,6 +22,7 @@ class Chain:
     bias: bool = False
     activation: str = "identity"
     gradient: bool = False  # not the contraction itself, but the gradient of its weight
+    backward: bool = False  # not the contractions themselves, but all their gradients
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
@@ -33,6 +34,7 @@ class Chain:
         stages += ["bias"] if self.bias else []
         stages += [self.activation] if self.activation != "identity" else []
         stages += ["gradient"] if self.gradient else []
+        stages += ["backward"] if self.backward else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -43,7 +45,8 @@ class Chain:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Chain:
-        contractions, rank, bias, activation, gradient, tf32 = [], 1, False, "identity", False, False
+        contractions, rank, bias, activation = [], 1, False, "identity"
+        gradient = backward = tf32 = False
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -54,11 +57,13 @@ class Chain:
                 bias = True
             elif name == "gradient":
                 gradient = True
+            elif name == "backward":
+                backward = True
             elif name == "tf32":
                 tf32 = True
             else:
                 activation = name
-        return Chain(tuple(contractions), rank, bias, activation, gradient, tf32)
+        return Chain(tuple(contractions), rank, bias, activation, gradient, backward, tf32)
 
     @property
     def in_features(self) -> int:

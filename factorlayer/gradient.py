@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from factorlayer.device import ELEMENT, MATH, headers
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -151,14 +152,29 @@ class Gradient:
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
-        return _kernel(name, "Gradient", lines, self.threads, self.blocks)
+        return kernel(name, "gradient.cuh", "Gradient", lines, self.threads, self.blocks)
+
+
+class Summing(Protocol):
+    """A pass whose blocks, `most` at most for each weight, write sums."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def units_per_sample(self) -> int: ...
+    @property
+    def units_per_block(self) -> int: ...
+    @property
+    def most(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A pass that adds up what the blocks of a gradient have summed."""
+    """A pass that adds up what the blocks of another one have summed."""
 
-    of: Gradient
+    of: Summing
     us: float = 3.0
 
     threads = 256
@@ -178,13 +194,13 @@ class Reduction:
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in (numbers | {"MOST": of.most}).items()]
-        return _kernel(name, "Reduction", lines, self.threads, 4)
+        return kernel(name, "gradient.cuh", "Reduction", lines, self.threads, 4)
 
 
-def _kernel(name: str, template: str, lines: list[str], threads: int, blocks: int) -> str:
+def kernel(name: str, header: str, template: str, lines: list[str], threads: int, blocks: int) -> str:
     struct = "\n  ".join(lines)
     return (
-        headers("gradient.cuh")
+        headers(header)
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
         + f'extern "C" __global__ void __launch_bounds__({threads}, {blocks})\n'
         + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"

@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer import gradient, pair, streamed, wide
+from factorlayer import gradient, pair, pair_backward, streamed, wide
 from factorlayer.chain import Chain
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
+from factorlayer.pair_backward import PairBackward
 from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
@@ -34,7 +35,7 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Gradient | Pair | Reduction | Resident | Streamed | Wide
+Pass = Gradient | Pair | PairBackward | Reduction | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -65,7 +66,7 @@ class Plan:
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of the first two buffers for one sample, and of the third."""
         first = self.passes[0]
-        if isinstance(first, Gradient):
+        if isinstance(first, Gradient | PairBackward):
             return 0, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
@@ -73,7 +74,7 @@ class Plan:
     @property
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
-        if len(self.passes) == 1 or self.chain.gradient:
+        if len(self.passes) == 1 or self.chain.gradient or self.chain.backward:
             return 0
         kinds = {type(p) for p in self.passes}
         bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
@@ -88,6 +89,8 @@ class Plan:
             written = "y" if i == last else f"s{i % 2}"
             if self.chain.gradient:
                 read, written = ("x", "s2") if i == 0 else ("s2", "y")
+            if self.chain.backward:  # the first one writes s2 as well
+                read, written = ("x", "y") if i == 0 else ("s2", "w")
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
             most = 0 if isinstance(p, Streamed) else p.blocks if isinstance(p, Gradient) else 1
@@ -135,6 +138,11 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.gradient:
         summing = gradient.tile(chain.contractions[0], dtype, batch, gpu)
         return Plan(chain, dtype, batch, gpu, (summing, Reduction(summing)))
+    if chain.backward:
+        both = pair_backward.tile(chain, dtype, batch, gpu)
+        if both is None:
+            raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
+        return Plan(chain, dtype, batch, gpu, (both, Reduction(both)))
     best: Plan | None = None
     for passes in _cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best._weight:

@@ -17,7 +17,7 @@ from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient
 from factorlayer.naive import naive
-from factorlayer.plan import BATCHES, plan
+from factorlayer.plan import BATCHES, PlanError, plan
 from factorlayer.spec import Contraction, LayerSpec
 
 forward = torch.ops.factorlayer.forward.default
@@ -49,6 +49,26 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str) -> No
         expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_one_pass_for_all_takes_the_place_of_the_others() -> None:
+    spec = kronecker((3, 4), (5, 2))
+    x, grad_y = torch.randn(6, 12, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
+    text = Chain.of(spec, False, "identity").text
+    right = gradients(grad_y, x, weights, None, text, 0b1101, forward, weight_gradient)
+
+    def at_once(grad_y: Tensor, x: Tensor, given: object, of: str) -> tuple[Tensor, Tensor]:
+        assert of == text + "; backward" and given is weights
+        return right[0], torch.cat([g.flatten() for g in right[1:]])[None]
+
+    def never(*_: object) -> Tensor:
+        raise AssertionError("one pass is enough")
+
+    found = gradients(grad_y, x, weights, None, text, 0b1101, never, never, at_once)
+    assert all(map(torch.equal, found, right))
+    some = gradients(grad_y, x, weights, None, text, 0b1100, forward, weight_gradient, never)
+    assert all(map(torch.equal, some, right[1:]))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +126,48 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
     chain = Chain((parts(monarch((4, 3), (2, 5)))[0],), gradient=True)
     assert chain.text == "untied 0 4 3 5 1; gradient" and chain.tf32_text == chain.text + "; tf32"
     assert Chain.parse(chain.tf32_text) == replace(chain, tf32=True)
-    for text in ("gradient", "tied 0 1 2 2 1; bias; gradient", "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient"):
+    for text in (
+        "gradient",
+        "backward",
+        "tied 0 1 2 2 1; bias; gradient",
+        "rank 2; tied 0 1 2 2 1; backward",
+        "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient",
+    ):
         with pytest.raises(ValueError, match="wrong place"):
             forward(torch.ones(1, 4), [torch.ones(2, 2)], None, text)
-    with pytest.raises(RuntimeError, match="is for weight_gradient"):
-        forward(torch.ones(1, 4), [torch.ones(2, 2)], None, "tied 0 2 2 2 1; gradient")
+    for word in ("gradient", "backward"):
+        with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
+            forward(torch.ones(1, 4), [torch.ones(2, 2)], None, f"tied 0 2 2 2 1; {word}")
+
+
+def test_all_gradients_of_two_factors_are_one_pass() -> None:
+    """In 16 bits, of sizes whose sums a warp can hold; others are refused, and made one by one."""
+
+    def chain(spec: LayerSpec) -> Chain:
+        return replace(Chain.of(spec, False, "identity"), backward=True)
+
+    for sizes, gpu, batch in itertools.product(
+        (((64, 64), (64, 64)), ((32, 32), (32, 32)), ((20, 28), (36, 44)), ((9, 24), (8, 40))),
+        (Gpu.of(80), Gpu.of(86), Gpu.of(90)),
+        BATCHES,
+    ):
+        found = plan(chain(kronecker(*sizes)), "bfloat16", batch, gpu)
+        text = read_text(found.text())
+        first, adding = text.passes
+        assert (first.read, first.written, adding.read, adding.written) == ("x", "y", "s2", "w")
+        (p0, p1), (q0, q1) = sizes
+        assert text.scratch == (0, 0, gpu.sms * (p0 * q0 + p1 * q1) * 4) and text.chunk == 0
+        assert first.threads <= 1024 and first.shared <= gpu.shared
+        assert f"MOST = {gpu.sms};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
+    for spec, dtype in (
+        (kronecker((64, 64), (64, 64)), "float32"),
+        (kronecker((128, 128), (128, 128)), "bfloat16"),
+        (kronecker((8, 8, 8), (8, 8, 8)), "bfloat16"),
+        (kronecker((16, 9), (16, 9)), "bfloat16"),
+        (monarch((32, 32), (32, 32)), "bfloat16"),
+    ):
+        with pytest.raises(PlanError, match="no pass makes all gradients"):
+            plan(chain(spec), dtype, BATCHES[2], Gpu.of(90))
 
 
 def test_sums_of_a_large_batch_are_those_that_are_added_up() -> None:

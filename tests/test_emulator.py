@@ -6,7 +6,7 @@ instructions.cuh, which it replaces, and what the compilers for GPUs make of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -104,7 +104,7 @@ class Run:
         y, errors = self.emulator.run(
             self.case.plan, self.kernels, x, self.weights, self.bias, self.case.processors, seed=seed
         )
-        return y.reshape(len(x), -1), errors
+        return y[-1].reshape(len(x), -1) if y else np.full((0,), np.nan), errors
 
     def right(self) -> Array:
         x, bias, *weights = map(torch.from_numpy, (self.x, self.bias, *self.weights))
@@ -177,12 +177,46 @@ def test_gradients_are_right_in_any_order(
         with np.errstate(invalid="ignore"):
             states = grad.reshape(batch, c.outer, c.q, c.inner), x.reshape(batch, c.outer, c.p, c.inner)
             right = np.einsum("noqi,nopi->qp" if tied else "noqi,nopi->oiqp", *states).ravel()
-        summed, errors = emulator.run(found, kernels, x, [grad], None, blocks=2, seed=1)
+        outputs, errors = emulator.run(found, kernels, x, [grad], None, blocks=2)
         assert not errors
+        summed = outputs[-1]
         fine = np.isfinite(right)
         np.testing.assert_array_equal(summed[~fine], right[~fine])
         error = np.linalg.norm(summed[fine] - right[fine]) / np.linalg.norm(right[fine])
         assert error <= 2 * EPS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "batch"),
+    [
+        (kronecker((64, 64), (64, 64)), "bfloat16", 9),
+        (kronecker((32, 32), (32, 32)), "float16", 20),
+        (kronecker((20, 28), (36, 44)), "bfloat16", 9),
+        (kronecker((9, 24), (8, 40)), "float16", 11),
+    ],
+    ids=spec_id,
+)
+def test_all_gradients_at_once(spec: LayerSpec, dtype: str, batch: int, emulator: Emulator) -> None:
+    found = plan(replace(Chain.of(spec, False, "identity"), backward=True), dtype, batch, Gpu(90, 2, 232448))
+    kernels = emulator.compile(found)
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    a, b = (draw(*shape) / 8 for shape in spec.weight_shapes)
+    outputs, errors = emulator.run(found, kernels, x, [a, b, grad], None, blocks=2)
+    assert not errors
+    grad_x, grad_weights = outputs
+    states, behind = x.reshape(batch, *spec.in_factors), grad.reshape(batch, *spec.out_factors)
+    back = np.einsum("qp,nqk->npk", a, behind)
+    for part, right in (
+        (grad_x, back @ b),
+        (grad_weights[: a.size], np.einsum("nqk,npk->qp", behind, states @ b.T)),
+        (grad_weights[a.size :], np.einsum("npk,npj->kj", back, states)),
+    ):
+        assert np.linalg.norm(part - right.ravel()) <= 3 * EPS[dtype] * np.linalg.norm(right)
 
 
 def test_cases_cover_the_families() -> None:

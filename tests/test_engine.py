@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +95,32 @@ SUMMED = [
 ]
 
 
+BACK = [
+    kronecker((64, 64), (64, 64)),
+    kronecker((32, 32), (32, 32)),
+    kronecker((20, 28), (36, 44)),
+    kronecker((9, 24), (8, 40)),
+    kronecker((48, 64), (64, 32)),
+]
+
+
+@dataclass(frozen=True)
+class BackwardCase:
+    spec: LayerSpec
+    dtype: str
+    architecture: str
+    batch: int = BATCHES[2]
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}"
+
+
+def backward() -> Iterator[BackwardCase]:
+    for i, spec in enumerate(BACK):
+        for architecture in ("sm_80", "sm_90a", [*ARCHITECTURES][i]):
+            yield BackwardCase(spec, "bfloat16" if i % 2 else "float16", architecture)
+
+
 @dataclass(frozen=True)
 class GradientCase:
     contraction: tuple[int, int, int, int, bool]
@@ -125,6 +151,9 @@ def activated() -> Iterator[Case]:
             yield Case(kronecker((5, 8), (8, 7)), dtype, "sm_80", BATCHES[1], activation)
 
 
+AnyCase = Case | GradientCase | BackwardCase
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One of a plan's, compiled."""
@@ -141,8 +170,10 @@ class Kernel:
         return list(map(int, found))
 
 
-def compile_case(case: Case | GradientCase) -> list[Kernel]:
-    if isinstance(case, GradientCase):
+def compile_case(case: AnyCase) -> list[Kernel]:
+    if isinstance(case, BackwardCase):
+        chain = replace(Chain.of(case.spec, False, "identity"), backward=True)
+    elif isinstance(case, GradientCase):
         *sizes, tied = case.contraction
         chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=True)
     else:
@@ -169,7 +200,7 @@ def sources(text: str) -> Iterator[tuple[list[str], str, str]]:
             rest = rest[length + 1 :]
 
 
-Compiled = dict[Case | GradientCase, Future[list[Kernel]]]
+Compiled = dict[AnyCase, Future[list[Kernel]]]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +220,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     pool.shutdown(cancel_futures=True)
 
 
-def check(kernels: list[Kernel], case: Case | GradientCase, spilled: int, uses_stack: bool = False) -> None:
+def check(kernels: list[Kernel], case: AnyCase, spilled: int, uses_stack: bool = False) -> None:
     limit = Gpu.of(ARCHITECTURES[case.architecture]).shared
     for kernel in kernels:
         assert not re.search(r"\b(warning|error)\b", kernel.log), kernel.log
@@ -213,6 +244,11 @@ def test_compiles_and_hardly_spills(case: Case, compiled: Compiled) -> None:
 @pytest.mark.parametrize("case", list(summed()), ids=str)
 def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 24)
+
+
+@pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)
+def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, 0)
 
 
 @pytest.mark.parametrize("case", list(activated()), ids=str)

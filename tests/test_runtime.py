@@ -129,7 +129,7 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
         ("factorlayer plan 1\nchunk 0\nscratch 0 0 0\n", "line 3 cannot be read: the last pass should write y"),
         (plan_text() + "\n", 'line 6 cannot be read: it should begin with "pass", it is ""'),
         (plan_text() + "pass x y 1\n", 'line 6 cannot be read: "pass" has 11 words behind it, 3 came'),
-        (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, s0, s1 or s2, it is "z"'),
+        (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, w, s0, s1 or s2, it is "z"'),
         (plan_text().replace(" 128 ", " 0 "), "the number of threads should be a whole number from 1 to 1024"),
         (plan_text().replace(" 128 ", " 2048 "), 'the number of threads should be .*, it is "2048"'),
         (plan_text()[:-1], "line 4 cannot be read: a source of .* bytes and a newline should follow"),

@@ -8,4 +8,5 @@ struct Params {
   const void* bias;
   i64 batch;
   const void* weights[62];
+  void* sums;  // of blocks, which a second kernel adds up
 };

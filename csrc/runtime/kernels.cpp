@@ -138,17 +138,18 @@ std::string cubin_of(const Pass& pass, std::string& warning) {
 }
 
 void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
-         void* const (&scratch)[3], Stream stream) {
+         void* const (&others)[4], Stream stream) {
   const int64_t x_row = chain.in_features() * bytes_of(dtype), y_row = chain.out_features() * bytes_of(dtype);
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
   const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
   Params given = params;
+  given.sums = others[Pass::s2 - 1];
   for (int64_t first = 0; first < batch; first += chunk) {
     given.batch = std::min(chunk, batch - first);
     for (size_t i = 0; i < program.functions.size(); ++i) {
       const Pass& pass = program.plan.passes[i];
-      given.x = pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row : scratch[pass.in - 1];
-      given.y = pass.out == Pass::outside ? static_cast<char*>(params.y) + first * y_row : scratch[pass.out - 1];
+      given.x = pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row : others[pass.in - 1];
+      given.y = pass.out == Pass::outside ? static_cast<char*>(params.y) + first * y_row : others[pass.out - 1];
       int64_t blocks = 0;
       if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;
       blocks = blocks / pass.units_per_block + (blocks % pass.units_per_block != 0);

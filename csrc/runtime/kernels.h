@@ -23,6 +23,7 @@ struct Params {
   const void* bias;  // null without one
   long long batch;
   const void* weights[MAX_WEIGHTS];
+  void* sums;  // the plan's buffer s2
 };
 
 // Plans depend on the batch by its class alone: 0, 1 or 2.
@@ -63,9 +64,9 @@ const Program& build_program(const PlanKey& key, const std::string& plan, bool r
 // The kernel from the cache or from NVRTC. Throws CompilationFailed.
 std::string cubin_of(const Pass& pass, std::string& warning);
 
-// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call; the first two of scratch hold
-// min(batch, chunk) samples. The device's context is current.
+// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call; the first two of `others` hold
+// min(batch, chunk) samples, the fourth is the second output. The device's context is current.
 void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
-         void* const (&scratch)[3], Stream stream);
+         void* const (&others)[4], Stream stream);
 
 }  // namespace factorlayer::cuda

@@ -4,7 +4,7 @@
 //     factorlayer plan 1
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
-//     pass <in: x|s0|s1|s2> <out: y|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
+//     pass <in: x|s0|s1|s2> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
 //         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
 //     <source, and a newline>
 //     pass …
@@ -18,7 +18,7 @@
 namespace factorlayer {
 
 struct Pass {
-  enum Buffer { outside, s0, s1, s2 };  // outside: x as input, y as output
+  enum Buffer { outside, s0, s1, s2, second };  // outside: x as input, y as output; second: w, another output
   Buffer in, out;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.emit import source
+from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import Gradient, Reduction
+from factorlayer.pair_backward import PairBackward
 from factorlayer.plan import Pass, Plan, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.streamed import Streamed
@@ -69,14 +71,21 @@ class Kernel:
             blocks *= p.blocks
         if not isinstance(p, Streamed):
             grid_x = min(grid_x, max(1, blocks // grid_y))
+        sums = grid_x * p.part_bytes // p.most if isinstance(p, Gradient | PairBackward) else 0
+        numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
+        numbers += [int(bias), weights, self.output_bytes(batch)]
+        return [str(self.program), str(folder), *map(str, numbers)]
+
+    def output_bytes(self, batch: int) -> int:
+        """Without sums."""
+        p = self.planned
         if isinstance(p, Gradient):
-            written = grid_x * p.part_bytes // p.most
-        elif isinstance(p, Reduction):
-            written = p.of.weights * p.of.size
-        else:
-            written = batch * _output_bytes(p)
-        numbers = [seed, batch, written, p.shared, p.threads, self.cluster, grid_x, grid_y]
-        return [str(self.program), str(folder), *map(str, numbers), str(int(bias)), str(weights)]
+            return 0
+        if isinstance(p, Reduction):
+            return p.of.weights * ELEMENT_BYTES[p.of.dtype]
+        if isinstance(p, PairBackward):
+            return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
+        return batch * _output_bytes(p)
 
 
 class Emulator:
@@ -114,26 +123,30 @@ class Emulator:
         bias: Array | None,
         blocks: int = 3,
         seed: int = 1,
-    ) -> tuple[Array, list[str]]:
-        """All that the last pass writes, and the errors found."""
+    ) -> tuple[list[Array], list[str]]:
+        """What the passes write, and the errors found."""
         for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
             if values is not None:
                 (self.folder / name).write_bytes(encode(values, plan.dtype))
+        outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
             try:
                 done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)
             except subprocess.TimeoutExpired:
-                return np.full((0,), np.nan), [*errors, f"pass {number}: not done after {SECONDS} s"]
+                return outputs, [*errors, f"pass {number}: not done after {SECONDS} s"]
             found = done.stdout.splitlines()
             if done.returncode not in (0, 1):
                 found.append(f"exit code {done.returncode}: accesses outside of the tensors, or a broken stack")
             errors += [f"pass {number}: {line}" for line in found]
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
-                return np.full((0,), np.nan), errors
-            (self.folder / "y").rename(self.folder / "x")
-        return decode((self.folder / "x").read_bytes(), plan.dtype), errors
+                return outputs, errors
+            memory = (self.folder / "y").read_bytes()
+            written = kernel.output_bytes(len(x))
+            outputs.append(decode(memory[:written], plan.dtype))
+            (self.folder / "x").write_bytes(memory[written:] or memory)
+        return outputs, errors
 
 
 def for_the_cpu(text: str) -> str:

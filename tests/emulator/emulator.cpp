@@ -1,9 +1,10 @@
 // Runs one kernel on a CPU and says what is wrong with it: called by driver.py, which builds it with the kernel.
 //
-//     emulator FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS
+//     emulator FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS SUMS
 //
-// reads x, bias, w0 ... from the folder, writes y there, and prints a line for each kind of error. Blocks run one after
-// the other (two at once, if they are a cluster), their warps in random order.
+// reads x, bias, w0 ... from the folder, writes y there, and prints a line for each kind of error. Where a kernel has sums
+// beside its output, they are its bytes from SUMS on. Blocks run one after the other (two at once, if they are a cluster),
+// their warps in random order.
 #include <sys/mman.h>
 
 #include <fstream>
@@ -19,6 +20,7 @@ struct Params {  // as in csrc/engine/params.cuh
   const void* bias;
   long long batch;
   const void* weights[62];
+  void* sums;
 } params;
 void run_kernel(const void* params);  // the driver writes it
 
@@ -143,6 +145,7 @@ int main(int, char** arguments) {
   if (number(10)) params.bias = map_tensor(folder + "/bias", 0);
   for (int i = 0; i < number(11); ++i) params.weights[i] = map_tensor(folder + "/w" + std::to_string(i), 0);
   params.y = map_tensor("", bytes);
+  params.sums = static_cast<u8*>(params.y) + number(12);
   times_written.assign(bytes, 0);
 
   u8* stacks = map(kStack * threads);
