@@ -139,6 +139,9 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
             "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n" + pass_text("x s0 1 0 1 1 0 1 sm_90 k", kernel()),
             "the last pass should write y",
         ),
+        (plan_text().replace(" x y ", " x w "), "the last pass should write y, or w behind it"),
+        (plan_text().replace(" x y ", " w y "), 'a buffer should be x, s0, s1 or s2, it is "w"'),
+        (plan_text().replace(" x y ", " s2 y "), "this pass reads a buffer that no pass before it wrote"),
         (
             "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n"
             + pass_text("x s1 1 0 1 1 0 1 sm_90 k", "a\nb\nc")
@@ -234,6 +237,18 @@ def test_passes_over_chunks(native: Path) -> None:
     assert [call["grid"] for call in calls[6:]] == ["123 1 1", "21 1 1", "26 5 1"]
     assert "attribute 8 = 60000" in lines  # more than 48 KB of shared memory have to be asked for
     assert sum(line.startswith("attribute") for line in lines) == 1
+
+
+def test_sums_and_a_second_output(native: Path) -> None:
+    """What a gradient's passes are given: s2 as the output of the first, or beside it; w behind y."""
+    head = "factorlayer plan 1\nchunk 0\nscratch 0 0 4096\n"
+    for words, first, second in (("x s2", "0x60000000", "0x20000000"), ("x y", "0x20000000", "0x70000000")):
+        plan = head + pass_text(f"{words} 128 0 3 2 2 1 sm_90 a", kernel("a"))
+        plan += pass_text(f"s2 {'y' if 's2' in words else 'w'} 256 0 1 {1 << 40} 1 7 sm_90 b", kernel("b"))
+        summing, adding = launches(launch(native, plan, 250))
+        assert (summing["x"], summing["y"], summing["grid"]) == ("0x10000000", first, "264 1 1")
+        assert (adding["x"], adding["y"], adding["grid"]) == ("0x60000000", second, "1 7 1")
+        assert summing["sums"] == adding["sums"] == "0x60000000"
 
 
 def test_batches_beyond_2_to_the_31(native: Path) -> None:

@@ -70,10 +70,11 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     void *x, *y, *bias;
     long long batch;
     void* weights[62];
+    void* sums;
   }* p = params[0];
   fprintf(stderr, "launch %s grid %u %u %u block %u %u %u shared %u stream %p context %p x %p y %p bias %p batch %lld"
-                  " weight_0 %p weight_1 %p\n",
+                  " weight_0 %p weight_1 %p sums %p\n",
           (char*)function, gx, gy, gz, bx, by, bz, shared, stream, current, p->x, p->y, p->bias, p->batch,
-          p->weights[0], p->weights[1]);
+          p->weights[0], p->weights[1], p->sums);
   return number("LAUNCH_ERROR", 0);
 }
