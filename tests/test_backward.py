@@ -12,7 +12,7 @@ from test_plan import LARGEST_GRID_Y, dtypes, read_text
 from torch import Tensor
 
 from factorlayer.activations import ACTIVATIONS
-from factorlayer.backward import gradients
+from factorlayer.backward import Ops, gradients
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient
@@ -32,6 +32,9 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
 
 
+OPS = Ops(forward, weight_gradient)
+
+
 @pytest.mark.parametrize("activation", ["identity", "gelu"])
 @pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
 def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str) -> None:
@@ -45,7 +48,7 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str) -> No
     text = Chain.of(spec, True, activation).text
     for wanted in [(1 << len(right)) - 1, *(1 << bit for bit in range(len(right))), 0]:
         with torch.no_grad():
-            found = gradients(grad_y, x, weights, bias, text, wanted, forward, weight_gradient)
+            found = gradients(OPS, grad_y, x, weights, bias, text, wanted)
         expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
@@ -56,7 +59,7 @@ def test_one_pass_for_all_takes_the_place_of_the_others() -> None:
     x, grad_y = torch.randn(6, 12, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
     text = Chain.of(spec, False, "identity").text
-    right = gradients(grad_y, x, weights, None, text, 0b1101, forward, weight_gradient)
+    right = gradients(OPS, grad_y, x, weights, None, text, 0b1101)
 
     def at_once(grad_y: Tensor, x: Tensor, given: object, of: str) -> tuple[Tensor, Tensor]:
         assert of == text + "; backward" and given is weights
@@ -65,9 +68,9 @@ def test_one_pass_for_all_takes_the_place_of_the_others() -> None:
     def never(*_: object) -> Tensor:
         raise AssertionError("one pass is enough")
 
-    found = gradients(grad_y, x, weights, None, text, 0b1101, never, never, at_once)
+    found = gradients(Ops(never, never, at_once), grad_y, x, weights, None, text, 0b1101)
     assert all(map(torch.equal, found, right))
-    some = gradients(grad_y, x, weights, None, text, 0b1100, forward, weight_gradient, never)
+    some = gradients(Ops(forward, weight_gradient, never), grad_y, x, weights, None, text, 0b1100)
     assert all(map(torch.equal, some, right[1:]))
 
 
@@ -88,7 +91,7 @@ def test_nothing_is_computed_that_is_not_needed(wanted: int, contractions: int, 
     x = torch.randn(3, spec.in_features, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
     bias = torch.zeros(spec.out_features, dtype=torch.float64)
-    gradients(x, x, weights, bias, Chain.of(spec, True, "identity").text, wanted, counted, counted)
+    gradients(Ops(counted, counted), x, x, weights, bias, Chain.of(spec, True, "identity").text, wanted)
     made = sum("gradient" in text for text in calls)
     assert (len(calls) - made, made) == (contractions, products)
 
