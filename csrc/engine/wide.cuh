@@ -394,10 +394,10 @@ template <class Pass> struct Wide {
     if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
     return memory + ring.last * kStageBytes;
   }
-  // Who has read a slab says so: of a warp all threads, or one where the matrix unit alone reads.
-  static constexpr int kReaders = kTurned ? 32 : 1;
+  // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
   DEVICE void release(int stage) const {
-    if (threadIdx.x % (32 / kReaders) == 0) arrive(memory + kEmpty + stage * 8);
+    if constexpr (kTurned) __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
   }
 
   // The sums of a group.
@@ -528,7 +528,7 @@ template <class Pass> struct Wide {
   DEVICE void run() const {
     if (threadIdx.x < Pass::STAGES) {
       init_barrier(memory + kFull + threadIdx.x * 8, 128);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4 * kReaders);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
     }
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
