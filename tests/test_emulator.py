@@ -72,6 +72,7 @@ CASES = [
     Case(kronecker((32, 24), (40, 24)), "tf32", 30, MEDIUM),
     Case(kronecker((25, 40), (31, 72)), "bfloat16", 30, MEDIUM),
     Case(kronecker((32, 24), (40, 24)), "float16", 30, MEDIUM),
+    Case(kronecker((32, 24), (40, 24)), "bfloat16", 2, MEDIUM),
     Case(kronecker((3, 32, 40), (2, 40, 32)), "tf32", 6, MEDIUM),
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL),
     # Wide: rounded and split operands, several slabs, groups held, two blocks of a cluster

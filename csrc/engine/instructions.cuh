@@ -41,6 +41,10 @@ DEVICE u32 tf32_of(u32 x) {
   return y;
 }
 
+// What is the same for a whole warp, so that the compiler keeps it, and what follows from it, in uniform registers: the matrix
+// unit's descriptors have to be there.
+DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
 // No instructions at all: the compiler is told that these values change here. So it does not keep in registers, through a
 // loop, what it could compute from them before; makes operands here and not where they are used, where they may not be
 // written any more; and moves no use of sums across the wait for them.

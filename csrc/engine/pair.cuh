@@ -56,7 +56,7 @@ template <class Pass> struct TwoFactors {
   const i64 units;
 
   DEVICE TwoFactors(const Params& p)
-      : params(p), warpgroup(threadIdx.x / 128), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
+      : params(p), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
         a(memory + kBarrierBytes), b(a + PIECES * kBytesA), slots(b + (PIECES - HELD) * kBytesB),
         behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE) {}
 
@@ -161,13 +161,14 @@ template <class Pass> struct TwoFactors {
   // Copies this block's chunks as there is room, and hands each over once it has arrived.
   DEVICE void produce() const {
     constexpr i64 kElements = P * P0 * P1;
-    const i64 mine = blockIdx.x < units ? (units - blockIdx.x - 1) / gridDim.x + 1 : 0, chunks = mine * kChunks;
     const Element* x = static_cast<const Element*>(params.x) + blockIdx.x * kElements;
-    int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0;
+    int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0, begun = 0, under_way = 0;
     u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
+    i64 unit = blockIdx.x;
 #pragma unroll 1
-    for (i64 n = 0; n < chunks + kAhead; ++n) {
-      if (n < chunks) {
+    while (true) {
+      const bool more = unit < units;
+      if (more) {
         if constexpr (!kStages) take(slot, phase);
         const u32 to = slots + (slot ? slot - 1 : SLOTS - 1) * kSlotBytes;
         const Element* from = x + chunk * (CHUNK * P1);
@@ -180,10 +181,15 @@ template <class Pass> struct TwoFactors {
                              present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
         });
         if (kStages && ++stage == Pass::STAGES) stage = 0;
-        if (++chunk == kChunks) chunk = 0, x += gridDim.x * kElements;
+        if (++chunk == kChunks) chunk = 0, unit += gridDim.x, x += gridDim.x * kElements;
+        ++under_way;
       }
       commit_copies();
-      if (n < kAhead) continue;
+      if (begun < kAhead) {
+        ++begun;
+        continue;
+      }
+      if (under_way-- == 0) break;
       wait_for_copies<kAhead>();
       if constexpr (kStages) take(slot, phase);
       if constexpr (kStages || kMixes || Math::kRounds)

@@ -54,9 +54,11 @@ template <class Pass> struct Wide {
 
   const Params& params;
   const u32 memory;
+  const int warpgroup;
   i64 tiles;
 
-  DEVICE Wide(const Params& p) : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u) {
+  DEVICE Wide(const Params& p)
+      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)) {
     tiles = (rows() + kRows - 1) / kRows * kTiles;
   }
 
@@ -370,7 +372,7 @@ template <class Pass> struct Wide {
         settle(a[step]);
       }
     }
-    const u64 left = operand(slab + threadIdx.x / 128 * 8192), right = operand(slab + M * 128);
+    const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
     open_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
