@@ -17,6 +17,7 @@ MOST_MIXED = 8  # of a mode before the two
 SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
 START_US = 2.2
+UNIT_US = 0.4  # from a unit's last copy to its first store, where nothing hides it: of 16 bits
 MIX_US = 2e-5  # of a multiply-add of a mixture
 
 
@@ -232,6 +233,7 @@ def _time(plan: Pair, batch: int) -> float:
     rate = 0.6 * gpu.flops["bfloat16"] * {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
     products = 128 * plan.parts * q * round_up(p0, plan.chunk) * (round_up(p1, 32 // plan.unit) + plan.n) / rate
     chunk_us, row_us = (0.12, 0.003) if plan.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
-    busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us) * q / plan.groups
+    unit_us = UNIT_US if plan.size == 2 and p * q == 1 else 0.0
+    busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us + unit_us) * q / plan.groups
     mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
     return START_US + (units + 1) * max(memory, busy, mixing)

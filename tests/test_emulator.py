@@ -70,9 +70,9 @@ CASES = [
     # Pair: every dtype, one and several parts and groups, with a mode before the two
     Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL),
     Case(kronecker((32, 24), (40, 24)), "tf32", 30, MEDIUM),
-    Case(kronecker((25, 40), (31, 72)), "bfloat16", 30, MEDIUM),
-    Case(kronecker((32, 24), (40, 24)), "float16", 30, MEDIUM),
-    Case(kronecker((32, 24), (40, 24)), "bfloat16", 2, MEDIUM),
+    Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM),
+    Case(kronecker((48, 64), (64, 48)), "float16", 30, MEDIUM),
+    Case(kronecker((48, 64), (64, 48)), "bfloat16", 2, MEDIUM),
     Case(kronecker((3, 32, 40), (2, 40, 32)), "tf32", 6, MEDIUM),
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL),
     # Wide: rounded and split operands, several slabs, groups held, two blocks of a cluster
@@ -232,7 +232,7 @@ def test_cases_cover_the_families() -> None:
 
 RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
 STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
-PAIR = Case(kronecker((32, 24), (40, 24)), "bfloat16", 30, MEDIUM)
+PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
