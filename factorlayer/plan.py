@@ -80,17 +80,21 @@ class Plan:
         bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
         return max(1, bytes_between // max(self.scratch))
 
+    def _buffers(self, i: int) -> tuple[str, str]:
+        """What a pass reads and writes. A pair's backward pass writes sums, s2, as well."""
+        p = self.passes[i]
+        if isinstance(p, Reduction):
+            return "s2", "w" if self.chain.backward else "y"
+        if isinstance(p, Gradient):
+            return "x", "s2"
+        last = self.chain.backward or i == len(self.passes) - 1
+        return "x" if i == 0 else f"s{(i - 1) % 2}", "y" if last else f"s{i % 2}"
+
     def text(self) -> str:
         """What csrc/runtime reads."""
         lines = ["factorlayer plan 1", f"chunk {self.chunk}", "scratch {} {} {}".format(*self.scratch)]
-        last = len(self.passes) - 1
         for i, p in enumerate(self.passes):
-            read = "x" if i == 0 else f"s{(i - 1) % 2}"
-            written = "y" if i == last else f"s{i % 2}"
-            if self.chain.gradient:
-                read, written = ("x", "s2") if i == 0 else ("s2", "y")
-            if self.chain.backward:  # the first one writes s2 as well
-                read, written = ("x", "y") if i == 0 else ("s2", "w")
+            read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
             most = 0 if isinstance(p, Streamed) else p.blocks if isinstance(p, Gradient) else 1

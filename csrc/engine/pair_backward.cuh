@@ -16,7 +16,7 @@ template <class Pass> struct PairBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
   static constexpr int kSize = sizeof(Element), WARPS = Pass::WARPS, GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS;
-  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, kStep = 16;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kP0 = WARPS * 16, kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static_assert(kP0 >= P0 && kP0 - P0 < 16);
   static constexpr int kX = kP1 + 8, kG = kQ1 + 8, kA = kP0 + 8;  // strides in shared memory: of X, B and dX; of G and dT; of A
@@ -25,7 +25,6 @@ template <class Pass> struct PairBackward {
   static constexpr int kThreads = WARPS * 32, kBlock = kThreads * GROUPS;
   static constexpr int kWeights = kQ1 * kX * kSize;  // B; A lies where the slots are, until registers have it
   static constexpr int kTiles = ceil_div(kQ1 / 16, WARPS);  // of dB's rows, for a warp
-  static constexpr int kTogether = 4;                       // tiles of 8 columns that are loaded at once
 
   const Params& params;
   const Lane lane;
@@ -39,16 +38,16 @@ template <class Pass> struct PairBackward {
 
   DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
 
-  template <int ROWS, int COLUMNS, int STRIDE> DEVICE void copy(const Element* from, u32 to, bool present) const {
+  template <int ROWS, int COLUMNS, int STRIDE> DEVICE void copy(const Element* from, u32 to) const {
     constexpr int kEach = Pass::COPY / kSize, kRow = COLUMNS / kEach;
 #pragma unroll 4
     for (int j = thread; j < ROWS * kRow; j += kThreads)
-      copy_async<Pass::COPY>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + j * kEach, present);
+      copy_async<Pass::COPY>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + j * kEach, true);
   }
   DEVICE void load(i64 unit, u32 slot) const {
     if (unit < units) {
-      copy<P0, P1, kX>(static_cast<const Element*>(params.x) + unit * (P0 * P1), slot, true);
-      copy<Q0, Q1, kG>(static_cast<const Element*>(params.weights[2]) + unit * (Q0 * Q1), slot + kBytesX, true);
+      copy<P0, P1, kX>(static_cast<const Element*>(params.x) + unit * (P0 * P1), slot);
+      copy<Q0, Q1, kG>(static_cast<const Element*>(params.weights[2]) + unit * (Q0 * Q1), slot + kBytesX);
     }
     commit_copies();
   }
@@ -64,25 +63,20 @@ template <class Pass> struct PairBackward {
   using B = typename Math::B;
   // sums[n] += left x right for all columns, of right operands with k (or n) contiguous in shared memory.
   template <bool BY_N, int STRIDE, int NT> DEVICE void multiply(float (*sums)[4], const A& left, u32 right) const {
+    constexpr int kTogether = NT % 4 ? 2 : 4;  // tiles of 8 columns that are loaded at once
 #pragma unroll
     for (int n = 0; n < NT; n += kTogether) {
-      constexpr int kNow = NT % kTogether ? 2 : kTogether;
-      B part[kTogether];
+      B some[kTogether];
+      if constexpr (BY_N) {
+        u32 columns[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; i += kNow) {
-        B (&some)[kNow] = reinterpret_cast<B(&)[kNow]>(part[i]);
-        if (n + i >= NT) break;
-        if constexpr (BY_N) {
-          u32 columns[kNow];
-#pragma unroll
-          for (int c = 0; c < kNow; ++c) columns[c] = right + (n + i + c) * 8 * kSize;
-          Math::template load_b_by_n<16, STRIDE, kNow, 8>(some, columns, lane.index);
-        } else {
-          Math::template load_row_b<16, STRIDE>(some, right + (n + i) * 8 * STRIDE * kSize);
-        }
-#pragma unroll
-        for (int c = 0; c < kNow; ++c) Math::template multiply<16>(sums[n + i + c], left, some[c]);
+        for (int i = 0; i < kTogether; ++i) columns[i] = right + (n + i) * 8 * kSize;
+        Math::template load_b_by_n<16, STRIDE, kTogether, 8>(some, columns, lane.index);
+      } else {
+        Math::template load_row_b<16, STRIDE>(some, right + n * 8 * STRIDE * kSize);
       }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) Math::template multiply<16>(sums[n + i], left, some[i]);
     }
   }
 
