@@ -1,11 +1,13 @@
-"""Gradients as chains: the states once more, then grad_y back through transposed weights, a contraction at a time.
+"""Gradients as chains: the states once more, then grad_y back through transposed weights.
 
-Each weight's gradient comes from the states before and behind its contraction. Nothing is computed but what a gradient
-that is wanted needs.
+It goes by visits: neighbouring contractions whose gradients one kernel makes at once, a contraction by itself, whose
+weight's gradient comes from the states before and behind it, or neighbours that are only passed through. Nothing is
+computed but what a gradient that is wanted needs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,36 +19,63 @@ from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
 
 
+def _never(_: Chain) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Ops:
-    """What it is made of: raw ops, or what stands in for them."""
+    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel that makes all
+    their gradients at once, for all_gradients."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
-    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str], tuple[Tensor, Tensor]] | None = None
+    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str], tuple[Tensor, Tensor]]
+    fits: Callable[[Chain], bool] = _never
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Contractions gone back through together. `weights` are their places among the layer's, in order."""
+
+    part: Chain
+    weights: tuple[int, ...]
+    learns: bool  # makes gradients of its weights
+    returns: bool  # makes the gradient of what it reads
+    at_once: bool
+
+    @functools.cached_property
+    def gradient(self) -> str:
+        """What makes gradients of the weights."""
+        return replace(self.part, backward=self.at_once, gradient=not self.at_once).text
+
+    @functools.cached_property
+    def back(self) -> str:
+        return _back(self.part).text
+
+    def __str__(self) -> str:
+        names = ", ".join(f"weight_{i}" for i in self.weights)
+        if self.at_once:
+            return f"{names}: all gradients at once"
+        done = ["its gradient"] if self.learns else []
+        done += ["grad_y back through it" if self.learns else "grad_y back through"] if self.returns else []
+        return f"{names}: {', '.join(done) or 'only forward'}"
 
 
 def gradients(
     ops: Ops, grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, wanted: int
 ) -> list[Tensor]:
-    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order; by all_gradients, if there
-    is one, where it makes all that is wanted."""
+    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order."""
     chain = Chain.parse(text)
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     if chain.activation != "identity":
-        before = ops.forward(x, weights, bias, replace(chain, activation="identity").text)
+        before = ops.forward(x, weights, bias, _without_activation(chain))
         (grad,) = torch.func.vjp(ACTIVATIONS[chain.activation], before)[1](grad)
     found = {1: grad.sum(0)} if wanted & 2 else {}
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
-    elif ops.all_gradients is not None and wanted | 2 == (1 << (len(weights) + 2)) - 1:
-        found[0], summed = ops.all_gradients(
-            grad, x, weights, Chain(chain.contractions, backward=True, tf32=chain.tf32).text
-        )
-        parts = summed.view(-1).split([w.numel() for w in weights])
-        found |= {i + 2: part.view(w.shape) for i, (part, w) in enumerate(zip(parts, weights, strict=True))}
     else:
-        found |= _one_term(ops, chain, grad, x, weights, wanted)
+        found |= _one_term(ops, text, grad, x, weights, wanted)
     return [found[bit] for bit in sorted(found)]
 
 
@@ -56,43 +85,79 @@ def _all_terms(
     """Each term by itself, but for x, whose gradient is the chain back with all terms."""
     found = {}
     if wanted & 1:
-        back = Chain(tuple(map(_back, reversed(chain.contractions))), chain.rank, tf32=chain.tf32)
-        found[0] = ops.forward(grad, list(map(_transposed, weights)), None, back.text)
+        found[0] = ops.forward(grad, list(map(_transposed, weights)), None, _back(chain).text)
     if wanted >> 2:
-        part = Chain(chain.contractions, tf32=chain.tf32)
+        part = Chain(chain.contractions, tf32=chain.tf32).text
         terms = [_one_term(ops, part, grad, x, [w[r] for w in weights], wanted & ~1) for r in range(chain.rank)]
         found |= {bit: torch.stack([term[bit] for term in terms]) for bit in terms[0]}
     return found
 
 
 def _one_term(
-    ops: Ops, chain: Chain, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
+    ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    steps, found = chain.contractions, {}
-    of_weights = [i for i, c in enumerate(steps) if wanted >> (c.weight + 2) & 1]
-    states = [x]
-    for c in steps[: of_weights[-1]] if of_weights else ():
-        states.append(ops.forward(states[-1], [weights[c.weight]], None, _alone(c, chain.tf32)))
-    first = 0 if wanted & 1 else min(of_weights, default=len(steps))
-    for i in reversed(range(first, len(steps))):
-        c = steps[i]
-        weight = weights[c.weight]
-        if i in of_weights:
-            summed = ops.weight_gradient(grad, states[i], _alone(c, chain.tf32, gradient=True))
-            found[c.weight + 2] = summed.view(weight.shape)
-        if i > first or wanted & 1:
-            grad = ops.forward(grad, [_transposed(weight)], None, _alone(_back(c), chain.tf32))
+    planned = visits(text, wanted, ops.fits)
+    found: dict[int, Tensor] = {}
+    states = [x]  # that each visit reads
+    for visit in planned[: max((i for i, visit in enumerate(planned) if visit.learns), default=0)]:
+        states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.part.text))
+    for i in reversed(range(len(planned))):
+        visit = planned[i]
+        own = [weights[j] for j in visit.weights]
+        if visit.at_once:
+            grad, summed = ops.all_gradients(grad, states[i], own, visit.gradient)
+            parts = summed.view(-1).split([w.numel() for w in own])
+            found |= {j + 2: part.view(w.shape) for j, part, w in zip(visit.weights, parts, own, strict=True)}
+        elif visit.learns:
+            found[visit.weights[0] + 2] = ops.weight_gradient(grad, states[i], visit.gradient).view(own[0].shape)
+        if visit.returns and not visit.at_once:
+            grad = ops.forward(grad, list(map(_transposed, own)), None, visit.back)
         del states[i:]
     return {**found, 0: grad} if wanted & 1 else found
 
 
+@functools.lru_cache(1024)
+def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit, ...]:
+    """Of the contractions of a chain, in their order: as many at once as fit."""
+    chain = Chain.parse(text)
+    steps, made, at = chain.contractions, [], 0
+    learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
+    while at < len(steps):
+        end = at + 1
+        for longer in range(at + 2, len(steps) + 1):
+            if learns[longer - 1] != learns[at]:
+                break
+            part = _part(chain, steps[at:longer])
+            if _are_neighbours(steps[at:longer]) and (not learns[at] or fits(replace(part, backward=True))):
+                end = longer
+        returns = bool(wanted & 1) or any(learns[:at])
+        weights = tuple(sorted(c.weight for c in steps[at:end]))
+        made.append(Visit(_part(chain, steps[at:end]), weights, learns[at], returns, learns[at] and end > at + 1))
+        at = end
+    return tuple(made)
+
+
+def _are_neighbours(steps: Sequence[Contraction]) -> bool:
+    """Whether no other mode lies between those that are contracted."""
+    weights = [c.weight for c in steps]
+    return max(weights) - min(weights) < len(weights)
+
+
+def _part(chain: Chain, steps: tuple[Contraction, ...]) -> Chain:
+    """Some contractions of a chain, by themselves."""
+    order = sorted(c.weight for c in steps)
+    return Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps), tf32=chain.tf32)
+
+
+def _back(chain: Chain) -> Chain:
+    steps = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
+    return Chain(steps, chain.rank, tf32=chain.tf32)
+
+
+@functools.lru_cache(1024)
+def _without_activation(chain: Chain) -> str:
+    return replace(chain, activation="identity").text
+
+
 def _transposed(weight: Tensor) -> Tensor:
     return weight.transpose(-1, -2).contiguous()
-
-
-def _back(c: Contraction) -> Contraction:
-    return replace(c, p=c.q, q=c.p)
-
-
-def _alone(c: Contraction, tf32: bool, gradient: bool = False) -> str:
-    return Chain((replace(c, weight=0),), gradient=gradient, tf32=tf32).text

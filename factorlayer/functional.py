@@ -138,7 +138,7 @@ def why_auto_is_batched(chain: Chain, x: Tensor, training: bool = False) -> str 
     if transforms_active():
         return "under torch.func the fused one is called for each sample"
     if x.is_cuda and training:
-        return "the fused one has no backward pass on a GPU, and the batched one's would repeat the forward pass"
+        return "the fused one's backward pass on a GPU has not been timed yet"
     if x.is_cuda and runs_in_tf32(x) and not is_hopper(x.get_device()) and not all(c.tied for c in chain.contractions):
         return "with TF32, products of untied blocks are faster in cuBLAS"
     if _given_up:

@@ -8,6 +8,7 @@ can differentiate again.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.backward import Ops, gradients
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.runtime import MAX_WEIGHTS, dtype_name, prepare, raise_failure, tf32_allowed, why_not_on_gpu
@@ -79,11 +81,15 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     """The kernels that a call with `batch` samples like x runs on x's GPU."""
     from factorlayer.plan import explain  # not needed to run kernels that are in the cache
 
-    gpu = torch.cuda.get_device_properties(x.device)
-    shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
     batch_class = torch.ops.factorlayer.batch_class(batch)
-    capability = gpu.major * 10 + gpu.minor
-    return explain(text_for(chain, x), dtype_name(x.dtype), batch_class, capability, gpu.multi_processor_count, shared)
+    return explain(text_for(chain, x), dtype_name(x.dtype), batch_class, *_limits(x.get_device()))
+
+
+def _limits(device: int) -> tuple[int, int, int]:
+    """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
+    gpu = torch.cuda.get_device_properties(device)
+    shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return gpu.major * 10 + gpu.minor, gpu.multi_processor_count, shared
 
 
 def prepare_fused(chain: Chain, x: Tensor, batch: int) -> None:
@@ -215,9 +221,10 @@ def _gradients(ctx: Any, grad_y: Tensor, backward: Callable[..., tuple[Tensor, .
     return None, *(next(found) if need else None for need in needs)
 
 
-def _raw_backward(text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def _raw_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
     grad_y, x, bias, *weights = tensors
-    return tuple(_backward(grad_y, x, weights, bias, text, wanted))
+    backward = _backward_on_cuda if x.is_cuda and not is_compiling() else _backward  # without a round by the dispatcher
+    return tuple(backward(grad_y, x, weights, bias, text, wanted))
 
 
 def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -253,9 +260,39 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
 def _backward_on_cuda(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
 ) -> list[Tensor]:
-    """The CUDA engine has no backward pass of its own yet."""
     with torch.no_grad():
-        return list(_differentiable_backward(chain, wanted, grad_y, x, bias, *weights))
+        return gradients(_cuda_ops(x.get_device(), x.dtype), grad_y, x, weights, bias, chain, wanted)
+
+
+@functools.cache
+def _cuda_ops(device: int, dtype: torch.dtype) -> Ops:
+    """What gradients are made of on a GPU."""
+
+    def fits(chain: Chain) -> bool:
+        from factorlayer.plan import has_plan  # not needed for kernels that are known
+
+        return has_plan(chain.text, dtype_name(dtype), *_limits(device))
+
+    ops = torch.ops.factorlayer
+    return Ops(
+        _explaining(ops.forward.default),
+        _explaining(ops.weight_gradient.default),
+        _explaining(ops.gradients.default),
+        fits,
+    )
+
+
+def _explaining(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, which raises CompileError where a kernel cannot be had."""
+
+    def run(first: Tensor, *rest: Any) -> Any:
+        try:
+            return op(first, *rest)
+        except RuntimeError:
+            raise_failure(rest[-1], first.dtype, first.shape[0], first.get_device())
+            raise
+
+    return run
 
 
 # What PyTorch asks of an op: the shapes it returns, its FLOPs, and how it is mapped over a further dimension.

@@ -132,6 +132,13 @@ def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, share
     return str(_plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
 
 
+def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+    try:
+        return bool(_plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
+    except PlanError:
+        return False
+
+
 def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     chain = Chain.parse(text)
     return plan(chain, "tf32" if dtype == "float32" and chain.tf32 else dtype, BATCHES[batch_class], gpu)

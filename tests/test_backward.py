@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from test_plan import LARGEST_GRID_Y, dtypes, read_text
 from torch import Tensor
 
 from factorlayer.activations import ACTIVATIONS
-from factorlayer.backward import Ops, gradients
+from factorlayer.backward import Ops, Visit, gradients, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient
@@ -32,13 +33,39 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
 
 
-OPS = Ops(forward, weight_gradient)
+def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    """What the raw op computes on a GPU."""
+    chain = Chain.parse(text)
+    assert chain.backward
+    grad_x, *grads = gradients(OPS, grad, x, weights, None, replace(chain, backward=False).text, all_of(weights))
+    return grad_x, torch.cat([g.flatten() for g in grads])[None]
 
 
+def all_of(weights: Sequence[Tensor]) -> int:
+    """But for a bias."""
+    return (1 << (len(weights) + 2)) - 3
+
+
+OPS = Ops(forward, weight_gradient, all_gradients)
+
+
+def pairs(chain: Chain) -> bool:
+    return len(chain.contractions) == 2
+
+
+def anything(chain: Chain) -> bool:
+    return True
+
+
+def nothing(chain: Chain) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("fits", [nothing, pairs, anything])
 @pytest.mark.parametrize("activation", ["identity", "gelu"])
 @pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
-def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str) -> None:
-    """All of them, and any one alone."""
+def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
+    """All of them, all but one, and any one alone."""
     torch.manual_seed(0)
     leaves = [torch.randn(5, spec.in_features), torch.randn(spec.out_features), *map(torch.randn, spec.weight_shapes)]
     x, bias, *weights = (leaf.double().requires_grad_() for leaf in leaves)
@@ -46,54 +73,64 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str) -> No
     grad_y = torch.randn_like(y)
     right = torch.autograd.grad(y, (x, bias, *weights), grad_y)
     text = Chain.of(spec, True, activation).text
-    for wanted in [(1 << len(right)) - 1, *(1 << bit for bit in range(len(right))), 0]:
+    everything, ones = (1 << len(right)) - 1, [1 << bit for bit in range(len(right))]
+    for wanted in [everything, *(everything - one for one in ones), *ones, 0]:
         with torch.no_grad():
-            found = gradients(OPS, grad_y, x, weights, bias, text, wanted)
+            found = gradients(replace(OPS, fits=fits), grad_y, x, weights, bias, text, wanted)
         expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
-def test_one_pass_for_all_takes_the_place_of_the_others() -> None:
-    spec = kronecker((3, 4), (5, 2))
-    x, grad_y = torch.randn(6, 12, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
-    weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
-    text = Chain.of(spec, False, "identity").text
-    right = gradients(OPS, grad_y, x, weights, None, text, 0b1101)
-
-    def at_once(grad_y: Tensor, x: Tensor, given: object, of: str) -> tuple[Tensor, Tensor]:
-        assert of == text + "; backward" and given is weights
-        return right[0], torch.cat([g.flatten() for g in right[1:]])[None]
-
-    def never(*_: object) -> Tensor:
-        raise AssertionError("one pass is enough")
-
-    found = gradients(Ops(never, never, at_once), grad_y, x, weights, None, text, 0b1101)
-    assert all(map(torch.equal, found, right))
-    some = gradients(Ops(forward, weight_gradient, never), grad_y, x, weights, None, text, 0b1100)
-    assert all(map(torch.equal, some, right[1:]))
-
-
 @pytest.mark.parametrize(
-    ("wanted", "contractions", "products"),
-    [(0b00010, 0, 0), (0b00001, 3, 0), (0b00100, 2, 1), (0b10000, 2, 1), (0b11111, 2 + 3, 3)],
-    ids=["bias", "x", "weight_0", "weight_2", "all"],
+    ("wanted", "fits", "expected"),
+    [
+        (0b00010, nothing, []),
+        (0b00001, nothing, ["back 0 1 2"]),
+        (0b00100, nothing, ["forward 2 1", "gradient 0"]),
+        (0b10000, nothing, ["back 0 1", "gradient 2"]),
+        (0b01001, nothing, ["forward 2", "back 0", "gradient 1", "back 1", "back 2"]),
+        (
+            0b11111,
+            nothing,
+            ["forward 2", "forward 1", "gradient 0", "back 0", "gradient 1", "back 1", "gradient 2", "back 2"],
+        ),
+        (0b11101, pairs, ["forward 2 1", "gradient 0", "back 0", "all 2 1"]),
+        (0b11100, pairs, ["forward 2 1", "gradient 0", "back 0", "all 2 1"]),
+        (0b01101, pairs, ["forward 2", "all 1 0", "back 2"]),
+        (0b11001, pairs, ["back 0", "all 2 1"]),
+        (0b11101, anything, ["all 2 1 0"]),
+    ],
 )
-def test_nothing_is_computed_that_is_not_needed(wanted: int, contractions: int, products: int) -> None:
+def test_nothing_is_computed_that_is_not_needed(
+    wanted: int, fits: Callable[[Chain], bool], expected: list[str]
+) -> None:
     """Of three factors: states up to the last weight's, and steps back to the first gradient."""
-    spec = kronecker((2, 3, 4), (2, 3, 4))
+    spec = kronecker((2, 3, 4), (5, 6, 7))
     calls: list[str] = []
 
-    def counted(*given: object) -> Tensor:
-        calls.append(str(given[-1]))
-        return (weight_gradient if "gradient" in calls[-1] else forward)(*given)
+    def counted(what: str, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*given: Tensor) -> Tensor:
+            chain = Chain.parse(str(given[-1]))
+            forth = all((c.p, c.q) in zip(spec.in_factors, spec.out_factors, strict=True) for c in chain.contractions)
+            modes = spec.in_factors if forth else spec.out_factors
+            name = what if forth else "back"
+            calls.append(" ".join([name, *(str(modes.index(c.p)) for c in chain.contractions)]))
+            return op(*given)
 
-    x = torch.randn(3, spec.in_features, dtype=torch.float64)
+        return run
+
+    ops = Ops(
+        *(counted(*each) for each in [("forward", forward), ("gradient", weight_gradient), ("all", all_gradients)]),
+        fits,
+    )
+    x, grad = (torch.randn(3, n, dtype=torch.float64) for n in (spec.in_features, spec.out_features))
     weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
     bias = torch.zeros(spec.out_features, dtype=torch.float64)
-    gradients(Ops(counted, counted), x, x, weights, bias, Chain.of(spec, True, "identity").text, wanted)
-    made = sum("gradient" in text for text in calls)
-    assert (len(calls) - made, made) == (contractions, products)
+    text = Chain.of(spec, True, "identity").text
+    assert [int(word.split()[1]) for word in text.split(";")[:3]] == [2, 1, 0]
+    gradients(ops, grad, x, weights, bias, text, wanted)
+    assert calls == expected
 
 
 def parts(spec: LayerSpec) -> list[Contraction]:
@@ -123,6 +160,17 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) 
         # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
         most = max(1, summing.blocks_per_processor * gpu.sms // tiles)
         assert text.scratch[2] == most * weights * PART_BYTES[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("spec", AWKWARD_SPECS, ids=spec_id)
+def test_what_is_passed_through_has_plans(spec: LayerSpec, dtype: str) -> None:
+    """Of several contractions whose weights are frozen."""
+    text, k = Chain.of(spec, False, "identity").text, len(spec.weight_shapes)
+    seen = {visit.part for wanted in (1, 4, 4 << (k - 1)) for visit in visits(text, wanted, nothing)}
+    for part in seen:
+        for chain in (part, Chain.parse(Visit(part, (), False, True, False).back)):
+            assert plan(chain, dtype, BATCHES[1], Gpu.of(90)).passes
 
 
 def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
