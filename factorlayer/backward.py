@@ -79,6 +79,33 @@ def gradients(
     return [found[bit] for bit in sorted(found)]
 
 
+def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
+    """The chains whose kernels make all gradients of a chain: found by making them of tensors without contents."""
+    chain, seen = Chain.parse(text), []
+
+    def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        seen.append(text)
+        return x.new_empty(len(x), Chain.parse(text).out_features)
+
+    def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
+        seen.append(text)
+        return x.new_empty(Chain.parse(text).contractions[0].weight_size)
+
+    def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+        seen.append(text)
+        return torch.empty_like(x), x.new_empty(sum(w.numel() for w in weights))
+
+    x, grad_y = (torch.empty(1, n, device="meta") for n in (chain.in_features, chain.out_features))
+    weights = [x.new_empty(1)] * len(chain.contractions)
+    for c in chain.contractions:
+        shape = (chain.rank, -1, c.q, c.p) if chain.rank > 1 else (-1, c.q, c.p)
+        weights[c.weight] = x.new_empty(chain.rank * c.weight_size).view(shape)
+    ops = Ops(forward, weight_gradient, all_gradients, fits)
+    bias = grad_y[0] if chain.bias else None
+    gradients(ops, grad_y, x, weights, bias, text, (1 << (len(weights) + 2)) - 1)
+    return list(dict.fromkeys(seen))
+
+
 def _all_terms(
     ops: Ops, chain: Chain, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:

@@ -103,12 +103,13 @@ def _run_in_torch(
     return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
 
 
-def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str) -> None:
-    """Before a first call with `batch` samples like x: compiles and loads what it would."""
+def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, recorded: bool) -> None:
+    """Before a first call with `batch` samples like x: compiles and loads what it would, and its backward pass if it is
+    `recorded`."""
     if choose(chain, x, implementation, who) != "fused":
         return
     try:
-        prepare_fused(chain, x, batch)
+        prepare_fused(chain, x, batch, recorded and choose(chain, x, implementation, who, training=True) == "fused")
     except CompileError as error:
         if implementation == "fused":
             raise

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import ACTIVATIONS
-from factorlayer.backward import Ops, gradients
+from factorlayer.backward import Ops, gradients, texts, visits
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.runtime import MAX_WEIGHTS, dtype_name, prepare, raise_failure, tf32_allowed, why_not_on_gpu
@@ -78,11 +78,14 @@ def runs_in_tf32(x: Tensor) -> bool:
 
 
 def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
-    """The kernels that a call with `batch` samples like x runs on x's GPU."""
+    """The kernels that a call with `batch` samples like x runs on x's GPU, and how gradients are made."""
     from factorlayer.plan import explain  # not needed to run kernels that are in the cache
 
-    batch_class = torch.ops.factorlayer.batch_class(batch)
-    return explain(text_for(chain, x), dtype_name(x.dtype), batch_class, *_limits(x.get_device()))
+    text, device = text_for(chain, x), x.get_device()
+    kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *_limits(device))
+    everything = (1 << (len(chain.contractions) + 2)) - 1
+    back = reversed(visits(text, everything, _cuda_ops(device, x.dtype).fits))
+    return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *map(str, back)])
 
 
 def _limits(device: int) -> tuple[int, int, int]:
@@ -92,10 +95,14 @@ def _limits(device: int) -> tuple[int, int, int]:
     return gpu.major * 10 + gpu.minor, gpu.multi_processor_count, shared
 
 
-def prepare_fused(chain: Chain, x: Tensor, batch: int) -> None:
-    """Before a first call with `batch` samples like x: all that it would compile and load. Raises CompileError."""
+def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
+    """Before a first call with `batch` samples like x, and its backward pass if it is `recorded`: all that they would
+    compile and load. Raises CompileError."""
     if x.is_cuda:
-        prepare(text_for(chain, x), x.dtype, batch, x.get_device())
+        text, device = text_for(chain, x), x.get_device()
+        further = texts(text, _cuda_ops(device, x.dtype).fits) if recorded else []
+        for each in (text, *further):
+            prepare(each, x.dtype, batch, device)
 
 
 def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recorded: bool) -> Tensor:

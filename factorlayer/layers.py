@@ -178,11 +178,13 @@ class FactorLinear(nn.Module):
     def warmup(self, batch: int) -> None:
         """Compiles and loads what calls with `batch` samples run: before a CUDA graph captures one, or a first request.
 
-        Under autocast, for autocast's dtype. On a CPU there is nothing to do.
+        Under autocast, for autocast's dtype; under torch.no_grad, without what the backward pass runs. On a CPU there
+        is nothing to do.
         """
         if batch < 1:
             raise ValueError(f"FactorLinear.warmup: batch should be a positive number of samples, it is {batch}")
-        warm_up(self.chain, self._no_samples(), batch, self.implementation, "FactorLinear.warmup")
+        recorded = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        warm_up(self.chain, self._no_samples(), batch, self.implementation, "FactorLinear.warmup", recorded)
 
     def _no_samples(self) -> Tensor:
         weight = self.weights[0]

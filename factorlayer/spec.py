@@ -38,6 +38,11 @@ class Contraction:
     def multiply_adds(self) -> int:
         return self.outer * self.inner * self.p * self.q
 
+    @property
+    def weight_size(self) -> int:
+        """Elements, of one term."""
+        return self.q * self.p * (1 if self.tied else self.outer * self.inner)
+
 
 @dataclass(frozen=True)
 class LayerSpec:

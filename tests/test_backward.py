@@ -13,7 +13,7 @@ from test_plan import LARGEST_GRID_Y, dtypes, read_text
 from torch import Tensor
 
 from factorlayer.activations import ACTIVATIONS
-from factorlayer.backward import Ops, Visit, gradients, visits
+from factorlayer.backward import Ops, Visit, gradients, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient
@@ -131,6 +131,26 @@ def test_nothing_is_computed_that_is_not_needed(
     assert [int(word.split()[1]) for word in text.split(";")[:3]] == [2, 1, 0]
     gradients(ops, grad, x, weights, bias, text, wanted)
     assert calls == expected
+
+
+@pytest.mark.parametrize("fits", [nothing, pairs, anything])
+@pytest.mark.parametrize("activation", ["identity", "gelu"])
+@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
+    text, ran = Chain.of(spec, True, activation).text, []
+
+    def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*given: Tensor) -> Tensor:
+            ran.append(given[-1])
+            return op(*given)
+
+        return run
+
+    x, grad_y, bias = torch.randn(3, spec.in_features), torch.randn(3, spec.out_features), torch.ones(spec.out_features)
+    weights = list(map(torch.randn, spec.weight_shapes))
+    ops = Ops(noted(forward), noted(weight_gradient), noted(all_gradients), fits)
+    gradients(ops, grad_y, x, weights, bias, text, all_of(weights) | 2)
+    assert texts(text, fits) == list(dict.fromkeys(ran))
 
 
 def parts(spec: LayerSpec) -> list[Contraction]:

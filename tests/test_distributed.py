@@ -1,10 +1,11 @@
-"""Two gloo ranks on this machine: data parallel gradients are the average of the ranks' own."""
+"""Two gloo ranks on this machine: gradients are the average of the ranks' own, of whole weights and of sharded ones."""
 
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from factorlayer import FactorLinear
@@ -24,17 +25,19 @@ def batch(rank: int) -> torch.Tensor:
 def train_one_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     try:
-        layer = DistributedDataParallel(build())
-        layer(batch(rank)).square().sum().backward()
         alone = build()
         for r in range(RANKS):
             (alone(batch(r)).square().sum() / RANKS).backward()
-        for parameter, expected in zip(layer.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, expected.grad)
+        for wrap in (DistributedDataParallel, fully_shard):
+            layer = wrap(build())
+            layer(batch(rank)).square().sum().backward()
+            for parameter, expected in zip(layer.parameters(), alone.parameters(), strict=True):
+                whole = getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)()
+                torch.testing.assert_close(whole, expected.grad)
         dist.barrier()  # gloo's threads must not outlive their peer
     finally:
         dist.destroy_process_group()
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
     mp.spawn(train_one_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)

@@ -13,11 +13,13 @@ import pytest
 import torch
 from emulator.driver import Array, Emulator, Kernel, decode, encode, why_not
 from oracle import kronecker, monarch, spec_id
+from torch import Tensor
 
+from factorlayer.backward import Ops, gradients, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.naive import naive
-from factorlayer.plan import BATCHES, Plan, plan
+from factorlayer.plan import BATCHES, Plan, has_plan, plan
 from factorlayer.spec import Contraction, LayerSpec
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -218,6 +220,55 @@ def test_all_gradients_at_once(spec: LayerSpec, dtype: str, batch: int, emulator
         (grad_weights[a.size :], np.einsum("npk,npj->kj", back, states)),
     ):
         assert np.linalg.norm(part - right.ravel()) <= 3 * EPS[dtype] * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (kronecker((2, 12, 16), (3, 16, 8)), "bfloat16"),
+        (kronecker((5, 6), (4, 7)), "float32"),
+        (kronecker((4, 3), (3, 5), rank=2), "float64"),
+        (monarch((4, 6), (5, 3)), "tf32"),
+    ],
+    ids=spec_id,
+)
+def test_a_backward_pass_is_made_of_such_kernels(spec: LayerSpec, dtype: str, emulator: Emulator) -> None:
+    """backward.gradients by kernels of real plans, its states and gradients in the dtype's own memory."""
+    gpu = Gpu(90, 2, 232448)
+    memory = torch.float64 if dtype == "float64" else torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+    def run(text: str, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        found = plan(Chain.parse(text), dtype, SMALL, gpu)
+        arrays = [t.double().numpy() for t in (x, *weights)]
+        outputs, errors = emulator.run(found, emulator.compile(found), arrays[0], arrays[1:], None, blocks=2)
+        assert not errors
+        return [torch.from_numpy(y).to(memory) for y in outputs]
+
+    def forward(x: Tensor, weights: list[Tensor], bias: None, text: str) -> Tensor:
+        return run(text, x, weights)[-1].view(len(x), -1)
+
+    def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
+        return run(text, x, [grad])[-1]
+
+    def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str) -> tuple[Tensor, Tensor]:
+        grad_x, summed = run(text, x, [*weights, grad])
+        return grad_x.view_as(x), summed
+
+    def fits(chain: Chain) -> bool:
+        return has_plan(chain.text, dtype, 90, 2, 232448)
+
+    torch.manual_seed(0)
+    shapes = [(5, spec.in_features), (5, spec.out_features), *spec.weight_shapes]
+    x, grad_y, *weights = (torch.randn(shape).to(memory) for shape in shapes)
+    text = Chain.of(spec, False, "identity").text
+    wanted = (1 << (len(weights) + 2)) - 3
+    ops = Ops(forward, weight_gradient, all_gradients, fits)
+    assert any(visit.at_once for visit in visits(text, wanted, fits)) == (dtype == "bfloat16")
+    found = gradients(ops, grad_y, x, weights, None, text, wanted)
+    exact = [t.double().requires_grad_() for t in (x, *weights)]
+    right = torch.autograd.grad(naive(spec, exact[0], exact[1:]), exact, grad_y.double())
+    for a, b in zip(found, right, strict=True):
+        assert a.shape == b.shape and float((a - b).norm() / b.norm()) <= 4 * EPS[dtype]
 
 
 def test_cases_cover_the_families() -> None:

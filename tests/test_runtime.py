@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_backward import OPS
 from torch import Tensor
 
 import factorlayer.functional
@@ -456,16 +457,20 @@ def test_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.warmup(16)
     with torch.autocast("cpu", torch.bfloat16):
         layer.warmup(17)
+    with torch.no_grad():
+        layer.warmup(18)
     layer.implementation = "batched"
-    layer.warmup(18)
-    assert [(chain, x.dtype, batch) for chain, x, batch in prepared] == [
-        (layer.chain, torch.float32, 16),
-        (layer.chain, torch.bfloat16, 17),
+    layer.warmup(19)
+    assert [(chain, x.dtype, batch, recorded) for chain, x, batch, recorded in prepared] == [
+        (layer.chain, torch.float32, 16, True),
+        (layer.chain, torch.bfloat16, 17, True),
+        (layer.chain, torch.float32, 18, False),
     ]
 
 
-def test_backward_on_cuda_computes_what_the_kernels_do() -> None:
+def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below autograd, where the dispatcher calls it."""
+    monkeypatch.setattr(factorlayer.fused, "_cuda_ops", lambda device, dtype: OPS)
     for bias in (True, False):
         layer = FactorLinear(12, 20, bias, factors=((3, 4), (4, 5)), activation="gelu", dtype=torch.float64)
         x, grad_y = torch.randn(7, 12, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
