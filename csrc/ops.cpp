@@ -1,5 +1,5 @@
-// The raw ops, factorlayer::forward and factorlayer::backward: tensors of any strides in, contiguous ones out, nothing
-// shared between them. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and
+// The raw ops, factorlayer::forward and factorlayer::backward: tensors of any strides in, contiguous ones out, no memory
+// shared between in and out. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and
 // exported graphs; shapes were checked in Python, so the checks here only keep memory safe.
 #include <dlfcn.h>
 
@@ -319,9 +319,22 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   return gradient;
 }
 
-// Of x, as x, and of all weights, one behind the other, by the passes that a plan for all of them at once has.
-std::tuple<Tensor, Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
-                                          const Text& text) {
+// A part of a tensor of one row, with the sizes of another.
+Tensor part_like(const Tensor& whole, int64_t first, const Tensor& like) {
+  std::vector<int64_t> sizes(like.dim()), strides(like.dim(), 1);
+  for (int64_t i = like.dim() - 1; i >= 0; --i) {
+    sizes[i] = like.size(i);
+    if (i + 1 < like.dim()) strides[i] = strides[i + 1] * sizes[i + 1];
+  }
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), like.dim(), sizes.data(), strides.data(),
+                                                               first, &made));
+  return Tensor(made);
+}
+
+// Of x, of a bias if it is wanted, and of all weights, which lie side by side: by a plan for all of them at once.
+std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
+                                   const Text& text, bool bias) {
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(chain.backward, "factorlayer: the chain should be contractions and \"backward\"");
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
@@ -329,6 +342,7 @@ std::tuple<Tensor, Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x,
   STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() < cuda::MAX_WEIGHTS,
                   "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
   int64_t count = 0;
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
@@ -336,20 +350,33 @@ std::tuple<Tensor, Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x,
     check(weights[c.weight], x, c.weight_size(), "a weight");
     count += c.weight_size();
   }
-  Tensor grad_x = new_matrix(x, x.size(0), chain.in_features()), grad_weights = new_matrix(x, 1, count);
-  if (!x.size(0)) return {grad_x, torch::stable::zero_(grad_weights)};
+  std::vector<Tensor> gradients{new_matrix(x, x.size(0), chain.in_features())};
+  if (bias) {
+    const int64_t samples = 0;
+    gradients.push_back(torch::stable::sum(grad_y, torch::headeronly::IntHeaderOnlyArrayRef(&samples, 1)));
+  }
+  Tensor of_weights = new_matrix(x, 1, count);
+  count = 0;
+  for (const Tensor& weight : weights) {
+    gradients.push_back(part_like(of_weights, count, weight));
+    count += weight.numel();
+  }
+  if (!x.size(0)) {
+    torch::stable::zero_(of_weights);
+    return gradients;
+  }
 
   std::vector<Tensor> kept;
   kept.reserve(weights.size() + 3);
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params{};
   params.x = address(x);
-  params.y = grad_x.mutable_data_ptr();
+  params.y = gradients[0].mutable_data_ptr();
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
-  run_on_cuda(text, chain, x, params, kept, grad_weights.mutable_data_ptr());
-  return {grad_x, grad_weights};
+  run_on_cuda(text, chain, x, params, kept, of_weights.mutable_data_ptr());
+  return gradients;
 }
 
 // The table of plans, and the compiler by itself. What can fail to compile returns nothing, or message, source, log and
@@ -457,7 +484,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
-  m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain) -> (Tensor, Tensor)");
+  m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, bool bias) -> Tensor[]");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");

@@ -30,7 +30,7 @@ class Ops:
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
-    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str], tuple[Tensor, Tensor]]
+    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, bool], list[Tensor]]
     fits: Callable[[Chain], bool] = _never
 
 
@@ -66,6 +66,9 @@ def gradients(
     ops: Ops, grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, wanted: int
 ) -> list[Tensor]:
     """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order."""
+    only = _only_visit(text, wanted, ops.fits)
+    if only is not None:
+        return ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)[~wanted & 1 :]
     chain = Chain.parse(text)
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     if chain.activation != "identity":
@@ -91,9 +94,9 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
         seen.append(text)
         return x.new_empty(Chain.parse(text).contractions[0].weight_size)
 
-    def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
         seen.append(text)
-        return torch.empty_like(x), x.new_empty(sum(w.numel() for w in weights))
+        return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
 
     x, grad_y = (torch.empty(1, n, device="meta") for n in (chain.in_features, chain.out_features))
     weights = [x.new_empty(1)] * len(chain.contractions)
@@ -132,9 +135,8 @@ def _one_term(
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
         if visit.at_once:
-            grad, summed = ops.all_gradients(grad, states[i], own, visit.gradient)
-            parts = summed.view(-1).split([w.numel() for w in own])
-            found |= {j + 2: part.view(w.shape) for j, part, w in zip(visit.weights, parts, own, strict=True)}
+            grad, *of_weights = ops.all_gradients(grad, states[i], own, visit.gradient, False)
+            found |= {j + 2: of_weight for j, of_weight in zip(visit.weights, of_weights, strict=True)}
         elif visit.learns:
             found[visit.weights[0] + 2] = ops.weight_gradient(grad, states[i], visit.gradient).view(own[0].shape)
         if visit.returns and not visit.at_once:
@@ -162,6 +164,14 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit
         made.append(Visit(_part(chain, steps[at:end]), weights, learns[at], returns, learns[at] and end > at + 1))
         at = end
     return tuple(made)
+
+
+@functools.lru_cache(1024)
+def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes all gradients, if that is all there is to do."""
+    chain, planned = Chain.parse(text), visits(text, wanted, fits)
+    whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
+    return planned[0].gradient if whole and planned[0].at_once else None
 
 
 def _are_neighbours(steps: Sequence[Contraction]) -> bool:

@@ -296,7 +296,8 @@ def _explaining(op: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return op(first, *rest)
         except RuntimeError:
-            raise_failure(rest[-1], first.dtype, first.shape[0], first.get_device())
+            text = next(each for each in rest if isinstance(each, str))
+            raise_failure(text, first.dtype, first.shape[0], first.get_device())
             raise
 
     return run

@@ -24,29 +24,8 @@ from factorlayer.spec import Contraction, LayerSpec
 forward = torch.ops.factorlayer.forward.default
 
 
-def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
-    """What the raw op computes on a GPU."""
-    chain = Chain.parse(text)
-    assert chain.gradient
-    (c,) = chain.contractions
-    behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
-    return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
-
-
-def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor]:
-    """What the raw op computes on a GPU."""
-    chain = Chain.parse(text)
-    assert chain.backward
-    grad_x, *grads = gradients(OPS, grad, x, weights, None, replace(chain, backward=False).text, all_of(weights))
-    return grad_x, torch.cat([g.flatten() for g in grads])[None]
-
-
-def all_of(weights: Sequence[Tensor]) -> int:
-    """But for a bias."""
-    return (1 << (len(weights) + 2)) - 3
-
-
-OPS = Ops(forward, weight_gradient, all_gradients)
+def nothing(chain: Chain) -> bool:
+    return False
 
 
 def pairs(chain: Chain) -> bool:
@@ -57,8 +36,30 @@ def anything(chain: Chain) -> bool:
     return True
 
 
-def nothing(chain: Chain) -> bool:
-    return False
+def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
+    """What the raw op computes on a GPU."""
+    chain = Chain.parse(text)
+    assert chain.gradient
+    (c,) = chain.contractions
+    behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
+    return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+
+
+def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
+    """What the raw op computes on a GPU."""
+    chain = Chain.parse(text)
+    assert chain.backward
+    given = grad[0] if bias else None
+    forward_text = replace(chain, backward=False, bias=bias).text
+    return gradients(replace(OPS, fits=nothing), grad, x, weights, given, forward_text, all_of(weights) | 2 * bias)
+
+
+def all_of(weights: Sequence[Tensor]) -> int:
+    """But for a bias."""
+    return (1 << (len(weights) + 2)) - 3
+
+
+OPS = Ops(forward, weight_gradient, all_gradients)
 
 
 @pytest.mark.parametrize("fits", [nothing, pairs, anything])
@@ -111,7 +112,7 @@ def test_nothing_is_computed_that_is_not_needed(
 
     def counted(what: str, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*given: Tensor) -> Tensor:
-            chain = Chain.parse(str(given[-1]))
+            chain = Chain.parse(next(str(each) for each in given if isinstance(each, str)))
             forth = all((c.p, c.q) in zip(spec.in_factors, spec.out_factors, strict=True) for c in chain.contractions)
             modes = spec.in_factors if forth else spec.out_factors
             name = what if forth else "back"
@@ -141,7 +142,7 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
 
     def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*given: Tensor) -> Tensor:
-            ran.append(given[-1])
+            ran.extend(each for each in given if isinstance(each, str))
             return op(*given)
 
         return run

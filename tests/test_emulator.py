@@ -250,9 +250,11 @@ def test_a_backward_pass_is_made_of_such_kernels(spec: LayerSpec, dtype: str, em
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         return run(text, x, [grad])[-1]
 
-    def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str) -> tuple[Tensor, Tensor]:
+    def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str, bias: bool) -> list[Tensor]:
+        assert not bias
         grad_x, summed = run(text, x, [*weights, grad])
-        return grad_x.view_as(x), summed
+        parts = summed.split([w.numel() for w in weights])
+        return [grad_x.view_as(x), *(part.view_as(w) for part, w in zip(parts, weights, strict=True))]
 
     def fits(chain: Chain) -> bool:
         return has_plan(chain.text, dtype, 90, 2, 232448)
