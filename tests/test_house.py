@@ -21,10 +21,13 @@ FLOORS = {
     "fused": 5,
     "functional": 6,
     "layers": 7,
-    "__init__": 8,
-    "case": 8,
-    "arguments": 9, "compare": 9, "measure": 9,
-    "cli": 10,
+    "stack": 8,
+    "mlp": 9,
+    "fusion": 10,
+    "__init__": 11,
+    "case": 11,
+    "arguments": 12, "compare": 12, "measure": 12,
+    "cli": 13,
 }  # fmt: skip
 TORCH_OPS = {"torch/csrc/stable/ops.h"}  # not ours
 MODULES = sorted(PACKAGE.glob("*.py"))
