@@ -119,14 +119,9 @@ class Dense:
                 calls.append(f"c.template hand_on<L{i}, L{i + 1}>(d{i}, a{i + 1});")
         calls.append(f"c.store(d{last}, tile);")
         lines += ["using First = L0;", f"using Last = L{last};"]
-        lines += [
-            "template <class C> static DEVICE void load_weights(const C& c) {",
-            *(f"  {load}" for load in loads),
-            "}",
-        ]
-        lines += [
-            "template <class C> static DEVICE void layers(const C& c, u32 (&a0)[C::template kSteps<L0>][4], i64 tile) {"
-        ]
+        of = "template <class C> static DEVICE void"
+        lines += [f"{of} load_weights(const C& c) {{", *(f"  {load}" for load in loads), "}"]
+        lines += [f"{of} layers(const C& c, u32 (&a0)[C::template kSteps<L0>][4], i64 tile) {{"]
         lines += [*(f"  {call}" for call in calls), "}"]
         struct = "\n  ".join(lines)
         return (
