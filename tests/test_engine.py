@@ -23,7 +23,7 @@ from factorlayer import runtime
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import BATCHES, plan, plan_text
+from factorlayer.plan import BATCHES, Plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident
 from factorlayer.spec import Contraction, LayerSpec
 
