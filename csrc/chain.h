@@ -35,7 +35,12 @@ struct Chain {
   int64_t out_features() const;
 };
 
-// Parses the text once and keeps the result for the life of the process. Throws std::invalid_argument.
+struct Stack {
+  std::vector<Chain> layers;
+};
+
+// Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
 const Chain& find_chain(const std::string& text);
+const Stack& find_stack(const std::string& text);
 
 }  // namespace factorlayer

@@ -7,6 +7,7 @@
 #include "contract.h"
 #include "merge.h"
 #include "block.h"
+#include "layer.h"
 #include "run.h"
 #include "forward.h"
 #include "backward.h"
@@ -26,10 +27,10 @@ void forward(const Problem& problem, void* y, int threads, const Parallel& paral
   });
 }
 
-void backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads,
+void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
-    Backward<decltype(t), decltype(s)>(problem, grad_y, wanted, threads).run(parallel);
+    Backward<decltype(t), decltype(s)>(problem, grad_y, gradients, threads).run(parallel);
   });
 }
 
