@@ -108,6 +108,23 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
   check_layer(chain, x, weights, bias);
 }
 
+// f(layer, its weights, its bias) for all layers, checked.
+template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
+  size_t count = 0;
+  for (const Chain& layer : stack.layers) count += layer.contractions.size() + layer.bias;
+  STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
+                  tensors.size(), " were given");
+  check_x(stack.layers.front(), x);
+  const Tensor* at = tensors.data();
+  for (const Chain& layer : stack.layers) {
+    const std::vector<Tensor> weights(at, at + layer.contractions.size());
+    at += weights.size();
+    const std::optional<Tensor> bias = layer.bias ? std::optional(*at++) : std::nullopt;
+    check_layer(layer, x, weights, bias);
+    f(layer, weights, bias);
+  }
+}
+
 // As the kernels read it. Looking costs less than Python's own contiguous().
 Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
@@ -143,20 +160,8 @@ struct Call {
   }
 
   Call(const Tensor& x, const std::vector<Tensor>& given, const Stack& stack) {
-    size_t count = 0;
-    for (const Chain& layer : stack.layers) count += layer.contractions.size() + layer.bias;
-    STD_TORCH_CHECK(given.size() == count, "factorlayer: the layers of the stack have ", count,
-                    " weights and biases, ", given.size(), " were given");
-    begin(x, count + 1);
-    check_x(stack.layers.front(), x);
-    const Tensor* at = given.data();
-    for (const Chain& layer : stack.layers) {
-      const std::vector<Tensor> weights(at, at + layer.contractions.size());
-      at += weights.size();
-      const std::optional<Tensor> bias = layer.bias ? std::optional(*at++) : std::nullopt;
-      check_layer(layer, x, weights, bias);
-      append(layer, weights, bias);
-    }
+    begin(x, given.size() + 1);
+    for_layers(stack, x, given, [this](auto& layer, auto& weights, auto& bias) { append(layer, weights, bias); });
   }
 
   int64_t out_features() const { return problem.layers.back()->out_features(); }
@@ -323,11 +328,12 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
   return cuda::build_program(key, plan, false, python::warn);
 }
 
-// Runs the plan of a chain on params, whose x, y and weights are there. `kept` are tensors that it needs until its kernels
-// are launched, after which PyTorch's streams keep them.
-void run_on_cuda(const Text& text, const Chain& chain, const Tensor& x, const cuda::Params& params,
+// Runs the plan of a text on params, whose x, y and weights are there. `chain` is what find_chain or find_stack made of it,
+// `out` the features of y. `kept` are tensors that it needs until its kernels are launched, after which PyTorch's streams
+// keep them.
+void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t out, const cuda::Params& params,
                  std::vector<Tensor>& kept, void* second = nullptr) {
-  const cuda::PlanKey key{&chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
+  const cuda::PlanKey key{chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
   const cuda::Program& program = program_of(key, text.value);
   const cuda::Device& device = cuda::find_device(key.device);
   void* others[4] = {nullptr, nullptr, nullptr, second};
@@ -338,7 +344,8 @@ void run_on_cuda(const Text& text, const Chain& chain, const Tensor& x, const cu
     others[i] = kept.back().mutable_data_ptr();
   }
   const cuda::ContextScope scope(device);
-  cuda::run(program, chain, key.dtype, device, params, others, current_stream(key.device));
+  const int64_t bytes = bytes_of(key.dtype);
+  cuda::run(program, x.size(1) * bytes, out * bytes, device, params, others, current_stream(key.device));
 }
 
 Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
@@ -361,7 +368,30 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   params.bias = bias ? address(*bias) : nullptr;
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  run_on_cuda(text, chain, x, params, kept);
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept);
+  return y;
+}
+
+// Of a stack that one kernel takes, as the planner knows.
+Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  for_layers(stack, x, tensors, [](auto&...) {});
+  STD_TORCH_CHECK(tensors.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights and biases at most, the stack has ", tensors.size());
+  const int64_t batch = x.size(0), out = stack.layers.back().out_features();
+  Tensor y = new_matrix(x, batch, out);
+  if (!batch) return y;
+
+  std::vector<Tensor> kept;
+  kept.reserve(tensors.size() + 4);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = y.mutable_data_ptr();
+  params.batch = batch;
+  for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
+  run_on_cuda(text, &stack, x, out, params, kept);
   return y;
 }
 
@@ -384,7 +414,7 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   params.y = gradient.mutable_data_ptr();
   params.batch = x.size(0);
   params.weights[0] = address(grad_y);
-  run_on_cuda(text, chain, x, params, kept);
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept);
   return gradient;
 }
 
@@ -444,7 +474,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
-  run_on_cuda(text, chain, x, params, kept, of_weights.mutable_data_ptr());
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept, of_weights.mutable_data_ptr());
   return gradients;
 }
 
@@ -458,7 +488,9 @@ std::vector<std::string> in_parts(const cuda::Failure& failure) {
 cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
   STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
                   batch_class);
-  return {&find_chain(chain.value), dtype_named(dtype.value), int(batch_class), int(device)};
+  const bool several = chain.value.find('|') != std::string::npos;
+  const void* described = several ? static_cast<const void*>(&find_stack(chain.value)) : &find_chain(chain.value);
+  return {described, dtype_named(dtype.value), int(batch_class), int(device)};
 }
 
 int64_t batch_class(int64_t batch) { return cuda::batch_class(batch); }
@@ -579,6 +611,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
+  m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
 }
