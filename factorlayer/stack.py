@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
-from factorlayer.functional import run
+from factorlayer.functional import autocast, run
+from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.spec import LayerSpec
+from factorlayer.stacked import Stack, fused_stack, why_not_stacked
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -49,9 +52,35 @@ def layer_of(member: nn.Module) -> Layer | None:
 
 
 def run_stack(
-    layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+    stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
 ) -> Tensor:
     """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
+    if len(layers) > 1 and x.dim() and implementation in ("auto", "fused"):
+        cast, given, _ = autocast(x, tensors, None)
+        recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+        reason = why_not_stacked(stack, cast, recorded)
+        if reason is None and implementation == "auto":
+            reason = why_auto_is_not_stacked(stack, cast)
+        if reason is None:
+            try:
+                y = fused_stack(stack, cast.reshape(-1, cast.shape[-1]), given, recorded)
+                return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+            except RuntimeError:
+                _one_by_one(layers, x, tensors, implementation, who)  # which has better words for it
+                raise
+    return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
+    """Why auto takes the layers one by one, though all at once would do, or None."""
+    if x.is_cuda:
+        return "the kernel for several layers has not been timed on a GPU yet"
+    return "TODO"
+
+
+def _one_by_one(
+    layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor:
     at = 0
     for layer, name in zip(layers, who, strict=True):
         end = at + layer.tensors
@@ -76,6 +105,7 @@ class LayerStack(nn.Module):
             layer = layer_of(member)
             assert layer is not None
             self.layers += (layer if activation == "identity" else layer.ending_in(activation),)
+        self._stack = Stack(tuple(layer.chain for layer in self.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         tensors: list[Tensor] = []
@@ -83,7 +113,7 @@ class LayerStack(nn.Module):
             if is_hooked(member):
                 return self._one_by_one(x)
             tensors += _tensors(member)
-        return run_stack(self.layers, x, tensors, self.implementation, self._who)
+        return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         for member, activation in zip(self._members, self._added, strict=True):

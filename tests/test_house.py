@@ -20,7 +20,7 @@ FLOORS = {
     "pair": 3, "pair_backward": 3, "wide": 3,
     "plan": 4,
     "fused": 5,
-    "functional": 6,
+    "functional": 6, "stacked": 6,
     "layers": 7,
     "stack": 8,
     "mlp": 9,
@@ -161,5 +161,5 @@ def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
 
 def test_the_raw_ops_are_named_in_one_file() -> None:
     """Everything else goes through fused.py, so that a new engine is added in one place."""
-    users = {path.name for path in MODULES if "torch.ops.factorlayer.forward" in path.read_text()}
-    assert users == {"fused.py"}
+    for op, name in (("forward", "fused.py"), ("stack_forward", "stacked.py")):
+        assert {path.name for path in MODULES if f"torch.ops.factorlayer.{op}" in path.read_text()} == {name}
