@@ -212,8 +212,9 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
             forward(torch.ones(1, 4), [torch.ones(2, 2)], None, f"tied 0 2 2 2 1; {word}")
 
 
-def test_all_gradients_of_two_factors_are_one_pass() -> None:
-    """In 16 bits, of sizes whose sums a warp can hold; others are refused, and made one by one."""
+@dtypes
+def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
+    """Of sizes whose sums a group of warps can hold; others are refused, and made one by one."""
 
     def chain(spec: LayerSpec) -> Chain:
         return replace(Chain.of(spec, False, "identity"), backward=True)
@@ -223,20 +224,21 @@ def test_all_gradients_of_two_factors_are_one_pass() -> None:
         (Gpu.of(80), Gpu.of(86), Gpu.of(90)),
         BATCHES,
     ):
-        found = plan(chain(kronecker(*sizes)), "bfloat16", batch, gpu)
+        if dtype == "float64" and gpu.arch == 86 and sizes[0][0] == 64:
+            continue  # a sample fills its shared memory
+        found = plan(chain(kronecker(*sizes)), dtype, batch, gpu)
         text = read_text(found.text())
         first, adding = text.passes
         assert (first.read, first.written, adding.read, adding.written) == ("x", "y", "s2", "w")
         (p0, p1), (q0, q1) = sizes
-        assert text.scratch == (0, 0, gpu.sms * (p0 * q0 + p1 * q1) * 4) and text.chunk == 0
+        assert text.scratch == (0, 0, gpu.sms * (p0 * q0 + p1 * q1) * PART_BYTES[dtype]) and text.chunk == 0
         assert first.threads <= 1024 and first.shared <= gpu.shared
         assert f"MOST = {gpu.sms};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
-    for spec, dtype in (
-        (kronecker((64, 64), (64, 64)), "float32"),
-        (kronecker((128, 128), (128, 128)), "bfloat16"),
-        (kronecker((8, 8, 8), (8, 8, 8)), "bfloat16"),
-        (kronecker((16, 9), (16, 9)), "bfloat16"),
-        (monarch((32, 32), (32, 32)), "bfloat16"),
+    for spec in (
+        kronecker((128, 128), (128, 128)),
+        kronecker((64, 7), (64, 7)),
+        monarch((32, 32), (32, 32)),
+        *([kronecker((16, 9), (16, 9))] if dtype in ("bfloat16", "float16") else []),
     ):
         with pytest.raises(PlanError, match="no pass makes all gradients"):
             plan(chain(spec), dtype, BATCHES[2], Gpu.of(90))
