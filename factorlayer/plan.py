@@ -21,6 +21,7 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
+from factorlayer.parts import Parts
 from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
@@ -35,7 +36,7 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Dense | Gradient | Pair | PairBackward | Reduction | Resident | Streamed | Wide
+Pass = Dense | Gradient | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -83,8 +84,9 @@ class Plan:
     def _buffers(self, i: int) -> tuple[str, str]:
         """What a pass reads and writes. A pair's backward pass writes sums, s2, as well."""
         p = self.passes[i]
-        if isinstance(p, Reduction):
-            return "s2", "w" if self.chain.backward else "y"
+        if isinstance(p, Reduction | Parts):
+            in_place = isinstance(p, Reduction) and p.in_place
+            return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
         if isinstance(p, Gradient):
             return "x", "s2"
         last = self.chain.backward or i == len(self.passes) - 1
@@ -183,6 +185,8 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         outer, inner = _around(chain)
         found = pair_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
         if found:
+            if any(len(mode.parts) > 1 for mode in found.modes):
+                return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
             return found, Reduction(found)
     raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
 

@@ -102,7 +102,8 @@ BACK = [
     kronecker((20, 28), (36, 44)),
     kronecker((9, 24), (8, 40)),
     kronecker((48, 64), (64, 32)),
-    kronecker((8, 64), (9, 81)),
+    kronecker((8, 8, 8), (9, 9, 9)),
+    kronecker((4,) * 6, (4,) * 6),
 ]
 
 
