@@ -13,11 +13,10 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import PART_BYTES, kernel
 from factorlayer.resident import Mode, round_up
 
-LARGEST = {"float64": 96, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}  # whose sums a group can hold
+LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows
 MOST_GROUPS = 12
 UNIT_US = 0.8  # from a unit's last copy to its store, where no other group hides them
-AT_ONCE = {"float64": 4, "float32": 4, "tf32": 8, "bfloat16": 8, "float16": 8}  # tiles of 8 columns
 OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "float16": 48}
 
 
@@ -28,7 +27,8 @@ class PairBackward:
     modes: tuple[Mode, Mode]
     dtype: str
     units_per_sample: int
-    parts: int  # of the columns, a warp each
+    rows: int  # warps of 16 p0's each
+    parts: int  # of the columns, each with such warps
     groups: int
     slots: int
     gpu: Gpu
@@ -45,9 +45,9 @@ class PairBackward:
         return first.p, second.p, first.q, second.q
 
     @property
-    def rows(self) -> int:
-        """Of 16 p0's: warps of a group for each part."""
-        return -(-self.sizes[0] // 16)
+    def at_once(self) -> int:
+        """Tiles of 8 columns that a warp makes, at most."""
+        return 8 if self.size < 8 and self.dtype != "float32" and self.sizes[3] <= 64 else 4
 
     @property
     def warps(self) -> int:
@@ -60,7 +60,7 @@ class PairBackward:
     def _tiles(self, n: int) -> tuple[int, int]:
         """Pieces of a part of n columns, and tiles of 8 in each."""
         count = -(-n // (8 * self.parts))
-        pieces = -(-count // AT_ONCE[self.dtype])
+        pieces = -(-count // self.at_once)
         return pieces, round_up(-(-count // pieces), 2 if self.size == 2 or self.parts % 2 else 1)
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class PairBackward:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "ROWS": self.rows, "PARTS": self.parts}
-        numbers |= {"GROUPS": self.groups, "SLOTS": self.slots, "AT_ONCE": AT_ONCE[self.dtype]}
+        numbers |= {"GROUPS": self.groups, "SLOTS": self.slots, "AT_ONCE": self.at_once}
         numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes)}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -173,23 +173,27 @@ def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Itera
             continue
         if ELEMENT_BYTES[dtype] == 2 and (both[1].p % 2 or both[1].q % 2):
             continue
-        if columns > 1 and (ELEMENT_BYTES[dtype] < 8 or 8 * columns > min(both[1].p, both[1].q)):
+        if columns > 1 and (max(sizes) <= 32 * ELEMENT_BYTES[dtype] < 256 or 8 * columns > min(both[1].p, both[1].q)):
             continue
-        for groups, slots in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2, 1)):
-            plan = PairBackward(both, dtype, outer, columns, groups, slots, gpu)
+        rows = -(-both[0].p // 16)
+        for groups, slots, more in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2, 1), (0, 1, 2)):
+            plan = PairBackward(both, dtype, outer, rows + more, columns, groups, slots, gpu)
             most = 65536 // (128 * round_up(plan.registers, 8)) * 4  # warps: registers are dealt to quarters of four
             if plan.registers <= 255 and plan.warps <= most and plan.shared <= gpu.shared:
                 yield plan
 
 
 def _time(plan: PairBackward, batch: int) -> float:
-    """Predicted microseconds."""
+    """Predicted microseconds: for each unit what it moves, its products, or their operands from shared memory."""
+    gpu = plan.gpu
     p0, p1, q0, q1 = plan.sizes
-    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
     p0, p1, q0, q1 = plan.padded
-    of_dB = round_up(q1, 16 * plan.rows) * p0 * p1
-    products = (2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + of_dB) / (0.5 * plan.gpu.flops[plan.dtype])
-    busy = products * max(1.0, 8 / plan.warps)
+    turns = -(-q1 // (16 * plan.rows))
+    rate = (0.25 if plan.size == 2 else 0.5) * gpu.flops[plan.dtype]  # of multiply-adds; mma.sync has half of wgmma's
+    products = (2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + turns * 16 * plan.rows * p0 * p1) / rate
+    operands = plan.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) * plan.size / gpu.shared_bytes
+    busy = max(products, operands) * max(1.0, 8 / plan.warps)
     waits = (UNIT_US + (memory if plan.slots == 1 else 0)) / plan.groups
-    units = max(1.0, batch * plan.units_per_sample / plan.gpu.sms)
+    units = max(1.0, batch * plan.units_per_sample / gpu.sms)
     return 6.0 + UNIT_US + units * max(memory, busy + waits)

@@ -103,6 +103,7 @@ BACK = [
     kronecker((9, 24), (8, 40)),
     kronecker((48, 64), (64, 32)),
     kronecker((8, 8, 8), (9, 9, 9)),
+    kronecker((112, 128), (112, 128)),
     kronecker((4,) * 6, (4,) * 6),
 ]
 

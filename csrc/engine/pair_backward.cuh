@@ -2,7 +2,8 @@
 //
 //     T = X B',  dA += G T',  dT = A' G,  dB += dT' X,  dX = dT B
 //
-// A group of warps takes unit after unit, ROWS times PARTS of them: 16 rows of p0, and a part of the columns of T, dT and dX.
+// A group of warps takes unit after unit, ROWS times PARTS of them: 16 rows of p0 (or none, but some of dB's, if there are more
+// of these), and a part of the columns of T, dT and dX.
 // A warp's sums of T are the right operand of dA as they stand; dT passes through shared memory. Sums of dA and dB stay in
 // registers for all units of a block, and what a unit adds is summed apart, as the matrix unit truncates what it adds to.
 //
@@ -26,7 +27,7 @@ template <class Pass> struct PairBackward {
   static constexpr int kBlock = kThreads * GROUPS, P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr bool kPairs = kSize == 4;  // k's by n and m
   static constexpr bool kHolds = !Math::kRepairs;  // A, in registers: split, it would need too many
-  static constexpr int kUnroll = Math::kRepairs ? 1 : kSize == 8 ? 2 : 8;
+  static constexpr int kUnroll = Math::kRepairs ? 1 : 2;
 
   // Columns of n as a part's pieces, of some tiles of 8 each, of which 2 make a step in 16 bits, or 16 rows.
   static constexpr int pieces(int n) { return ceil_div(ceil_div(n, 8 * PARTS), Pass::AT_ONCE); }
@@ -36,7 +37,7 @@ template <class Pass> struct PairBackward {
   static constexpr int kPieces1 = pieces(P1), kTiles1 = tiles(P1), kPart1 = kPieces1 * kTiles1 * 8, kP1 = PARTS * kPart1;
   static constexpr int kPieces = pieces(Q1), kTiles = tiles(Q1), kPart = kPieces * kTiles * 8, kQ1 = PARTS * kPart;
   static constexpr int kP0 = ROWS * 16, kQ0 = round_up(Q0, 16), kTurns = ceil_div(kQ1 / 16, ROWS);  // of dB's rows, for a warp
-  static_assert(kP0 >= P0 && kP0 - P0 < 16);
+  static_assert(kP0 >= P0);
 
   // Strides in shared memory: of X, B and dX; of G and dT; of A, which may lie where the slots are until registers have it.
   static constexpr int stride(int n) { return n + (kSize == 2 ? 8 : 4); }
@@ -252,7 +253,7 @@ template <class Pass> struct PairBackward {
   // T, and what it adds to dA
   DEVICE void forward(SumsA& d_a, u32 x, u32 g, Real scale) const {
     const auto rows = by_rows<kX>(x + first * kX * kSize + Math::template lane_row_a<kX>(lane));
-#pragma unroll
+#pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real t[kTiles][4] = {};
@@ -278,7 +279,7 @@ template <class Pass> struct PairBackward {
 
   // dT, to shared memory
   DEVICE void back(const A (&transposed)[kHolds ? kQ0 / kStep : 1], u32 g, Real scale) const {
-#pragma unroll
+#pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real sums[kTiles][4] = {};
@@ -324,7 +325,7 @@ template <class Pass> struct PairBackward {
   // dX. Of 16 bits, by whole pieces through shared memory; of others, four lanes' sums are 32 bytes and more of a row.
   DEVICE void store(Element* to, Real scale) const {
     const auto left = by_rows<kG>(d_t + first * kG * kSize + Math::template lane_row_a<kG>(lane));
-#pragma unroll
+#pragma unroll 1
     for (int piece = 0; piece < kPieces1; ++piece) {
       const int column = part * kPart1 + piece * kTiles1 * 8;
       Real sums[kTiles1][4] = {};
