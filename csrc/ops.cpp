@@ -86,13 +86,15 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
                   chain.in_features(), "]");
   STD_TORCH_CHECK(!chain.gradient && !chain.backward,
                   "factorlayer: a chain with \"gradient\" or \"backward\" is for the ops that make gradients");
-  STD_TORCH_CHECK(weights.size() == chain.contractions.size(), "factorlayer: the chain has ",
-                  chain.contractions.size(), " weights, ", weights.size(), " were given");
+  const size_t count = chain.contractions.size();
+  STD_TORCH_CHECK(weights.size() == count + chain.parameters(), "factorlayer: the chain has ",
+                  count + chain.parameters(), " weights, ", weights.size(), " were given");
   for (const Contraction& c : chain.contractions) {
-    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+    STD_TORCH_CHECK(c.weight < int64_t(count), "factorlayer: the chain names weight ", c.weight,
                     ", which was not given");
     check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
   }
+  for (size_t i = count; i < weights.size(); ++i) check(weights[i], x, 1, "an activation's parameter");
   STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
   if (bias) check(*bias, x, chain.out_features(), "bias");
   STD_TORCH_CHECK(!bias || bias->dim() == 1, "factorlayer: bias must be [", chain.out_features(), "]");
@@ -132,7 +134,8 @@ struct Call {
       : chain(find_chain(text)) {
     STD_TORCH_CHECK(x.is_cpu(), "factorlayer: x must be a CPU tensor, as the others are");
     check_inputs(chain, x, given, bias);
-    STD_TORCH_CHECK(cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
+    STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ",
+                    chain.activation);
     tensors.reserve(given.size() + 2);
     auto address = [&](const Tensor& t) { return tensors.emplace_back(as_contiguous(t)).const_data_ptr(); };
     problem = {&chain, dtype_of(x), x.size(0), address(x)};
@@ -277,6 +280,8 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_inputs(chain, x, weights, bias);
+  STD_TORCH_CHECK(!chain.parameters(), "factorlayer: CUDA kernels take no parameters of an activation, the chain has ",
+                  chain.parameters());
   STD_TORCH_CHECK(weights.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights at most, the chain has ", weights.size());
   const int64_t batch = x.size(0);

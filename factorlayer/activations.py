@@ -5,7 +5,6 @@ The compiled kernels have a row of the same name (csrc/cpu/pointwise.h); they re
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,9 +67,13 @@ def evaluate(expression: Expression, x: Tensor, parameters: Sequence[Tensor] = (
     return activate(expression.text, x, parameters)
 
 
-@functools.cache
+_parsed: dict[str, Any] = {}
+
+
 def _steps(text: str) -> Any:
-    return number_steps(Expression.parse(text))
+    if text not in _parsed:
+        _parsed[text] = number_steps(Expression.parse(text))
+    return _parsed[text]
 
 
 # torch.compile takes what it returns as constant: this is all that torch.compiler.assume_constant_result does, but for

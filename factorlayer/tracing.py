@@ -11,7 +11,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -34,18 +33,14 @@ from factorlayer.expression import (
 )
 
 
-@dataclass(frozen=True)
-class Activation:
-    """A chain's stage, and which parameters of the module its scalars are."""
-
-    text: str
-    parameters: tuple[str, ...] = ()
+UserActivation = str | Expression | nn.Module | Callable[[Tensor], Tensor] | None
 
 
-def activation_of(activation: Any) -> Activation:
-    """Of what a user gives: None, a name, an Expression, a module or a function. Raises ValueError and TypeError."""
+def activation_of(activation: Any) -> tuple[str, tuple[str, ...]]:
+    """The chain's stage for what a user gives, and which parameters of the module p0, p1, … are. Raises ValueError and
+    TypeError."""
     if activation is None or isinstance(activation, str):
-        return Activation(activation_name(activation))
+        return activation_name(activation), ()
     names: tuple[str, ...] = ()
     if isinstance(activation, Expression):
         if activation.parameters:
@@ -60,9 +55,24 @@ def activation_of(activation: Any) -> Activation:
         )
     name = _names().get(expression)
     try:
-        return Activation(name or expression.program, names)
+        return name or expression.program, names
     except ValueError as error:
         raise ValueError(f"activation {_called(activation)} cannot be traced: {error}") from None
+
+
+# torch.compile takes what it returns as constant, until the function is another one.
+activation_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def scalars(module: Any, names: tuple[str, ...]) -> list[Tensor]:
+    """The module's parameters as they are now: they may have been moved, replaced or parametrized."""
+    found = []
+    for name in names:
+        owner = module
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        found.append(owner)
+    return found
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from factorlayer.expression import (
     select,
     write,
 )
-from factorlayer.tracing import Activation, activation_of, trace
+from factorlayer.tracing import activation_of, scalars, trace
 
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 3.0, -3.0, 6.0, 20.0, 30.0, -30.0, 300.0, -300.0, 1e30, -1e30]
 SPECIAL += [math.inf, -math.inf, math.nan]
@@ -262,18 +262,18 @@ def assert_near(found: Tensor, right: Tensor, slack: Tensor | float, x: Tensor) 
 
 @pytest.mark.parametrize("module", [Snake(), nn.PReLU(dtype=torch.float64), nn.Sequential(nn.Tanh(), Snake())], ids=str)
 def test_learnable_scalars(module: nn.Module) -> None:
-    traced = activation_of(module)
-    scalars = [module.get_parameter(name) for name in traced.parameters]
-    assert scalars == list(module.parameters()) and traced.text.count("/") == 1 + len(scalars)
+    program, names = activation_of(module)
+    values = scalars(module, names)
+    assert values == list(module.parameters()) and program.count("/") == 1 + len(values)
     x = SWEEP[SWEEP.abs() < 300].clone().requires_grad_()
     right = module(x)
-    found = activate(traced.text, x, scalars)
+    found = activate(program, x, values)
     torch.testing.assert_close(found, right, rtol=1e-14, atol=1e-14)
     grad_y = torch.randn_like(right)
-    rights = torch.autograd.grad(right, [x, *scalars], grad_y)
-    torch.testing.assert_close(torch.autograd.grad(found, [x, *scalars], grad_y), rights, rtol=1e-11, atol=1e-11)
-    _, *slopes = parse(traced.text)
-    sums = [grad_y * evaluate(slope, x, scalars) for slope in slopes]
+    rights = torch.autograd.grad(right, [x, *values], grad_y)
+    torch.testing.assert_close(torch.autograd.grad(found, [x, *values], grad_y), rights, rtol=1e-11, atol=1e-11)
+    _, *slopes = parse(program)
+    sums = [grad_y * evaluate(slope, x, values) for slope in slopes]
     torch.testing.assert_close(sums[0], rights[0], rtol=1e-12, atol=1e-12)
     for found_sum, wanted in zip(sums[1:], rights[1:], strict=True):
         torch.testing.assert_close(found_sum.sum(), wanted.sum(), rtol=1e-10, atol=1e-10)
@@ -282,7 +282,7 @@ def test_learnable_scalars(module: nn.Module) -> None:
 def test_one_parameter_under_two_names_is_one() -> None:
     module = nn.Sequential(nn.PReLU(), nn.Tanh(), nn.PReLU())
     module[2].weight = module[0].weight
-    assert activation_of(module).parameters == ("0.weight",)
+    assert activation_of(module)[1] == ("0.weight",)
 
 
 def test_what_equals_a_named_one_is_that() -> None:
@@ -294,8 +294,8 @@ def test_what_equals_a_named_one_is_that() -> None:
     }  # fmt: skip
     assert set(same) == set(ACTIVATIONS)
     for name, function in same.items():
-        assert activation_of(function) == activation_of(name) == Activation(name)
-    assert activation_of(X * apply("sigmoid", X)) == Activation("silu")
+        assert activation_of(function) == activation_of(name) == (name, ())
+    assert activation_of(X * apply("sigmoid", X)) == ("silu", ())
 
 
 # Refusals

@@ -16,6 +16,7 @@ template <class T, class S> class Backward {
   std::vector<bool> wants_weight_;  // of contraction i, or of any part of it
   std::vector<int64_t> offset_;     // of its sums [rank, size] among those of a task; the bias comes first
   int64_t sums_size_ = 0, scratch_size_ = 0;
+  int64_t parameters_ = -1;         // the offset of those of the activation's parameters, if any is wanted
   int64_t earliest_;                // the first contraction whose weight gradient is wanted
   int64_t blocks_per_flush_;
   T* sums_;         // [tasks, sums_size]: of the last few blocks
@@ -45,6 +46,9 @@ template <class T, class S> class Backward {
       sums_size_ += chain_.rank * c.weight_size();
       scratch_size_ = std::max(scratch_size_, grad_weight_scratch(c));
     }
+    for (size_t i = 0; i < chain_.parameters(); ++i)
+      if (parameter_gradient(i)) parameters_ = sums_size_;
+    if (parameters_ >= 0) sums_size_ += int64_t(chain_.parameters());
     // As often as costs a few percent of the work at most.
     blocks_per_flush_ = std::clamp<int64_t>(int64_t(512 * double(sums_size_) / multiply_adds), 1, 16);
     sums_ = Arena<T>(Purpose::sums, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
@@ -63,9 +67,15 @@ template <class T, class S> class Backward {
     if (wanted_.grad_bias) write(run_.out, sums_, static_cast<S*>(wanted_.grad_bias));
     for (int64_t i = 0; i < stages_; ++i)
       if (wants_weight_[i]) write_weight_gradients(i);
+    for (size_t i = 0; i < chain_.parameters(); ++i)
+      if (S* gradient = parameter_gradient(i)) write(1, sums_ + parameters_ + i, gradient);
   }
 
  private:
+  S* parameter_gradient(size_t i) const {
+    return static_cast<S*>(wanted_.grad_weights[run_.problem.chain->contractions.size() + i]);
+  }
+
   void run_task(int64_t task) {
     constexpr auto padded = Arena<T>::padded;
     Arena<T> arena(Purpose::block, (stages_ + 7) * padded(state_) + padded(scratch_size_) + padded(kPackedSize<T>));
@@ -85,20 +95,20 @@ template <class T, class S> class Backward {
       unflushed = 0;
     };
     run_.for_blocks(task, [&](int64_t first, int64_t count) {
-      run_block(first, count, b);
+      run_block(first, count, b, parameters_ < 0 ? nullptr : total + parameters_);
       if (++unflushed == blocks_per_flush_) flush();
     });
     flush();
   }
 
-  void run_block(int64_t first, int64_t count, const Buffers& b) {
+  void run_block(int64_t first, int64_t count, const Buffers& b, double* parameter_sums) {
     const Block block{interleaved_ ? samples_ : count, interleaved_, count};
     const T* x = R::read_rows(run_.problem.x, first, count, run_.in, b.x_rows);
     if (interleaved_) run_.interleave(count, run_.in, x, b.x_state), x = b.x_state;
     const T* g = R::read_rows(grad_y_, first, count, run_.out, b.g_rows);
-    if (run_.activation) {
+    if (!run_.activation->is_identity()) {
       if (g != b.g_rows) std::copy(g, g + count * run_.out, b.g_rows), g = b.g_rows;
-      undo_activation(block, x, b);
+      undo_activation(block, x, b, parameter_sums);
     }
     if (wanted_.grad_bias)
       for (int64_t n = 0; n < count; ++n) add(run_.out, g + n * run_.out, b.sum);
@@ -114,17 +124,16 @@ template <class T, class S> class Backward {
   }
 
   // g_rows *= the activation's derivative at z = chain(x) + bias
-  void undo_activation(Block block, const T* x, const Buffers& b) {
-    const T* z = b.states.back();
+  void undo_activation(Block block, const T* x, const Buffers& b, double* parameter_sums) {
+    T* z = b.states.back();
     for (int64_t r = 0; r < chain_.rank; ++r) run_.contract_all(r, stages_, block, x, b.states, b.packed);
     if (interleaved_) transpose<T>(run_.out, block.valid, z, samples_, b.z_rows, run_.out), z = b.z_rows;
-    for (int64_t n = 0; n < block.valid; ++n)
-      run_.activation->backward(run_.out, run_.bias, z + n * run_.out, b.g_rows + n * run_.out);
+    run_.activation->backward(block.valid, z, b.g_rows, parameter_sums);
   }
 
   // The contractions of rank r, from the last to the first one needed.
   void go_back(int64_t r, Block block, const T* x, const T* g, T* gx, const Buffers& b) {
-    const bool states_are_there = run_.activation && chain_.rank == 1;
+    const bool states_are_there = !run_.activation->is_identity() && chain_.rank == 1;
     if (earliest_ < stages_ && !states_are_there) run_.contract_all(r, stages_ - 1, block, x, b.states, b.packed);
     for (int64_t i = stages_; i-- > (wanted_.grad_x ? 0 : earliest_);) {
       const Contraction& c = chain_.contractions[i];

@@ -20,10 +20,7 @@ void run_forward(const Problem& problem, void* y, int threads, const Parallel& p
       states.back() = interleaved ? z_state : rows;
       for (int64_t r = 0; r < run.chain.rank; ++r) run.contract_all(r, run.stages, block, x, states, packed);
       if (interleaved) transpose<T>(run.out, count, z_state, samples, rows, run.out);
-      if (run.activation || run.bias)
-        for (int64_t n = 0; n < count; ++n)
-          (run.activation ? run.activation->forward : activate<T, activation_identity>)(run.out, run.bias,
-                                                                                       rows + n * run.out);
+      run.activation->forward(count, rows);
       run.write_rows(y, at, count, run.out, rows);
     });
   });

@@ -15,10 +15,10 @@ template <class T, class S> struct Run {
   int64_t in, out, batch, stages;
   Block block;
   int64_t blocks, tasks;
-  const Activation<T>* activation;  // null for the identity
   std::vector<Weights<T>> weights;           // [rank * stages], in the order of contraction
   std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
   const T* bias = nullptr;
+  std::optional<Activation<T>> activation;
 
   Run(const Problem& problem_, int64_t states, int threads)
       : problem(problem_), groups(merge(*problem_.chain, [this](const Contraction& c) { return may_merge(c); })),
@@ -33,8 +33,11 @@ template <class T, class S> struct Run {
     }
     blocks = (batch + block.samples - 1) / block.samples;
     tasks = std::min<int64_t>(threads, blocks);
-    activation = chain.activation == "identity" ? nullptr : find_activation<T>(chain.activation);
     prepare_weights();
+    std::vector<T> parameters(chain.parameters());
+    for (size_t i = 0; i < parameters.size(); ++i)
+      parameters[i] = *read_rows(problem.weights[problem.chain->contractions.size() + i], 0, 1, 1, &parameters[i]);
+    activation.emplace(chain, bias, parameters);
   }
 
   static constexpr bool kConverts = !std::is_same<T, S>::value;
