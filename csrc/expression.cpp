@@ -51,6 +51,7 @@ bool read_number(const std::string& text, double& value) {
     return true;
   }
   if (text.find_first_not_of("0123456789.e+-") != std::string::npos || text[0] == '+') return false;
+  if (text.find_first_of(".e") == std::string::npos) return false;
   std::istringstream stream(text);
   stream.imbue(std::locale::classic());
   return stream >> value && stream.peek() == std::istringstream::traits_type::eof();

@@ -115,7 +115,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _as_it_is(operator.add),
     "sub": _as_it_is(operator.sub),
     "mul": _as_it_is(operator.mul),
-    "div": _as_it_is(operator.truediv),
+    "div": _on_tensors(torch.div),  # a number over a tensor is rounded twice otherwise
     "pow": _as_it_is(operator.pow),
     "min": _on_tensors(torch.minimum),
     "max": _on_tensors(torch.maximum),

@@ -32,7 +32,6 @@ from factorlayer.expression import (
     select,
 )
 
-
 UserActivation = str | Expression | nn.Module | Callable[[Tensor], Tensor] | None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.expression import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
@@ -143,8 +144,9 @@ def test_the_engine_includes_itself_alone(path: Path) -> None:
 
 
 def test_the_chain_includes_nothing_but_the_standard_library() -> None:
+    own = r"[a-z_]+|(chain|expression|table)\.h"
     for name in ("chain.h", "chain.cpp", "expression.h", "expression.cpp", "table.h", "dtype.h"):
-        assert all(re.fullmatch(r"[a-z_]+|(chain|expression|table)\.h", include) for include in includes(ROOT / "csrc" / name))
+        assert all(re.fullmatch(own, include) for include in includes(ROOT / "csrc" / name))
 
 
 def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
@@ -154,6 +156,13 @@ def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
     assert re.findall(r"\bROW\((\w+),", table[1]) == list(ACTIVATIONS)
     on_gpu = (ROOT / "csrc" / "engine" / "pointwise.cuh").read_text()
     assert re.findall(r"^ACTIVATION\((\w+),", on_gpu, re.MULTILINE) == list(ACTIVATIONS)
+
+
+def test_expressions_have_the_same_operations_in_python_and_in_the_kernels() -> None:
+    rows = re.findall(r"\bROW\((\w+), (\d)\)", (ROOT / "csrc" / "expression.h").read_text())
+    assert [(name, int(count)) for name, count in rows] == list(OPERATIONS.items())
+    on_cpu = (ROOT / "csrc" / "cpu" / "expression.h").read_text()
+    assert re.findall(r"static FL_INLINE V (\w+)\(V a", on_cpu) == list(OPERATIONS)
 
 
 def test_the_raw_ops_are_named_in_one_file() -> None:
