@@ -365,6 +365,13 @@ def _cuda(output: Expression, name: str) -> str:
     return f"struct {name} {{\n  template <class T> static DEVICE T of([[maybe_unused]] T x) {{\n{body}\n  }}\n}};"
 
 
+def cuda_type(activation: str) -> str:
+    """A chain's activation, a name or a program, as the type Activation of a kernel's constants."""
+    if "/" in activation:
+        return Expression.parse(activation).cuda("Activation")
+    return f"using Activation = struct {activation};"
+
+
 def _constant(value: float) -> str:
     if math.isfinite(value):
         return f"T({value!r})"
