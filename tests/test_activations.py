@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_expression import FUNCTIONS, NO_EXPRESSIONS, SPECIAL, SWEEP, Snake, expressions
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from factorlayer import ACTIVATIONS, FactorLinear, factor_linear
 from factorlayer.activations import evaluate
 from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, parameter
+from factorlayer.functional import choose
+from factorlayer.fused import why_not_fused
 from factorlayer.tracing import trace
 
 DTYPES = [torch.float32, torch.float64]
@@ -343,3 +346,23 @@ def test_refusals_name_the_caller() -> None:
         FactorLinear(4, 4, activation=3)
     with pytest.raises(ValueError, match=r"^factor_linear: activation Softmax cannot be traced"):
         factor_linear(torch.ones(1, 4), [torch.ones(2, 2)] * 2, activation=nn.Softmax(-1))
+
+
+def test_opcheck_of_a_program_with_a_parameter() -> None:
+    x, grad_y = torch.randn(5, 6), torch.randn(5, 20)
+    weights = [torch.randn(4, 2), torch.randn(5, 3), torch.tensor(0.5)]
+    chain = f"tied 1 2 3 5 1; tied 0 1 2 4 5; bias; {trace(Snake())[0].program}"
+    arguments = (x, weights, torch.randn(20), chain)
+    torch.library.opcheck(torch.ops.factorlayer.forward, arguments)
+    torch.library.opcheck(torch.ops.factorlayer.backward, (grad_y, *arguments, 0b11111))
+
+
+def test_a_gpu_refuses_parameters_and_says_so() -> None:
+    layer = FactorLinear(4, 4, activation=nn.PReLU())
+    with FakeTensorMode():
+        x = torch.empty(2, 4, device="cuda")
+    reason = "its CUDA kernels take no activation with learnable parameters"
+    assert why_not_fused(x, layer.chain) == reason
+    assert choose(layer.chain, x, "auto", "test") == "batched"
+    with pytest.raises(RuntimeError, match=f"^test: implementation='fused' cannot run: {reason}; or use"):
+        choose(layer.chain, x, "fused", "test")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import operator
 import pickle
 import re
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from factorlayer.expression import (
     Expression,
     X,
     apply,
+    cuda_type,
     in_order,
     number,
     parameter,
@@ -35,6 +38,20 @@ from factorlayer.tracing import activation_of, scalars, trace
 
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 3.0, -3.0, 6.0, 20.0, 30.0, -30.0, 300.0, -300.0, 1e30, -1e30]
 SPECIAL += [math.inf, -math.inf, math.nan]
+SIZE = apply("abs", X) + 0.5
+EVERY_OPERATION = functools.reduce(
+    operator.add,
+    [
+        *(apply(op, X) for op in ("neg", "abs", "sign", "floor", "sin", "cos", "tanh", "sigmoid", "softplus", "erf")),
+        *(apply(op, SIZE) for op in ("sqrt", "log", "log1p", "atan")),
+        *(apply(op, -SIZE) for op in ("exp", "expm1")),
+        *(apply(op, X, SIZE) for op in ("add", "sub", "mul", "div")),
+        *(select(apply(op, X, 0.5), SIZE, X) + apply(op, 0.2, X) for op in COMPARISONS),
+        apply("pow", SIZE, 1.3),
+        apply("min", X, 0.25),
+        apply("max", X, SIZE),
+    ],
+)
 SWEEP = torch.tensor([*SPECIAL, *(i / 64 for i in range(-700, 701))], dtype=torch.float64)
 
 
@@ -129,6 +146,10 @@ def test_what_is_not_selected_does_not_matter() -> None:
     x = torch.tensor([-1.0, 0.0, 4.0], dtype=torch.float64)
     assert evaluate(e.derivative(), x).tolist() == [0, 0, 0.25]
     assert evaluate((e * 3).derivative(), x).tolist() == [0, 0, 0.75]
+
+
+def test_every_operation_is_in_it() -> None:
+    assert {node.op for node in in_order(EVERY_OPERATION)} == {*OPERATIONS, "x", "number"}
 
 
 def test_common_parts_are_computed_once() -> None:
@@ -379,6 +400,30 @@ def test_refuses_what_is_no_function() -> None:
     message = "activation should be None, a name, a module or a function of one tensor; it is int 3"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         activation_of(3)
+
+
+def test_cuda() -> None:
+    """Constants that C++ has no word for, comparisons as conditions and as numbers, and what it has no code for."""
+    e = select(apply("lt", X, -math.inf), apply("le", X, 0.1) * math.nan, apply("exp", -X))
+    assert e.cuda("Mine") == (
+        "struct Mine {\n"
+        "  template <class T> static DEVICE T of([[maybe_unused]] T x) {\n"
+        "    const bool v0 = x < T(-__uint_as_float(0x7f800000u));\n"
+        "    const bool v1 = x <= T(0.1);\n"
+        "    const T v2 = T(v1) * T(__uint_as_float(0x7fc00000u));\n"
+        "    const T v3 = -x;\n"
+        "    const T v4 = exp_(v3);\n"
+        "    const T v5 = v0 ? v2 : v4;\n"
+        "    return v5;\n"
+        "  }\n"
+        "};"
+    )
+    assert "return T(v0);" in apply("eq", X, 0).cuda("Mine")
+    assert "const T v0 = x != T(0) ? T(1.0) : T(2.0);" in apply("select", X, 1, 2).cuda("Mine")
+    assert cuda_type("gelu") == "using Activation = struct gelu;"
+    assert cuda_type(e.program) == e.cuda("Activation")
+    with pytest.raises(ValueError, match="the CUDA kernels take activations without parameters only"):
+        (X * parameter(0)).cuda("Mine")
 
 
 def test_texts_of_numbers_of_steps() -> None:
