@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
 import re
 
 import pytest
@@ -332,7 +334,10 @@ def test_a_layer_keeps_its_activation() -> None:
     assert build(torch.tanh).activation == "tanh" and build(lambda x: x).activation is None
     by_hand = build(lambda x: x * torch.tanh(x))
     assert by_hand.activation is X * apply("tanh", X)
-    assert repr(build(by_hand.activation)) == repr(by_hand)
+    assert repr(eval(repr(by_hand), {"FactorLinear": FactorLinear, "Expression": Expression})) == repr(by_hand)
+    for layer in (by_hand, build(Snake().float())):
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(copied(torch.ones(1, 12)), layer(torch.ones(1, 12)))
     with pytest.raises(AttributeError, match="activation is traced when the layer is built; build another layer"):
         by_hand.activation = nn.Tanh()
     with pytest.raises(ValueError, match=r"FactorLinear\.to_linear: this layer ends in activation=Expression"):

@@ -400,6 +400,8 @@ def test_refuses_what_is_no_function() -> None:
     message = "activation should be None, a name, a module or a function of one tensor; it is int 3"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         activation_of(3)
+    with pytest.raises(TypeError, match=r"a module or a function of one tensor; it is type <class '.*\.ReLU'>$"):
+        activation_of(nn.ReLU)
 
 
 def test_cuda() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
 FLOORS = {
     "_C": 0, "device": 0, "expression": 0, "gpu": 0, "spec": 0,
-    "activations": 1, "chain": 1, "naive": 1, "resident": 1,
+    "activations": 1, "chain": 1, "elementwise": 1, "naive": 1, "resident": 1,
     "backward": 2, "batched": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2, "tiling": 2,
     "tracing": 2,
     "pair": 3, "pair_backward": 3, "wide": 3,
@@ -79,7 +79,21 @@ def test_imports_point_downwards(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["spec", "gpu", "device", "expression", "resident", "tiling", "emit", "pair", "streamed", "wide", "plan"]
+    "name",
+    [
+        "spec",
+        "gpu",
+        "device",
+        "expression",
+        "elementwise",
+        "resident",
+        "tiling",
+        "emit",
+        "pair",
+        "streamed",
+        "wide",
+        "plan",
+    ],
 )
 def test_the_planner_and_what_it_stands_on_need_no_torch(name: str) -> None:
     assert not {imported for imported in imports(PACKAGE / f"{name}.py") if imported.split(".")[0] == "torch"}
