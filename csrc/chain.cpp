@@ -1,4 +1,4 @@
-// Parsing of a chain's text, with a table of the chains seen so far.
+// Parsing of the text of a chain or a stack, with a table of those seen so far.
 #include "chain.h"
 
 #include <initializer_list>
@@ -80,12 +80,42 @@ static Chain parse(const std::string& text) {
   return chain;
 }
 
+// Neighbouring layers have to agree about the features between them.
+static Stack parse_stack(const std::string& text) {
+  const std::string between = " | ";
+  Stack stack;
+  int64_t kept = 0;  // of a sample's states, in elements: all of them may be in memory at a time
+  for (size_t from = 0, to = 0; to != std::string::npos; from = to + between.size()) {
+    to = text.find(between, from);
+    const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
+    if (layer.gradient || layer.backward) throw std::invalid_argument("\"gradient\" and \"backward\" make no layer");
+    if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())
+      throw std::invalid_argument("a layer with " + std::to_string(layer.in_features()) +
+                                  " inputs stands behind one with " +
+                                  std::to_string(stack.layers.back().out_features()) + " outputs");
+    for (const Contraction& c : layer.contractions)
+      if ((kept += c.outer * (c.p + c.q) * c.inner) > int64_t(1) << 48)
+        throw std::invalid_argument("its states are more than memory can hold");
+    stack.layers.push_back(layer);
+  }
+  return stack;
+}
+
 const Chain& find_chain(const std::string& text) {
   static Table<std::string, Chain> chains;
   try {
     return chains.find_or_add(text, [&] { return parse(text); });
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument("factorlayer: chain \"" + text + "\": " + error.what());
+  }
+}
+
+const Stack& find_stack(const std::string& text) {
+  static Table<std::string, Stack> stacks;
+  try {
+    return stacks.find_or_add(text, [&] { return parse_stack(text); });
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument("factorlayer: stack \"" + text + "\": " + error.what());
   }
 }
 

@@ -37,11 +37,17 @@ struct Chain {
   bool gradient = false, backward = false, tf32 = false;
 
   size_t parameters() const { return program ? program->parameters : 0; }
+  size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;
   int64_t out_features() const;
 };
 
-// Parses the text once and keeps the result for the life of the process. Throws std::invalid_argument.
+struct Stack {
+  std::vector<Chain> layers;
+};
+
+// Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
 const Chain& find_chain(const std::string& text);
+const Stack& find_stack(const std::string& text);
 
 }  // namespace factorlayer

@@ -1,6 +1,7 @@
-// The raw ops, factorlayer::forward and factorlayer::backward: tensors of any strides in, contiguous ones out, no memory
-// shared between in and out. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and
-// exported graphs; shapes were checked in Python, so the checks here only keep memory safe.
+// The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward and stack_backward: tensors of any
+// strides in, contiguous ones out, no memory shared between in and out. The only file that sees torch, through its stable
+// ABI. Callers are factorlayer/fused.py and exported graphs; shapes were checked in Python, so the checks here only keep
+// memory safe.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -80,15 +81,18 @@ void check(const Tensor& t, const Tensor& x, int64_t elements, const char* name)
 }
 
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
-void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
-                  const std::optional<Tensor>& bias) {
+void check_x(const Chain& chain, const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "]");
+}
+
+void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
+                 const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(!chain.gradient && !chain.backward,
                   "factorlayer: a chain with \"gradient\" or \"backward\" is for the ops that make gradients");
+  STD_TORCH_CHECK(weights.size() == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ",
+                  weights.size(), " were given");
   const size_t count = chain.contractions.size();
-  STD_TORCH_CHECK(weights.size() == count + chain.parameters(), "factorlayer: the chain has ",
-                  count + chain.parameters(), " weights, ", weights.size(), " were given");
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(count), "factorlayer: the chain names weight ", c.weight,
                     ", which was not given");
@@ -98,6 +102,29 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
   STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
   if (bias) check(*bias, x, chain.out_features(), "bias");
   STD_TORCH_CHECK(!bias || bias->dim() == 1, "factorlayer: bias must be [", chain.out_features(), "]");
+}
+
+void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
+                  const std::optional<Tensor>& bias) {
+  check_x(chain, x);
+  check_layer(chain, x, weights, bias);
+}
+
+// f(layer, its weights, its bias) for all layers, checked.
+template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
+  size_t count = 0;
+  for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
+  STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
+                  tensors.size(), " were given");
+  check_x(stack.layers.front(), x);
+  const Tensor* at = tensors.data();
+  for (const Chain& layer : stack.layers) {
+    const std::vector<Tensor> weights(at, at + layer.weights());
+    at += weights.size();
+    const std::optional<Tensor> bias = layer.bias ? std::optional(*at++) : std::nullopt;
+    check_layer(layer, x, weights, bias);
+    f(layer, weights, bias);
+  }
 }
 
 // As the kernels read it. Looking costs less than Python's own contiguous().
@@ -123,25 +150,42 @@ Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype 
 
 // The CPU
 
-// A call's tensors, checked, with the pointers that the kernels take.
+// A call's tensors, checked, as the kernels take them.
 struct Call {
-  const Chain& chain;
-  std::vector<Tensor> tensors;  // x, weights, bias
-  std::vector<const void*> weights;
+  std::vector<Tensor> tensors;  // x, then each layer's weights and bias
   cpu::Problem problem;
 
-  Call(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& bias, const std::string& text)
-      : chain(find_chain(text)) {
+  Call(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias, const Chain& chain) {
+    begin(x, weights.size() + 2);
+    check_inputs(chain, x, weights, bias);
+    append(chain, weights, bias);
+  }
+
+  Call(const Tensor& x, const std::vector<Tensor>& given, const Stack& stack) {
+    begin(x, given.size() + 1);
+    for_layers(stack, x, given, [this](auto& layer, auto& weights, auto& bias) { append(layer, weights, bias); });
+  }
+
+  int64_t out_features() const { return problem.layers.back()->out_features(); }
+
+ private:
+  void begin(const Tensor& x, size_t count) {
     STD_TORCH_CHECK(x.is_cpu(), "factorlayer: x must be a CPU tensor, as the others are");
-    check_inputs(chain, x, given, bias);
-    STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ",
-                    chain.activation);
-    tensors.reserve(given.size() + 2);
-    auto address = [&](const Tensor& t) { return tensors.emplace_back(as_contiguous(t)).const_data_ptr(); };
-    problem = {&chain, dtype_of(x), x.size(0), address(x)};
-    for (const Tensor& weight : given) weights.push_back(address(weight));
-    problem.weights = weights.data();
-    problem.bias = bias ? address(*bias) : nullptr;
+    tensors.reserve(count);
+    problem.tensors.reserve(count);
+    problem.dtype = dtype_of(x);
+    problem.batch = x.size(0);
+    append(x);
+  }
+
+  void append(const Tensor& t) { problem.tensors.push_back(tensors.emplace_back(as_contiguous(t)).const_data_ptr()); }
+
+  void append(const Chain& layer, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias) {
+    STD_TORCH_CHECK(layer.program || cpu::has_activation(layer.activation), "factorlayer: unknown stage ",
+                    layer.activation);
+    problem.layers.push_back(&layer);
+    for (const Tensor& weight : weights) append(weight);
+    if (bias) append(*bias);
   }
 };
 
@@ -154,47 +198,77 @@ void parallel(int64_t count, const std::function<void(int64_t)>& task) {
 // One thread for work that takes less time than waking another.
 int threads_for(const cpu::Problem& problem) {
   double work = 0;
-  for (const Contraction& c : problem.chain->contractions) work += double(c.outer * c.q * c.inner * c.p);
+  for (const Chain* layer : problem.layers)
+    for (const Contraction& c : layer->contractions)
+      work += double(c.outer * c.q * c.inner * c.p) * double(layer->rank);
   const double least = 1 << 19;
-  return work * double(problem.batch * problem.chain->rank) < least ? 1 : int(torch::stable::get_num_threads());
+  return work * double(problem.batch) < least ? 1 : int(torch::stable::get_num_threads());
 }
 
-Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
-               const Text& chain) {
-  const Call call(x, weights, bias, chain.value);
-  Tensor y = new_matrix(x, x.size(0), call.chain.out_features());
+Tensor run_forward(const Call& call) {
+  const Tensor& x = call.tensors[0];
+  Tensor y = new_matrix(x, x.size(0), call.out_features());
   cpu::prefer_huge_pages(y.mutable_data_ptr(), y.numel() * int64_t(y.element_size()));
   if (x.size(0)) cpu::forward(call.problem, y.mutable_data_ptr(), threads_for(call.problem), parallel);
   return y;
 }
 
-// `wanted` has a bit for each gradient: 1 for x, 2 for the bias, 4 << i for weight i. They come in that order.
-std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
-                             const std::optional<Tensor>& bias, const Text& chain, int64_t wanted) {
-  const Call call(x, weights, bias, chain.value);
-  check(grad_y, x, x.size(0) * call.chain.out_features(), "grad_y");
-  STD_TORCH_CHECK(wanted >= 0 && wanted >> (weights.size() + 2) == 0 && (bias || !(wanted & 2)),
-                  "factorlayer: a gradient is wanted of something that was not given");
+// The gradients of the tensors at the places `wanted`, in that order.
+std::vector<Tensor> run_backward(const Call& call, const Tensor& grad_y, const std::vector<int64_t>& wanted) {
+  const Tensor& x = call.tensors[0];
+  check(grad_y, x, x.size(0) * call.out_features(), "grad_y");
   const Tensor read = as_contiguous(grad_y);
   std::vector<Tensor> gradients;
-  auto want = [&](int bit, const Tensor& like) -> void* {
-    if (!(wanted >> bit & 1)) return nullptr;
-    const Tensor& gradient = gradients.emplace_back(torch::stable::empty_like(like));
-    cpu::prefer_huge_pages(gradient.mutable_data_ptr(), gradient.numel() * int64_t(gradient.element_size()));
-    return gradient.mutable_data_ptr();
-  };
-  cpu::Gradients to{};
-  to.grad_x = want(0, call.tensors[0]);
-  to.grad_bias = bias ? want(1, call.tensors.back()) : nullptr;
-  std::vector<void*> grad_weights(weights.size());
-  for (size_t i = 0; i < weights.size(); ++i) grad_weights[i] = want(int(i) + 2, call.tensors[i + 1]);
-  to.grad_weights = grad_weights.data();
+  std::vector<void*> to(call.tensors.size());
+  for (int64_t place : wanted) {
+    const Tensor& gradient = gradients.emplace_back(torch::stable::empty_like(call.tensors[place]));
+    to[place] = gradient.mutable_data_ptr();
+    cpu::prefer_huge_pages(to[place], gradient.numel() * int64_t(gradient.element_size()));
+  }
   if (x.size(0)) {
     cpu::backward(call.problem, read.const_data_ptr(), to, threads_for(call.problem), parallel);
   } else {
     for (Tensor& gradient : gradients) torch::stable::zero_(gradient);
   }
   return gradients;
+}
+
+Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+               const Text& chain) {
+  return run_forward(Call(x, weights, bias, find_chain(chain.value)));
+}
+
+// `wanted` has a bit for each gradient: 1 for x, 2 for the bias, 4 << i for weight i. They come in that order.
+std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
+                             const std::optional<Tensor>& bias, const Text& chain, int64_t wanted) {
+  const Call call(x, weights, bias, find_chain(chain.value));
+  STD_TORCH_CHECK(wanted >= 0 && wanted >> (weights.size() + 2) == 0 && (bias || !(wanted & 2)),
+                  "factorlayer: a gradient is wanted of something that was not given");
+  std::vector<int64_t> places;
+  if (wanted & 1) places.push_back(0);
+  if (wanted & 2) places.push_back(int64_t(weights.size()) + 1);
+  for (size_t i = 0; i < weights.size(); ++i)
+    if (wanted >> (i + 2) & 1) places.push_back(int64_t(i) + 1);
+  return run_backward(call, grad_y, places);
+}
+
+// `tensors` has each layer's weights in the order of their index, and its bias if it has one.
+Tensor stack_forward(const Tensor& x, const std::vector<Tensor>& tensors, const Text& stack) {
+  return run_forward(Call(x, tensors, find_stack(stack.value)));
+}
+
+// `wanted` has the places of tensors in (x, *tensors), ascending. Their gradients come in that order.
+std::vector<Tensor> stack_backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& tensors,
+                                   const Text& stack, const std::vector<int64_t>& wanted) {
+  const Call call(x, tensors, find_stack(stack.value));
+  int64_t least = 0;
+  for (int64_t place : wanted) {
+    STD_TORCH_CHECK(place >= least && place <= int64_t(tensors.size()),
+                    "factorlayer: `wanted` should be ascending places in x and the ", tensors.size(),
+                    " tensors behind it, each at most once, ", place, " is out of place");
+    least = place + 1;
+  }
+  return run_backward(call, grad_y, wanted);
 }
 
 std::string instruction_set() { return cpu::instruction_set(); }
@@ -257,11 +331,12 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
   return cuda::build_program(key, plan, false, python::warn);
 }
 
-// Runs the plan of a chain on params, whose x, y and weights are there. `kept` are tensors that it needs until its kernels
-// are launched, after which PyTorch's streams keep them.
-void run_on_cuda(const Text& text, const Chain& chain, const Tensor& x, const cuda::Params& params,
+// Runs the plan of a text on params, whose x, y and weights are there. `chain` is what find_chain or find_stack made of it,
+// `out` the features of y. `kept` are tensors that it needs until its kernels are launched, after which PyTorch's streams
+// keep them.
+void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t out, const cuda::Params& params,
                  std::vector<Tensor>& kept, void* second = nullptr) {
-  const cuda::PlanKey key{&chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
+  const cuda::PlanKey key{chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
   const cuda::Program& program = program_of(key, text.value);
   const cuda::Device& device = cuda::find_device(key.device);
   void* others[4] = {nullptr, nullptr, nullptr, second};
@@ -272,7 +347,8 @@ void run_on_cuda(const Text& text, const Chain& chain, const Tensor& x, const cu
     others[i] = kept.back().mutable_data_ptr();
   }
   const cuda::ContextScope scope(device);
-  cuda::run(program, chain, key.dtype, device, params, others, current_stream(key.device));
+  const int64_t bytes = bytes_of(key.dtype);
+  cuda::run(program, x.size(1) * bytes, out * bytes, device, params, others, current_stream(key.device));
 }
 
 Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
@@ -297,7 +373,30 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   params.bias = bias ? address(*bias) : nullptr;
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  run_on_cuda(text, chain, x, params, kept);
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept);
+  return y;
+}
+
+// Of a stack that one kernel takes, as the planner knows.
+Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  for_layers(stack, x, tensors, [](auto&...) {});
+  STD_TORCH_CHECK(tensors.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights and biases at most, the stack has ", tensors.size());
+  const int64_t batch = x.size(0), out = stack.layers.back().out_features();
+  Tensor y = new_matrix(x, batch, out);
+  if (!batch) return y;
+
+  std::vector<Tensor> kept;
+  kept.reserve(tensors.size() + 4);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = y.mutable_data_ptr();
+  params.batch = batch;
+  for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
+  run_on_cuda(text, &stack, x, out, params, kept);
   return y;
 }
 
@@ -320,7 +419,7 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   params.y = gradient.mutable_data_ptr();
   params.batch = x.size(0);
   params.weights[0] = address(grad_y);
-  run_on_cuda(text, chain, x, params, kept);
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept);
   return gradient;
 }
 
@@ -380,7 +479,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
-  run_on_cuda(text, chain, x, params, kept, of_weights.mutable_data_ptr());
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept, of_weights.mutable_data_ptr());
   return gradients;
 }
 
@@ -394,7 +493,9 @@ std::vector<std::string> in_parts(const cuda::Failure& failure) {
 cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
   STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
                   batch_class);
-  return {&find_chain(chain.value), dtype_named(dtype.value), int(batch_class), int(device)};
+  const bool several = chain.value.find('|') != std::string::npos;
+  const void* described = several ? static_cast<const void*>(&find_stack(chain.value)) : &find_chain(chain.value);
+  return {described, dtype_named(dtype.value), int(batch_class), int(device)};
 }
 
 int64_t batch_class(int64_t batch) { return cuda::batch_class(batch); }
@@ -488,6 +589,8 @@ int64_t remove_cache_entries(bool all) { return cache::remove_entries(all); }
 STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
+  m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
+  m.def("stack_backward(Tensor grad_y, Tensor x, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, bool bias) -> Tensor[]");
   m.def("instruction_set() -> str");
@@ -507,10 +610,13 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward));
   m.impl("backward", TORCH_BOX(&factorlayer::backward));
+  m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward));
+  m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
+  m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
 }

@@ -90,6 +90,17 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *map(str, back)])
 
 
+@functools.lru_cache(1024)
+def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
+    """Whether the engine has kernels of its own for a text."""
+    from factorlayer.plan import has_plan  # not needed for kernels that are known
+
+    return has_plan(text, dtype_name(dtype), *_limits(device))
+
+
+has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _limits(device: int) -> tuple[int, int, int]:
     """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
     gpu = torch.cuda.get_device_properties(device)
@@ -279,9 +290,7 @@ def _cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     """What gradients are made of on a GPU."""
 
     def fits(chain: Chain) -> bool:
-        from factorlayer.plan import has_plan  # not needed for kernels that are known
-
-        return has_plan(chain.text, dtype_name(dtype), *_limits(device))
+        return has_kernel(chain.text, dtype, device)
 
     ops = torch.ops.factorlayer
     return Ops(

@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer import gradient, pair, pair_backward, streamed, wide
+from factorlayer import dense, gradient, pair, pair_backward, streamed, wide
 from factorlayer.chain import Chain
+from factorlayer.dense import Dense
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
@@ -35,7 +36,7 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Gradient | Pair | PairBackward | Reduction | Resident | Streamed | Wide
+Pass = Dense | Gradient | Pair | PairBackward | Reduction | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -45,7 +46,7 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class Plan:
     """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient in a third. `us` is
-    predicted."""
+    predicted. Of a stack, `chain` is the first layer's."""
 
     chain: Chain
     dtype: str
@@ -116,7 +117,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Pair | Streamed | Wide):
+    if isinstance(p, Dense | Pair | Streamed | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]
@@ -140,8 +141,19 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
 
 
 def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
-    chain = Chain.parse(text)
-    return plan(chain, "tf32" if dtype == "float32" and chain.tf32 else dtype, BATCHES[batch_class], gpu)
+    layers = tuple(Chain.parse(part.strip()) for part in text.split("|"))
+    dtype = "tf32" if dtype == "float32" and layers[0].tf32 else dtype
+    if len(layers) > 1:
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu)
+    return plan(layers[0], dtype, BATCHES[batch_class], gpu)
+
+
+def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Plan:
+    """Of layers that one pass takes."""
+    found = dense.tile(layers, dtype, batch, gpu)
+    if found is None:
+        raise PlanError(f"no pass takes all layers of {' | '.join(layer.text for layer in layers)!r}")
+    return Plan(layers[0], dtype, batch, gpu, (found,))
 
 
 @functools.lru_cache(256)

@@ -17,7 +17,7 @@ from test_expression import FUNCTIONS, NO_EXPRESSIONS, SPECIAL, SWEEP, Snake, ex
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from factorlayer import ACTIVATIONS, FactorLinear, factor_linear
+from factorlayer import ACTIVATIONS, FactorLinear, factor_linear, fuse
 from factorlayer.activations import evaluate
 from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, parameter
 from factorlayer.functional import choose
@@ -360,6 +360,25 @@ def test_opcheck_of_a_program_with_a_parameter() -> None:
     arguments = (x, weights, torch.randn(20), chain)
     torch.library.opcheck(torch.ops.factorlayer.forward, arguments)
     torch.library.opcheck(torch.ops.factorlayer.backward, (grad_y, *arguments, 0b11111))
+
+
+def test_stacks_carry_programs_and_parameters() -> None:
+    layers = [
+        FactorLinear(12, 20, activation=nn.PReLU()),
+        FactorLinear(20, 18, rank=2, activation=nn.Mish(), bias=False),
+        FactorLinear(18, 16, structure="monarch", activation=nn.Sequential(Snake(), nn.PReLU())),
+    ]
+    model = nn.Sequential(*layers).double()
+    stack = fuse(model, implementation="fused")
+    x = torch.randn(35, 12, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    for wanted in (leaves, [layers[0].activation.weight], list(layers[2].activation.parameters())):
+        found, right = (torch.autograd.grad(f(x).square().sum(), wanted) for f in (stack, model))
+        torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
+    with torch.profiler.profile() as profile:
+        torch.testing.assert_close(stack(x), model(x))
+    assert {"factorlayer::stack_forward"} <= {event.name for event in profile.events()}
+    assert torch.autograd.gradgradcheck(lambda x: stack(x), [x[:2].detach().requires_grad_()], fast_mode=True)
 
 
 def test_a_gpu_refuses_parameters_and_says_so() -> None:

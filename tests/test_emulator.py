@@ -6,6 +6,7 @@ instructions.cuh, which it replaces, and what the compilers for GPUs make of the
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +17,12 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION
 from torch import Tensor
 
-from factorlayer.activations import activate
+from factorlayer.activations import ACTIVATIONS, activate
 from factorlayer.backward import Ops, gradients, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.naive import naive
-from factorlayer.plan import BATCHES, Plan, has_plan, plan
+from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
 
@@ -279,6 +280,56 @@ def test_a_backward_pass_is_made_of_such_kernels(spec: LayerSpec, dtype: str, em
     right = torch.autograd.grad(naive(spec, exact[0], exact[1:]), exact, grad_y.double())
     for a, b in zip(found, right, strict=True):
         assert a.shape == b.shape and float((a - b).norm() / b.norm()) <= 4 * EPS[dtype]
+
+
+# Widths, whose rows are copied 2 to 16 bytes at a time, in whole and in half steps
+STACKS = [
+    ([32, 64, 48, 16], "bfloat16", "relu", 200),
+    ([20, 20, 20], "float16", "tanh", 70),
+    ([3, 45, 63, 1], "bfloat16", "softplus", 130),
+    ([13, 24, 5], "tf32", "gelu", 130),
+    ([48, 40, 128, 12], "tf32", "sigmoid", 65),
+    ([100, 200, 36], "float16", "sine", 64),
+]
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STACKS, ids=str)
+def test_stacks_are_right_and_keep_samples_apart(
+    widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator
+) -> None:
+    """Two processors, whose warpgroups take several tiles; every other layer has a bias."""
+    last = len(widths) - 2
+    layers = []
+    for i, (p, q) in enumerate(itertools.pairwise(widths)):
+        chain = Chain.of(kronecker((p,), (q,)), i % 2 == 0, activation if i < last else "identity")
+        layers.append(replace(chain, tf32=dtype == "tf32"))
+    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
+    assert found.passes[0].threads >= 256
+    kernels = emulator.compile(found)
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    x, tensors = draw(batch, widths[0]), []
+    right = torch.from_numpy(x)
+    for layer in layers:
+        (c,) = layer.contractions
+        weight, bias = draw(c.q, c.p) / 4, draw(c.q)
+        weight = decode(encode(weight, dtype), dtype).reshape(c.q, c.p)
+        tensors += [weight, bias] if layer.bias else [weight]
+        right = right @ torch.from_numpy(weight).T + (torch.from_numpy(bias) if layer.bias else 0)
+        right = ACTIVATIONS[layer.activation](right)
+    (y,), errors = emulator.run(found, kernels, x, tensors, None, blocks=1)
+    assert not errors
+    y = y.reshape(batch, -1)
+    assert np.linalg.norm(y - right.numpy()) <= 3 * EPS[dtype] * len(layers) * torch.linalg.norm(right)
+    broken = x.copy()
+    broken[batch // 2] = np.inf
+    (found_y,), errors = emulator.run(found, kernels, broken, tensors, None, blocks=1, seed=2)
+    others = np.arange(batch) != batch // 2
+    assert not errors
+    np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
 
 
 def test_cases_cover_the_families() -> None:

@@ -7,6 +7,7 @@ ptxas.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from factorlayer import runtime
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import BATCHES, plan, plan_text
+from factorlayer.plan import BATCHES, Plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
@@ -163,7 +164,40 @@ def activated() -> Iterator[Case]:
         yield Case(spec, dtype, "sm_90a", BATCHES[2], mish)
 
 
-AnyCase = Case | GradientCase | BackwardCase
+@dataclass(frozen=True)
+class StackCase:
+    """Dense layers, every other with a bias, on sm_90a."""
+
+    widths: tuple[int, ...]
+    dtype: str
+    activation: str = "relu"
+    architecture: str = "sm_90a"
+    batch: int = BATCHES[2]
+
+    def __str__(self) -> str:
+        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{self.activation}"
+
+    @property
+    def layers(self) -> tuple[Chain, ...]:
+        sizes = list(itertools.pairwise(self.widths))
+        activations = [self.activation] * (len(sizes) - 1) + ["identity"]
+        return tuple(
+            Chain.of(kronecker((p,), (q,)), i % 2 == 0, activation)
+            for i, ((p, q), activation) in enumerate(zip(sizes, activations, strict=True))
+        )
+
+
+STACKS = [
+    StackCase((32, 64, 64, 64, 64, 16), "bfloat16"),
+    StackCase((32, 64, 64, 64, 64, 16), "tf32"),
+    StackCase((20,) * 9, "float16", "tanh"),
+    StackCase((64, 128, 128, 1), "bfloat16", "gelu"),
+    StackCase((13, 45, 63, 127, 5), "tf32", "silu"),
+    StackCase((3, 256, 256, 3), "float16", "sine"),
+]
+
+
+AnyCase = Case | GradientCase | BackwardCase | StackCase
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,9 @@ class Kernel:
 
 
 def compile_case(case: AnyCase) -> list[Kernel]:
+    gpu = Gpu.of(ARCHITECTURES[case.architecture])
+    if isinstance(case, StackCase):
+        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu), case.architecture)
     if isinstance(case, BackwardCase):
         chain = replace(Chain.of(case.spec, False, "identity"), backward=True)
     elif isinstance(case, GradientCase):
@@ -190,10 +227,13 @@ def compile_case(case: AnyCase) -> list[Kernel]:
         chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=True)
     else:
         chain = Chain.of(case.spec, True, case.activation)
-    found = plan(chain, case.dtype, case.batch, Gpu.of(ARCHITECTURES[case.architecture]))
+    return compile_plan(plan(chain, case.dtype, case.batch, gpu), case.architecture)
+
+
+def compile_plan(found: Plan, architecture: str) -> list[Kernel]:
     kernels = []
     for head, name, source in sources(found.text()):
-        cubin, log = runtime.compile_kernel(source, name, case.architecture, OPTIONS)
+        cubin, log = runtime.compile_kernel(source, name, architecture, OPTIONS)
         assert cubin.startswith(b"\x7fELF") and name.encode() in cubin
         kernels.append(Kernel(name, str(found), int(head[4]), int(head[3]), log))
     assert kernels
@@ -256,6 +296,11 @@ def test_compiles_and_hardly_spills(case: Case, compiled: Compiled) -> None:
 @pytest.mark.parametrize("case", list(summed()), ids=str)
 def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 24)
+
+
+@pytest.mark.parametrize("case", STACKS, ids=str)
+def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, 32)
 
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)

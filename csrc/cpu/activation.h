@@ -1,18 +1,19 @@
 // What follows the contractions, over rows of finished sums: the bias, and a named activation or a program.
 
 template <class T> class Activation {
-  int64_t features_;
-  const T* bias_;          // null without one
-  const Named<T>* named_;  // null for the identity and for a program
+  int64_t features_ = 0;
+  const T* bias_ = nullptr;          // null without one
+  const Named<T>* named_ = nullptr;  // null for the identity and for a program
   Evaluator<T> program_;
 
  public:
+  Activation() = default;
   Activation(const Chain& chain, const T* bias, const std::vector<T>& parameters)
       : features_(chain.out_features()), bias_(bias), program_(chain.program.get(), parameters) {
     named_ = chain.program || chain.activation == "identity" ? nullptr : find_activation<T>(chain.activation);
   }
 
-  bool is_identity() const { return !named_ && !program_; }
+  explicit operator bool() const { return named_ || program_; }  // whether it is another than the identity
 
   // y = f(y + bias)
   void forward(int64_t rows, T* y) const {

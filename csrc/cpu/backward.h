@@ -1,54 +1,65 @@
-// Gradients of a chain, block by block: the states are computed again, then the contractions are gone through from the
-// last to the first. Sums over samples are kept for each task, and added up in the order of the tasks.
+// Gradients of a stack, block by block: its states are computed again as far as they are needed, then layers and
+// contractions are gone through from the last to the first. Sums over samples are kept for each task, and added up in
+// the order of the tasks.
 //
 // A sum over a long batch in float would lose what a tree of additions keeps: a few blocks are summed in T, and those
 // sums in double.
 
 template <class T, class S> class Backward {
-  using R = Run<T, S>;
-  const R run_;
-  const Chain& chain_;
-  const void* grad_y_;
-  const Gradients& wanted_;
-  const int64_t stages_, samples_, state_;  // state_: elements of the largest state of a block
-  const bool interleaved_;
+  // What is wanted of a layer, null where it is not, and where its sums lie among those of a task.
+  struct Wanted {
+    void* const* weights;
+    void* bias;
+    std::vector<bool> stages;     // of contraction i, or of any part of it
+    std::vector<int64_t> offset;  // of its sums [rank, size]
+    int64_t bias_offset;
+    int64_t earliest;  // the first contraction whose weight gradient is wanted
+    int64_t parameters = -1;  // the place of the sums of all the activation's parameters, if one of them is wanted
+  };
 
-  std::vector<bool> wants_weight_;  // of contraction i, or of any part of it
-  std::vector<int64_t> offset_;     // of its sums [rank, size] among those of a task; the bias comes first
+  // What a block keeps of a layer.
+  struct Kept {
+    States<T> states;
+    const T* x;  // in the layer's layout
+    T* z_rows;   // before bias and activation
+    T* y_rows;   // behind them
+  };
+
+  // The buffers of one task.
+  struct Buffers {
+    T *rows[2], *g_state, *gx_state, *x_rows, *scratch, *packed, *sum;
+    double* total;
+    std::vector<Kept> kept;
+  };
+
+  const Run<T, S> run_;
+  const std::vector<Layer<T, S>>& layers_;
+  const void* grad_y_;
+  void* grad_x_;
+  const int64_t count_;  // of layers
+  std::vector<Wanted> wanted_;
+  int64_t first_;      // layer that gradients go back to
+  int64_t reach_ = 0;  // behind the last layer whose inputs are needed
   int64_t sums_size_ = 0, scratch_size_ = 0;
-  int64_t parameters_ = -1;         // the offset of those of the activation's parameters, if any is wanted
-  int64_t earliest_;                // the first contraction whose weight gradient is wanted
   int64_t blocks_per_flush_;
   T* sums_;         // [tasks, sums_size]: of the last few blocks
   double* totals_;  // the same: of all blocks before
 
-  // The buffers of one task. A state is after contraction i.
-  struct Buffers {
-    T *x_rows, *x_state, *z_rows, *g_rows, *g_state, *gx_rows, *gx_state, *scratch, *packed, *sum;
-    std::vector<T*> states;
-  };
-
  public:
-  Backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads)
-      : run_(problem, int64_t(problem.chain->contractions.size()) + 2, threads), chain_(run_.chain), grad_y_(grad_y),
-        wanted_(wanted), stages_(run_.stages), samples_(run_.block.samples), state_(largest_state(chain_) * samples_),
-        interleaved_(run_.block.interleaved), wants_weight_(stages_), offset_(stages_), earliest_(stages_) {
-    sums_size_ = wanted.grad_bias ? run_.out : 0;
+  Backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads)
+      : run_(problem, true, threads), layers_(run_.layers), grad_y_(grad_y), grad_x_(gradients[0]),
+        count_(int64_t(layers_.size())), first_(grad_x_ ? 0 : count_) {
+    void* const* at = gradients.data() + 1;
     double multiply_adds = 1;
-    for (int64_t i = stages_; i-- > 0;) {
-      const Contraction& c = chain_.contractions[i];
-      multiply_adds += double(c.outer * c.q * c.inner * c.p) * double(samples_);
-      for (const Contraction& part : run_.groups[i].parts)
-        if (wanted.grad_weights[part.weight]) wants_weight_[i] = true;
-      if (!wants_weight_[i]) continue;
-      earliest_ = i;
-      offset_[i] = sums_size_;
-      sums_size_ += chain_.rank * c.weight_size();
-      scratch_size_ = std::max(scratch_size_, grad_weight_scratch(c));
+    for (int64_t l = 0; l < count_; ++l) {
+      const Wanted& wanted = wanted_.emplace_back(plan(layers_[l], at));
+      at += layers_[l].bias_index() + layers_[l].chain.bias;
+      const bool wants_weights = wanted.earliest < layers_[l].stages;
+      if (wanted.bias || wants_weights || wanted.parameters >= 0) first_ = std::min(first_, l);
+      if (first_ <= l && (wants_weights || layers_[l].activation)) reach_ = l + 1;
+      for (const Contraction& c : layers_[l].chain.contractions)
+        multiply_adds += double(c.outer * c.q * c.inner * c.p) * double(run_.samples);
     }
-    for (size_t i = 0; i < chain_.parameters(); ++i)
-      if (parameter_gradient(i)) parameters_ = sums_size_;
-    if (parameters_ >= 0) sums_size_ += int64_t(chain_.parameters());
     // As often as costs a few percent of the work at most.
     blocks_per_flush_ = std::clamp<int64_t>(int64_t(512 * double(sums_size_) / multiply_adds), 1, 16);
     sums_ = Arena<T>(Purpose::sums, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
@@ -64,104 +75,176 @@ template <class T, class S> class Backward {
         add(to - from, totals_ + task * sums_size_ + from, totals_ + from);
       std::copy(totals_ + from, totals_ + to, sums_ + from);
     });
-    if (wanted_.grad_bias) write(run_.out, sums_, static_cast<S*>(wanted_.grad_bias));
-    for (int64_t i = 0; i < stages_; ++i)
-      if (wants_weight_[i]) write_weight_gradients(i);
-    for (size_t i = 0; i < chain_.parameters(); ++i)
-      if (S* gradient = parameter_gradient(i)) write(1, sums_ + parameters_ + i, gradient);
+    for (int64_t l = 0; l < count_; ++l) {
+      const Wanted& wanted = wanted_[l];
+      if (wanted.bias) write(layers_[l].out, sums_ + wanted.bias_offset, static_cast<S*>(wanted.bias));
+      for (int64_t i = 0; i < layers_[l].stages; ++i)
+        if (wanted.stages[i]) write_weight_gradients(l, i);
+      for (size_t i = 0; i < layers_[l].chain.parameters(); ++i)
+        if (void* gradient = wanted.weights[layers_[l].parameter_index() + i])
+          write(1, sums_ + wanted.parameters + i, static_cast<S*>(gradient));
+    }
   }
 
  private:
-  S* parameter_gradient(size_t i) const {
-    return static_cast<S*>(wanted_.grad_weights[run_.problem.chain->contractions.size() + i]);
+  // Gives a layer's sums their places.
+  Wanted plan(const Layer<T, S>& layer, void* const* gradients) {
+    Wanted wanted{gradients, nullptr, {}, std::vector<int64_t>(layer.stages), sums_size_, layer.stages};
+    if (layer.chain.bias) wanted.bias = gradients[layer.bias_index()];
+    if (wanted.bias) sums_size_ += layer.out;
+    void* const* of_parameters = gradients + layer.parameter_index();
+    const int64_t parameters = int64_t(layer.chain.parameters());
+    if (std::any_of(of_parameters, of_parameters + parameters, [](void* gradient) { return gradient; })) {
+      wanted.parameters = sums_size_;
+      sums_size_ += parameters;
+    }
+    for (int64_t i = 0; i < layer.stages; ++i) {
+      const Contraction& c = layer.chain.contractions[i];
+      bool wants = false;
+      for (const Contraction& part : layer.groups[i].parts) wants |= gradients[part.weight] != nullptr;
+      wanted.stages.push_back(wants);
+      if (!wants) continue;
+      wanted.earliest = std::min(wanted.earliest, i);
+      wanted.offset[i] = sums_size_;
+      sums_size_ += layer.chain.rank * c.weight_size();
+      scratch_size_ = std::max(scratch_size_, grad_weight_scratch(c));
+    }
+    return wanted;
+  }
+
+  // take(elements) gives memory, in the same order every time.
+  template <class Take> Buffers make_buffers(Take&& take) const {
+    const int64_t samples = run_.samples, state = run_.largest * samples;
+    Buffers b{};
+    for (T** buffer : {&b.x_rows, &b.rows[0], &b.rows[1], &b.g_state, &b.gx_state}) *buffer = take(state);
+    for (int64_t l = 0; l < count_; ++l) {
+      const Layer<T, S>& layer = layers_[l];
+      const int64_t own = largest_state(layer.chain) * samples;
+      Kept& kept = b.kept.emplace_back();
+      kept.states.x = layer.interleaved ? take(own) : nullptr;
+      for (int64_t i = 0; i < layer.stages; ++i) kept.states.after.push_back(take(own));
+      kept.z_rows = layer.interleaved ? take(own) : kept.states.after.back();
+      kept.y_rows = l + 1 < count_ ? take(own) : nullptr;
+    }
+    b.scratch = take(scratch_size_), b.packed = take(kPackedSize<T>);
+    return b;
   }
 
   void run_task(int64_t task) {
-    constexpr auto padded = Arena<T>::padded;
-    Arena<T> arena(Purpose::block, (stages_ + 7) * padded(state_) + padded(scratch_size_) + padded(kPackedSize<T>));
-    Buffers b;
-    for (T** buffer : {&b.x_rows, &b.x_state, &b.z_rows, &b.g_rows, &b.g_state, &b.gx_rows, &b.gx_state})
-      *buffer = arena.take(state_);
-    for (int64_t i = 0; i < stages_; ++i) b.states.push_back(arena.take(state_));
-    b.scratch = arena.take(scratch_size_), b.packed = arena.take(kPackedSize<T>);
+    int64_t size = 0;
+    make_buffers([&](int64_t n) { return size += Arena<T>::padded(n), static_cast<T*>(nullptr); });
+    Arena<T> arena(Purpose::block, size);
+    Buffers b = make_buffers([&](int64_t n) { return arena.take(n); });
     b.sum = sums_ + task * sums_size_;
-    double* total = totals_ + task * sums_size_;
+    b.total = totals_ + task * sums_size_;
     std::fill(b.sum, b.sum + sums_size_, T(0));
-    std::fill(total, total + sums_size_, 0.0);
+    std::fill(b.total, b.total + sums_size_, 0.0);
     int64_t unflushed = 0;
     auto flush = [&] {
-      add(sums_size_, b.sum, total);
+      add(sums_size_, b.sum, b.total);
       std::fill(b.sum, b.sum + sums_size_, T(0));
       unflushed = 0;
     };
     run_.for_blocks(task, [&](int64_t first, int64_t count) {
-      run_block(first, count, b, parameters_ < 0 ? nullptr : total + parameters_);
+      go_forward(first, count, b);
+      go_back(first, count, b);
       if (++unflushed == blocks_per_flush_) flush();
     });
     flush();
   }
 
-  void run_block(int64_t first, int64_t count, const Buffers& b, double* parameter_sums) {
-    const Block block{interleaved_ ? samples_ : count, interleaved_, count};
-    const T* x = R::read_rows(run_.problem.x, first, count, run_.in, b.x_rows);
-    if (interleaved_) run_.interleave(count, run_.in, x, b.x_state), x = b.x_state;
-    const T* g = R::read_rows(grad_y_, first, count, run_.out, b.g_rows);
-    if (!run_.activation->is_identity()) {
-      if (g != b.g_rows) std::copy(g, g + count * run_.out, b.g_rows), g = b.g_rows;
-      undo_activation(block, x, b, parameter_sums);
-    }
-    if (wanted_.grad_bias)
-      for (int64_t n = 0; n < count; ++n) add(run_.out, g + n * run_.out, b.sum);
-    if (!wanted_.grad_x && earliest_ == stages_) return;
-    if (interleaved_) run_.interleave(count, run_.out, g, b.g_state), g = b.g_state;
-
-    T* rows = wanted_.grad_x ? R::output_rows(wanted_.grad_x, first, run_.in, b.gx_rows) : nullptr;
-    T* gx = interleaved_ ? b.gx_state : rows;
-    for (int64_t r = 0; r < chain_.rank; ++r) go_back(r, block, x, g, gx, b);
-    if (!wanted_.grad_x) return;
-    if (interleaved_) transpose<T>(run_.in, count, gx, samples_, rows, run_.in);
-    R::write_rows(wanted_.grad_x, first, count, run_.in, rows);
-  }
-
-  // g_rows *= the activation's derivative at z = chain(x) + bias
-  void undo_activation(Block block, const T* x, const Buffers& b, double* parameter_sums) {
-    T* z = b.states.back();
-    for (int64_t r = 0; r < chain_.rank; ++r) run_.contract_all(r, stages_, block, x, b.states, b.packed);
-    if (interleaved_) transpose<T>(run_.out, block.valid, z, samples_, b.z_rows, run_.out), z = b.z_rows;
-    run_.activation->backward(block.valid, z, b.g_rows, parameter_sums);
-  }
-
-  // The contractions of rank r, from the last to the first one needed.
-  void go_back(int64_t r, Block block, const T* x, const T* g, T* gx, const Buffers& b) {
-    const bool states_are_there = !run_.activation->is_identity() && chain_.rank == 1;
-    if (earliest_ < stages_ && !states_are_there) run_.contract_all(r, stages_ - 1, block, x, b.states, b.packed);
-    for (int64_t i = stages_; i-- > (wanted_.grad_x ? 0 : earliest_);) {
-      const Contraction& c = chain_.contractions[i];
-      if (wants_weight_[i]) {
-        T* sum = b.sum + offset_[i] + r * c.weight_size();
-        contract_grad_w<T>(c, block, g, i ? b.states[i - 1] : x, sum, b.scratch);
+  // Keeps the states of a block that gradients need.
+  void go_forward(int64_t first, int64_t count, Buffers& b) const {
+    if (!reach_) return;
+    const T* rows = read_rows<T, S>(run_.problem.tensors[0], first, count, run_.in, b.x_rows);
+    for (int64_t l = 0; l < reach_; ++l) {
+      const Layer<T, S>& layer = layers_[l];
+      const Block block = layer.block(run_.samples, count);
+      Kept& kept = b.kept[l];
+      if (l < first_) {
+        layer.forward(block, rows, kept.y_rows, kept.states, b.packed);
+        rows = kept.y_rows;
+        continue;
       }
-      if (i == earliest_ && !wanted_.grad_x) return;
-      T* to = i ? b.states[i - 1] : gx;  // a state is used up once its weight gradient is taken
-      contract_grad_x<T>(c, block, run_.weights[r * stages_ + i], g, to, r > 0 && i == 0, b.packed);
+      kept.x = layer.from_rows(block, layer.in, rows, kept.states.x);
+      const bool ends = l + 1 == reach_;
+      if (ends && !layer.activation) return;  // its states are made on the way back
+      for (int64_t r = 0; r < layer.chain.rank; ++r)
+        layer.contract_all(r, layer.stages, block, kept.x, kept.states.after, b.packed);
+      layer.to_rows(block, layer.out, kept.states.after.back(), kept.z_rows);
+      if (ends) return;
+      T* y = layer.activation ? kept.y_rows : kept.z_rows;
+      if (y != kept.z_rows) std::copy(kept.z_rows, kept.z_rows + count * layer.out, y);
+      layer.activation.forward(count, y);
+      rows = y;
+    }
+  }
+
+  void go_back(int64_t first, int64_t count, const Buffers& b) const {
+    if (first_ == count_) return;
+    const T* g = read_rows<T, S>(grad_y_, first, count, run_.out, b.rows[count_ % 2]);
+    for (int64_t l = count_; l-- > first_;) {
+      const Layer<T, S>& layer = layers_[l];
+      const Block block = layer.block(run_.samples, count);
+      if (layer.activation) {  // g *= its derivative at z + bias
+        T* own = b.rows[(l + 1) % 2];
+        if (g != own) std::copy(g, g + count * layer.out, own), g = own;
+        const int64_t parameters = wanted_[l].parameters;
+        layer.activation.backward(count, b.kept[l].z_rows, own, parameters < 0 ? nullptr : b.total + parameters);
+      }
+      if (wanted_[l].bias)
+        for (int64_t n = 0; n < count; ++n) add(layer.out, g + n * layer.out, b.sum + wanted_[l].bias_offset);
+      const bool passes = l > first_ || grad_x_;
+      if (!passes && wanted_[l].earliest == layer.stages) return;
+      g = layer.from_rows(block, layer.out, g, b.g_state);
+      T* rows = !passes ? nullptr : l ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
+      T* gx = layer.interleaved ? b.gx_state : rows;
+      for (int64_t r = 0; r < layer.chain.rank; ++r) go_back(l, r, block, g, passes ? gx : nullptr, b);
+      if (!passes) return;
+      layer.to_rows(block, layer.in, gx, rows);
+      g = rows;
+    }
+    write_rows<T, S>(grad_x_, first, count, run_.in, g);
+  }
+
+  // The contractions of term r, from the last to the first one needed; gx is null where it is not wanted.
+  void go_back(int64_t l, int64_t r, Block block, const T* g, T* gx, const Buffers& b) const {
+    const Layer<T, S>& layer = layers_[l];
+    const Wanted& wanted = wanted_[l];
+    const std::vector<T*>& states = b.kept[l].states.after;
+    const T* x = b.kept[l].x;
+    const int64_t stages = layer.stages;
+    const bool states_are_there = layer.chain.rank == 1 && (layer.activation || l + 1 < reach_);
+    if (wanted.earliest < stages && !states_are_there)
+      layer.contract_all(r, stages - 1, block, x, states, b.packed);
+    for (int64_t i = stages; i-- > (gx ? 0 : wanted.earliest);) {
+      const Contraction& c = layer.chain.contractions[i];
+      if (wanted.stages[i]) {
+        T* sum = b.sum + wanted.offset[i] + r * c.weight_size();
+        contract_grad_w<T>(c, block, g, i ? states[i - 1] : x, sum, b.scratch);
+      }
+      if (i == wanted.earliest && !gx) return;
+      T* to = i ? states[i - 1] : gx;  // a state is used up once its weight gradient is taken
+      contract_grad_x<T>(c, block, layer.weights[r * stages + i], g, to, r > 0 && i == 0, b.packed);
       g = to;
     }
   }
 
   // From the sums for contraction i to the gradients of the weights that it stands for.
-  void write_weight_gradients(int64_t i) const {
-    const Group& group = run_.groups[i];
-    const T* sums = sums_ + offset_[i];
+  void write_weight_gradients(int64_t l, int64_t i) const {
+    const Layer<T, S>& layer = layers_[l];
+    const Group& group = layer.groups[i];
+    const T* sums = sums_ + wanted_[l].offset[i];
     std::vector<T> buffer;
-    for (int64_t r = 0; r < chain_.rank; ++r, sums += group.whole.weight_size())
+    for (int64_t r = 0; r < layer.chain.rank; ++r, sums += group.whole.weight_size())
       for (size_t part = 0; part < group.parts.size(); ++part) {
         const Contraction& c = group.parts[part];
-        S* grad = static_cast<S*>(wanted_.grad_weights[c.weight]);
+        S* grad = static_cast<S*>(wanted_[l].weights[c.weight]);
         if (!grad) continue;
         const T* found = sums;
         if (group.parts.size() > 1) {
           buffer.resize(c.weight_size());
-          part_gradient(group, run_.parts[r * stages_ + i], part, sums, buffer.data());
+          part_gradient(group, layer.parts[r * layer.stages + i], part, sums, buffer.data());
           found = buffer.data();
         }
         write(c.weight_size(), found, grad + r * c.weight_size());

@@ -1,4 +1,4 @@
-// How many samples go through a chain together, in which layout, and the memory their states live in.
+// How many samples go through the layers together, in which layout, and the memory their states live in.
 
 constexpr int64_t kPlainBytes = 64 << 10;       // what the states of a block may take in the plain layout,
 constexpr int64_t kInterleavedBytes = 2 << 20;  // and interleaved, where more samples reuse each weight
@@ -41,25 +41,28 @@ inline int64_t largest_state(const Chain& chain) {
   return size;
 }
 
-// Which layout, and how many samples a block has. `states`: how many states are alive at a time.
-template <class T> Block choose_block(const Chain& chain, int64_t batch, int64_t states) {
+// Which layout a layer has. `bytes`: what the states of a sample take, all that are alive at a time.
+template <class T> bool is_interleaved(const Chain& chain, int64_t batch, int64_t bytes) {
   constexpr int64_t L = kLanes<T>;
-  const int64_t state_bytes = largest_state(chain) * states * int64_t(sizeof(T));
   double plain = 0, interleaved = kTransposeCost * double(chain.in_features() + chain.out_features());
-  const int64_t first_slabs = chain.contractions.front().outer;
-  bool untied = false;
   for (const Contraction& c : chain.contractions) {
+    if (!c.tied) return true;
     const int64_t along = c.inner == 1 ? c.q : c.inner, across = c.inner == 1 ? c.outer : c.outer * c.q;
     plain += double(across * ((along + L - 1) / L * L) * c.p);
     interleaved += double(c.outer * c.q * c.inner * c.p) * double(std::max(batch, L)) / double(batch);
-    untied |= !c.tied;
   }
-  if (state_bytes * L > kInterleavedBytes / 2) interleaved *= 4;  // such a state would leave the cache
-  if (untied || interleaved < plain) {
-    const int64_t fitting = kInterleavedBytes / state_bytes / L * L;
-    const int64_t samples = std::clamp<int64_t>(fitting, L, 4 * L);
-    return {std::min(samples, (batch + L - 1) / L * L), true, 0};
-  }
-  const int64_t rows = (2 * kTileRows[1] + first_slabs - 1) / first_slabs;  // enough to fill register tiles
-  return {std::clamp<int64_t>(std::max(kPlainBytes / state_bytes, rows), 1, batch), false, 0};
+  if (bytes * L > kInterleavedBytes / 2) interleaved *= 4;  // such a state would leave the cache
+  return interleaved < plain;
+}
+
+template <class T> int64_t interleaved_samples(int64_t batch, int64_t bytes) {
+  constexpr int64_t L = kLanes<T>;
+  const int64_t fitting = kInterleavedBytes / bytes / L * L;
+  return std::min(std::clamp<int64_t>(fitting, L, 4 * L), (batch + L - 1) / L * L);
+}
+
+// Samples enough to fill register tiles in the plain layout.
+inline int64_t rows_to_fill_tiles(const Chain& chain) {
+  const int64_t slabs = chain.contractions.front().outer;
+  return (2 * kTileRows[1] + slabs - 1) / slabs;
 }

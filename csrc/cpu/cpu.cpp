@@ -13,7 +13,7 @@ namespace factorlayer::cpu {
 #define FL_DECLARE(ISA)                                                                        \
   namespace ISA {                                                                              \
   void forward(const Problem&, void*, int, const Parallel&);                                   \
-  void backward(const Problem&, const void*, const Gradients&, int, const Parallel&);          \
+  void backward(const Problem&, const void*, const std::vector<void*>&, int, const Parallel&); \
   bool has_activation(const std::string&);                                                     \
   }
 FL_DECLARE(generic)
@@ -29,7 +29,7 @@ struct Build {
   const char* name;
   bool runs_here;
   void (*forward)(const Problem&, void*, int, const Parallel&);
-  void (*backward)(const Problem&, const void*, const Gradients&, int, const Parallel&);
+  void (*backward)(const Problem&, const void*, const std::vector<void*>&, int, const Parallel&);
 };
 
 Build choose_build() {
@@ -64,9 +64,9 @@ void forward(const Problem& problem, void* y, int threads, const Parallel& paral
   build().forward(problem, y, threads, parallel);
 }
 
-void backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads,
+void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel) {
-  build().backward(problem, grad_y, wanted, threads, parallel);
+  build().backward(problem, grad_y, gradients, threads, parallel);
 }
 
 bool has_activation(const std::string& name) { return generic::has_activation(name); }

@@ -1,9 +1,10 @@
-// The fused CPU kernels: a block of samples goes through all contractions, bias and activation while it
-// sits in cache. No torch in here; ops.cpp calls it.
+// The fused CPU kernels: a block of samples goes through all layers, each of which is contractions, bias and activation,
+// while it sits in cache. No torch in here; ops.cpp calls it.
 #pragma once
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "../chain.h"
 #include "../dtype.h"
@@ -13,25 +14,19 @@ namespace factorlayer::cpu {
 // Runs tasks 0 .. count-1, in parallel where it can.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
 
-// Pointers to contiguous memory of one dtype: x is [batch, in], y [batch, out], weights and bias as in chain.h.
+// A stack of layers, each with the next one's inputs for outputs. Tensors are contiguous and of one dtype.
 struct Problem {
-  const Chain* chain;
+  std::vector<const Chain*> layers;
   DType dtype;
   int64_t batch;
-  const void* x;
-  const void* const* weights;
-  const void* bias;  // null without one
-};
-
-// Null where a gradient is not wanted. Sums over samples are partial sums per thread, added in their order.
-struct Gradients {
-  void* grad_x;
-  void* const* grad_weights;
-  void* grad_bias;
+  std::vector<const void*> tensors;  // x [batch, in], then each layer's weights as in chain.h, and its bias if it has one
 };
 
 void forward(const Problem& problem, void* y, int threads, const Parallel& parallel);
-void backward(const Problem& problem, const void* grad_y, const Gradients& gradients, int threads,
+
+// `gradients`: one for each of the problem's tensors, null where it is not wanted. Sums over samples are partial sums per
+// thread, added in their order.
+void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel);
 
 bool has_activation(const std::string& name);

@@ -72,10 +72,11 @@ template <class T> struct Source {
 };
 
 template <class T> class Evaluator {
-  const Program* program_;
+  const Program* program_ = nullptr;
   std::vector<T> constants_;  // a vector of each
 
  public:
+  Evaluator() = default;
   Evaluator(const Program* program, const std::vector<T>& parameters) : program_(program) {
     if (!program) return;
     constants_.reserve((parameters.size() + program->numbers.size()) * kLanes<T>);

@@ -9,6 +9,7 @@
 #include "block.h"
 #include "expression.h"
 #include "activation.h"
+#include "layer.h"
 #include "run.h"
 #include "forward.h"
 #include "backward.h"
@@ -28,10 +29,10 @@ void forward(const Problem& problem, void* y, int threads, const Parallel& paral
   });
 }
 
-void backward(const Problem& problem, const void* grad_y, const Gradients& wanted, int threads,
+void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
-    Backward<decltype(t), decltype(s)>(problem, grad_y, wanted, threads).run(parallel);
+    Backward<decltype(t), decltype(s)>(problem, grad_y, gradients, threads).run(parallel);
   });
 }
 

@@ -137,9 +137,8 @@ std::string cubin_of(const Pass& pass, std::string& warning) {
   return cubin;
 }
 
-void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
+void run(const Program& program, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
          void* const (&others)[4], Stream stream) {
-  const int64_t x_row = chain.in_features() * bytes_of(dtype), y_row = chain.out_features() * bytes_of(dtype);
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
   const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
   Params given = params;

@@ -30,7 +30,7 @@ struct Params {
 int batch_class(int64_t batch);
 
 struct PlanKey {
-  const Chain* chain;  // of find_chain
+  const void* chain;  // of find_chain, or the stack of find_stack
   DType dtype;
   int batch_class;
   int device;
@@ -64,9 +64,10 @@ const Program& build_program(const PlanKey& key, const std::string& plan, bool r
 // The kernel from the cache or from NVRTC. Throws CompilationFailed.
 std::string cubin_of(const Pass& pass, std::string& warning);
 
-// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call; the first two of `others` hold
-// min(batch, chunk) samples, the fourth is the second output. The device's context is current.
-void run(const Program& program, const Chain& chain, DType dtype, const Device& device, const Params& params,
+// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call, whose rows have x_row and y_row
+// bytes; the first two of `others` hold min(batch, chunk) samples, the fourth is the second output. The device's context is
+// current.
+void run(const Program& program, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
          void* const (&others)[4], Stream stream);
 
 }  // namespace factorlayer::cuda

@@ -202,7 +202,7 @@ def training(layer: nn.Module, steps: int, batch: int, features: int, dtype: tor
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

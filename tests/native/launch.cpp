@@ -38,7 +38,8 @@ int main(int, char** words) {
     params.x = at(0x10000000), params.y = at(0x20000000), params.batch = batch;
     for (int i = 0; i < cuda::MAX_WEIGHTS; ++i) params.weights[i] = at(0x50 + i);
     void* others[4] = {at(0x30000000), at(0x40000000), at(0x60000000), at(0x70000000)};
-    cuda::run(*program, chain, dtype, device, params, others, at(0x77));
+    cuda::run(*program, chain.in_features() * bytes_of(dtype), chain.out_features() * bytes_of(dtype), device, params, others,
+              at(0x77));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error %s\n", error.what());
     return 1;

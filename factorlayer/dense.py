@@ -1,0 +1,163 @@
+"""Passes of dense layers one behind another, their states in registers: what csrc/engine/dense.cuh is told."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from factorlayer.chain import Chain
+from factorlayer.device import ELEMENT, MATH, headers, wgmma
+from factorlayer.expression import cuda_type
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.resident import round_up
+
+WIDEST = 256  # of the matrix unit's sums
+START_US = 3.0
+OTHER_REGISTERS = 34
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A pass, tiled. `us` is the time predicted."""
+
+    layers: tuple[Chain, ...]
+    dtype: str
+    groups: int  # of four warps, each with samples of its own
+    gpu: Gpu
+    us: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def step(self) -> int:
+        """k's of a product."""
+        return 32 // self.size
+
+    @functools.cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """p, q of each layer"""
+        return tuple((chain.in_features, chain.out_features) for chain in self.layers)
+
+    def columns(self, i: int) -> int:
+        """Of layer i's sums: whole tiles, and whole steps of the next layer."""
+        return round_up(self.sizes[i][1], 8 if i == len(self.layers) - 1 else self.step)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Where each layer's weight and bias begin in shared memory, and behind the last one's where they end."""
+        found, at = [], 0
+        for i, (p, _) in enumerate(self.sizes):
+            weight, n = at, self.columns(i)
+            at += -(-p // (4 * self.step)) * n * 128  # slabs of four steps
+            found.append((weight, at))
+            at = round_up(at + 4 * round_up(n, 16), 1024)
+        return (*found, (at, at))
+
+    @property
+    def shared(self) -> int:
+        return self.places[-1][0]
+
+    @property
+    def registers_needed(self) -> int:
+        """Of a thread, about: a layer's sums, its operands and the next one's, and those of the samples to come."""
+        steps = [-(-p // self.step) * 4 for p, _ in self.sizes]
+        sums = [self.columns(i) // 2 for i in range(len(self.sizes))]
+        most = max(s + max(d, n) for s, d, n in zip(steps, sums, [*steps[1:], 0], strict=True))
+        both = max(d + n for d, n in zip(sums, [*steps[1:], 0], strict=True))
+        return steps[0] + max(most, both) + OTHER_REGISTERS
+
+    @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    @property
+    def units_per_block(self) -> int:
+        """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
+        return 64
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.sizes[-1][1] * self.size
+
+    def __str__(self) -> str:
+        widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
+        return f"dense layers: {widths}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        last = len(self.layers) - 1
+        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int GROUPS = {self.groups};"]
+        calls, loads, tensor = [], [], 0
+        for i, chain in enumerate(self.layers):
+            p, q = self.sizes[i]
+            weight_at, bias_at = self.places[i]
+            numbers = {"P": p, "Q": q, "N": self.columns(i), "WEIGHT": tensor, "BIAS": tensor + 1 if chain.bias else -1}
+            numbers |= {"weight_at": weight_at, "bias_at": bias_at}
+            tensor += 1 + chain.bias
+            fields = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+            flags = {"FIRST": i == 0, "LAST": i == last}
+            fields += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+            lines.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
+            loads.append(f"c.template load_layer<L{i}>();")
+            calls.append(f"float d{i}[L{i}::N / 2];")
+            calls.append(f"c.template multiply<L{i}>(a{i}, d{i});")
+            if i < last:
+                calls.append(f"u32 a{i + 1}[C::template kSteps<L{i + 1}>][4];")
+                calls.append(f"c.template hand_on<L{i}, L{i + 1}>(d{i}, a{i + 1});")
+        calls.append(f"c.store(d{last}, tile);")
+        lines += ["using First = L0;", f"using Last = L{last};"]
+        of = "template <class C> static DEVICE void"
+        lines += [f"{of} load_weights(const C& c) {{", *(f"  {load}" for load in loads), "}"]
+        lines += [f"{of} layers(const C& c, u32 (&a0)[C::template kSteps<L0>][4], i64 tile) {{"]
+        lines += [*(f"  {call}" for call in calls), "}"]
+        struct = "\n  ".join(lines)
+        return (
+            headers("wgmma.cuh")
+            + "".join(wgmma(self.dtype, n) for n in sorted({self.columns(i) for i in range(last + 1)}))
+            + headers("dense.cuh").removeprefix(headers())
+            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+            + f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
+            + f"{name}(const __grid_constant__ Params params) {{ DenseLayers<Pass>(params).run(); }}\n"
+        )
+
+
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | None:
+    """None where this family has no kernel."""
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
+        return None
+    for chain in layers:
+        (c, *further) = chain.contractions
+        if further or chain.rank > 1 or not c.tied or c.outer * c.inner > 1 or max(c.p, c.q) > WIDEST:
+            return None
+        if chain.parameters:  # of an activation
+            return None
+    for groups in (4, 3, 2, 1):
+        plan = Dense(tuple(layers), dtype, groups, gpu)
+        if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
+            return replace(plan, us=_time(plan, batch))
+    return None
+
+
+def _time(plan: Dense, batch: int) -> float:
+    """Predicted microseconds."""
+    tiles = math.ceil(batch / (64 * plan.gpu.sms))
+    rate = 0.6 * plan.gpu.flops["bfloat16"] * (0.5 if plan.dtype == "tf32" else 1.0)
+    products = sum(2 * 64 * round_up(p, plan.step) * plan.columns(i) for i, (p, _) in enumerate(plan.sizes)) / rate
+    sums = 64 * sum(plan.columns(i) for i in range(len(plan.sizes))) * 6 / 32 / plan.gpu.instructions
+    memory = 64 * (plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    alone = 0.35 * len(plan.layers) + products  # of a tile that nothing runs beside
+    return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))

@@ -1,0 +1,246 @@
+"""fuse: a model's layers and activations as stacks, with the model's own parameters.
+
+torch.fx finds what stands one behind another. What is no layer and no activation stays as it is, between stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its customary name)
+from torch import fx, nn
+
+from factorlayer.functional import implementation_name
+from factorlayer.layers import FactorLinear
+from factorlayer.mlp import FactorMLP
+from factorlayer.stack import Layer, LayerStack, is_hooked, layer_of
+
+# Functions of one tensor, called without further arguments, by what fx calls them.
+FUNCTIONS: dict[Callable[..., Any] | str, str] = {
+    torch.relu: "relu", F.relu: "relu", "relu": "relu",
+    torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", "sigmoid": "sigmoid",
+    torch.tanh: "tanh", F.tanh: "tanh", "tanh": "tanh",
+    torch.sin: "sine", "sin": "sine",
+    torch.square: "square", "square": "square",
+    F.silu: "silu", F.gelu: "gelu", F.elu: "elu", F.leaky_relu: "leaky_relu", F.softplus: "softplus",
+}  # fmt: skip
+MODULES = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Identity: "identity"}
+
+
+def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
+    """The module, run as stacks of its Linear and FactorLinear layers with the activations behind them.
+
+    The parameters are the module's own, under their names: optimizers and checkpoints go on with either. What cannot be
+    in a stack is called as before; `explain()` of what is returned says what runs how.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
+    try:
+        implementation = implementation_name(implementation)
+    except ValueError as error:
+        raise ValueError(f"fuse: {error}") from None
+    if isinstance(module, Fused):
+        module = module.module
+    if not list(module.children()):
+        return module  # a layer by itself, or nothing to fuse
+    return Fused(module, implementation)
+
+
+class Fused(nn.Module):
+    """What fuse returns: the children of a module under their names, called by way of stacks."""
+
+    def __init__(self, module: nn.Module, implementation: str) -> None:
+        super().__init__()
+        self.training, self.implementation = module.training, implementation
+        self._parameters, self._buffers = module._parameters, module._buffers
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        self._module = [module]  # in a list: no child, whose parameters would have two names
+        self._build()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module as it was given."""
+        return self._module[0]
+
+    def _build(self) -> None:
+        module = self.module
+        graph, self._reasons = _trace(module)
+        self._stacks: dict[str, LayerStack] = {}
+        for members in list(_runs(module, graph)):
+            name = f"stack_{len(self._stacks)}"
+            while hasattr(module, name):
+                name += "_"
+            self._stacks[name] = _replace(module, graph, members, name, self.implementation)
+        owner = nn.Module()
+        for name, part in (*module.named_children(), *self._stacks.items()):
+            owner.add_module(name, part)
+        owner._parameters, owner._buffers = module._parameters, module._buffers
+        calls = fx.GraphModule(owner, graph)
+        # Not copies of what lies on the way to a parameter, but the module's own parts: another may take its place.
+        calls._modules, calls._parameters, calls._buffers = owner._modules, owner._parameters, owner._buffers
+        self._calls = [calls]
+        self.__dict__["forward"] = calls.forward  # with the module's own arguments
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickle: without what can be built again."""
+        built = ("_calls", "_stacks", "_reasons", "forward")
+        return {name: value for name, value in self.__dict__.items() if name not in built}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._build()
+
+    def explain(self) -> str:
+        """What runs as stacks, what stays as it was, and why."""
+        lines = [f"fuse({type(self.module).__name__}):"]
+        for node in self._calls[0].graph.nodes:
+            stack = self._stacks.get(str(node.target))
+            if stack is not None:
+                lines.append(f"  {'a stack' if len(stack.layers) > 1 else 'one layer'}:")
+                lines += [f"    {name}: {layer}" for name, layer in zip(stack.names, stack.layers, strict=True)]
+            elif node.op not in ("placeholder", "output", "get_attr"):
+                name = node.target if isinstance(node.target, str) else node.target.__name__
+                lines.append(f"  {name}: as it was{self._why_not(node)}")
+        return "\n".join(lines)
+
+    def _why_not(self, node: fx.Node) -> str:
+        if node.op != "call_module":
+            return ""
+        member = self.module.get_submodule(str(node.target))
+        if is_hooked(member):
+            return ", because it has hooks"
+        return self._reasons.get(str(node.target), "")
+
+
+# From a module to a graph
+
+
+class _Tracer(fx.Tracer):
+    """Calls of PyTorch's modules, of ours and of what cannot be traced are nodes; others are looked into."""
+
+    def __init__(self, opaque: dict[str, str]) -> None:
+        super().__init__()
+        self.opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if module_qualified_name in self.opaque or isinstance(m, (FactorLinear, FactorMLP, Fused)):
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(module: nn.Module) -> tuple[fx.Graph, dict[str, str]]:
+    """The graph of a module's calls, and for each part that torch.fx cannot look into, why."""
+    opaque: dict[str, str] = {}
+    for name, part in reversed(list(module.named_modules())):  # the innermost first
+        if not name or _Tracer({}).is_leaf_module(part, name):
+            continue
+        inner = {key[len(name) + 1 :]: why for key, why in opaque.items() if key.startswith(f"{name}.")}
+        try:
+            _trace_in_both_modes(part, inner)
+        except Exception as error:  # whatever a model's code raises when it is called with proxies
+            opaque[name] = f", because torch.fx cannot trace it: {error}"
+    try:
+        return _trace_in_both_modes(module, opaque), opaque
+    except Exception as error:
+        raise ValueError(
+            f"fuse: torch.fx cannot trace {type(module).__name__}: {error}; fuse the parts of it that are sequences of "
+            "layers, and put them in their places"
+        ) from error
+
+
+def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str]) -> fx.Graph:
+    """For a graph knows one only."""
+    modes = {part: part.training for part in module.modules()}
+    graphs = []
+    try:
+        for mode in (True, False):
+            for part in modes:
+                part.training = mode
+            graphs.append(_Tracer(opaque).trace(module))
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    if str(graphs[0]) != str(graphs[1]):
+        raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
+    return graphs[1]
+
+
+# From a graph to stacks
+
+
+def _runs(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Nodes one behind another that are one stack: layers, each with an activation behind it or none."""
+    taken: set[fx.Node] = set()
+    for first in graph.nodes:
+        layer = _layer(module, first)
+        if first in taken or layer is None:
+            continue
+        run, ends = [first], layer.chain.activation  # of the last layer
+        while len(run[-1].users) == 1:
+            (following,) = run[-1].users
+            if following.args[:1] != (run[-1],):
+                break
+            layer, activation = _layer(module, following), _activation(module, following)
+            if layer is not None:
+                ends = layer.chain.activation
+            elif activation is not None and "identity" in (ends, activation):
+                ends = activation if ends == "identity" else ends
+            else:
+                break
+            run.append(following)
+        taken.update(run)
+        if len(run) > 1:
+            yield run
+
+
+def _replace(module: nn.Module, graph: fx.Graph, run: Sequence[fx.Node], name: str, implementation: str) -> LayerStack:
+    members: list[tuple[str, nn.Module, str]] = []
+    for node in run:
+        activation = _activation(module, node)
+        if activation is None:
+            members.append((str(node.target), module.get_submodule(str(node.target)), "identity"))
+        elif activation != "identity":
+            members[-1] = (*members[-1][:2], activation)
+    with graph.inserting_after(run[-1]):
+        call = graph.call_module(name, (run[0].args[0],))
+    run[-1].replace_all_uses_with(call)
+    for node in reversed(run):
+        graph.erase_node(node)
+    return LayerStack(members, implementation, "fuse")
+
+
+def _layer(module: nn.Module, node: fx.Node) -> Layer | None:
+    """The layer that a node calls, with one tensor and nothing else."""
+    if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+        return None
+    member = module.get_submodule(str(node.target))
+    if is_hooked(member):
+        return None
+    return layer_of(member)
+
+
+def _activation(module: nn.Module, node: fx.Node) -> str | None:
+    """The name of the activation that a node is."""
+    if node.op in ("call_function", "call_method"):
+        further = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+        if node.target is F.gelu and further.get("approximate") in ("none", "tanh") and len(further) == 1:
+            return "gelu" if further["approximate"] == "none" else "gelu_tanh"
+        return FUNCTIONS.get(node.target) if len(node.args) == 1 and not further else None
+    if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+        return None
+    member: Any = module.get_submodule(str(node.target))
+    kind = type(member)
+    if is_hooked(member):
+        return None
+    if kind is nn.GELU:
+        return "gelu" if member.approximate == "none" else "gelu_tanh"
+    if kind is nn.LeakyReLU and member.negative_slope == 0.01:
+        return "leaky_relu"
+    if kind is nn.ELU and member.alpha == 1:
+        return "elu"
+    if kind is nn.Softplus and (member.beta, member.threshold) == (1, 20):
+        return "softplus"
+    return MODULES.get(kind)

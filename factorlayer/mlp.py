@@ -1,0 +1,110 @@
+"""FactorMLP: layers with activations between them, as one module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from factorlayer.activations import activation_name
+from factorlayer.functional import implementation_name
+from factorlayer.layers import FactorLinear
+from factorlayer.stack import LayerStack
+
+Width = int | Sequence[int]
+
+
+class FactorMLP(nn.Module):
+    """Layers one behind another: activation(x Wᵀ + b) for all but the last, which ends in output_activation.
+
+    Args:
+        widths: of the input, of each hidden layer, of the output: a number, or factors that multiply up to it. Between
+            two widths in as many factors lies a structured layer, between any others a dense one.
+        activation, output_activation: None or a name (factorlayer.ACTIVATIONS).
+        gated: a hidden layer is activation(gate) · layer, two layers of one width side by side (silu: SwiGLU).
+        residual: the input is added to the output.
+        bias, structure, rank, implementation: as FactorLinear has them.
+
+    The layers are `layers[i]`, and `gates[i]` of a gated block: FactorLinear, or nn.Linear where dense.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[Width],
+        *,
+        activation: str | None = "relu",
+        output_activation: str | None = None,
+        gated: bool = False,
+        residual: bool = False,
+        bias: bool = True,
+        structure: str = "kronecker",
+        rank: int = 1,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = [_sizes(width) for width in widths]
+        if len(sizes) < 2:
+            raise ValueError(f"FactorMLP: widths should be those of the input and the output at least; it is {widths}")
+        try:
+            self.activation, self.output_activation = activation_name(activation), activation_name(output_activation)
+            self.implementation = implementation_name(implementation)
+        except ValueError as error:
+            raise ValueError(f"FactorMLP: {error}") from None
+        if residual and math.prod(sizes[0]) != math.prod(sizes[-1]):
+            raise ValueError(
+                f"FactorMLP: residual=True adds the input to the output; their widths are {widths[0]} and {widths[-1]}"
+            )
+        self.residual = residual
+
+        def layer(i: int) -> nn.Module:
+            p, q = sizes[i], sizes[i + 1]
+            features = math.prod(p), math.prod(q)
+            if len(p) != len(q) or len(p) == 1:
+                return nn.Linear(*features, bias, device=device, dtype=dtype)
+            return FactorLinear(
+                *features,
+                bias,
+                structure=structure,
+                factors=(p, q),
+                rank=rank,
+                implementation=implementation,
+                device=device,
+                dtype=dtype,
+            )
+
+        count = len(sizes) - 1
+        self.layers = nn.ModuleList(layer(i) for i in range(count))
+        self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
+        # Stacks, one behind another, each multiplied by its gate if it has one: in a list, for they own nothing.
+        self._stacks: list[tuple[LayerStack, LayerStack | None]] = []
+        activations = ["identity" if gated else self.activation] * (count - 1) + [self.output_activation]
+        each = [(f"layers.{i}", self.layers[i], activations[i]) for i in range(count)]
+        for i, gate in enumerate(self.gates or ()):
+            gating = self._stack([(f"gates.{i}", gate, self.activation)])
+            self._stacks.append((self._stack([each.pop(0)]), gating))
+        self._stacks.append((self._stack(each), None))
+
+    def _stack(self, members: Sequence[tuple[str, nn.Module, str]]) -> LayerStack:
+        return LayerStack(members, self.implementation, "FactorMLP")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for stack, gate in self._stacks:
+            y = stack(y) if gate is None else gate(y) * stack(y)
+        return x + y if self.residual else y
+
+    def extra_repr(self) -> str:
+        parts = [f"activation={self.activation!r}", f"output_activation={self.output_activation!r}"]
+        parts += ["residual=True"] if self.residual else []
+        return ", ".join(parts)
+
+
+def _sizes(width: Width) -> tuple[int, ...]:
+    sizes = (width,) if isinstance(width, int) else tuple(width)
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"FactorMLP: a width should be a positive number, or several; it is {width}")
+    return sizes

@@ -1,0 +1,137 @@
+"""Stacks: layers one behind another, as FactorMLP and fuse run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from factorlayer.activations import ACTIVATIONS
+from factorlayer.chain import Chain
+from factorlayer.functional import autocast, run
+from factorlayer.fused import any_requires_grad
+from factorlayer.layers import FactorLinear
+from factorlayer.spec import LayerSpec
+from factorlayer.stacked import Stack, fused_stack, why_not_stacked
+from factorlayer.tracing import scalars
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One of a stack. A dense layer is a Kronecker product of one factor."""
+
+    spec: LayerSpec
+    chain: Chain
+
+    @property
+    def tensors(self) -> int:
+        """Weights, parameters of the activation, and the bias behind them."""
+        return len(self.spec.weight_shapes) + self.chain.parameters + self.chain.bias
+
+    def ending_in(self, activation: str) -> Layer:
+        return replace(self, chain=replace(self.chain, activation=activation))
+
+    def __str__(self) -> str:
+        p, q = (" x ".join(map(str, sizes)) for sizes in (self.spec.in_factors, self.spec.out_factors))
+        kind = "" if len(self.spec.in_factors) == 1 else f", {self.spec.structure}"
+        activation = "" if self.chain.activation == "identity" else f", {self.chain.activation}"
+        return f"{p} -> {q}{kind}{activation}"
+
+
+def layer_of(member: nn.Module) -> Layer | None:
+    """What a FactorLinear or an nn.Linear is, or None of anything else."""
+    if isinstance(member, FactorLinear) and type(member).forward is FactorLinear.forward:
+        return Layer(member.spec, member.chain)
+    if isinstance(member, nn.Linear) and type(member).forward is nn.Linear.forward:
+        spec = LayerSpec("kronecker", (member.in_features,), (member.out_features,))
+        return Layer(spec, Chain.of(spec, member.bias is not None, "identity"))
+    return None
+
+
+def run_stack(
+    stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor:
+    """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
+    if len(layers) > 1 and x.dim() and implementation in ("auto", "fused"):
+        cast, given, _ = autocast(x, tensors, None)
+        recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+        reason = why_not_stacked(stack, cast, recorded)
+        if reason is None and implementation == "auto":
+            reason = why_auto_is_not_stacked(stack, cast)
+        if reason is None:
+            try:
+                y = fused_stack(stack, cast.reshape(-1, cast.shape[-1]), given, recorded)
+                return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+            except RuntimeError:
+                _one_by_one(layers, x, tensors, implementation, who)  # which has better words for it
+                raise
+    return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
+    """Why auto takes the layers one by one, though all at once would do, or None."""
+    if x.is_cuda:
+        return "the kernel for several layers has not been timed on a GPU yet"
+    return "TODO"
+
+
+def _one_by_one(
+    layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor:
+    at = 0
+    for layer, name in zip(layers, who, strict=True):
+        end = at + layer.tensors
+        bias = tensors[end - 1] if layer.chain.bias else None
+        x = run(layer.spec, layer.chain, x, tensors[at : end - layer.chain.bias], bias, implementation, name)
+        at = end
+    return x
+
+
+class LayerStack(nn.Module):
+    """Layers of a model, one behind another, with activations behind them. The parameters stay the members' own."""
+
+    def __init__(self, members: Sequence[tuple[str, nn.Module, str]], implementation: str, who: str) -> None:
+        """Each with its name, and the activation behind it."""
+        super().__init__()
+        self.names, self.implementation = tuple(name for name, *_ in members), implementation
+        self._members = [member for _, member, _ in members]  # in a list: no children
+        self._added = tuple(activation for *_, activation in members)
+        self._who = tuple(f"{who}: layer {name}" for name in self.names)
+        self.layers: tuple[Layer, ...] = ()
+        for member, activation in zip(self._members, self._added, strict=True):
+            layer = layer_of(member)
+            assert layer is not None
+            self.layers += (layer if activation == "identity" else layer.ending_in(activation),)
+        self._stack = Stack(tuple(layer.chain for layer in self.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors: list[Tensor] = []
+        for member in self._members:
+            if is_hooked(member):
+                return self._one_by_one(x)
+            tensors += _tensors(member)
+        return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        for member, activation in zip(self._members, self._added, strict=True):
+            x = ACTIVATIONS[activation](member(x))
+        return x
+
+
+def is_hooked(member: nn.Module) -> bool:
+    """Whether calling it does more than its forward."""
+    own = member.__dict__  # an attribute of a module takes ten times as long
+    return any(own[hooks] for hooks in HOOKS)
+
+
+def _tensors(member: nn.Module) -> list[Tensor]:
+    own = member._parameters
+    names = member._weight_names if isinstance(member, FactorLinear) else ("weight",)
+    *found, bias = (own[name] if name in own else getattr(member, name) for name in (*names, "bias"))
+    if isinstance(member, FactorLinear):
+        found += scalars(member.activation, member._scalar_names)
+    return [tensor for tensor in (*found, bias) if tensor is not None]

@@ -1,0 +1,155 @@
+"""v3 of a stack of layers: the raw ops stack_forward and stack_backward, and what PyTorch has to know about them.
+
+tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, without a backward
+pass; what cannot be run so is run layer by layer (factorlayer/stack.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from factorlayer.activations import activate
+from factorlayer.batched import batched
+from factorlayer.chain import Chain
+from factorlayer.fused import has_kernel, missing_extension, runs_in_tf32, transforms_active, why_not_fused
+
+if missing_extension is None:
+    _forward = torch.ops.factorlayer.stack_forward.default
+    _backward = torch.ops.factorlayer.stack_backward.default
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers one behind another, as the raw ops take them."""
+
+    layers: tuple[Chain, ...]
+    text: str = field(init=False, compare=False, repr=False)
+    tf32_text: str = field(init=False, compare=False, repr=False)  # of the same layers with tf32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", " | ".join(layer.text for layer in self.layers))
+        object.__setattr__(self, "tf32_text", " | ".join(layer.tf32_text for layer in self.layers))
+
+    def text_for(self, x: Tensor) -> str:
+        return self.tf32_text if runs_in_tf32(x) else self.text
+
+
+def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
+    """Why x does not go through all layers at once, or None; `recorded` for a backward pass."""
+    reason = why_not_fused(x)
+    if reason is not None:
+        return reason
+    if transforms_active():
+        return "torch.func takes it layer by layer"
+    if x.is_cuda and recorded:
+        return "there is no kernel for the backward pass of several layers"
+    if x.is_cuda and not has_kernel(stack.text_for(x), x.dtype, x.get_device()):
+        return "there is no kernel that takes all of them"
+    return None
+
+
+def fused_stack(stack: Stack, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
+    """x [N, in] -> [N, out]"""
+    text = stack.text_for(x)
+    y: Tensor = _Stack.apply(text, x, *tensors) if recorded else _forward(x, tensors, text)
+    return y
+
+
+class _Stack(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.text = text
+        ctx.save_for_backward(x, *tensors)
+        y: Tensor = _forward(x, tensors, text)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:]
+        wanted = tuple(place for place, need in enumerate(needs) if need)
+        run = _StackBackward.apply if torch.is_grad_enabled() else _raw_backward
+        found = iter(run(ctx.text, wanted, grad_y, *ctx.saved_tensors))
+        return None, *(next(found) if need else None for need in needs)
+
+
+class _StackBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.text, ctx.wanted = text, wanted
+        ctx.save_for_backward(*tensors)
+        return _raw_backward(text, wanted, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor) -> tuple[Any, ...]:
+        def first_gradients(grad_y: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+            gradients = torch.func.vjp(functools.partial(_by_torch, ctx.text), *leaves)[1](grad_y)
+            return tuple(gradients[place] for place in ctx.wanted)
+
+        return None, None, *torch.func.vjp(first_gradients, *ctx.saved_tensors)[1](grad_gradients)
+
+
+def _raw_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    grad_y, x, *rest = tensors
+    return tuple(_backward(grad_y, x, rest, text, wanted))
+
+
+def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
+    """The stack by operations that PyTorch can differentiate."""
+    at = 0
+    for layer in _layers(text):
+        count = len(layer.contractions)
+        end = at + count + layer.parameters
+        y = batched(layer, x, tensors[at : at + count])
+        x = activate(layer.activation, y + tensors[end] if layer.bias else y, tensors[at + count : end])
+        at = end + layer.bias
+    return x
+
+
+def _layers(text: str) -> tuple[Chain, ...]:
+    return tuple(Chain.parse(part.strip()) for part in text.split("|"))
+
+
+# What PyTorch asks of an op
+
+
+def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
+    return x.new_empty(x.shape[0], _layers(stack)[-1].out_features)
+
+
+def _backward_fake(
+    grad_y: Tensor, x: Tensor, tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in ((x, *tensors)[place] for place in wanted)]
+
+
+def _forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
+    return sum(layer.forward_flops(x_shape[0]) for layer in _layers(stack))
+
+
+def _backward_flops(
+    grad_y_shape: Any, x_shape: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
+) -> int:
+    total, at, reaches_back = 0, 1, 0 in wanted
+    for layer in _layers(stack):
+        count = len(layer.contractions)
+        wants_weights = [at + i in wanted for i in range(count)]
+        total += layer.backward_flops(x_shape[0], reaches_back, wants_weights)
+        end = at + count + layer.parameters + layer.bias
+        reaches_back = reaches_back or any(place in wanted for place in range(at, end))
+        at = end
+    return total
+
+
+if missing_extension is None:
+    torch.library.register_fake("factorlayer::stack_forward")(_forward_fake)
+    torch.library.register_fake("factorlayer::stack_backward")(_backward_fake)
+    register_flop_formula(torch.ops.factorlayer.stack_forward)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_backward)(_backward_flops)

@@ -1,0 +1,275 @@
+"""fuse: the same numbers and gradients, the same parameters, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from factorlayer import FactorLinear, FactorMLP, fuse
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 20),
+        nn.ReLU(),
+        nn.Sequential(FactorLinear(20, 30, rank=2), nn.GELU(approximate="tanh")),
+        nn.Dropout(0.5),
+        nn.Linear(30, 8, bias=False),
+        nn.Identity(),
+        nn.SiLU(inplace=True),
+        FactorLinear(8, 6, structure="monarch", activation="tanh"),
+        nn.LayerNorm(6),
+        nn.Linear(6, 3),
+    ).double()
+
+
+def stacks(fused: nn.Module) -> list[list[str]]:
+    """The layers of each stack, as explain() has them."""
+    found: list[list[str]] = []
+    for line in fused.explain().splitlines()[1:]:
+        if line.endswith((" stack:", " layer:")):
+            found.append([])
+        elif line.startswith("    "):
+            found[-1].append(line.strip())
+    return found
+
+
+def gradients(module: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = module(x)
+    torch.manual_seed(5)
+    return list(torch.autograd.grad(y, [x, *parameters], torch.randn_like(y)))
+
+
+def assert_same_module(fused: nn.Module, module: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(fused(x), module(x))
+    parameters = list(module.parameters())
+    torch.testing.assert_close(gradients(fused, parameters, x), gradients(module, parameters, x))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "v1", "v2", "v3"])
+def test_a_sequence_gives_the_same(implementation: str) -> None:
+    plain = model().eval()
+    fused = fuse(plain, implementation)
+    assert stacks(fused) == [
+        ["0: 12 -> 20, relu", "2.0: 4 x 5 -> 5 x 6, kronecker, gelu_tanh"],
+        ["4: 30 -> 8, silu", "7: 2 x 4 -> 2 x 3, monarch, tanh"],
+    ]
+    assert "3: as it was" in fused.explain() and "9: as it was" in fused.explain()
+    assert not fused.training
+    assert_same_module(fused, plain, torch.randn(5, 12).double())
+    assert_same_module(fused, plain, torch.randn(2, 3, 12).double())
+    assert fused(torch.randn(0, 12).double()).shape == (0, 3)
+
+
+def test_parameters_stay_the_models_own() -> None:
+    plain = model()
+    fused = fuse(plain)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert [id(p) for p in fused.parameters()] == [id(p) for p in plain.parameters()]
+    assert dict(fused.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    other = model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1)
+    fused.load_state_dict(other.state_dict())
+    x = torch.randn(4, 12).double()
+    assert torch.equal(fused.eval()(x), fuse(other.eval())(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.float(),
+        lambda m: m[0].weight.data.mul_(3),
+        lambda m: setattr(m[0], "weight", nn.Parameter(torch.randn(20, 12).double())),
+        lambda m: setattr(m[4], "weight", nn.Parameter(torch.randn(8, 30).double(), requires_grad=False)),
+        lambda m: nn.utils.parametrizations.weight_norm(m[0]).parametrizations.weight.original0.data.mul_(2),
+        lambda m: m[0].register_forward_hook(lambda _, __, y: 2 * y),
+        lambda m: m[2][0].register_forward_pre_hook(lambda _, x: (3 * x[0],)),
+    ],
+    ids=["float", "data", "parameter", "frozen", "parametrized", "hook", "pre-hook"],
+)
+def test_what_changes_after_fusing_counts(change: Callable[[nn.Module], object]) -> None:
+    plain = model().eval()
+    fused = fuse(plain)
+    x = torch.randn(4, 12).double()
+    before = fused(x)
+    change(plain)
+    x = x.to(next(plain.parameters()).dtype)
+    assert not torch.equal(fused(x).double(), before)
+    torch.testing.assert_close(fused(x), plain(x))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_are_whole_and_apart(again: Callable[[nn.Module], nn.Module]) -> None:
+    fused = fuse(model().eval())
+    x = torch.randn(4, 12).double()
+    copied = again(fused)
+    right = fused(x)
+    assert torch.equal(copied(x), right) and list(copied.state_dict()) == list(fused.state_dict())
+    with torch.no_grad():
+        copied.state_dict()["0.weight"].mul_(2)
+    assert torch.equal(fused(x), right) and not torch.equal(copied(x), right)
+
+
+def test_training_mode_reaches_what_is_between() -> None:
+    fused = fuse(model())
+    x = torch.randn(64, 12).double()
+    assert not torch.equal(fused(x), fused(x))
+    fused.eval()
+    assert torch.equal(fused(x), fused(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiles_as_a_whole(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    fused = fuse(model().eval())
+    compiled = torch.compile(fused, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for batch in (4, 9):
+        x = torch.randn(batch, 12).double()
+        parameters = list(fused.parameters())
+        torch.testing.assert_close(gradients(compiled, parameters, x), gradients(fused, parameters, x))
+
+
+def test_export() -> None:
+    fused = fuse(model().eval())
+    program = torch.export.export(fused, (torch.randn(4, 12).double(),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    x = torch.randn(9, 12).double()
+    torch.testing.assert_close(program.module()(x), fused(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.inner = nn.Linear(4, 8), nn.Linear(8, 4), inner
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.sin(self.a(x))) * self.scale + self.inner(x)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.l(x)) if x.sum() > 0 else self.l(x)
+
+
+class Functional(nn.Module):
+    """Dropout by a function, whose mode a graph would fix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.relu(self.l(x)), 0.5, self.training)
+
+
+def test_other_modules_are_looked_into() -> None:
+    plain = Residual(Branching()).double()
+    fused = fuse(plain)
+    assert stacks(fused) == [["a: 4 -> 8, sine", "b: 8 -> 4"]]
+    assert "inner: as it was, because torch.fx cannot trace it: symbolically traced" in fused.explain()
+    x = torch.randn(5, 4).double()
+    for sign in (1, -1):
+        assert_same_module(fused, plain, sign * x.abs())
+    plain.scale = nn.Parameter(torch.full((1,), 3.0).double())
+    assert_same_module(fused, plain, x)
+    again = pickle.loads(pickle.dumps(fused))
+    torch.testing.assert_close(again(x), plain(x))
+
+
+def test_modes_that_a_graph_would_fix_are_left_alone() -> None:
+    fused = fuse(Residual(Functional()))
+    assert "inner: as it was, because torch.fx cannot trace it: its forward asks whether" in fused.explain()
+    x = torch.randn(50, 4)
+    assert not torch.equal(fused(x), fused(x))
+    fused.eval()
+    assert torch.equal(fused(x), fused(x))
+
+
+def test_hooks_keep_a_layer_out() -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5), nn.ReLU())
+    seen = []
+    plain[2].register_forward_hook(lambda *given: seen.append(given))
+    fused = fuse(plain)
+    assert stacks(fused) == [["0: 3 -> 4, tanh"], ["4: 4 -> 5, relu"]]
+    assert "2: as it was, because it has hooks" in fused.explain()
+    assert_same_module(fused, plain, torch.randn(2, 3))
+    assert seen
+
+
+def test_a_result_that_others_read_ends_a_stack() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).relu()
+            return self.b(h).tanh() + F.gelu(self.c(h), approximate="tanh")
+
+    plain = Two()
+    fused = fuse(plain)
+    assert stacks(fused) == [["a: 3 -> 4, relu"], ["b: 4 -> 4, tanh"], ["c: 4 -> 4, gelu_tanh"]]
+    assert_same_module(fused, plain, torch.randn(6, 3))
+
+
+def test_layers_used_twice_have_the_sum_of_their_gradients() -> None:
+    shared = nn.Linear(5, 5)
+    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh()).double()
+    fused = fuse(plain)
+    assert stacks(fused) == [["0: 5 -> 5, tanh", "0: 5 -> 5, tanh"]]
+    assert_same_module(fused, plain, torch.randn(4, 5).double())
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [nn.LeakyReLU(0.3), nn.ELU(2.0), nn.Softplus(2.0), nn.PReLU(), nn.Softmax(-1), nn.Threshold(0.1, 20)],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_is_no_activation_of_ours_runs_as_it_was(activation: nn.Module) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 4), nn.ReLU())
+    assert_same_module(fuse(plain), plain, torch.randn(7, 4))
+
+
+def test_nothing_to_fuse() -> None:
+    for plain in (nn.Sequential(), nn.Linear(3, 4), FactorLinear(4, 4), nn.ReLU()):
+        assert fuse(plain) is plain
+    lone = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    assert not stacks(fuse(lone))
+    assert_same_module(fuse(lone), lone, torch.randn(2, 3))
+
+
+def test_a_fused_module_and_a_block_are_parts_of_another() -> None:
+    plain = nn.Sequential(FactorMLP([4, 8, 4], residual=True), nn.Linear(4, 4), nn.Tanh())
+    fused = fuse(plain)
+    assert stacks(fused) == [["1: 4 -> 4, tanh"]] and "  0: as it was" in fused.explain()
+    assert_same_module(fused, plain, torch.randn(3, 4))
+    assert_same_module(fuse(fused), plain, torch.randn(3, 4))
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"fuse: module should be an nn\.Module, it is str"):
+        fuse("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fuse: implementation should be one of"):
+        fuse(model(), "fastest")
+    with pytest.raises(ValueError, match=r"fuse: torch\.fx cannot trace Branching: .*; fuse the parts of it"):
+        fuse(Branching())
+    fused = fuse(model())
+    with pytest.raises(ValueError, match=r"fuse: layer 0: the last dimension of x should be in_features=12"):
+        fused(torch.randn(3, 13).double())
+    fused.get_submodule("2.0").float()
+    with pytest.raises(TypeError, match=r"fuse: layer 2\.0: x and weight_0 should have one dtype"):
+        fused(torch.randn(3, 12).double())

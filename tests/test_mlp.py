@@ -1,0 +1,155 @@
+"""FactorMLP: what it computes, its parameters, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from factorlayer import FactorLinear, FactorMLP
+from factorlayer.activations import ACTIVATIONS
+
+BLOCKS = {
+    "dense": dict(widths=[5, 7, 3]),
+    "factored": dict(widths=[(2, 3), (4, 5), (3, 3)], activation="gelu", rank=2),
+    "mixed": dict(widths=[6, (2, 4), (4, 4), 3, 6], activation="tanh", output_activation="sigmoid", residual=True),
+    "monarch": dict(widths=[(2, 3), (3, 4), (2, 2)], structure="monarch", bias=False),
+    "gated": dict(widths=[(3, 4), (6, 6), (3, 4)], activation="silu", gated=True, residual=True),
+    "deeply-gated": dict(widths=[5, 8, 6, 4], activation="gelu", gated=True),
+    "one-layer": dict(widths=[4, 3], output_activation="sine"),
+}
+each_block = pytest.mark.parametrize("kind", BLOCKS)
+
+
+def block(kind: str, **more: object) -> FactorMLP:
+    torch.manual_seed(0)
+    return FactorMLP(**{"dtype": torch.float64, **BLOCKS[kind], **more})
+
+
+def definition(mlp: FactorMLP, x: Tensor) -> Tensor:
+    """Layer by layer, by dense matrices."""
+
+    def apply(layer: nn.Module, x: Tensor) -> Tensor:
+        weight = layer.to_dense() if isinstance(layer, FactorLinear) else layer.weight
+        return nn.functional.linear(x, weight, layer.bias)
+
+    y, last = x, len(mlp.layers) - 1
+    for i, layer in enumerate(mlp.layers):
+        z = apply(layer, y)
+        if i == last:
+            y = ACTIVATIONS[mlp.output_activation](z)
+        elif mlp.gates is None:
+            y = ACTIVATIONS[mlp.activation](z)
+        else:
+            y = ACTIVATIONS[mlp.activation](apply(mlp.gates[i], y)) * z
+    return x + y if mlp.residual else y
+
+
+@each_block
+@pytest.mark.parametrize("implementation", ["auto", "v1", "v2", "v3"])
+def test_outputs_and_gradients_are_those_of_its_definition(kind: str, implementation: str) -> None:
+    mlp = block(kind, implementation=implementation)
+    features = mlp.layers[0].in_features
+    x = torch.randn(2, 4, features, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    grad_y = torch.randn_like(mlp(x))
+    found = torch.autograd.grad(mlp(x), leaves, grad_y)
+    right = torch.autograd.grad(definition(mlp, x), leaves, grad_y)
+    torch.testing.assert_close(mlp(x), definition(mlp, x))
+    torch.testing.assert_close(found, right)
+    assert mlp(x[:0]).shape == (0, *mlp(x).shape[1:])
+
+
+def test_second_derivatives_make_a_laplacian() -> None:
+    """As networks for differential equations need it."""
+    mlp = block("dense", widths=[3, 8, 8, 1], activation="tanh", implementation="fused")
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+
+    def laplacian(run: object) -> Tensor:
+        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        return sum(torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(3))
+
+    found, right = laplacian(mlp), laplacian(lambda x: definition(mlp, x))
+    torch.testing.assert_close(found, right)
+    parameters = [p for p in mlp.parameters() if p is not mlp.layers[-1].bias]  # which no derivative knows
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), parameters), torch.autograd.grad(right.square().sum(), parameters)
+    )
+
+
+def test_layers_and_names() -> None:
+    mlp = block("mixed")
+    assert [type(layer) for layer in mlp.layers] == [nn.Linear, FactorLinear, nn.Linear, nn.Linear]
+    assert list(mlp.state_dict())[:5] == [
+        "layers.0.weight", "layers.0.bias", "layers.1.weight_0", "layers.1.weight_1", "layers.1.bias",
+    ]  # fmt: skip
+    assert list(block("gated").state_dict())[-3:] == ["gates.0.weight_0", "gates.0.weight_1", "gates.0.bias"]
+    assert "activation='silu'" in repr(block("gated")) and "residual=True" in repr(block("gated"))
+
+
+@each_block
+def test_copies_pickles_and_moves(kind: str) -> None:
+    mlp = block(kind)
+    x = torch.randn(3, mlp.layers[0].in_features, dtype=torch.float64)
+    for again in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
+        assert torch.equal(again(x), mlp(x))
+        with torch.no_grad():
+            next(again.parameters()).add_(1)
+        assert not torch.equal(again(x), mlp(x))
+    fresh = block(kind)
+    fresh.load_state_dict(mlp.state_dict())
+    assert torch.equal(fresh(x), mlp(x))
+    assert mlp.float()(x.float()).dtype == torch.float32
+
+
+@each_block
+def test_compiles_as_a_whole(kind: str) -> None:
+    torch._dynamo.reset()
+    mlp = block(kind, implementation="fused")
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, mlp.layers[0].in_features, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), mlp(x))
+
+
+def test_trains() -> None:
+    torch.manual_seed(0)
+    mlp = FactorMLP([(2, 4), (4, 8), (2, 4)], activation="gelu", residual=True)
+    x = torch.randn(256, 8)
+    goal = torch.sin(2 * x)
+    optimizer = torch.optim.Adam(mlp.parameters(), 0.02)
+    losses = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (mlp(x) - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(widths=[4]), r"FactorMLP: widths should be those of the input and the output at least; it is \[4\]"),
+        (dict(widths=[4, 5], activation="relo"), "FactorMLP: activation should be None or one of"),
+        (dict(widths=[4, 5], implementation="v4"), "FactorMLP: implementation should be one of"),
+        (dict(widths=[4, 5], residual=True), "residual=True adds the input to the output; their widths are 4 and 5"),
+        (dict(widths=[4, 0]), "FactorMLP: a width should be a positive number, or several; it is 0"),
+        (dict(widths=[4, ()]), r"FactorMLP: a width should be a positive number, or several; it is \(\)"),
+        (dict(widths=[4, (2, 2.5)]), r"FactorMLP: a width should be a positive number, or several; it is \(2, 2.5\)"),
+    ],
+)
+def test_errors(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FactorMLP(**settings)
+
+
+def test_a_wrong_input_names_the_layer() -> None:
+    mlp = block("dense")
+    with pytest.raises(
+        ValueError, match=r"FactorMLP: layer layers\.0: the last dimension of x should be in_features=5"
+    ):
+        mlp(torch.randn(2, 6, dtype=torch.float64))
