@@ -69,6 +69,7 @@ static Chain parse(const std::string& text) {
       chain.bias = true;
     } else if (!has_activation && !chain.gradient && !chain.backward && !chain.contractions.empty()) {
       chain.activation = name;
+      if (name.find('/') != std::string::npos) chain.program = std::make_shared<const Program>(parse_program(name));
       has_activation = true;
     } else {
       throw std::invalid_argument("\"" + name + "\" stands in the wrong place");

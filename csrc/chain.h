@@ -6,14 +6,18 @@
 // A contraction "KIND w o p q i" views the state as [o, p, i] and contracts p with weight w:
 //     tied:    y[o, q, i] = sum_p weight[q, p] x[o, p, i]              weight is [q, p]
 //     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
+// An activation is a name or a program (expression.h), whose parameters are weights behind those of the contractions.
 // "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
 // products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single contraction
 // makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape. "backward" behind
 // contractions makes it all their gradients.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "expression.h"
 
 namespace factorlayer {
 
@@ -29,8 +33,11 @@ struct Chain {
   int64_t rank = 1;
   bool bias = false;
   std::string activation = "identity";
+  std::shared_ptr<const Program> program;  // the activation's, if it has no name
   bool gradient = false, backward = false, tf32 = false;
 
+  size_t parameters() const { return program ? program->parameters : 0; }
+  size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;
   int64_t out_features() const;
 };

@@ -90,13 +90,15 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
                  const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(!chain.gradient && !chain.backward,
                   "factorlayer: a chain with \"gradient\" or \"backward\" is for the ops that make gradients");
-  STD_TORCH_CHECK(weights.size() == chain.contractions.size(), "factorlayer: the chain has ",
-                  chain.contractions.size(), " weights, ", weights.size(), " were given");
+  STD_TORCH_CHECK(weights.size() == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ",
+                  weights.size(), " were given");
+  const size_t count = chain.contractions.size();
   for (const Contraction& c : chain.contractions) {
-    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+    STD_TORCH_CHECK(c.weight < int64_t(count), "factorlayer: the chain names weight ", c.weight,
                     ", which was not given");
     check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
   }
+  for (size_t i = count; i < weights.size(); ++i) check(weights[i], x, 1, "an activation's parameter");
   STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
   if (bias) check(*bias, x, chain.out_features(), "bias");
   STD_TORCH_CHECK(!bias || bias->dim() == 1, "factorlayer: bias must be [", chain.out_features(), "]");
@@ -111,13 +113,13 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
 // f(layer, its weights, its bias) for all layers, checked.
 template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
   size_t count = 0;
-  for (const Chain& layer : stack.layers) count += layer.contractions.size() + layer.bias;
+  for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
   STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
                   tensors.size(), " were given");
   check_x(stack.layers.front(), x);
   const Tensor* at = tensors.data();
   for (const Chain& layer : stack.layers) {
-    const std::vector<Tensor> weights(at, at + layer.contractions.size());
+    const std::vector<Tensor> weights(at, at + layer.weights());
     at += weights.size();
     const std::optional<Tensor> bias = layer.bias ? std::optional(*at++) : std::nullopt;
     check_layer(layer, x, weights, bias);
@@ -179,7 +181,8 @@ struct Call {
   void append(const Tensor& t) { problem.tensors.push_back(tensors.emplace_back(as_contiguous(t)).const_data_ptr()); }
 
   void append(const Chain& layer, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias) {
-    STD_TORCH_CHECK(cpu::has_activation(layer.activation), "factorlayer: unknown stage ", layer.activation);
+    STD_TORCH_CHECK(layer.program || cpu::has_activation(layer.activation), "factorlayer: unknown stage ",
+                    layer.activation);
     problem.layers.push_back(&layer);
     for (const Tensor& weight : weights) append(weight);
     if (bias) append(*bias);
@@ -353,6 +356,8 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_inputs(chain, x, weights, bias);
+  STD_TORCH_CHECK(!chain.parameters(), "factorlayer: CUDA kernels take no parameters of an activation, the chain has ",
+                  chain.parameters());
   STD_TORCH_CHECK(weights.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights at most, the chain has ", weights.size());
   const int64_t batch = x.size(0);

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations import activate
 from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
 
@@ -73,7 +73,7 @@ def gradients(
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     if chain.activation != "identity":
         before = ops.forward(x, weights, bias, _without_activation(chain))
-        (grad,) = torch.func.vjp(ACTIVATIONS[chain.activation], before)[1](grad)
+        (grad,) = torch.func.vjp(functools.partial(activate, chain.activation), before)[1](grad)
     found = {1: grad.sum(0)} if wanted & 2 else {}
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)

@@ -20,7 +20,7 @@ class Chain:
     contractions: tuple[Contraction, ...]
     rank: int = 1
     bias: bool = False
-    activation: str = "identity"
+    activation: str = "identity"  # a name, or a program (factorlayer/expression.py)
     gradient: bool = False  # not the contraction itself, but the gradient of its weight
     backward: bool = False  # not the contractions themselves, but all their gradients
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
@@ -64,6 +64,11 @@ class Chain:
             else:
                 activation = name
         return Chain(tuple(contractions), rank, bias, activation, gradient, backward, tf32)
+
+    @property
+    def parameters(self) -> int:
+        """Of the activation: weights behind those of the contractions."""
+        return max(0, self.activation.count("/") - 1)
 
     @property
     def in_features(self) -> int:

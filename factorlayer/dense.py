@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
 from factorlayer.device import ELEMENT, MATH, headers, wgmma
+from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.resident import round_up
 
@@ -139,7 +140,7 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
     head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
     for i, chain in enumerate(plan.layers):
         fields = [_field(key, value) for key, value in plan.struct(i).items()]
-        head.append(f"struct L{i} {{ {' '.join(fields)} using Activation = struct {chain.activation}; }};")
+        head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
     struct = "\n  ".join(head + body)
@@ -162,6 +163,8 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | N
     for chain in layers:
         (c, *further) = chain.contractions
         if further or chain.rank > 1 or not c.tied or c.outer * c.inner > 1 or max(c.p, c.q) > WIDEST:
+            return None
+        if chain.parameters:  # of an activation
             return None
     for groups in (4, 3, 2, 1):
         plan = Dense(tuple(layers), dtype, groups, gpu)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.expression import cuda_type
 from factorlayer.resident import Layout, Mode, Resident, Sandwich, Stage
 
 LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every thread looks through
@@ -22,7 +23,7 @@ def source(plan: Resident, name: str) -> str:
     struct = [
         f"using Math = {MATH[work.dtype]};",
         f"using Element = {ELEMENT[work.dtype]};",
-        f"using Activation = struct {work.activation};",
+        cuda_type(work.activation),
     ]
     load_run = _run(plan, layouts[0], _region(plan, False))
     store_run = _run(plan, layouts[-1], _region(plan, True))

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from factorlayer.activations import ACTIVATIONS, activation_name
+from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.fused import (
@@ -24,6 +24,7 @@ from factorlayer.fused import (
 from factorlayer.naive import naive
 from factorlayer.runtime import CompileError, is_hopper
 from factorlayer.spec import LayerSpec, spec_of_weights
+from factorlayer.tracing import UserActivation, activation_of, scalars
 
 IMPLEMENTATIONS = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
 IMPLEMENTATIONS |= {"v1": "naive", "v2": "batched", "v3": "fused"}
@@ -39,7 +40,7 @@ def factor_linear(
     x: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: UserActivation = None,
     structure: str = "kronecker",
     implementation: str = "auto",
 ) -> Tensor:
@@ -47,13 +48,19 @@ def factor_linear(
 
     Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of
     them [L, s, K·rank] and [K, rank·L, p]: factorlayer/spec.py has the definitions.
+
+    An activation is None, a name, or a module or function of one tensor. Those are traced at every call, which takes
+    about a millisecond; FactorLinear does so once.
     """
     try:
         spec = spec_of_weights(structure, [weight.shape for weight in weights])
-        chain = Chain.of(spec, bias is not None, activation_name(activation))
+        stage, names = activation_of(activation)
+        chain = Chain.of(spec, bias is not None, stage)
         implementation = implementation_name(implementation)
-    except ValueError as error:
-        raise ValueError(f"factor_linear: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"factor_linear: {error}") from None
+    if names:
+        weights = [*weights, *scalars(activation, names)]
     return run(spec, chain, x, weights, bias, implementation, "factor_linear")
 
 
@@ -66,7 +73,8 @@ def run(
     implementation: str,
     who: str,
 ) -> Tensor:
-    """The layer on x [..., in], by the implementation named; `who` is named in errors."""
+    """The layer on x [..., in], by the implementation named; `who` is named in errors. The activation's parameters are
+    weights behind the others."""
     device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         x, weights, bias = autocast(x, weights, bias)
@@ -99,8 +107,9 @@ def run(
 def _run_in_torch(
     chosen: str, spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor:
-    y = naive(spec, x, weights) if chosen == "naive" else batched(chain, x, weights)
-    return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
+    count = len(weights) - chain.parameters
+    y = naive(spec, x, weights[:count]) if chosen == "naive" else batched(chain, x, weights[:count])
+    return activate(chain.activation, y if bias is None else y + bias, weights[count:])
 
 
 def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, recorded: bool) -> None:
@@ -199,7 +208,9 @@ def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias
     for weight in weights:
         if weight.dtype != dtype or weight.device != device:
             i = next(i for i, other in enumerate(weights) if other is weight)
-            _refuse_mixture(who, f"weight_{i}", weight, x)
+            count = len(spec.weight_shapes)
+            name = f"weight_{i}" if i < count else f"the activation's parameter {i - count}"
+            _refuse_mixture(who, name, weight, x)
     if bias is not None:
         if bias.dtype != dtype or bias.device != device:
             _refuse_mixture(who, "bias", bias, x)

@@ -19,7 +19,7 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations import activate
 from factorlayer.backward import Ops, gradients, texts, visits
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
@@ -62,6 +62,8 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
     if x.is_cuda:
         if chain is not None and len(chain.contractions) > MAX_WEIGHTS:
             return f"its CUDA kernels take {MAX_WEIGHTS} weights at most, this layer has {len(chain.contractions)}"
+        if chain is not None and chain.parameters:
+            return "its CUDA kernels take no activation with learnable parameters"
         return why_not_on_gpu(x.get_device())
     if not (x.is_cpu or x.is_meta):
         return f"it has kernels for CPU and CUDA tensors, x is on {x.device}"
@@ -264,8 +266,9 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
     grad_y, x, bias, *weights = tensors
 
     def forward(x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
-        y = batched(chain, x, weights)
-        return ACTIVATIONS[chain.activation](y if bias is None else y + bias)
+        count = len(chain.contractions)
+        y = batched(chain, x, weights[:count])
+        return activate(chain.activation, y if bias is None else y + bias, weights[count:])
 
     if bias is None:
         grad_x, *rest = torch.func.vjp(lambda x, *weights: forward(x, None, *weights), x, *weights)[1](grad_y)

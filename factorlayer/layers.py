@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from factorlayer.activations import activation_name
 from factorlayer.chain import Chain
+from factorlayer.expression import Expression
 from factorlayer.functional import autocast, choose, implementation_name, run, warm_up, why_auto_is_batched
 from factorlayer.fused import explain_fused
 from factorlayer.project import project, to_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
+from factorlayer.tracing import UserActivation, activation_of, scalars
 
 
 class FactorLinear(nn.Module):
@@ -26,7 +28,9 @@ class FactorLinear(nn.Module):
             ((32, 32), (48, 64)): those of the inputs and those of the outputs; (32, 32): the same for both.
         blocks: Monarch only, instead of factors: (K, L), the number of input and of output groups; 4 means (4, 4).
         rank: Kronecker: how many products are added up; Monarch: the rank of each block.
-        activation: None or a name (factorlayer.ACTIVATIONS), applied after the bias.
+        activation: what follows the bias: None, a name (factorlayer.ACTIVATIONS), or a module or function of one tensor
+            that is made of operations on single elements. That one is traced now, with its numbers and buffers as they
+            are; a module's parameters of one element stay parameters, as activation.NAME.
         implementation: "auto", "naive" (v1), "batched" (v2) or "fused" (v3).
 
     The parameters are weight_0 … weight_{k-1} (shapes: factorlayer/spec.py) and bias. A fresh layer's outputs have the
@@ -45,7 +49,7 @@ class FactorLinear(nn.Module):
         factors: Factors = None,
         blocks: int | Sequence[int] | None = None,
         rank: int = 1,
-        activation: str | None = None,
+        activation: UserActivation = None,
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -53,10 +57,11 @@ class FactorLinear(nn.Module):
         super().__init__()
         try:
             self.spec: LayerSpec = resolve(in_features, out_features, structure, factors, blocks, rank)
-            self.chain = Chain.of(self.spec, bool(bias), activation_name(activation))
+            stage, self._scalar_names = activation_of(activation)
+            self.chain = Chain.of(self.spec, bool(bias), stage)
             self.implementation = implementation_name(implementation)
-        except ValueError as error:
-            raise ValueError(f"FactorLinear: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"FactorLinear: {error}") from None
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"FactorLinear: dtype should be a floating-point type, it is {dtype}")
         self._weight_names = [f"weight_{i}" for i in range(len(self.spec.weight_shapes))]
@@ -64,7 +69,20 @@ class FactorLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         parameter = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", parameter)
+        self.activation: str | Expression | nn.Module | None
+        if isinstance(activation, nn.Module):
+            self.activation = activation.to(device=device, dtype=dtype)
+        elif self.chain.activation == "identity":
+            self.activation = None
+        else:  # what a function computes, not the function: that can be pickled
+            program = "/" in self.chain.activation
+            self.activation = Expression.parse(self.chain.activation) if program else self.chain.activation
         self.reset_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation" and hasattr(self, name):
+            raise AttributeError("FactorLinear: activation is traced when the layer is built; build another layer")
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         """Uniform weights, so scaled that the outputs have nn.Linear's variance: a third of the inputs'."""
@@ -85,6 +103,8 @@ class FactorLinear(nn.Module):
             bias = parameters["bias"]
         except KeyError:  # a parametrization has taken the place of a parameter
             weights, bias = self.weights, self.bias
+        if self._scalar_names:
+            weights += scalars(self.activation, self._scalar_names)
         return run(self.spec, self.chain, x, weights, bias, self.implementation, "FactorLinear")
 
     @property
@@ -100,10 +120,6 @@ class FactorLinear(nn.Module):
         return self.spec.out_features
 
     @property
-    def activation(self) -> str | None:
-        return None if self.chain.activation == "identity" else self.chain.activation
-
-    @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters(recurse=False))
 
@@ -117,7 +133,7 @@ class FactorLinear(nn.Module):
 
     def to_linear(self) -> nn.Linear:
         """The nn.Linear that computes the same."""
-        if self.activation is not None:
+        if self.chain.activation != "identity":
             raise ValueError(
                 f"FactorLinear.to_linear: this layer ends in activation={self.activation!r}, which nn.Linear cannot "
                 "hold; build the layer without it, or use to_dense()"
@@ -145,7 +161,7 @@ class FactorLinear(nn.Module):
         factors: Factors = None,
         blocks: int | Sequence[int] | None = None,
         rank: int = 1,
-        activation: str | None = None,
+        activation: UserActivation = None,
         implementation: str = "auto",
     ) -> FactorLinear:
         """The layer nearest to a dense one: its W is the projection of linear.weight (factorlayer/project.py)."""
@@ -229,7 +245,7 @@ class FactorLinear(nn.Module):
         parts.append(f"structure={spec.structure!r}, factors={(spec.in_factors, spec.out_factors)}")
         if spec.rank != 1:
             parts.append(f"rank={spec.rank}")
-        if self.activation is not None:
+        if self.activation is not None and not isinstance(self.activation, nn.Module):
             parts.append(f"activation={self.activation!r}")
         if self.implementation != "auto":
             parts.append(f"implementation={self.implementation!r}")

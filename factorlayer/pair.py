@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, MATH, headers, wgmma
 from factorlayer.emit import normals, product
+from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.resident import Mode, Work, round_up
 
@@ -141,7 +142,7 @@ class Pair:
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
-        lines += [f"using Activation = struct {work.activation};"]
+        lines += [cuda_type(work.activation)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         last = len(work.sizes) - 1

@@ -15,6 +15,7 @@ from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.spec import LayerSpec
 from factorlayer.stacked import Stack, fused_stack, why_not_stacked
+from factorlayer.tracing import scalars
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -28,8 +29,8 @@ class Layer:
 
     @property
     def tensors(self) -> int:
-        """Weights, and the bias behind them."""
-        return len(self.spec.weight_shapes) + self.chain.bias
+        """Weights, parameters of the activation, and the bias behind them."""
+        return len(self.spec.weight_shapes) + self.chain.parameters + self.chain.bias
 
     def ending_in(self, activation: str) -> Layer:
         return replace(self, chain=replace(self.chain, activation=activation))
@@ -130,5 +131,7 @@ def is_hooked(member: nn.Module) -> bool:
 def _tensors(member: nn.Module) -> list[Tensor]:
     own = member._parameters
     names = member._weight_names if isinstance(member, FactorLinear) else ("weight",)
-    found = [own[name] if name in own else getattr(member, name) for name in (*names, "bias")]
-    return [tensor for tensor in found if tensor is not None]
+    *found, bias = (own[name] if name in own else getattr(member, name) for name in (*names, "bias"))
+    if isinstance(member, FactorLinear):
+        found += scalars(member.activation, member._scalar_names)
+    return [tensor for tensor in (*found, bias) if tensor is not None]

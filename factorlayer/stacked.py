@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.fused import has_kernel, missing_extension, runs_in_tf32, transforms_active, why_not_fused
@@ -105,9 +105,10 @@ def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
     """The stack by operations that PyTorch can differentiate."""
     at = 0
     for layer in _layers(text):
-        end = at + len(layer.contractions)
-        y = batched(layer, x, tensors[at:end])
-        x = ACTIVATIONS[layer.activation](y + tensors[end] if layer.bias else y)
+        count = len(layer.contractions)
+        end = at + count + layer.parameters
+        y = batched(layer, x, tensors[at : at + count])
+        x = activate(layer.activation, y + tensors[end] if layer.bias else y, tensors[at + count : end])
         at = end + layer.bias
     return x
 
@@ -141,8 +142,9 @@ def _backward_flops(
         count = len(layer.contractions)
         wants_weights = [at + i in wanted for i in range(count)]
         total += layer.backward_flops(x_shape[0], reaches_back, wants_weights)
-        reaches_back = reaches_back or any(place in wanted for place in range(at, at + count + layer.bias))
-        at += count + layer.bias
+        end = at + count + layer.parameters + layer.bias
+        reaches_back = reaches_back or any(place in wanted for place in range(at, end))
+        at = end
     return total
 
 

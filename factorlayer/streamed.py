@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
 from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.spec import Contraction
 
@@ -296,7 +297,7 @@ class Streamed:
             "ROUND_Y": p.dtype == "tf32" and p.ours_out,
         }
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
-        lines += [f"using Activation = struct {p.activation};"]
+        lines += [cuda_type(p.activation)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, headers, wgmma
+from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 from factorlayer.streamed import Product
 
@@ -177,7 +178,7 @@ class Wide:
             "SPLIT": p.dtype == "float32",
             "ROUND_Y": rounds and p.ours_out,
         }
-        lines = [f"using Element = {ELEMENT[p.dtype]};", f"using Activation = struct {p.activation};"]
+        lines = [f"using Element = {ELEMENT[p.dtype]};", cuda_type(p.activation)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

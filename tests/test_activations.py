@@ -1,16 +1,28 @@
-"""Every named activation: the fused value and derivative against autograd of the torch function in float64."""
+"""Activations on the CPU's kernels, by name and by program: value and derivative against torch's in float64."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+import pickle
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_expression import FUNCTIONS, NO_EXPRESSIONS, SPECIAL, SWEEP, Snake, expressions
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from factorlayer import ACTIVATIONS, FactorLinear, factor_linear
+from factorlayer import ACTIVATIONS, FactorLinear, factor_linear, fuse
+from factorlayer.activations import evaluate
+from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, parameter
+from factorlayer.functional import choose
+from factorlayer.fused import why_not_fused
+from factorlayer.tracing import trace
 
 DTYPES = [torch.float32, torch.float64]
 # Values that cancel where the function nears zero, 1 + erf(x) and 1 + tanh(x): right to eps·|x|, as torch's are.
@@ -136,3 +148,245 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         FactorLinear(4, 4, activation="swish")
     assert str(error.value) == message
+
+
+# Programs
+
+
+def run_program(program: str, x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Value and derivatives by x and by the parameters, of which one is the sum over all x, by the raw ops."""
+    side = 83  # full chunks and vectors, and a tail
+    rows = F.pad(x, (0, -x.numel() % side)).reshape(-1, side)
+    chain, weights = f"untied 0 {side} 1 1 1; {program}", [torch.ones(side, 1, 1, dtype=x.dtype), *parameters]
+    y = torch.ops.factorlayer.forward(rows, weights, None, chain)
+    grad_y = (torch.arange(rows.numel()) < x.numel()).to(x.dtype).view_as(rows)
+    wanted = 1 | ((1 << len(parameters)) - 1) << 3
+    slope, *slopes = torch.ops.factorlayer.backward(grad_y, rows, weights, None, chain, wanted)
+    return y.flatten()[: x.numel()], slope.flatten()[: x.numel()], slopes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_programs_are_as_accurate_as_torch(name: str, dtype: torch.dtype) -> None:
+    """To 4 times the error of torch's operations, one by one in that dtype; with NaN and infinities where those are."""
+    expression = trace(FUNCTIONS[name])[0]
+    x = SWEEP[SWEEP.abs().nan_to_num(0, 0) < 1e5].to(dtype)
+    for found, e in zip(run_program(expression.program, x), (expression, expression.derivative()), strict=False):
+        right, torchs = evaluate(e, x.double()), evaluate(e, x)
+        same = (found == torchs) | (found.isnan() & torchs.isnan())
+        scale = right.abs() + 1 + x.double().abs() + (1 / x.double().abs() if name == "sinc" else 0)
+        allowed = 4 * (torchs.double() - right).abs() + 8 * torch.finfo(dtype).eps * scale
+        wrong = ~(same | ((found.double() - right).abs() <= allowed))
+        assert not wrong.any(), f"at {x[wrong]}: {found[wrong]} instead of {right[wrong]}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_operation(op: str, dtype: torch.dtype) -> None:
+    """On all it may be given: zeros, infinities, NaN, subnormal, tiny and huge numbers."""
+    p = torch.tensor(0.75, dtype=dtype)
+    numbers = [X, parameter(0), X][: OPERATIONS[op]] if op != "pow" else [X, 1.7]
+    e = apply(op, *numbers)
+    subnormal = torch.finfo(dtype).tiny * torch.tensor([0.3, -0.3, 1.0, 2.0**-20], dtype=dtype)
+    x = torch.cat([torch.tensor(SPECIAL, dtype=dtype), torch.randn(200, dtype=dtype) * 10, subnormal, 0.75 + subnormal])
+    found, right = run_program((e + parameter(0) * 0).program, x, p)[0], evaluate(e, x.double(), [p.double()])
+    ulps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, right.to(dtype), rtol=ulps, atol=0 if op != "log1p" else ulps, equal_nan=True)
+
+
+EXACT = {"neg", "abs", "sign", "floor", "sqrt", "add", "sub", "mul", "div", "min", "max", "lt", "le", "eq", "select"}
+
+
+@given(expressions(), st.lists(st.sampled_from(SPECIAL) | st.floats(-30, 30), min_size=3, max_size=3))
+@settings(max_examples=300)
+def test_programs_are_run_step_by_step(e: Expression, values: list[float]) -> None:
+    """What is rounded correctly comes out bit for bit, whatever the rows in which its steps are kept."""
+    exact = [node for node in in_order(e) if all(step.op in EXACT or not step.args for step in in_order(node))]
+    e = exact[-1] + parameter(0) * 0
+    x, p = torch.tensor(values, dtype=torch.float64), torch.tensor(0.75, dtype=torch.float64)
+    y, slope, (of_parameter,) = run_program(e.program, x, p)
+    torch.testing.assert_close(y, evaluate(e, x, [p]), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(slope, evaluate(e.derivative(), x, [p]), rtol=0, atol=0, equal_nan=True)
+    right = evaluate(e.derivative(0), x, [p])
+    if right.isfinite().all():
+        torch.testing.assert_close(of_parameter, right.sum(), rtol=1e-14, atol=1e-14 * right.abs().max().item())
+
+
+def test_rows_are_used_again_and_are_many() -> None:
+    """A sum of terms that are all kept for their product: as many rows as terms."""
+    terms = [apply("sin", X * float(i)) for i in range(1, 40)]
+    total, product = terms[0], terms[0]
+    for term in terms[1:]:
+        total, product = total + term, product * (term + 2.0)
+    e = total * product
+    x = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+    y, slope, _ = run_program(e.program, x)
+    right, right_slope = evaluate(e, x), evaluate(e.derivative(), x)
+    torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12 * right.abs().max().item())
+    torch.testing.assert_close(slope, right_slope, rtol=1e-12, atol=1e-12 * right_slope.abs().max().item())
+
+
+def learnable(kind: str) -> nn.Module:
+    return {"prelu": nn.PReLU, "snake": Snake, "both": lambda: nn.Sequential(nn.PReLU(), Snake())}[kind]()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("structure", ["kronecker", "monarch"])
+@pytest.mark.parametrize("kind", ["prelu", "snake", "both"])
+def test_learnable_scalars_in_every_implementation(kind: str, structure: str, rank: int) -> None:
+    layer = FactorLinear(
+        42, 40, structure=structure, factors=((6, 7), (8, 5)), rank=rank, activation=learnable(kind),
+        dtype=torch.float64,
+    )  # fmt: skip
+    names = [f"activation.{name}" for name, _ in learnable(kind).named_parameters()]
+    assert [name for name, _ in layer.named_parameters()][-len(names) :] == names
+    x, grad_y = (torch.randn(37, n, dtype=torch.float64) for n in (42, 40))
+    found = {}
+    for layer.implementation in ("naive", "batched", "fused"):
+        y = layer(x)
+        found[layer.implementation] = [y, *torch.autograd.grad(y, list(layer.parameters()), grad_y)]
+    for other in ("batched", "fused"):
+        torch.testing.assert_close(found[other], found["naive"], rtol=1e-11, atol=1e-11)
+    scalars = list(layer.activation.parameters())
+    (y, *alone), layer.implementation = found["fused"], "fused"
+    torch.testing.assert_close(
+        torch.autograd.grad(layer(x), scalars, grad_y), tuple(alone[-len(scalars) :]), rtol=0, atol=0
+    )
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        given = dict(zip(dict(layer.named_parameters()), parameters, strict=True))
+        return torch.func.functional_call(layer, given, (x,))
+
+    inputs = [t.detach().requires_grad_() for t in (x[:3], *layer.parameters())]
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_scalars_gradient_sums_over_many_numbers(dtype: torch.dtype, threads: int) -> None:
+    """Of 16384 x 64 summands, which are added up in double; each time with the same bits."""
+    torch.set_num_threads(threads)
+    layer = FactorLinear(64, 64, activation=nn.PReLU(), implementation="fused", dtype=dtype)
+    x = torch.randn(16384, 64).to(dtype)
+    first, second = (torch.autograd.grad(layer(x).sum(), layer.activation.weight)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    exact = FactorLinear(64, 64, activation=nn.PReLU(dtype=torch.float64), implementation="naive", dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    (right,) = torch.autograd.grad(exact(x.double()).sum(), exact.activation.weight)
+    torch.testing.assert_close(first.double(), right, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_a_scalar_comes_in_any_number_of_dimensions() -> None:
+    program = (X * parameter(0)).program
+    x = torch.randn(3, dtype=torch.float64)
+    for shape in ((), (1,), (1, 1)):
+        scalar = torch.full(shape, 2.0, dtype=torch.float64)
+        y, _, (gradient,) = run_program(program, x, scalar)
+        assert torch.equal(y, 2 * x) and gradient.shape == shape
+
+
+MALFORMED = {
+    **{f"step-{i}": (f"{text}/x", "cannot be read|1000 steps at most") for i, text in enumerate(NO_EXPRESSIONS[3:])},
+    "no-derivative-by-a-parameter": ("x,p0,mul:0:1/:1", "has a parameter p0, but no derivative by it"),
+    "seventeen-parameters": ("x" + "/x" * 18, "with its derivatives by x and by at most 16 parameters"),
+    "a-parameter-too-few": ("x,p0,mul:0:1/:1/:0", "the chain has 2 weights, 1 were given"),
+    "number-out-of-range": ("x,1e999/x", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_programs_are_refused(name: str) -> None:
+    program, message = MALFORMED[name]
+    if any(c in program for c in "; ") or not program.strip():
+        message = ".*"  # another stage
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        run_program(program, torch.ones(3))
+
+
+def test_a_parameter_has_one_element_of_xs_dtype() -> None:
+    program = (X * parameter(0)).program
+    for wrong in (torch.ones(2), torch.ones(1).double(), torch.ones(0)):
+        with pytest.raises(RuntimeError, match="an activation's parameter must be a CPU tensor of x's dtype"):
+            run_program(program, torch.ones(3), wrong)
+    layer = FactorLinear(4, 4, activation=nn.PReLU(), dtype=torch.float64)
+    layer.activation.float()
+    message = "FactorLinear: x and the activation's parameter 0 should have one dtype, x is torch.float64"
+    for layer.implementation in ("batched", "fused"):
+        with pytest.raises(TypeError, match=message):
+            layer(torch.ones(1, 4, dtype=torch.float64))
+
+
+@given(st.text("xp0123456789.:,/-naeimulsc", min_size=1, max_size=40))
+@settings(max_examples=500)
+def test_any_text_is_run_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError, RuntimeError):
+        run_program(f"x,exp:0,{text}/x", torch.ones(3))
+
+
+def test_a_layer_keeps_its_activation() -> None:
+    def build(activation: object) -> FactorLinear:
+        return FactorLinear(12, 12, activation=activation)
+
+    module = nn.Sequential(nn.PReLU(), nn.Tanh())
+    assert build(module).activation is module and "(activation): Sequential" in repr(build(module))
+    assert build(nn.GELU()).chain.activation == "gelu"
+    assert build(torch.tanh).activation == "tanh" and build(lambda x: x).activation is None
+    by_hand = build(lambda x: x * torch.tanh(x))
+    assert by_hand.activation is X * apply("tanh", X)
+    assert repr(eval(repr(by_hand), {"FactorLinear": FactorLinear, "Expression": Expression})) == repr(by_hand)
+    for layer in (by_hand, build(Snake().float())):
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(copied(torch.ones(1, 12)), layer(torch.ones(1, 12)))
+    with pytest.raises(AttributeError, match="activation is traced when the layer is built; build another layer"):
+        by_hand.activation = nn.Tanh()
+    with pytest.raises(ValueError, match=r"FactorLinear\.to_linear: this layer ends in activation=Expression"):
+        by_hand.to_linear()
+
+
+def test_refusals_name_the_caller() -> None:
+    with pytest.raises(ValueError, match=r"^FactorLinear: activation Softmax cannot be traced: softmax is none"):
+        FactorLinear(4, 4, activation=nn.Softmax(-1))
+    with pytest.raises(TypeError, match=r"^FactorLinear: activation should be None, a name, a module or a function"):
+        FactorLinear(4, 4, activation=3)
+    with pytest.raises(ValueError, match=r"^factor_linear: activation Softmax cannot be traced"):
+        factor_linear(torch.ones(1, 4), [torch.ones(2, 2)] * 2, activation=nn.Softmax(-1))
+
+
+def test_opcheck_of_a_program_with_a_parameter() -> None:
+    x, grad_y = torch.randn(5, 6), torch.randn(5, 20)
+    weights = [torch.randn(4, 2), torch.randn(5, 3), torch.tensor(0.5)]
+    chain = f"tied 1 2 3 5 1; tied 0 1 2 4 5; bias; {trace(Snake())[0].program}"
+    arguments = (x, weights, torch.randn(20), chain)
+    torch.library.opcheck(torch.ops.factorlayer.forward, arguments)
+    torch.library.opcheck(torch.ops.factorlayer.backward, (grad_y, *arguments, 0b11111))
+
+
+def test_stacks_carry_programs_and_parameters() -> None:
+    layers = [
+        FactorLinear(12, 20, activation=nn.PReLU()),
+        FactorLinear(20, 18, rank=2, activation=nn.Mish(), bias=False),
+        FactorLinear(18, 16, structure="monarch", activation=nn.Sequential(Snake(), nn.PReLU())),
+    ]
+    model = nn.Sequential(*layers).double()
+    stack = fuse(model, implementation="fused")
+    x = torch.randn(35, 12, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    for wanted in (leaves, [layers[0].activation.weight], list(layers[2].activation.parameters())):
+        found, right = (torch.autograd.grad(f(x).square().sum(), wanted) for f in (stack, model))
+        torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
+    with torch.profiler.profile() as profile:
+        torch.testing.assert_close(stack(x), model(x))
+    assert {"factorlayer::stack_forward"} <= {event.name for event in profile.events()}
+    assert torch.autograd.gradgradcheck(lambda x: stack(x), [x[:2].detach().requires_grad_()], fast_mode=True)
+
+
+def test_a_gpu_refuses_parameters_and_says_so() -> None:
+    layer = FactorLinear(4, 4, activation=nn.PReLU())
+    with FakeTensorMode():
+        x = torch.empty(2, 4, device="cuda")
+    reason = "its CUDA kernels take no activation with learnable parameters"
+    assert why_not_fused(x, layer.chain) == reason
+    assert choose(layer.chain, x, "auto", "test") == "batched"
+    with pytest.raises(RuntimeError, match=f"^test: implementation='fused' cannot run: {reason}; or use"):
+        choose(layer.chain, x, "fused", "test")

@@ -14,15 +14,17 @@ import pytest
 import torch
 from emulator.driver import Array, Emulator, Kernel, decode, encode, why_not
 from oracle import kronecker, monarch, spec_id
+from test_expression import EVERY_OPERATION
 from torch import Tensor
 
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations import ACTIVATIONS, activate
 from factorlayer.backward import Ops, gradients, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack
 from factorlayer.spec import Contraction, LayerSpec
+from factorlayer.tracing import trace
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -39,13 +41,15 @@ class Case:
     planned: int
     architecture: int = 90
     processors: int = 2
+    activation: str = "relu"
 
     def __str__(self) -> str:
-        return f"sm_{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-of-{self.planned}"
+        program = "-program" if "/" in self.activation else ""
+        return f"sm_{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-of-{self.planned}{program}"
 
     @property
     def plan(self) -> Plan:
-        return plan(Chain.of(self.spec, True, "relu"), self.dtype, self.planned, Gpu.of(self.architecture))
+        return plan(Chain.of(self.spec, True, self.activation), self.dtype, self.planned, Gpu.of(self.architecture))
 
 
 CASES = [
@@ -84,6 +88,9 @@ CASES = [
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+    # Programs in place of named activations: every operation, and one that is another function of single elements
+    Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
+    Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),
 ]
 
 
@@ -113,7 +120,7 @@ class Run:
 
     def right(self) -> Array:
         x, bias, *weights = map(torch.from_numpy, (self.x, self.bias, *self.weights))
-        return np.asarray(torch.relu(naive(self.case.spec, x, weights) + bias))
+        return np.asarray(activate(self.case.activation, naive(self.case.spec, x, weights) + bias))
 
 
 def prepare(case: Case, emulator: Emulator, changes: dict[str, str] | None = None) -> Run:

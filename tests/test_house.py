@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.expression import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
 FLOORS = {
     "_C": 0, "device": 0, "expression": 0, "gpu": 0, "spec": 0,
-    "activations": 1, "chain": 1, "naive": 1, "resident": 1,
+    "activations": 1, "chain": 1, "elementwise": 1, "naive": 1, "resident": 1,
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2,
-    "tiling": 2,
+    "tiling": 2, "tracing": 2,
     "dense_backward": 3, "pair": 3, "pair_backward": 3, "parts": 3, "wide": 3,
     "plan": 4,
     "fused": 5,
@@ -82,7 +83,22 @@ def test_imports_point_downwards(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["spec", "gpu", "device", "resident", "tiling", "dense", "emit", "pair", "parts", "streamed", "wide", "plan"],
+    [
+        "spec",
+        "gpu",
+        "device",
+        "expression",
+        "resident",
+        "tiling",
+        "dense",
+        "dense_backward",
+        "emit",
+        "pair",
+        "parts",
+        "streamed",
+        "wide",
+        "plan",
+    ],
 )
 def test_the_planner_and_what_it_stands_on_need_no_torch(name: str) -> None:
     assert not {imported for imported in imports(PACKAGE / f"{name}.py") if imported.split(".")[0] == "torch"}
@@ -147,8 +163,9 @@ def test_the_engine_includes_itself_alone(path: Path) -> None:
 
 
 def test_the_chain_includes_nothing_but_the_standard_library() -> None:
-    for name in ("chain.h", "chain.cpp", "table.h", "dtype.h"):
-        assert all(re.fullmatch(r"[a-z_]+|(chain|table)\.h", include) for include in includes(ROOT / "csrc" / name))
+    own = r"[a-z_]+|(chain|expression|table)\.h"
+    for name in ("chain.h", "chain.cpp", "expression.h", "expression.cpp", "table.h", "dtype.h"):
+        assert all(re.fullmatch(own, include) for include in includes(ROOT / "csrc" / name))
 
 
 def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
@@ -158,6 +175,13 @@ def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
     assert re.findall(r"\bROW\((\w+),", table[1]) == list(ACTIVATIONS)
     on_gpu = (ROOT / "csrc" / "engine" / "pointwise.cuh").read_text()
     assert re.findall(r"^ACTIVATION\((\w+),", on_gpu, re.MULTILINE) == list(ACTIVATIONS)
+
+
+def test_expressions_have_the_same_operations_in_python_and_in_the_kernels() -> None:
+    rows = re.findall(r"\bROW\((\w+), (\d)\)", (ROOT / "csrc" / "expression.h").read_text())
+    assert [(name, int(count)) for name, count in rows] == list(OPERATIONS.items())
+    on_cpu = (ROOT / "csrc" / "cpu" / "expression.h").read_text()
+    assert re.findall(r"static FL_INLINE V (\w+)\(V a", on_cpu) == list(OPERATIONS)
 
 
 def test_the_raw_ops_are_named_in_one_file() -> None:

@@ -1,9 +1,11 @@
 """The layer in PyTorch's world: autograd, compile, export, torch.func, autocast, FLOP counter, shapes."""
 
+import copy
 import io
 
 import pytest
 import torch
+from test_expression import Snake
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +22,7 @@ LAYERS = {
     "kronecker": dict(in_features=35, out_features=24, factors=((5, 7), (4, 6)), activation="gelu"),
     "rank 2": dict(in_features=12, out_features=12, factors=((3, 2, 2), (2, 3, 2)), rank=2, activation="tanh"),
     "monarch": dict(in_features=12, out_features=18, structure="monarch", blocks=(3, 2), rank=2, bias=False),
+    "learnable": dict(in_features=6, out_features=12, factors=((2, 3), (4, 3)), activation=Snake()),
 }
 IMPLEMENTATIONS = ["naive", "batched", "fused"]
 
@@ -27,7 +30,7 @@ IMPLEMENTATIONS = ["naive", "batched", "fused"]
 @pytest.fixture(params=LAYERS)
 def layer(request: pytest.FixtureRequest) -> FactorLinear:
     torch.manual_seed(0)
-    return FactorLinear(**LAYERS[request.param], implementation="fused", dtype=torch.float64)
+    return FactorLinear(**copy.deepcopy(LAYERS[request.param]), implementation="fused", dtype=torch.float64)
 
 
 def sample(layer: FactorLinear, *leading: int, seed: int = 1) -> Tensor:
@@ -173,7 +176,7 @@ def test_compile_of_the_functional_form(layer: FactorLinear) -> None:
     structure = layer.spec.structure
 
     def function(x: Tensor, weights: list[Tensor]) -> Tensor:
-        return factor_linear(x, weights, structure=structure, implementation="fused")
+        return factor_linear(x, weights, None, layer.activation, structure, implementation="fused")
 
     x = sample(layer, 4)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -14,6 +14,7 @@ template <class T, class S> class Backward {
     std::vector<int64_t> offset;  // of its sums [rank, size]
     int64_t bias_offset;
     int64_t earliest;  // the first contraction whose weight gradient is wanted
+    int64_t parameters = -1;  // the place of the sums of all the activation's parameters, if one of them is wanted
   };
 
   // What a block keeps of a layer.
@@ -27,6 +28,7 @@ template <class T, class S> class Backward {
   // The buffers of one task.
   struct Buffers {
     T *rows[2], *g_state, *gx_state, *x_rows, *scratch, *packed, *sum;
+    double* total;
     std::vector<Kept> kept;
   };
 
@@ -53,7 +55,7 @@ template <class T, class S> class Backward {
       const Wanted& wanted = wanted_.emplace_back(plan(layers_[l], at));
       at += layers_[l].bias_index() + layers_[l].chain.bias;
       const bool wants_weights = wanted.earliest < layers_[l].stages;
-      if (wanted.bias || wants_weights) first_ = std::min(first_, l);
+      if (wanted.bias || wants_weights || wanted.parameters >= 0) first_ = std::min(first_, l);
       if (first_ <= l && (wants_weights || layers_[l].activation)) reach_ = l + 1;
       for (const Contraction& c : layers_[l].chain.contractions)
         multiply_adds += double(c.outer * c.q * c.inner * c.p) * double(run_.samples);
@@ -78,6 +80,9 @@ template <class T, class S> class Backward {
       if (wanted.bias) write(layers_[l].out, sums_ + wanted.bias_offset, static_cast<S*>(wanted.bias));
       for (int64_t i = 0; i < layers_[l].stages; ++i)
         if (wanted.stages[i]) write_weight_gradients(l, i);
+      for (size_t i = 0; i < layers_[l].chain.parameters(); ++i)
+        if (void* gradient = wanted.weights[layers_[l].parameter_index() + i])
+          write(1, sums_ + wanted.parameters + i, static_cast<S*>(gradient));
     }
   }
 
@@ -87,6 +92,12 @@ template <class T, class S> class Backward {
     Wanted wanted{gradients, nullptr, {}, std::vector<int64_t>(layer.stages), sums_size_, layer.stages};
     if (layer.chain.bias) wanted.bias = gradients[layer.bias_index()];
     if (wanted.bias) sums_size_ += layer.out;
+    void* const* of_parameters = gradients + layer.parameter_index();
+    const int64_t parameters = int64_t(layer.chain.parameters());
+    if (std::any_of(of_parameters, of_parameters + parameters, [](void* gradient) { return gradient; })) {
+      wanted.parameters = sums_size_;
+      sums_size_ += parameters;
+    }
     for (int64_t i = 0; i < layer.stages; ++i) {
       const Contraction& c = layer.chain.contractions[i];
       bool wants = false;
@@ -125,12 +136,12 @@ template <class T, class S> class Backward {
     Arena<T> arena(Purpose::block, size);
     Buffers b = make_buffers([&](int64_t n) { return arena.take(n); });
     b.sum = sums_ + task * sums_size_;
-    double* total = totals_ + task * sums_size_;
+    b.total = totals_ + task * sums_size_;
     std::fill(b.sum, b.sum + sums_size_, T(0));
-    std::fill(total, total + sums_size_, 0.0);
+    std::fill(b.total, b.total + sums_size_, 0.0);
     int64_t unflushed = 0;
     auto flush = [&] {
-      add(sums_size_, b.sum, total);
+      add(sums_size_, b.sum, b.total);
       std::fill(b.sum, b.sum + sums_size_, T(0));
       unflushed = 0;
     };
@@ -164,7 +175,7 @@ template <class T, class S> class Backward {
       if (ends) return;
       T* y = layer.activation ? kept.y_rows : kept.z_rows;
       if (y != kept.z_rows) std::copy(kept.z_rows, kept.z_rows + count * layer.out, y);
-      layer.finish(count, y);
+      layer.activation.forward(count, y);
       rows = y;
     }
   }
@@ -178,8 +189,8 @@ template <class T, class S> class Backward {
       if (layer.activation) {  // g *= its derivative at z + bias
         T* own = b.rows[(l + 1) % 2];
         if (g != own) std::copy(g, g + count * layer.out, own), g = own;
-        for (int64_t n = 0; n < count * layer.out; n += layer.out)
-          layer.activation->backward(layer.out, layer.bias, b.kept[l].z_rows + n, own + n);
+        const int64_t parameters = wanted_[l].parameters;
+        layer.activation.backward(count, b.kept[l].z_rows, own, parameters < 0 ? nullptr : b.total + parameters);
       }
       if (wanted_[l].bias)
         for (int64_t n = 0; n < count; ++n) add(layer.out, g + n * layer.out, b.sum + wanted_[l].bias_offset);

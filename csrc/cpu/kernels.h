@@ -7,6 +7,8 @@
 #include "contract.h"
 #include "merge.h"
 #include "block.h"
+#include "expression.h"
+#include "activation.h"
 #include "layer.h"
 #include "run.h"
 #include "forward.h"

@@ -33,20 +33,18 @@ template <class T> struct States {
 };
 
 template <class T, class S> struct Layer {
-  const void* const* tensors;  // its weights and its bias
+  const void* const* tensors;  // its weights, its activation's parameters and its bias
   std::vector<Group> groups;
   Chain chain;  // with one contraction for each group
   int64_t in, out, stages;
   bool interleaved = false;
-  const Activation<T>* activation;           // null for the identity
+  Activation<T> activation;                  // behind the bias
   std::vector<Weights<T>> weights;           // [rank * stages], in the order of contraction
   std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
-  const T* bias = nullptr;
 
   Layer(const Chain& given, const void* const* tensors_)
       : tensors(tensors_), groups(merge(given, [&](const Contraction& c) { return may_merge(given, c); })),
-        chain(given), in(chain.in_features()), out(chain.out_features()), stages(int64_t(groups.size())),
-        activation(chain.activation == "identity" ? nullptr : find_activation<T>(chain.activation)) {
+        chain(given), in(chain.in_features()), out(chain.out_features()), stages(int64_t(groups.size())) {
     chain.contractions.clear();
     for (const Group& group : groups) chain.contractions.push_back(group.whole);
   }
@@ -59,11 +57,12 @@ template <class T, class S> struct Layer {
     return true;
   }
 
-  int64_t bias_index() const {
+  int64_t parameter_index() const {
     int64_t index = 0;
     for (const Group& group : groups) index += int64_t(group.parts.size());
     return index;
   }
+  int64_t bias_index() const { return parameter_index() + int64_t(chain.parameters()); }
 
   // What prepare() takes.
   int64_t prepared_size() const {
@@ -99,8 +98,13 @@ template <class T, class S> struct Layer {
         }
         weights.push_back(w);
       }
+    const T* bias = nullptr;
     if (chain.bias)
       bias = read_rows<T, S>(tensors[bias_index()], 0, 1, out, kConverts<T, S> ? take(out) : nullptr);
+    std::vector<T> parameters(chain.parameters());
+    for (size_t i = 0; i < parameters.size(); ++i)
+      parameters[i] = *read_rows<T, S>(tensors[parameter_index() + i], 0, 1, 1, &parameters[i]);
+    activation = Activation<T>(chain, bias, parameters);
   }
 
   // Of `count` samples, in a block for `samples`.
@@ -126,19 +130,12 @@ template <class T, class S> struct Layer {
       contract<T>(chain.contractions[i], b, weights[r * stages + i], x, to[i], r > 0 && i == stages - 1, packed);
   }
 
-  // rows = activation(rows + bias)
-  void finish(int64_t count, T* rows) const {
-    if (!activation && !bias) return;
-    const auto apply = activation ? activation->forward : activate<T, activation_identity>;
-    for (int64_t n = 0; n < count; ++n) apply(out, bias, rows + n * out);
-  }
-
   // From rows x to rows y.
   void forward(Block b, const T* x, T* y, States<T>& states, T* packed) const {
     x = from_rows(b, in, x, states.x);
     if (!interleaved) states.after.back() = y;
     for (int64_t r = 0; r < chain.rank; ++r) contract_all(r, stages, b, x, states.after, packed);
     to_rows(b, out, states.after.back(), y);
-    finish(b.valid, y);
+    activation.forward(b.valid, y);
   }
 };

@@ -1,4 +1,4 @@
-// Activations: one row each, written once over X, which is a vector (the value) or a dual number (the value
+// The named activations: one row each, written once over X, which is a vector (the value) or a dual number (the value
 // and its derivative). Bias and activation are applied to finished rows while they are in cache.
 
 template <class T> struct Dual {
@@ -102,19 +102,19 @@ template <class T, class F> void activate_backward(int64_t n, const T* bias, con
   }
 }
 
-template <class T> struct Activation {
+template <class T> struct Named {
   const char* name;
   void (*forward)(int64_t, const T*, T*);
   void (*backward)(int64_t, const T*, const T*, T*);
 };
 
-template <class T> const Activation<T>* find_activation(const std::string& name) {
-  static const Activation<T> table[] = {
+template <class T> const Named<T>* find_activation(const std::string& name) {
+  static const Named<T> table[] = {
 #define FL_ROW(NAME, ...) {#NAME, activate<T, activation_##NAME>, activate_backward<T, activation_##NAME>},
       FL_ACTIVATIONS(FL_ROW)
 #undef FL_ROW
   };
-  for (const Activation<T>& row : table)
+  for (const Named<T>& row : table)
     if (name == row.name) return &row;
   return nullptr;
 }

@@ -18,7 +18,7 @@ template <class T, class S> struct Run {
     int64_t kept = 0;
     for (const Chain* chain : problem.layers) {
       const Layer<T, S>& layer = layers.emplace_back(*chain, tensors);
-      tensors += chain->contractions.size() + chain->bias;
+      tensors += chain->weights() + chain->bias;
       const int64_t state = largest_state(layer.chain);
       largest = std::max(largest, state);
       if (keeps) kept += state * layer.stages + (layers.size() > 1 ? layer.in : 0);

@@ -1,9 +1,10 @@
-// exp, expm1, log1p, tanh, erf, sin and cos of every lane of a Vec<float> or Vec<double>, for pointwise.h.
+// exp, expm1, log, log1p, tanh, erf, sin and cos of every lane of a Vec<float> or Vec<double>, for pointwise.h and
+// expression.h.
 //
 // Branch-free, in plain vector arithmetic, with or without fused multiply-add. Largest errors measured, of
-// either type: exp, log1p 0.91 ulp, expm1 1.26, tanh 1.31, erf 1.43, sin, cos 2.5 (also next to their zeros).
+// either type: exp, log, log1p 0.91 ulp, expm1 1.26, tanh 1.31, erf 1.43, sin, cos 2.5 (also next to their zeros).
 // NaN, infinities, signed zeros, overflow and subnormal numbers come out as from <cmath>. The coefficients of
-// log1p are those of fdlibm and musl, the others minimax in relative error, fitted with mpmath and rounded
+// log are those of fdlibm and musl, the others minimax in relative error, fitted with mpmath and rounded
 // one by one. All are in ascending order.
 
 template <class T> struct MathTable;
@@ -132,11 +133,10 @@ template <class T> FL_INLINE Vec<T> vexpm1(Vec<T> v) {
   return magnitude<T>(v) < C::ulp_of_one / 4 ? v : y;
 }
 
-template <class T> FL_INLINE Vec<T> vlog1p(Vec<T> v) {
+// log(u + c), where u is at least 2^-126 (or 2^-1022), c is at most its rounding error
+template <class T> FL_INLINE Vec<T> log_of_sum(Vec<T> u, Vec<T> c) {
   using C = MathTable<T>;
-  constexpr T infinity = std::numeric_limits<T>::infinity(), nan = std::numeric_limits<T>::quiet_NaN();
-  // 1 + v = u + c = 2^k (m + c 2^-k), sqrt(1/2) <= m < sqrt(2)
-  const Vec<T> u = T(1) + v, c = v - (u - T(1));
+  // u + c = 2^k (m + c 2^-k), sqrt(1/2) <= m < sqrt(2)
   const Mask<T> shifted = (Mask<T>)u + (C::one - C::half_sqrt2);
   const Mask<T> exponent = (Mask<T>)((typename C::bits)shifted >> C::mantissa_bits);
   const Vec<T> m = (Vec<T>)((Mask<T>)u - ((exponent - C::bias) << C::mantissa_bits));
@@ -147,10 +147,26 @@ template <class T> FL_INLINE Vec<T> vlog1p(Vec<T> v) {
   // log(1 + f) = f - (h - s (h + z polynomial(z))), as fdlibm has it
   const Vec<T> s = f / (T(2) + f), z = s * s, h = T(0.5) * f * f;
   const Vec<T> series = s * (h + z * polynomial<T>(z, C::log));
-  const Vec<T> y = k * C::ln2_hi + (f - (h - (series + (k * C::ln2_lo + lost))));
-  const Vec<T> outside = v == T(-1) ? splat<T>(-infinity) : splat<T>(nan);
+  return k * C::ln2_hi + (f - (h - (series + (k * C::ln2_lo + lost))));
+}
+// A logarithm y of v, if v is inside of the range from `least` to infinity.
+template <class T> FL_INLINE Vec<T> in_range_of_log(Vec<T> v, Vec<T> y, T least) {
+  constexpr T infinity = std::numeric_limits<T>::infinity(), nan = std::numeric_limits<T>::quiet_NaN();
+  const Vec<T> outside = v == least ? splat<T>(-infinity) : splat<T>(nan);
   const Vec<T> inside = v < infinity ? y : v;
-  return magnitude<T>(v) < C::ulp_of_one / 4 ? v : v <= T(-1) ? outside : inside;
+  return v <= least ? outside : inside;
+}
+
+template <class T> FL_INLINE Vec<T> vlog(Vec<T> v) {
+  using C = MathTable<T>;
+  constexpr int shift = C::mantissa_bits + 1;  // brings subnormal numbers to where log_of_sum takes them
+  const Mask<T> tiny = v < std::numeric_limits<T>::min();
+  const Vec<T> y = log_of_sum<T>(tiny ? v * T(int64_t(1) << shift) : v, Vec<T>{});
+  return in_range_of_log<T>(v, y - (tiny ? splat<T>(T(shift * 0.69314718055994530942)) : Vec<T>{}), T(0));
+}
+template <class T> FL_INLINE Vec<T> vlog1p(Vec<T> v) {
+  const Vec<T> u = T(1) + v, y = log_of_sum<T>(u, v - (u - T(1)));
+  return magnitude<T>(v) < MathTable<T>::ulp_of_one / 4 ? v : in_range_of_log<T>(v, y, T(-1));
 }
 
 template <class T> FL_INLINE Vec<T> vtanh(Vec<T> v) {

@@ -1,19 +1,34 @@
-// Activations: one row each, with PyTorch's value at kinks and for NaN. Sums are activated before they are rounded.
+// Activations: one row for each that has a name, with PyTorch's value at kinks and for NaN. Sums are activated before
+// they are rounded.
 #pragma once
 #include "types.cuh"
 
-DEVICE float exp_(float x) { return expf(x); }
-DEVICE double exp_(double x) { return exp(x); }
-DEVICE float expm1_(float x) { return expm1f(x); }
-DEVICE double expm1_(double x) { return expm1(x); }
-DEVICE float log1p_(float x) { return log1pf(x); }
-DEVICE double log1p_(double x) { return log1p(x); }
-DEVICE float tanh_(float x) { return tanhf(x); }
-DEVICE double tanh_(double x) { return tanh(x); }
-DEVICE float erf_(float x) { return erff(x); }
-DEVICE double erf_(double x) { return erf(x); }
-DEVICE float sin_(float x) { return sinf(x); }
-DEVICE double sin_(double x) { return sin(x); }
+#define FUNCTION(NAME)                                  \
+  DEVICE float NAME##_(float x) { return NAME##f(x); }  \
+  DEVICE double NAME##_(double x) { return NAME(x); }
+FUNCTION(exp)
+FUNCTION(expm1)
+FUNCTION(log)
+FUNCTION(log1p)
+FUNCTION(tanh)
+FUNCTION(erf)
+FUNCTION(sin)
+FUNCTION(cos)
+FUNCTION(atan)
+FUNCTION(sqrt)
+FUNCTION(floor)
+#undef FUNCTION
+DEVICE float abs_(float x) { return fabsf(x); }
+DEVICE double abs_(double x) { return fabs(x); }
+DEVICE float pow_(float x, float n) { return powf(x, n); }
+DEVICE double pow_(double x, double n) { return pow(x, n); }
+
+// What is left of the operations of factorlayer/expression.py, whose expressions are written out like a row.
+template <class T> DEVICE T sign_(T x) { return T(x > T(0)) - T(x < T(0)); }
+template <class T> DEVICE T sigmoid_(T x) { return T(1) / (T(1) + exp_(-x)); }
+template <class T> DEVICE T softplus_(T x) { return (x < T(0) ? T(0) : x) + log1p_(exp_(-abs_(x))); }
+template <class T> DEVICE T min_(T x, T y) { return x < y || x != x ? x : y; }
+template <class T> DEVICE T max_(T x, T y) { return x > y || x != x ? x : y; }
 
 #define ACTIVATION(NAME, ...)                              \
   struct NAME {                                            \

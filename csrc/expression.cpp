@@ -1,0 +1,188 @@
+// Parsing of a program, and the allocation of its rows.
+#include "expression.h"
+
+#include <algorithm>
+#include <limits>
+#include <locale>
+#include <sstream>
+#include <stdexcept>
+
+namespace factorlayer {
+namespace {
+
+constexpr size_t kMostSteps = 1000;
+constexpr int kMostParameters = 16;
+
+struct Node {
+  enum Kind { x, parameter, number, operation } kind;
+  int index = 0;  // of a parameter or number
+  Op op = Op::neg;
+  int count = 0;
+  int from[3] = {0, 0, 0};
+};
+
+struct Row {
+  const char* name;
+  Op op;
+  int count;
+};
+constexpr Row kRows[] = {
+#define FL_ROW(NAME, COUNT) {#NAME, Op::NAME, COUNT},
+    FL_OPERATIONS(FL_ROW)
+#undef FL_ROW
+};
+
+// Of digits alone, below a limit; or -1.
+int whole_number(const std::string& text, size_t limit) {
+  size_t value = 0;
+  for (char c : text) {
+    if (c < '0' || c > '9') return -1;
+    value = 10 * value + size_t(c - '0');
+    if (value >= limit) return -1;
+  }
+  return text.empty() ? -1 : int(value);
+}
+
+// As Python writes one.
+bool read_number(const std::string& text, double& value) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  if (text == "inf" || text == "-inf" || text == "nan") {
+    value = text == "nan" ? std::numeric_limits<double>::quiet_NaN() : text == "inf" ? infinity : -infinity;
+    return true;
+  }
+  if (text.find_first_not_of("0123456789.e+-") != std::string::npos || text[0] == '+') return false;
+  if (text.find_first_of(".e") == std::string::npos) return false;
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  return stream >> value && stream.peek() == std::istringstream::traits_type::eof();
+}
+
+class Parser {
+ public:
+  std::vector<Node> nodes;
+  std::vector<double> numbers;
+  std::vector<int> results;  // nodes
+
+  explicit Parser(const std::string& text) {
+    for (size_t at = 0, end; at <= text.size(); at = end + 1) {
+      end = std::min(text.find_first_of(",/", at), text.size());
+      if (steps_.size() == kMostSteps)
+        throw std::invalid_argument("an expression should have " + std::to_string(kMostSteps) + " steps at most");
+      const std::string word = text.substr(at, end - at);
+      const int node = read(word);
+      if (node < 0)
+        throw std::invalid_argument("step " + std::to_string(steps_.size()) + " of the expression, \"" +
+                                    word.substr(0, 80) + "\", cannot be read");
+      steps_.push_back(node);
+      if (end == text.size() || text[end] == '/') results.push_back(node);
+    }
+  }
+
+ private:
+  std::vector<int> steps_;  // the node of each
+
+  // As factorlayer/expression.py reads it. The node, or -1.
+  int read(const std::string& word) {
+    Node node{Node::operation};
+    const size_t colon = std::min(word.find(':'), word.size());
+    const std::string name = word.substr(0, colon);
+    for (size_t at = colon; at < word.size();) {
+      const size_t end = std::min(word.find(':', at + 1), word.size());
+      const int step = whole_number(word.substr(at + 1, end - at - 1), steps_.size());
+      if (step < 0 || node.count == 3) return -1;
+      node.from[node.count++] = steps_[step];
+      at = end;
+    }
+    if (name.empty()) return node.count == 1 ? node.from[0] : -1;
+    if (!(node.count ? is_operation(name, node) : is_leaf(name, node))) return -1;
+    nodes.push_back(node);
+    return int(nodes.size()) - 1;
+  }
+
+  bool is_leaf(const std::string& name, Node& node) {
+    double value = 0;
+    if (name == "x") {
+      node.kind = Node::x;
+    } else if (name[0] == 'p') {
+      node.kind = Node::parameter;
+      node.index = whole_number(name.substr(1), kMostParameters);
+    } else if (read_number(name, value)) {
+      node.kind = Node::number;
+      node.index = int(numbers.size());
+      numbers.push_back(value);
+    } else {
+      return false;
+    }
+    return node.index >= 0;
+  }
+
+  bool is_operation(const std::string& name, Node& node) const {
+    const auto varies = [&](int i) { return i < node.count && nodes[node.from[i]].kind != Node::number; };
+    for (const Row& row : kRows) {
+      if (name != row.name) continue;
+      node.op = row.op;
+      const bool of_numbers = row.op == Op::select ? !varies(0) : row.op == Op::pow ? !varies(0) || varies(1) : false;
+      return row.count == node.count && (varies(0) || varies(1) || varies(2)) && !of_numbers;
+    }
+    return false;
+  }
+};
+
+// What `results` need, in rows that are used again.
+Code code_for(const Parser& parsed, const std::vector<int>& results, int parameters) {
+  Code code;
+  std::vector<int> last_use(parsed.nodes.size(), -1), row(parsed.nodes.size(), -1);
+  const int end = int(parsed.nodes.size());
+  for (int result : results) last_use[result] = end;
+  for (int i = end; i-- > 0;) {
+    const Node& node = parsed.nodes[i];
+    if (last_use[i] >= 0 && node.kind == Node::operation)
+      for (int k = 0; k < node.count; ++k) last_use[node.from[k]] = std::max(last_use[node.from[k]], i);
+  }
+  const auto place = [&](int i) -> Place {
+    const Node& node = parsed.nodes[i];
+    if (node.kind == Node::x) return {false, 0};
+    if (node.kind == Node::operation) return {false, row[i]};
+    return {true, node.index + (node.kind == Node::number ? parameters : 0)};
+  };
+  std::vector<int> free;
+  for (int i = 0; i < end; ++i) {
+    const Node& node = parsed.nodes[i];
+    if (last_use[i] < 0 || node.kind != Node::operation) continue;
+    Code::Step step{node.op, 0, {}};
+    for (int k = 0; k < 3 && k < node.count; ++k) step.from[k] = place(node.from[k]);
+    for (int k = 0; k < node.count; ++k) {  // an operation may write where it reads
+      const int from = node.from[k];
+      if (parsed.nodes[from].kind == Node::operation && last_use[from] == i) free.push_back(row[from]), last_use[from] = -1;
+    }
+    if (free.empty()) free.push_back(code.rows++);
+    step.to = row[i] = free.back();
+    free.pop_back();
+    code.steps.push_back(step);
+  }
+  for (int result : results) code.results.push_back(place(result));
+  return code;
+}
+
+}  // namespace
+
+Program parse_program(const std::string& text) {
+  const Parser parsed(text);
+  Program program;
+  program.parameters = int(parsed.results.size()) - 2;
+  if (program.parameters < 0 || program.parameters > kMostParameters)
+    throw std::invalid_argument("an expression should come with its derivatives by x and by at most " +
+                                std::to_string(kMostParameters) + " parameters");
+  for (const Node& node : parsed.nodes)
+    if (node.kind == Node::parameter && node.index >= program.parameters)
+      throw std::invalid_argument("an expression has a parameter p" + std::to_string(node.index) +
+                                  ", but no derivative by it");
+  program.numbers = parsed.numbers;
+  const std::vector<int>& results = parsed.results;
+  program.value = code_for(parsed, {results[0]}, program.parameters);
+  program.slope = code_for(parsed, {results[1]}, program.parameters);
+  program.slopes = code_for(parsed, {results.begin() + 1, results.end()}, program.parameters);
+  return program;
+}
+
+}  // namespace factorlayer
