@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from factorlayer.activations import ACTIVATIONS, activation_name
+from factorlayer.activations import activate
 from factorlayer.chain import Chain
+from factorlayer.expression import Expression
 from factorlayer.functional import autocast, run
 from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
@@ -91,7 +92,7 @@ def _one_by_one(
     return x
 
 
-Activation = nn.Module | Callable[[Tensor], Tensor] | str | None
+Activation = nn.Module | Expression | str | None
 
 
 class LayerStack(nn.Module):
@@ -108,7 +109,7 @@ class LayerStack(nn.Module):
             layer = layer_of(member)
             assert layer is not None
             stage, scalar_names = activation_of(activation)
-            self._members.append(_Member(member, activation, scalar_names))
+            self._members.append(_Member(member, activation, stage, scalar_names))
             self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
 
@@ -123,10 +124,7 @@ class LayerStack(nn.Module):
     def _one_by_one(self, x: Tensor) -> Tensor:
         for member in self._members:
             x = member.layer(x)
-            activation = member.activation
-            if activation is None or isinstance(activation, str):
-                activation = ACTIVATIONS[activation_name(activation)]
-            x = activation(x)
+            x = member.activation(x) if isinstance(member.activation, nn.Module) else activate(member.stage, x)
         return x
 
 
@@ -136,6 +134,7 @@ class _Member:
 
     layer: nn.Module
     activation: Activation
+    stage: str  # what it is in a chain
     scalar_names: tuple[str, ...]
 
     def is_hooked(self) -> bool:
