@@ -1,4 +1,4 @@
-"""Blocks on a GPU: several dense layers in one kernel, forward and backward, and what has no such kernel layer by layer."""
+"""Blocks on a GPU: several dense layers in one kernel, forward and backward; others layer by layer."""
 
 from __future__ import annotations
 
