@@ -42,9 +42,10 @@ class Dense:
         """p, q of each layer"""
         return tuple((chain.in_features, chain.out_features) for chain in self.layers)
 
-    def columns(self, i: int) -> int:
-        """Of layer i's sums: whole tiles, and whole steps of the next layer."""
-        return round_up(self.sizes[i][1], 8 if i == len(self.layers) - 1 else self.step)
+    def columns(self, i: int) -> tuple[int, int]:
+        """Of layer i: its k's, in whole steps, and its sums, in whole steps of the next layer, or in tiles."""
+        p, q = self.sizes[i]
+        return round_up(p, self.step), round_up(q, 8 if i == len(self.layers) - 1 else self.step)
 
     @property
     def threads(self) -> int:
@@ -54,9 +55,9 @@ class Dense:
     def places(self) -> tuple[tuple[int, int], ...]:
         """Where each layer's weight and bias begin in shared memory, and behind the last one's where they end."""
         found, at = [], 0
-        for i, (p, _) in enumerate(self.sizes):
-            weight, n = at, self.columns(i)
-            at += -(-p // (4 * self.step)) * n * 128  # slabs of four steps
+        for i in range(len(self.sizes)):
+            weight, (k, n) = at, self.columns(i)
+            at += -(-k // (4 * self.step)) * n * 128  # slabs of four steps
             found.append((weight, at))
             at = round_up(at + 4 * round_up(n, 16), 1024)
         return (*found, (at, at))
@@ -68,8 +69,8 @@ class Dense:
     @property
     def registers_needed(self) -> int:
         """Of a thread, about: a layer's sums, its operands and the next one's, and those of the samples to come."""
-        steps = [-(-p // self.step) * 4 for p, _ in self.sizes]
-        sums = [self.columns(i) // 2 for i in range(len(self.sizes))]
+        columns = [self.columns(i) for i in range(len(self.sizes))]
+        steps, sums = [k // self.step * 4 for k, _ in columns], [n // 2 for _, n in columns]
         most = max(s + max(d, n) for s, d, n in zip(steps, sums, [*steps[1:], 0], strict=True))
         both = max(d + n for d, n in zip(sums, [*steps[1:], 0], strict=True))
         return steps[0] + max(most, both) + OTHER_REGISTERS
@@ -96,43 +97,63 @@ class Dense:
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return f"dense layers: {widths}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
 
+    def struct(self, i: int) -> dict[str, int | bool | str]:
+        """What the kernel is told of layer i."""
+        p, q = self.sizes[i]
+        k, n = self.columns(i)
+        weight_at, bias_at = self.places[i]
+        weight = sum(1 + chain.bias for chain in self.layers[:i])
+        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": weight}
+        told |= {"BIAS": weight + 1 if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
+        return told | {"FIRST": i == 0, "LAST": i == len(self.layers) - 1}
+
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         last = len(self.layers) - 1
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int GROUPS = {self.groups};"]
-        calls, loads, tensor = [], [], 0
-        for i, chain in enumerate(self.layers):
-            p, q = self.sizes[i]
-            weight_at, bias_at = self.places[i]
-            numbers = {"P": p, "Q": q, "N": self.columns(i), "WEIGHT": tensor, "BIAS": tensor + 1 if chain.bias else -1}
-            numbers |= {"weight_at": weight_at, "bias_at": bias_at}
-            tensor += 1 + chain.bias
-            fields = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-            flags = {"FIRST": i == 0, "LAST": i == last}
-            fields += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
-            lines.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
-            loads.append(f"c.template load_layer<L{i}>();")
-            calls.append(f"float d{i}[L{i}::N / 2];")
-            calls.append(f"c.template multiply<L{i}>(a{i}, d{i});")
-            if i < last:
-                calls.append(f"u32 a{i + 1}[C::template kSteps<L{i + 1}>][4];")
-                calls.append(f"c.template hand_on<L{i}, L{i + 1}>(d{i}, a{i + 1});")
-        calls.append(f"c.store(d{last}, tile);")
-        lines += ["using First = L0;", f"using Last = L{last};"]
-        of = "template <class C> static DEVICE void"
-        lines += [f"{of} load_weights(const C& c) {{", *(f"  {load}" for load in loads), "}"]
-        lines += [f"{of} layers(const C& c, u32 (&a0)[C::template kSteps<L0>][4], i64 tile) {{"]
-        lines += [*(f"  {call}" for call in calls), "}"]
-        struct = "\n  ".join(lines)
-        return (
-            headers("wgmma.cuh")
-            + "".join(wgmma(self.dtype, n) for n in sorted({self.columns(i) for i in range(last + 1)}))
-            + headers("dense.cuh").removeprefix(headers())
-            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-            + f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
-            + f"{name}(const __grid_constant__ Params params) {{ DenseLayers<Pass>(params).run(); }}\n"
-        )
+        calls = []
+        for i in range(last):
+            calls += [f"float d{i}[L{i}::N / 2];", f"c.template multiply<L{i}>(a{i}, d{i});"]
+            calls += [f"u32 a{i + 1}[L{i + 1}::K / C::kStep][4];"]
+            calls += [f"c.template hand_on<L{i}, L{i + 1}>(d{i}, a{i + 1});"]
+        calls += [f"float d{last}[L{last}::N / 2];", f"c.template multiply<L{last}>(a{last}, d{last});"]
+        calls += [f"c.template store<L{last}::Q, L{last}::Activation>(c.params.y, d{last}, tile);"]
+        body = function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
+        return write(self, name, "DenseLayers", [], body, {n for i in range(last + 1) for n in [self.columns(i)[1]]})
+
+
+def function(head: str, calls: Sequence[str]) -> list[str]:
+    """Of a kernel's struct of constants: what it calls for one layer after another."""
+    return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
+
+
+def _field(name: str, value: int | bool | str) -> str:
+    if isinstance(value, str):
+        return f"using {name} = struct {value};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"static constexpr {kind} {name} = {str(value).lower()};"
+
+
+def write(plan: Dense, name: str, template: str, lines: list[str], body: list[str], widths: set[int]) -> str:
+    """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products."""
+    last = len(plan.layers) - 1
+    head = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
+    head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
+    for i, chain in enumerate(plan.layers):
+        fields = [_field(key, value) for key, value in plan.struct(i).items()]
+        head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
+    head += ["using First = L0;", f"using Last = L{last};"]
+    head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
+    struct = "\n  ".join(head + body)
+    backward = template != "DenseLayers"
+    further = ("dense.cuh", "dense_backward.cuh") if backward else ("dense.cuh",)
+    return (
+        headers("wgmma.cuh")
+        + "".join(wgmma(plan.dtype, n, backward) for n in sorted(widths))
+        + headers(*further).removeprefix(headers())
+        + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+        + f'extern "C" __global__ void __launch_bounds__({plan.threads}, 1)\n'
+        + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"
+    )
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | None:
@@ -156,8 +177,9 @@ def _time(plan: Dense, batch: int) -> float:
     """Predicted microseconds."""
     tiles = math.ceil(batch / (64 * plan.gpu.sms))
     rate = 0.6 * plan.gpu.flops["bfloat16"] * (0.5 if plan.dtype == "tf32" else 1.0)
-    products = sum(2 * 64 * round_up(p, plan.step) * plan.columns(i) for i, (p, _) in enumerate(plan.sizes)) / rate
-    sums = 64 * sum(plan.columns(i) for i in range(len(plan.sizes))) * 6 / 32 / plan.gpu.instructions
+    columns = [plan.columns(i) for i in range(len(plan.sizes))]
+    products = sum(2 * 64 * k * n for k, n in columns) / rate
+    sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions
     memory = 64 * (plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
     alone = 0.35 * len(plan.layers) + products  # of a tile that nothing runs beside
     return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))

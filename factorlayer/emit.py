@@ -12,6 +12,7 @@ from factorlayer.device import ELEMENT, MATH, headers
 from factorlayer.expression import cuda_type
 from factorlayer.resident import Layout, Mode, Resident, Sandwich, Stage
 
+LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every thread looks through
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
@@ -197,13 +198,25 @@ def normals(mode: Mode) -> str:
     return " * ".join(f"normal(w{j}, {q * p})" for j, (_, q, p) in enumerate(mode.parts))
 
 
+def can_be_made(mode: Mode, dtype: str) -> bool:
+    """Whether a product of weights keeps what the weights say."""
+    if dtype != "float16" or len(mode.parts) == 1:
+        return True
+    return all(q * p <= LARGEST_NORMALISED for _, q, p in mode.parts)
+
+
 def product(mode: Mode) -> str:
     """An element of the Kronecker product of a mode's weights."""
-    factors, q_inner, p_inner = [], mode.q, mode.p
+    return " * ".join(factors(mode))
+
+
+def factors(mode: Mode) -> list[str]:
+    """Whose product is an element."""
+    found, q_inner, p_inner = [], mode.q, mode.p
     for j, (_, q, p) in enumerate(mode.parts):
         q_inner, p_inner = q_inner // q, p_inner // p
-        factors.append(f"widen(w{j}[q / {q_inner} % {q} * {p} + p / {p_inner} % {p}])")
-    return " * ".join(factors)
+        found.append(f"widen(w{j}[q / {q_inner} % {q} * {p} + p / {p_inner} % {p}])")
+    return found
 
 
 def _stages(plan: Resident) -> list[str]:

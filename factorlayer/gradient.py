@@ -175,6 +175,7 @@ class Reduction:
     """A pass that adds up what the blocks of another one have summed."""
 
     of: Summing
+    in_place: bool = False  # sums that another pass reads, in the first block's place
     us: float = 3.0
 
     threads = 256
@@ -193,6 +194,7 @@ class Reduction:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
+        lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in (numbers | {"MOST": of.most}).items()]
         return kernel(name, "gradient.cuh", "Reduction", lines, self.threads, 4)
 

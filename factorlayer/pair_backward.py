@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.chain import Chain
 from factorlayer.device import ELEMENT, MATH
+from factorlayer.emit import can_be_made, normals, product
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import kernel
-from factorlayer.resident import round_up
+from factorlayer.gradient import PART_BYTES, kernel
+from factorlayer.resident import Mode, round_up
 
-LARGEST = 64  # size whose sums a warp can hold
-MOST_WARPS = 12  # of a block: registers of a thread are then 168
+LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
+LEAST = 8  # half of a warp's rows
+MOST_GROUPS = 12
+UNIT_US = 0.8  # from a unit's last copy to its store, where no other group hides them
+OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "float16": 48}
 
 
 @dataclass(frozen=True)
 class PairBackward:
     """A pass, tiled. `us` is the time predicted."""
 
-    sizes: tuple[int, int, int, int]  # p0, p1, q0, q1
+    modes: tuple[Mode, Mode]
     dtype: str
     units_per_sample: int
+    rows: int  # warps of 16 p0's each
+    parts: int  # of the columns, each with such warps
     groups: int
     slots: int
     gpu: Gpu
@@ -33,21 +38,63 @@ class PairBackward:
     def size(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1"""
+        first, second = self.modes
+        return first.p, second.p, first.q, second.q
+
+    @property
+    def at_once(self) -> int:
+        """Tiles of 8 columns that a warp makes, at most."""
+        return 8 if self.size < 8 and self.dtype != "float32" and self.sizes[3] <= 64 else 4
+
     @property
     def warps(self) -> int:
-        """Of a group."""
-        return -(-self.sizes[0] // 16)
+        return self.rows * self.parts * self.groups
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps * self.groups
+        return 32 * self.warps
+
+    def _tiles(self, n: int) -> tuple[int, int]:
+        """Pieces of a part of n columns, and tiles of 8 in each."""
+        count = -(-n // (8 * self.parts))
+        pieces = -(-count // self.at_once)
+        return pieces, round_up(-(-count // pieces), 2 if self.size == 2 or self.parts % 2 else 1)
+
+    @functools.cached_property
+    def padded(self) -> tuple[int, int, int, int]:
+        _, p1, q0, q1 = self.sizes
+        p1, q1 = (8 * self.parts * pieces * tiles for pieces, tiles in map(self._tiles, (p1, q1)))
+        return 16 * self.rows, p1, round_up(q0, 16), q1
+
+    @functools.cached_property
+    def registers(self) -> int:
+        """Of a thread, about: sums of dA and dB, A, and what is made at once with an operand."""
+        _, p1, q0, q1 = self.padded
+        kept = 16 * q0 + -(-q1 // (16 * self.rows)) * 16 * p1 // self.parts
+        made = 8 * 16 * max(self._tiles(n)[1] for n in self.sizes[1::2])
+        of_a = {"float32": 0, "bfloat16": 8, "float16": 8}.get(self.dtype, 16) * q0
+        made *= 2 if self.dtype == "float32" else 1
+        return (kept + made + of_a) * max(1, self.size // 4) // 32 + OTHER_REGISTERS[self.dtype]
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of X and B, of G and dT, and of A in shared memory."""
+        p0, p1, _, q1 = self.padded
+        pad = 8 if self.size == 2 else 4
+        return p1 + pad, q1 + pad, p0 + pad
 
     @functools.cached_property
     def shared(self) -> int:
-        p0, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
-        x, g = p0 * (p1 + 8), q0 * (q1 + 8)
-        group = self.slots * (x + g) + p0 * (q1 + 8) + x
-        return (q1 * (p1 + 8) + self.groups * group) * self.size
+        p0, _, q0, q1 = self.padded
+        x, g, of_a = self.strides
+        staged = 16 * self.rows * self.parts * (8 * self._tiles(self.sizes[1])[1] + 8) if self.size == 2 else 0
+        groups = self.groups * (self.slots * (p0 * x + q0 * g) + p0 * g + staged)
+        a = q0 * of_a
+        both = q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))
+        return max(both * self.size, self.weights * PART_BYTES[self.dtype])
 
     @property
     def weights(self) -> int:
@@ -70,47 +117,83 @@ class PairBackward:
     @property
     def part_bytes(self) -> int:
         """Of what all blocks write, at most."""
-        return self.most * self.weights * 4
+        return self.most * self.weights * PART_BYTES[self.dtype]
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
+            f"pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.rows}×{self.parts} warps, "
+            f"{self.slots} slots, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        p0, p1, q0, q1 = self.sizes
-        numbers = {"P0": p0, "P1": p1, "Q0": q0, "Q1": q1, "UNITS_PER_SAMPLE": self.units_per_sample}
-        numbers |= {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots}
-        numbers |= {"COPY": math.gcd(16, p1 * self.size, q1 * self.size), "STORE": math.gcd(16, p1 * self.size)}
+        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "ROWS": self.rows, "PARTS": self.parts}
+        numbers |= {"GROUPS": self.groups, "SLOTS": self.slots, "AT_ONCE": self.at_once}
+        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes)}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        for mode, letter in zip(self.modes, "ab", strict=True):
+            lines += self._weight(mode, letter)
         return kernel(name, "pair_backward.cuh", "PairBackward", lines, self.threads, 1)
 
+    def _weight(self, mode: Mode, letter: str) -> list[str]:
+        """Its elements, and what they are multiplied by: a product of weights is kept normalised in fp16."""
+        weights = [
+            f"  auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
+            for j, (weight, _, _) in enumerate(mode.parts)
+        ]
+        scale = normals(mode) if self.dtype == "float16" and len(mode.parts) > 1 else "1"
+        return [
+            f"static DEVICE Sum<Element> normal_{letter}(const Params& params) {{",
+            *(weights if scale != "1" else []),
+            f"  return {scale};",
+            "}",
+            f"static DEVICE Sum<Element> weight_{letter}(const Params& params, int q, int p) {{",
+            *weights,
+            f"  return {product(mode)};",
+            "}",
+        ]
 
-def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
-    """None where this family has no kernel."""
-    if dtype not in ("bfloat16", "float16") or len(chain.contractions) != 2:
-        return None
-    first, second = sorted(chain.contractions, key=lambda c: c.weight)
-    p0, p1, q0, q1 = sizes = (first.p, second.p, first.q, second.q)
-    if not (first.tied and second.tied) or max(sizes) > LARGEST or min(sizes) < 8 or p1 % 2 or q1 % 2:
-        return None
-    if second.inner != 1 or first.inner not in (p1, q1) or second.outer not in (first.outer * p0, first.outer * q0):
-        return None
-    for groups, slots in itertools.product(range(8, 0, -1), (3, 2)):
-        plan = PairBackward(sizes, dtype, first.outer, groups, slots, gpu)
-        if plan.threads <= 32 * MOST_WARPS and plan.shared <= gpu.shared:
-            return replace(plan, us=_time(plan, batch))
-    return None
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
+    """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
+    `outer` is the size of what lies before them."""
+    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu)]
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:
+    parts = [part for mode in modes for part in mode.parts]
+    for i, columns in itertools.product(range(1, len(parts)), (1, 2, 4)):
+        both = Mode(tuple(parts[:i])), Mode(tuple(parts[i:]))
+        sizes = [n for mode in both for n in (mode.p, mode.q)]
+        if min(sizes) < LEAST or max(sizes) > LARGEST[dtype] or not all(can_be_made(mode, dtype) for mode in both):
+            continue
+        if ELEMENT_BYTES[dtype] == 2 and (both[1].p % 2 or both[1].q % 2):
+            continue
+        if columns > 1 and (max(sizes) <= 32 * ELEMENT_BYTES[dtype] < 256 or 8 * columns > min(both[1].p, both[1].q)):
+            continue
+        rows = -(-both[0].p // 16)
+        for groups, slots, more in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2, 1), (0, 1, 2)):
+            plan = PairBackward(both, dtype, outer, rows + more, columns, groups, slots, gpu)
+            most = 65536 // (128 * round_up(plan.registers, 8)) * 4  # warps: registers are dealt to quarters of four
+            if plan.registers <= 255 and plan.warps <= most and plan.shared <= gpu.shared:
+                yield plan
 
 
 def _time(plan: PairBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    p0, p1, q0, q1 = (round_up(n, 16) for n in plan.sizes)
-    units = -(-batch * plan.units_per_sample // (plan.gpu.sms * plan.groups)) * plan.groups
-    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    products = (2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + p0 * p1 * q1) / (0.5 * plan.gpu.flops[plan.dtype])
-    return 6.0 + units * max(memory, products, 0.1)
+    """Predicted microseconds: for each unit what it moves, its products, or their operands from shared memory."""
+    gpu = plan.gpu
+    p0, p1, q0, q1 = plan.sizes
+    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
+    p0, p1, q0, q1 = plan.padded
+    turns = -(-q1 // (16 * plan.rows))
+    rate = (0.25 if plan.size == 2 else 0.5) * gpu.flops[plan.dtype]  # of multiply-adds; mma.sync has half of wgmma's
+    products = (2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + turns * 16 * plan.rows * p0 * p1) / rate
+    operands = plan.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) * plan.size / gpu.shared_bytes
+    busy = max(products, operands) * max(1.0, 8 / plan.warps)
+    waits = (UNIT_US + (memory if plan.slots == 1 else 0)) / plan.groups
+    units = max(1.0, batch * plan.units_per_sample / gpu.sms)
+    return 6.0 + UNIT_US + units * max(memory, busy + waits)

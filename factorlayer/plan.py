@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from factorlayer import dense, gradient, pair, pair_backward, streamed, wide
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
-from factorlayer.emit import source
+from factorlayer.emit import LARGEST_NORMALISED, source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
+from factorlayer.parts import Parts
 from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
@@ -31,12 +32,11 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
-LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every thread looks through
 STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to find in the L2
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Dense | Gradient | Pair | PairBackward | Reduction | Resident | Streamed | Wide
+Pass = Dense | Gradient | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -84,8 +84,9 @@ class Plan:
     def _buffers(self, i: int) -> tuple[str, str]:
         """What a pass reads and writes. A pair's backward pass writes sums, s2, as well."""
         p = self.passes[i]
-        if isinstance(p, Reduction):
-            return "s2", "w" if self.chain.backward else "y"
+        if isinstance(p, Reduction | Parts):
+            in_place = isinstance(p, Reduction) and p.in_place
+            return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
         if isinstance(p, Gradient):
             return "x", "s2"
         last = self.chain.backward or i == len(self.passes) - 1
@@ -162,10 +163,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         summing = gradient.tile(chain.contractions[0], dtype, batch, gpu)
         return Plan(chain, dtype, batch, gpu, (summing, Reduction(summing)))
     if chain.backward:
-        both = pair_backward.tile(chain, dtype, batch, gpu)
-        if both is None:
-            raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
-        return Plan(chain, dtype, batch, gpu, (both, Reduction(both)))
+        return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
     best: Plan | None = None
     for passes in _cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best._weight:
@@ -180,6 +178,17 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         products = streamed.products(chain, dtype)
         best = Plan(chain, dtype, batch, gpu, tuple(_product_pass(product, batch, gpu) for product in products))
     return best
+
+
+def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    if all(c.tied for c in chain.contractions):
+        outer, inner = _around(chain)
+        found = pair_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
+        if found:
+            if any(len(mode.parts) > 1 for mode in found.modes):
+                return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
+            return found, Reduction(found)
+    raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
 
 
 def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:

@@ -198,18 +198,36 @@ def test_gradients_are_right_in_any_order(
         assert error <= 2 * EPS[dtype]
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "batch"),
-    [
-        (kronecker((64, 64), (64, 64)), "bfloat16", 9),
-        (kronecker((32, 32), (32, 32)), "float16", 20),
-        (kronecker((20, 28), (36, 44)), "bfloat16", 9),
-        (kronecker((9, 24), (8, 40)), "float16", 11),
-    ],
-    ids=spec_id,
-)
-def test_all_gradients_at_once(spec: LayerSpec, dtype: str, batch: int, emulator: Emulator) -> None:
-    found = plan(replace(Chain.of(spec, False, "identity"), backward=True), dtype, batch, Gpu(90, 2, 232448))
+# Of both weights and x at once: several groups and slots, padding in every size, parts of columns, odd rows, few units
+AT_ONCE = [
+    (((64, 64), (64, 64)), "bfloat16", 9, 90),
+    (((32, 32), (32, 32)), "float16", 20, 80),
+    (((20, 28), (36, 44)), "bfloat16", 9, 90),
+    (((9, 24), (8, 40)), "float16", 11, 90),
+    (((64, 64), (64, 64)), "tf32", 5, 90),
+    (((9, 21), (8, 43)), "tf32", 23, 86),
+    (((64, 64), (64, 64)), "float32", 5, 90),
+    (((20, 31), (36, 42)), "float32", 9, 80),
+    (((16, 16), (16, 16)), "float32", 2, 90),
+    (((64, 64), (64, 64)), "float64", 3, 90),
+    (((8, 64), (9, 81)), "float64", 5, 90),
+    (((84, 128), (84, 110)), "bfloat16", 3, 90),
+    (((20, 28), (33, 45)), "float64", 9, 80),
+]
+
+
+def all_gradients_of(spec: LayerSpec) -> Chain:
+    return replace(Chain.of(spec, False, "identity"), backward=True)
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch", "architecture"), AT_ONCE, ids=str)
+def test_all_gradients_at_once(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, batch: int, architecture: int, emulator: Emulator
+) -> None:
+    """And infinite where they have to be, which is for no other sample."""
+    spec = kronecker(*sizes)
+    gpu = replace(Gpu.of(architecture), sms=2)
+    found = plan(all_gradients_of(spec), dtype, batch, gpu)
     kernels = emulator.compile(found)
     random = np.random.default_rng(1)
 
@@ -218,17 +236,28 @@ def test_all_gradients_at_once(spec: LayerSpec, dtype: str, batch: int, emulator
 
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     a, b = (draw(*shape) / 8 for shape in spec.weight_shapes)
-    outputs, errors = emulator.run(found, kernels, x, [a, b, grad], None, blocks=2)
-    assert not errors
-    grad_x, grad_weights = outputs
-    states, behind = x.reshape(batch, *spec.in_factors), grad.reshape(batch, *spec.out_factors)
-    back = np.einsum("qp,nqk->npk", a, behind)
-    for part, right in (
-        (grad_x, back @ b),
-        (grad_weights[: a.size], np.einsum("nqk,npk->qp", behind, states @ b.T)),
-        (grad_weights[a.size :], np.einsum("npk,npj->kj", back, states)),
-    ):
-        assert np.linalg.norm(part - right.ravel()) <= 3 * EPS[dtype] * np.linalg.norm(right)
+    sick = {batch // 2, batch - 1}
+    fine = [n for n in range(batch) if n not in sick]
+    before: Array | None = None
+    for seed, value in enumerate((None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[batch // 2, 1], grad[batch - 1, 2] = value, -value
+        outputs, errors = emulator.run(found, kernels, x, [a, b, grad], None, blocks=2, seed=seed)
+        assert not errors
+        grad_x, grad_weights = outputs[0].reshape(batch, -1), outputs[-1]
+        with np.errstate(invalid="ignore"):
+            states, behind = x.reshape(batch, *spec.in_factors), grad.reshape(batch, *spec.out_factors)
+            back = a.T @ behind
+            right = [back @ b, (behind @ (states @ b.T).mT).sum(0), (back.mT @ states).sum(0)]
+        for part, expected in zip((grad_x, grad_weights[: a.size], grad_weights[a.size :]), right, strict=True):
+            part, expected = part.ravel(), expected.ravel()
+            finite = np.isfinite(expected)
+            np.testing.assert_array_equal(part[~finite], expected[~finite])
+            error = np.linalg.norm(part[finite] - expected[finite])
+            assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
+        before = grad_x if before is None else before
+        np.testing.assert_array_equal(grad_x[fine], before[fine])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +290,7 @@ def test_a_backward_pass_is_made_of_such_kernels(spec: LayerSpec, dtype: str, em
 
     def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str, bias: bool) -> list[Tensor]:
         assert not bias
-        grad_x, summed = run(text, x, [*weights, grad])
+        grad_x, *_, summed = run(text, x, [*weights, grad])
         parts = summed.split([w.numel() for w in weights])
         return [grad_x.view_as(x), *(part.view_as(w) for part, w in zip(parts, weights, strict=True))]
 
@@ -332,6 +361,38 @@ def test_stacks_are_right_and_keep_samples_apart(
     np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
 
 
+@pytest.mark.parametrize(
+    ("spec", "dtype", "batch", "size"),
+    [
+        (kronecker((8, 8, 8), (8, 8, 8)), "float16", 9, 2.0**-9),
+        (kronecker((4,) * 6, (4,) * 6), "bfloat16", 2, 0.5),
+        (kronecker((3, 4, 2, 5), (4, 3, 6, 2)), "float32", 7, 1.0),
+        (kronecker((8, 8, 8), (9, 9, 9)), "float64", 3, 1.0),
+    ],
+    ids=lambda given: spec_id(given) if isinstance(given, LayerSpec) else str(given),
+)
+def test_gradients_of_small_factors_come_from_their_products(
+    spec: LayerSpec, dtype: str, batch: int, size: float, emulator: Emulator
+) -> None:
+    """And do not underflow where weights of half precision are small."""
+    found = plan(all_gradients_of(spec), dtype, batch, Gpu(90, 2, 232448))
+    kernels = emulator.compile(found)
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int, scale: float) -> Array:
+        return decode(encode(random.standard_normal(shape) * scale, dtype), dtype).reshape(shape)
+
+    x, grad = (draw(batch, n, scale=size**-1.2) for n in (spec.in_features, spec.out_features))
+    weights = [draw(*shape, scale=size) for shape in spec.weight_shapes]
+    outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2)
+    assert not errors
+    leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+    right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
+    made = [outputs[0], *np.split(outputs[-1], np.cumsum([w.size for w in weights]))]
+    for part, expected in zip(made, map(np.ravel, right), strict=False):
+        assert np.linalg.norm(part - expected) <= 2 * len(weights) * EPS[dtype] * np.linalg.norm(expected)
+
+
 def test_cases_cover_the_families() -> None:
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
@@ -375,3 +436,14 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
     states = (np.ones((100, c.outer * n)) for n in (c.p, c.q))
     _, errors = emulator.run(found, kernels, next(states), list(states), None, blocks=1)
     assert any("race" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("old", ["sync();\n      second", "wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();"])
+def test_finds_what_is_missing_of_all_gradients(old: str, emulator: Emulator) -> None:
+    spec = kronecker((32, 16), (32, 16))
+    found = plan(all_gradients_of(spec), "tf32", 30, Gpu(90, 1, 232448))
+    found = replace(found, passes=found.passes[:1])
+    kernels = emulator.compile(found, {old: old.removeprefix("sync();") if "sync" in old else ""})
+    x = np.ones((30, 512))
+    _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
+    assert any("race" in error or "not landed" in error for error in errors), errors

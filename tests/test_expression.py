@@ -21,10 +21,12 @@ from factorlayer.activations import ACTIVATIONS, activate, evaluate
 from factorlayer.expression import (
     COMPARISONS,
     MOST_STEPS,
+    NAMED,
     OPERATIONS,
     Expression,
     X,
     apply,
+    cuda_slope,
     cuda_type,
     in_order,
     number,
@@ -307,6 +309,10 @@ def test_one_parameter_under_two_names_is_one() -> None:
     assert activation_of(module)[1] == ("0.weight",)
 
 
+def test_named_expressions_are_those_of_the_torch_functions() -> None:
+    assert {name: trace(function)[0].text for name, function in ACTIVATIONS.items()} == NAMED
+
+
 def test_what_equals_a_named_one_is_that() -> None:
     same = {
         "relu": nn.ReLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"), "silu": nn.SiLU(), "tanh": torch.tanh,
@@ -424,6 +430,8 @@ def test_cuda() -> None:
     assert "const T v0 = x != T(0) ? T(1.0) : T(2.0);" in apply("select", X, 1, 2).cuda("Mine")
     assert cuda_type("gelu") == "using Activation = struct gelu;"
     assert cuda_type(e.program) == e.cuda("Activation")
+    assert cuda_slope("square", "Slope") == (X + X).cuda("Slope")
+    assert cuda_slope(e.program, "Slope") == e.derivative().cuda("Slope")
     with pytest.raises(ValueError, match="the CUDA kernels take activations without parameters only"):
         (X * parameter(0)).cuda("Mine")
 

@@ -18,7 +18,7 @@ FLOORS = {
     "activations": 1, "chain": 1, "elementwise": 1, "naive": 1, "resident": 1,
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2,
     "tiling": 2, "tracing": 2,
-    "pair": 3, "pair_backward": 3, "wide": 3,
+    "pair": 3, "pair_backward": 3, "parts": 3, "wide": 3,
     "plan": 4,
     "fused": 5,
     "functional": 6, "stacked": 6,
@@ -83,7 +83,21 @@ def test_imports_point_downwards(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["spec", "gpu", "device", "expression", "resident", "tiling", "dense", "emit", "pair", "streamed", "wide", "plan"],
+    [
+        "spec",
+        "gpu",
+        "device",
+        "expression",
+        "resident",
+        "tiling",
+        "dense",
+        "emit",
+        "pair",
+        "parts",
+        "streamed",
+        "wide",
+        "plan",
+    ],
 )
 def test_the_planner_and_what_it_stands_on_need_no_torch(name: str) -> None:
     assert not {imported for imported in imports(PACKAGE / f"{name}.py") if imported.split(".")[0] == "torch"}

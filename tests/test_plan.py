@@ -21,6 +21,7 @@ from factorlayer import runtime
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.pair import Pair
+from factorlayer.pair_backward import PairBackward
 from factorlayer.plan import BATCHES, Plan, PlanError, plan, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import LayerSpec
@@ -347,6 +348,43 @@ def test_operands_are_read_without_bank_conflicts(dtype: str) -> None:
                 if (inner == 1) == stage.by_rows and reads != "weight as B":
                     check_banks(replace(stage, p=p, inner=inner), reads)
     assert seen >= {"state as A", "weight as B", "weight as A", "state as B"}
+
+
+PAIRS = [
+    ((64, 64), (64, 64)),
+    ((32, 32), (32, 32)),
+    ((20, 28), (36, 44)),
+    ((9, 24), (8, 40)),
+    ((8, 64), (9, 56)),
+]
+
+
+@dtypes
+def test_gradients_operands_are_read_without_bank_conflicts(dtype: str) -> None:
+    """But for B of doubles, which is read with its rows turned: csrc/engine/pair_backward.cuh."""
+    size = ELEMENT_BYTES[dtype]
+    together = 2 if size == 4 else 1  # k's by n or m that a lane reads
+
+    def turned(reads: tuple[list[int], int], stride: int) -> tuple[list[int], int]:
+        """By lanes in another order, which name rows of 16 bytes, or read one of 8 rows."""
+        addresses, bytes_each = reads
+        order = [j % 2 * 4 + j // 2 for j in range(8)]
+        if size == 8:
+            return [(order[g] * stride + t) * size for _, g, t in LANES], bytes_each
+        return [addresses[lane // 8 * 8 + order[lane % 8]] for lane in range(32)], bytes_each
+
+    for sizes in PAIRS:
+        chain = replace(chain_of(kronecker(*sizes), False, "identity"), backward=True)
+        p = plan(chain, dtype, 1024, Gpu.of(90)).passes[0]
+        assert isinstance(p, PairBackward)
+        of_x, of_g, of_a = p.strides
+        b = reads_b_by_k(of_x, size)
+        accesses = {"x": reads_a(of_x, size), "g": reads_a(of_g, size), "b": b if size == 2 else turned(b, of_x)}
+        accesses |= {f"by n, {stride} apart": reads_b_by_n(together * stride, size) for stride in (of_x, of_g, of_a)}
+        for what, (addresses, bytes_each) in accesses.items():
+            assert all(address % bytes_each == 0 for address in addresses), f"{p}, {what}: misaligned"
+            most = 2 if what == "b" and size == 8 else 1
+            assert conflicts(addresses, bytes_each) == most, f"{p}, {what}: lanes meet in a bank"
 
 
 @dtypes

@@ -182,7 +182,7 @@ template <class Pass> struct Gradient {
 };
 
 // What the blocks of each tile have summed, added up in their order. Pass: Element, COUNT (of weights), and what makes the
-// number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST.
+// number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Result: what is written, sums where they come from or elements.
 template <class Pass> struct Reduction {
   static constexpr int kWarps = 8;
   const Params& params;
@@ -191,12 +191,13 @@ template <class Pass> struct Reduction {
   static DEVICE double load(u32 from, double) { return load_f64(from); }
   DEVICE void run() const {
     using Element = typename Pass::Element;
+    using Result = typename Pass::Result;
     using Part = Sum<Element>;
     const u32 sums = shared_address(shared_memory);
     const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
     const int parts = int(min(blocks, i64(Pass::MOST))), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Part* x = static_cast<const Part*>(params.x);
-    Element* y = static_cast<Element*>(params.y);
+    Result* y = static_cast<Result*>(params.y);
     for (i64 first = i64(blockIdx.y) * 32; first < Pass::COUNT; first += i64(gridDim.y) * 32) {
       const i64 at = first + lane;
       Part sum = 0;
@@ -207,7 +208,7 @@ template <class Pass> struct Reduction {
       __syncthreads();
       if (warp == 0 && at < Pass::COUNT) {
         for (int other = 1; other < kWarps; ++other) sum += load(sums + (other * 32 + lane) * sizeof(Part), sum);
-        store_global(y + at, narrow<Element>(sum));
+        store_global(y + at, narrow<Result>(sum));
       }
       __syncthreads();
     }

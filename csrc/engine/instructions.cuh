@@ -37,7 +37,11 @@ DEVICE u32 f16x2_of(float x, float y) {
 }
 DEVICE u32 tf32_of(u32 x) {
   u32 y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));  // one instruction
+#else
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));  // four
+#endif
   return y;
 }
 

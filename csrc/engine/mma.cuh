@@ -4,13 +4,15 @@
 // Operands come from shared memory. `row` loaders: A, or B by its columns, with k contiguous and STRIDE elements between
 // rows, an odd multiple of 16 bytes (32 for doubles), so that no two lanes of an access meet in a bank. `b_by_n`, `a_by_m`: B
 // with n, A with m contiguous, k's STRIDE elements apart, an odd multiple of 8 (of 4 for doubles). lane_* is where a lane's
-// part of a tile begins, in bytes; what follows differs by constants. ROUND: to tf32, where memory holds whole floats.
+// part of a tile begins, in bytes; what follows differs by constants. ROUND: to tf32, where memory holds whole floats. PAIRS: of
+// 32 and 64 bits by n or m, a lane takes k's 2t and 2t + 1 for t and t + 4, so that strides may be odd multiples of 4.
 #pragma once
 #include "memory.cuh"
 
 struct Lane {
   int index, g, t;
-  DEVICE Lane() : index(threadIdx.x & 31), g(index >> 2), t(index & 3) {}
+  DEVICE explicit Lane(int index) : index(index), g(index >> 2), t(index & 3) {}
+  DEVICE Lane() : Lane(threadIdx.x & 31) {}
 };
 
 // Rows of 16 bytes as operands: 8 k's of 16 bits or 4 of 32, in their order, by one access for a whole tile. Rows are an
@@ -42,11 +44,13 @@ template <class T> struct Half : Rows16<2> {
   struct A { u32 r[4]; };
   struct B { u32 r[2]; };
 
-  template <int STRIDE> static DEVICE int lane_b_by_n(Lane l) { return (l.index & 15) * STRIDE * 2; }
-  template <int STRIDE> static DEVICE int lane_a_by_m(Lane l) {
+  template <int STRIDE, bool = false> static DEVICE int lane_b_by_n(Lane l) { return (l.index & 15) * STRIDE * 2; }
+  template <int STRIDE, bool = false> static DEVICE int lane_a_by_m(Lane l) {
     return (((l.index & 7) + (l.index >> 4) * 8) * STRIDE + (l.index & 8)) * 2;
   }
-  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) { load_matrices<true>(a.r, from); }
+  template <int STRIDE, bool = false, bool = true> static DEVICE void load_a_by_m(A& a, u32 from) {
+    load_matrices<true>(a.r, from);
+  }
 
   // K is the number of k's left: 8 or at least 16.
   template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
@@ -66,7 +70,7 @@ template <class T> struct Half : Rows16<2> {
     for (int n = 0; n < NT; ++n) b[n].r[0] = r[n][0], b[n].r[1] = r[n][1];
   }
   // Lanes 16-31 name the rows of the second tile of a pair: STEP elements behind the first's.
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  template <int K, int STRIDE, int NT, int STEP, bool = true, bool = false>
   static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int lane) {
     if constexpr (K < 16) {
 #pragma unroll
@@ -94,6 +98,11 @@ template <class T> struct Half : Rows16<2> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.r[i] = Pair<T>(y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]).bits;
   }
+  // Their upper or lower 8 rows as operand B, whose columns these are
+  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) b.r[i] = Pair<T>(y[i][lower * 2], y[i][lower * 2 + 1]).bits;
+  }
   template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
     if constexpr (K >= 16)
       multiply_16<T>(y, a.r, b.r);
@@ -108,10 +117,15 @@ template <class T> struct Words8 {
   static constexpr int kStep = 8, kFlush = 0, kSize = sizeof(T);
   static constexpr bool kRepairs = false, kRounds = false;
   static DEVICE T rounded(T x) { return x; }
-  template <int STRIDE> static DEVICE int lane_b_by_n(Lane l) { return (l.t * STRIDE + l.g) * kSize; }
-  template <int STRIDE> static DEVICE int lane_a_by_m(Lane l) { return (l.t * STRIDE + l.g) * kSize; }
-  // Where register i of operand A lies behind the first.
-  template <int STRIDE> static constexpr DEVICE int behind_by_m(int i) { return (i % 2 * 8 + i / 2 * 4 * STRIDE) * kSize; }
+  template <int STRIDE, bool PAIRS = false> static DEVICE int lane_b_by_n(Lane l) {
+    return ((PAIRS ? 2 : 1) * l.t * STRIDE + l.g) * kSize;
+  }
+  template <int STRIDE, bool PAIRS = false> static DEVICE int lane_a_by_m(Lane l) { return lane_b_by_n<STRIDE, PAIRS>(l); }
+  // From a lane's first k to its second one, and where register i of operand A lies behind the first.
+  template <int STRIDE, bool PAIRS> static constexpr int kSecond = (PAIRS ? 1 : 4) * STRIDE * kSize;
+  template <int STRIDE, bool PAIRS> static constexpr DEVICE int behind_by_m(int i) {
+    return i % 2 * 8 * kSize + i / 2 * kSecond<STRIDE, PAIRS>;
+  }
 };
 
 // 32-bit rows. Where the other operand is sums, a lane's k's are 2t and 2t + 1: then the weights lie so that these are
@@ -128,17 +142,20 @@ struct Tf32 : Words8<float>, Matrices32 {
   static DEVICE float rounded(float x) { return __uint_as_float(tf32_of(__float_as_uint(x))); }
   struct A { u32 r[4]; };
   struct B { u32 r[2]; };
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
   static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      b[n].r[0] = load_u32(column[n]), b[n].r[1] = load_u32(column[n] + 4 * STRIDE * 4);
+      b[n].r[0] = load_u32(column[n]), b[n].r[1] = load_u32(column[n] + kSecond<STRIDE, PAIRS>);
       if (ROUND) b[n].r[0] = tf32_of(b[n].r[0]), b[n].r[1] = tf32_of(b[n].r[1]);
     }
   }
-  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) {
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = tf32_of(load_u32(from + behind_by_m<STRIDE>(i)));
+    for (int i = 0; i < 4; ++i) {
+      a.r[i] = load_u32(from + behind_by_m<STRIDE, PAIRS>(i));
+      if (ROUND) a.r[i] = tf32_of(a.r[i]);
+    }
   }
   template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_row_a(A& a, u32 from) {
     Matrices32::load_row_a<STRIDE>(a.r, from);
@@ -158,6 +175,10 @@ struct Tf32 : Words8<float>, Matrices32 {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.r[i] = tf32_of(__float_as_uint(y[0][i % 2 * 2 + i / 2]));
   }
+  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) b.r[i] = tf32_of(__float_as_uint(y[0][lower * 2 + i]));
+  }
   template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) { multiply_tf32(y, a.r, b.r); }
 };
 
@@ -172,17 +193,17 @@ struct Split3 : Words8<float>, Matrices32 {
     high = tf32_of(x);
     low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
   }
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
   static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       split(load_u32(column[n]), b[n].high[0], b[n].low[0]);
-      split(load_u32(column[n] + 4 * STRIDE * 4), b[n].high[1], b[n].low[1]);
+      split(load_u32(column[n] + kSecond<STRIDE, PAIRS>), b[n].high[1], b[n].low[1]);
     }
   }
-  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) {
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) split(load_u32(from + behind_by_m<STRIDE>(i)), a.high[i], a.low[i]);
+    for (int i = 0; i < 4; ++i) split(load_u32(from + behind_by_m<STRIDE, PAIRS>(i)), a.high[i], a.low[i]);
   }
   template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
     u32 x[4];
@@ -197,6 +218,10 @@ struct Split3 : Words8<float>, Matrices32 {
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) split(x[n][i], b[n].high[i], b[n].low[i]);
+  }
+  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split(__float_as_uint(y[0][lower * 2 + i]), b.high[i], b.low[i]);
   }
   template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
     multiply_tf32(y, a.low, b.high);
@@ -219,17 +244,17 @@ struct Fp64 : Words8<double> {
 #pragma unroll
     for (int n = 0; n < NT; ++n) load_f64x2(from + n * 8 * STRIDE * 8, b[n].r[0], b[n].r[1]);
   }
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true>
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
   static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       b[n].r[0] = load_f64(column[n]);
-      b[n].r[1] = load_f64(column[n] + 4 * STRIDE * 8);
+      b[n].r[1] = load_f64(column[n] + kSecond<STRIDE, PAIRS>);
     }
   }
-  template <int STRIDE> static DEVICE void load_a_by_m(A& a, u32 from) {
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + behind_by_m<STRIDE>(i));
+    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + behind_by_m<STRIDE, PAIRS>(i));
   }
   // In the order of k, each double by itself: rows are an odd multiple of 4 apart.
   static constexpr DEVICE int place_of(int k, bool from_sums) { return Matrices32::place_of(k, from_sums); }
@@ -248,6 +273,10 @@ struct Fp64 : Words8<double> {
   static DEVICE void as_a(A& a, const double (*y)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.r[i] = y[0][i % 2 * 2 + i / 2];
+  }
+  static DEVICE void as_b(B& b, const double (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) b.r[i] = y[0][lower * 2 + i];
   }
   template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) { multiply_f64(y, a.r, b.r); }
 };

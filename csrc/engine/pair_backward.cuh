@@ -1,13 +1,17 @@
 // The backward pass of two tied contractions, of the last two modes, in one: for each unit, X [p0, p1] and G [q0, q1] give
 //
-//     T = X B',  dA += G T',  dT = A' G,  dX = dT B,  dB += dT' X
+//     T = X B',  dA += G T',  dT = A' G,  dB += dT' X,  dX = dT B
 //
-// A group of warps takes unit after unit, each warp 16 rows of p0: its sums of T are the right operand of dA as they stand,
-// and those of dT the left operand of dX. Only dT passes through shared memory, for dB, of which a warp has rows of q1.
-// Sums of dA and dB stay in registers for all units of a block.
+// A group of warps takes unit after unit, ROWS times PARTS of them: 16 rows of p0 (or none, but some of dB's, if there are more
+// of these), and a part of the columns of T, dT and dX.
+// A warp's sums of T are the right operand of dA as they stand; dT passes through shared memory. Sums of dA and dB stay in
+// registers for all units of a block, and what a unit adds is summed apart, as the matrix unit truncates what it adds to.
 //
-// Pass: Math, Element (16 bits), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; WARPS (16 p0's each), GROUPS, SLOTS, COPY (bytes of a copy),
-//       STORE. Weights of the parameters are A, B and G.
+// Of 32 and 64 bits, sums are an operand with their k's turned: 2t and 2t + 1 for t and t + 4. So T is made with its columns
+// turned, and of 32 bits all that is read by n or m takes k's in pairs: every stride may be an odd multiple of 16 bytes.
+//
+// Pass: Math, Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; ROWS, PARTS, GROUPS, SLOTS, AT_ONCE (most tiles of 8 columns that a
+//       warp makes at once); weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); GRAD (the parameter that G is)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -15,205 +19,396 @@
 template <class Pass> struct PairBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
-  static constexpr int kSize = sizeof(Element), WARPS = Pass::WARPS, GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS;
-  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
-  static constexpr int kP0 = WARPS * 16, kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
-  static_assert(kP0 >= P0 && kP0 - P0 < 16);
-  static constexpr int kX = kP1 + 8, kG = kQ1 + 8, kA = kP0 + 8;  // strides in shared memory: of X, B and dX; of G and dT; of A
+  using A = typename Math::A;
+  using B = typename Math::B;
+  using Real = Sum<Element>;
+  static constexpr int kSize = sizeof(Element), ROWS = Pass::ROWS, PARTS = Pass::PARTS, WARPS = ROWS * PARTS;
+  static constexpr int GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS, kStep = Math::kStep, kThreads = WARPS * 32;
+  static constexpr int kBlock = kThreads * GROUPS, P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
+  static constexpr bool kPairs = kSize == 4;  // k's by n and m
+  static constexpr bool kHolds = !Math::kRepairs;  // A, in registers: split, it would need too many
+  static constexpr int kUnroll = Math::kRepairs ? 1 : 2;
+
+  // Columns of n as a part's pieces, of some tiles of 8 each, of which 2 make a step in 16 bits, or 16 rows.
+  static constexpr int pieces(int n) { return ceil_div(ceil_div(n, 8 * PARTS), Pass::AT_ONCE); }
+  static constexpr int tiles(int n) {
+    return round_up(ceil_div(ceil_div(n, 8 * PARTS), pieces(n)), kStep == 16 || PARTS % 2 ? 2 : 1);
+  }
+  static constexpr int kPieces1 = pieces(P1), kTiles1 = tiles(P1), kPart1 = kPieces1 * kTiles1 * 8, kP1 = PARTS * kPart1;
+  static constexpr int kPieces = pieces(Q1), kTiles = tiles(Q1), kPart = kPieces * kTiles * 8, kQ1 = PARTS * kPart;
+  static constexpr int kP0 = ROWS * 16, kQ0 = round_up(Q0, 16), kTurns = ceil_div(kQ1 / 16, ROWS);  // of dB's rows, for a warp
+  static_assert(kP0 >= P0);
+
+  // Strides in shared memory: of X, B and dX; of G and dT; of A, which may lie where the slots are until registers have it.
+  static constexpr int stride(int n) { return n + (kSize == 2 ? 8 : 4); }
+  static constexpr int kX = stride(kP1), kG = stride(kQ1), kA = stride(kP0);
   static constexpr int kBytesX = kP0 * kX * kSize, kSlot = kBytesX + kQ0 * kG * kSize, kBytesT = kP0 * kG * kSize;
-  static constexpr int kGroup = SLOTS * kSlot + kBytesT + kP0 * kX * kSize;  // slots, dT, dX
-  static constexpr int kThreads = WARPS * 32, kBlock = kThreads * GROUPS;
-  static constexpr int kWeights = kQ1 * kX * kSize;  // B; A lies where the slots are, until registers have it
-  static constexpr int kTiles = ceil_div(kQ1 / 16, WARPS);  // of dB's rows, for a warp
+  static constexpr int kStaged = kSize == 2 ? kTiles1 * 8 + 8 : 0;  // stride of what leaves by whole pieces
+  static constexpr int kGroup = SLOTS * kSlot + kBytesT + WARPS * 16 * kStaged * kSize;  // slots, dT, dX
+  static constexpr int kBytesA = kQ0 * kA * kSize, kWeights = kQ1 * kX * kSize + (kHolds ? 0 : kBytesA);
+  static constexpr int kSums = Q0 * P0 + Q1 * P1;  // of a block
 
   const Params& params;
-  const Lane lane;
-  const int group, warp, thread;
-  const u32 b, memory;
+  Lane lane, turned;
+  const int group, thread, part;
+  int first;  // the warp's first row of p0
+  const u32 b, memory, d_t;
   const i64 units;
 
   DEVICE PairBackward(const Params& given)
-      : params(given), group(threadIdx.x / kThreads), warp(threadIdx.x / 32 % WARPS), thread(threadIdx.x % kThreads),
-        b(shared_address(shared_memory)), memory(b + kWeights + group * kGroup), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
+      : params(given), turned(in_order(lane)), group(threadIdx.x / kThreads), thread(threadIdx.x % kThreads),
+        part(PARTS > 1 ? threadIdx.x / 32 % WARPS / ROWS : 0), first(threadIdx.x / 32 % ROWS * 16),
+        b(shared_address(shared_memory)), memory(b + kWeights + group * kGroup), d_t(memory + SLOTS * kSlot),
+        units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
+  // Where column j of 8 is among k's, if a lane's two are to be its second operand's, and the lane that reads it.
+  static constexpr DEVICE int place(int j) { return kSize == 2 ? j : j % 2 * 4 + j / 2; }
+  static DEVICE Lane in_order(Lane lane) {
+    lane.index = lane.index / 8 * 8 + place(lane.index % 8), lane.g = place(lane.g);
+    return lane;
+  }
   DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
 
-  template <int ROWS, int COLUMNS, int STRIDE> DEVICE void copy(const Element* from, u32 to) const {
-    constexpr int kEach = Pass::COPY / kSize, kRow = COLUMNS / kEach;
+  static constexpr DEVICE int access(int n) { return n * kSize % 16 == 0 ? 16 : n * kSize % 8 == 0 ? 8 : 4; }
+  template <int LENGTH, int COLUMNS, int STRIDE> DEVICE void copy(const Element* from, u32 to) const {
+    constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
 #pragma unroll 4
-    for (int j = thread; j < ROWS * kRow; j += kThreads)
-      copy_async<Pass::COPY>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + j * kEach, true);
+    for (int j = thread; j < LENGTH * kRow; j += kThreads)
+      copy_async<kBytes>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + j * kEach, true);
   }
   DEVICE void load(i64 unit, u32 slot) const {
     if (unit < units) {
       copy<P0, P1, kX>(static_cast<const Element*>(params.x) + unit * (P0 * P1), slot);
-      copy<Q0, Q1, kG>(static_cast<const Element*>(params.weights[2]) + unit * (Q0 * Q1), slot + kBytesX);
+      copy<Q0, Q1, kG>(static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1), slot + kBytesX);
     }
     commit_copies();
   }
-  template <int ROWS, int COLUMNS, int WIDTH, int STRIDE> DEVICE void load_weight(int factor, u32 to) const {
-    const Element* weight = static_cast<const Element*>(params.weights[factor]);
-    for (int j = threadIdx.x; j < round_up(ROWS, 16) * WIDTH; j += kBlock) {
+  // To tf32, where a thread's own copies have landed.
+  template <int LENGTH, int COLUMNS, int STRIDE> DEVICE void round_copies(u32 at) const {
+    constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
+#pragma unroll 4
+    for (int j = thread; j < LENGTH * kRow; j += kThreads) {
+      const u32 here = at + (j / kRow * STRIDE + j % kRow * kEach) * kSize;
+      if constexpr (kEach == 4) {
+        u32 x[4];
+        load_u32x4(here, x);
+#pragma unroll
+        for (u32& word : x) word = tf32_of(word);
+        store_u32x4(here, x);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) store_shared(here + i * 4, tf32_of(load_u32(here + i * 4)));
+      }
+    }
+  }
+  template <int Q, int P, int LENGTH, int WIDTH, int STRIDE, class At> DEVICE void make_weight(u32 to, At at) const {
+#pragma unroll 4
+    for (int j = threadIdx.x; j < LENGTH * WIDTH; j += kBlock) {
       const int q = j / WIDTH, p = j % WIDTH;
-      store_shared(to + (q * STRIDE + p) * kSize, q < ROWS && p < COLUMNS ? weight[q * COLUMNS + p] : Element{});
+      store_shared(to + (q * STRIDE + p) * kSize, q < Q && p < P ? narrow<Element>(Math::rounded(at(q, p))) : Element{});
     }
   }
 
-  using A = typename Math::A;
-  using B = typename Math::B;
-  // sums[n] += left x right for all columns, of right operands with k (or n) contiguous in shared memory.
-  template <bool BY_N, int STRIDE, int NT> DEVICE void multiply(float (*sums)[4], const A& left, u32 right) const {
-    constexpr int kTogether = NT % 4 ? 2 : 4;  // tiles of 8 columns that are loaded at once
+  // sums += left x right, 16 rows by NT tiles of 8 columns: operand A of a step, and B of some tiles of a step. float: products
+  // of high parts start from zero every few steps; the others, which infinities make NaN, do not count then.
+  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
+  static DEVICE void multiply(Real (&sums)[NT][4], const Left& left, const Right& right) {
+    constexpr int kMost = Math::kRepairs ? 2 : 4, kTogether = NT % kMost == 0 ? kMost : NT % 2 == 0 ? 2 : 1;
+    if constexpr (Math::kRepairs) {
+      constexpr int kFlush = Math::kFlush;
+      float low[NT][4] = {};
+#pragma unroll(UNROLL)
+      for (int s = 0; s < STEPS; s += kFlush) {
+        A a[kFlush];
 #pragma unroll
-    for (int n = 0; n < NT; n += kTogether) {
-      B some[kTogether];
-      if constexpr (BY_N) {
-        u32 columns[kTogether];
+        for (int j = 0; j < kFlush; ++j)
+          if (s + j < STEPS) left(a[j], s + j);
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) columns[i] = right + (n + i) * 8 * kSize;
-        Math::template load_b_by_n<16, STRIDE, kTogether, 8>(some, columns, lane.index);
-      } else {
-        Math::template load_row_b<16, STRIDE>(some, right + n * 8 * STRIDE * kSize);
+        for (int n = 0; n < NT; n += kTogether) {
+          float high[kTogether][4] = {};
+#pragma unroll
+          for (int j = 0; j < kFlush; ++j) {
+            if (s + j >= STEPS) break;
+            B some[kTogether];
+            right(some, n, s + j);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+              multiply_tf32(low[n + i], a[j].low, some[i].high);
+              multiply_tf32(low[n + i], a[j].high, some[i].low);
+              multiply_tf32(high[i], a[j].high, some[i].high);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[n + i][j] += high[i][j];
+        }
       }
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) Math::template multiply<16>(sums[n + i], left, some[i]);
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[n][j] += fabsf(low[n][j]) <= 3.402823466e38f ? low[n][j] : 0.f;
+    } else {
+#pragma unroll(UNROLL)
+      for (int s = 0; s < STEPS; ++s) {
+        A a;
+        left(a, s);
+#pragma unroll
+        for (int n = 0; n < NT; n += kTogether) {
+          B some[kTogether];
+          right(some, n, s);
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) Math::template multiply<kStep>(sums[n + i], a, some[i]);
+        }
+      }
+    }
+  }
+  // Operands in shared memory, from a lane's place in their first tile on: rows of 16 with k or m contiguous, columns with k
+  // or n contiguous.
+  template <int STRIDE> static DEVICE auto by_rows(u32 from) {
+    return [=](A& a, int s) { Math::template load_row_a<kStep, STRIDE, false>(a, from + s * kStep * kSize); };
+  }
+  template <int STRIDE> static DEVICE auto by_m(u32 from) {
+    return [=](A& a, int s) { Math::template load_a_by_m<STRIDE, kPairs, false>(a, from + s * kStep * STRIDE * kSize); };
+  }
+  template <int STRIDE> static DEVICE auto by_k(u32 from) {
+    return [=](auto& some, int n, int s) {
+      Math::template load_row_b<kStep, STRIDE>(some, from + (n * 8 * STRIDE + s * kStep) * kSize);
+    };
+  }
+  template <int STRIDE> DEVICE auto by_n(u32 from) const {
+    return [=, index = lane.index](auto& some, int n, int s) {
+      load_by_n<STRIDE>(some, from + (s * kStep * STRIDE + n * 8) * kSize, index);
+    };
+  }
+  template <int STRIDE, int NT> static DEVICE void load_by_n(B (&some)[NT], u32 from, int index) {
+    u32 columns[NT];
+#pragma unroll
+    for (int i = 0; i < NT; ++i) columns[i] = from + i * 8 * kSize;
+    Math::template load_b_by_n<kStep, STRIDE, NT, 8, false, kPairs>(some, columns, index);
+  }
+  // The same for sums over units
+  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
+  static DEVICE void accumulate(Real (&sums)[NT][4], const Left& left, const Right& right) {
+    if constexpr (kSize == 8) {
+      multiply<NT, STEPS, UNROLL>(sums, left, right);
+    } else {
+      Real more[NT][4] = {};
+      multiply<NT, STEPS, UNROLL>(more, left, right);
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[n][i] += more[n][i];
     }
   }
 
-  DEVICE void run() const {
-    const int first = warp * 16;
-    const u32 d_t = memory + SLOTS * kSlot, d_x = d_t + kBytesT + first * kX * kSize;
-    // A to where a slot will be, from there to registers; then all is zero where copies leave padding.
-    const u32 a = b + kWeights;
-    load_weight<Q1, P1, kP1, kX>(1, b);
-    load_weight<Q0, P0, kP0, kA>(0, a);
+  DEVICE u32 a() const { return b + kQ1 * kX * kSize; }
+  DEVICE auto columns_of_a() const { return by_m<kA>(a() + first * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)); }
+
+  using SumsA = Real[kQ0 / 16][2][4];
+  using SumsB = Real[kTurns][kPieces1][kTiles1][4];
+
+  DEVICE void run() {
+    const Real normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
+    make_weight<Q1, P1, kQ1, kP1, kX>(b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+    make_weight<Q0, P0, kQ0, kP0, kA>(a(), [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+    const Real scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     __syncthreads();
-    A transposed[kQ0 / 16];
+    A transposed[kHolds ? kQ0 / kStep : 1];
+    if constexpr (kHolds) {
 #pragma unroll
-    for (int s = 0; s < kQ0 / 16; ++s)
-      Math::template load_a_by_m<kA>(transposed[s], a + (s * 16 * kA + first) * kSize + Math::template lane_a_by_m<kA>(lane));
-    __syncthreads();
-    for (int at = thread * 4; at < SLOTS * kSlot; at += kThreads * 4) store_shared(memory + at, 0u);
+      for (int s = 0; s < kQ0 / kStep; ++s) columns_of_a()(transposed[s], s);
+      __syncthreads();
+    }
+    for (int at = thread * 4; at < SLOTS * kSlot; at += kThreads * 4) store_shared(memory + at, 0u);  // copies leave padding
     sync();
-    float d_a[kQ0 / 16][2][4] = {}, d_b[kTiles][kP1 / 8][4] = {};
+    SumsA d_a = {};
+    SumsB d_b = {};
     const i64 step = i64(gridDim.x) * GROUPS;
     i64 unit = i64(group) * gridDim.x + blockIdx.x;
 #pragma unroll
-    for (int s = 0; s + 1 < SLOTS; ++s) load(unit + s * step, memory + s * kSlot);
+    for (int s = 0; s < (SLOTS > 1 ? SLOTS - 1 : 1); ++s) load(unit + s * step, memory + s * kSlot);
     int slot = 0;
 #pragma unroll 1
     for (; unit < units; unit += step) {
-      wait_for_copies<SLOTS - 2>();
-      sync();
+      stay_here(lane.index, first);  // or the places of all operands are kept from unit to unit, and spilled
+      lane = Lane(lane.index), turned = in_order(lane);
+      wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();
       const u32 x = memory + slot * kSlot, g = x + kBytesX;
-      load(unit + (SLOTS - 1) * step, memory + (slot ? slot - 1 : SLOTS - 1) * kSlot);
-      slot = slot + 1 == SLOTS ? 0 : slot + 1;
-      {
-        float t[kQ1 / 8][4] = {};
-#pragma unroll
-        for (int s = 0; s < kP1 / 16; ++s) {
-          A left;
-          Math::template load_row_a<16, kX>(left, x + (first * kX + s * 16) * kSize + Math::template lane_row_a<kX>(lane));
-          multiply<false, kX, kQ1 / 8>(t, left, b + s * 16 * kSize + Math::template lane_row_b<kX>(lane));
-        }
-#pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s) {
-          B right[2];  // 8 rows of T each
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            right[i / 2].r[i % 2] = Pair<Element>(t[2 * s + i % 2][i / 2 * 2], t[2 * s + i % 2][i / 2 * 2 + 1]).bits;
-#pragma unroll
-          for (int m = 0; m < kQ0 / 16; ++m) {
-            A left;
-            Math::template load_row_a<16, kG>(left, g + (m * 16 * kG + s * 16) * kSize + Math::template lane_row_a<kG>(lane));
-#pragma unroll
-            for (int i = 0; i < 2; ++i) Math::template multiply<16>(d_a[m][i], left, right[i]);
-          }
-        }
-      }
-      float back[kQ1 / 8][4] = {};
-#pragma unroll
-      for (int s = 0; s < kQ0 / 16; ++s)
-        multiply<true, kG, kQ1 / 8>(back, transposed[s], g + s * 16 * kG * kSize + Math::template lane_b_by_n<kG>(lane));
-      float sums[kP1 / 8][4] = {};
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s) {
-        A left;
-        Math::as_a(left, &back[2 * s]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_shared(d_t + ((first + lane.g + i % 2 * 8) * kG + s * 16 + i / 2 * 8 + lane.t * 2) * kSize, left.r[i]);
-        multiply<true, kX, kP1 / 8>(sums, left, b + s * 16 * kX * kSize + Math::template lane_b_by_n<kX>(lane));
-      }
+      if constexpr (Math::kRounds) round_copies<P0, P1, kX>(x), round_copies<Q0, Q1, kG>(g);
       sync();
-#pragma unroll
-      for (int k = 0; k < kTiles; ++k) {
-        const int m = k * WARPS + warp;
-        if (kQ1 / 16 % WARPS && m >= kQ1 / 16) break;
-#pragma unroll
-        for (int s = 0; s < kP0 / 16; ++s) {
-          A left;
-          Math::template load_a_by_m<kG>(left, d_t + (s * 16 * kG + m * 16) * kSize + Math::template lane_a_by_m<kG>(lane));
-          multiply<true, kX, kP1 / 8>(d_b[k], left, x + s * 16 * kX * kSize + Math::template lane_b_by_n<kX>(lane));
-        }
-      }
-      store(sums, d_x, static_cast<Element*>(params.y) + unit * (P0 * P1), first);
+      if (SLOTS > 1) load(unit + (SLOTS - 1) * step, memory + (slot ? slot - 1 : SLOTS - 1) * kSlot);
+      slot = slot + 1 == SLOTS ? 0 : slot + 1;
+      forward(d_a, x, g, scale_b);
+      back(transposed, g, scale_a);
+      sync();
+      second(d_b, x);
+      store(static_cast<Element*>(params.y) + unit * (P0 * P1), scale_b);
+      if (SLOTS == 1) sync(), load(unit + step, memory);
     }
     wait_for_copies<0>();
-    add_up(d_a, d_b, first);
+    add_up(d_a, d_b);
   }
 
-  // A warp's rows of dX, by whole pieces through shared memory.
-  DEVICE void store(const float (&sums)[kP1 / 8][4], u32 staged, Element* to, int first) const {
+  // T, and what it adds to dA
+  DEVICE void forward(SumsA& d_a, u32 x, u32 g, Real scale) const {
+    const auto rows = by_rows<kX>(x + first * kX * kSize + Math::template lane_row_a<kX>(lane));
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int column = part * kPart + piece * kTiles * 8;
+      Real t[kTiles][4] = {};
+      multiply<kTiles, kP1 / kStep>(t, rows, by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(turned)));
+      B right[kTiles * 8 / kStep][2];
 #pragma unroll
-    for (int n = 0; n < kP1 / 8; ++n)
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          t[n][i] = kQ1 == Q1 || column + n * 8 + place(lane.t * 2 + i % 2) < Q1 ? t[n][i] * scale : 0;
+#pragma unroll
+      for (int s = 0; s < kTiles * 8 / kStep; ++s)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) Math::as_b(right[s][i], &t[s * kStep / 8], i);
+#pragma unroll
+      for (int m = 0; m < kQ0 / 16; ++m) {
+        accumulate<2, kTiles * 8 / kStep, kTiles>(
+            d_a[m], by_rows<kG>(g + (m * 16 * kG + column) * kSize + Math::template lane_row_a<kG>(lane)),
+            [&](B(&some)[2], int, int s) { some[0] = right[s][0], some[1] = right[s][1]; });
+      }
+    }
+  }
+
+  // dT, to shared memory
+  DEVICE void back(const A (&transposed)[kHolds ? kQ0 / kStep : 1], u32 g, Real scale) const {
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int column = part * kPart + piece * kTiles * 8;
+      Real sums[kTiles][4] = {};
+      const auto right = by_n<kG>(g + column * kSize + Math::template lane_b_by_n<kG, kPairs>(lane));
+      if constexpr (kHolds)
+        multiply<kTiles, kQ0 / kStep, kQ0>(sums, [&](A& a, int s) { a = transposed[s]; }, right);
+      else
+        multiply<kTiles, kQ0 / kStep>(sums, columns_of_a(), right);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = first + lane.g + i * 8, c = column + n * 8, j = lane.t * 2;
+          const auto at = [&](int k) {
+            const bool there = (kP0 == P0 || row < P0) && (kQ1 == Q1 || c + j + k < Q1);
+            return there ? Math::rounded(sums[n][i * 2 + k] * scale) : Real(0);
+          };
+          const u32 to = d_t + (row * kG + c) * kSize;
+          if constexpr (kPairs)
+            store_shared(to + place(j) * kSize, at(0)), store_shared(to + place(j + 1) * kSize, at(1));
+          else
+            store_shared(to + j * kSize, Pair<Element>(at(0), at(1)));
+        }
+    }
+  }
+
+  // What dT adds to dB
+  DEVICE void second(SumsB& d_b, u32 x) const {
+#pragma unroll
+    for (int k = 0; k < kTurns; ++k) {
+      const int m = k * 16 * ROWS + first;
+      if (kQ1 / 16 % ROWS && m >= kQ1) break;
+      const auto left = by_m<kG>(d_t + m * kSize + Math::template lane_a_by_m<kG, kPairs>(kPairs ? turned : lane));
+#pragma unroll
+      for (int piece = 0; piece < kPieces1; ++piece) {
+        const int column = part * kPart1 + piece * kTiles1 * 8;
+        accumulate<kTiles1, kP0 / kStep>(
+            d_b[k][piece], left, by_n<kX>(x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane)));
+      }
+    }
+  }
+
+  // dX. Of 16 bits, by whole pieces through shared memory; of others, four lanes' sums are 32 bytes and more of a row.
+  DEVICE void store(Element* to, Real scale) const {
+    const auto left = by_rows<kG>(d_t + first * kG * kSize + Math::template lane_row_a<kG>(lane));
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces1; ++piece) {
+      const int column = part * kPart1 + piece * kTiles1 * 8;
+      Real sums[kTiles1][4] = {};
+      multiply<kTiles1, kQ1 / kStep>(
+          sums, left, by_n<kX>(b + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane)));
+#pragma unroll
+      for (auto& four : sums)
+#pragma unroll
+        for (Real& sum : four) sum *= scale;
+      if constexpr (kSize == 2)
+        store_pieces(sums, column, to);
+      else
+        store_sums(sums, column, to);
+    }
+  }
+  DEVICE void store_sums(const Real (&sums)[kTiles1][4], int column, Element* to) const {
+#pragma unroll
+    for (int n = 0; n < kTiles1; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = first + lane.g + i * 8, c = column + n * 8 + lane.t * 2;
+        if ((kP0 != P0 && row >= P0) || (kP1 != P1 && c >= P1)) continue;
+        Element* at = to + row * P1 + c;
+        if constexpr (P1 % 2 == 0) {
+          const Pair<Element> two(sums[n][i * 2], sums[n][i * 2 + 1]);
+          store_words<2 * kSize>(at, *reinterpret_cast<const Words<2 * kSize>*>(&two));
+        } else {
+          store_global(at, narrow<Element>(sums[n][i * 2]));
+          if (c + 1 < P1) store_global(at + 1, narrow<Element>(sums[n][i * 2 + 1]));
+        }
+      }
+  }
+  DEVICE void store_pieces(const Real (&sums)[kTiles1][4], int column, Element* to) const {
+    const u32 staged = d_t + kBytesT + thread / 32 * 16 * kStaged * kSize;
+#pragma unroll
+    for (int n = 0; n < kTiles1; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        store_shared(staged + ((lane.g + i * 8) * kX + n * 8 + lane.t * 2) * kSize,
-                     Pair<Element>(sums[n][i * 2], sums[n][i * 2 + 1]).bits);
+        store_shared(staged + ((lane.g + i * 8) * kStaged + n * 8 + lane.t * 2) * kSize,
+                     Pair<Element>(sums[n][i * 2], sums[n][i * 2 + 1]));
     __syncwarp();
-    constexpr int kEach = Pass::STORE / kSize, kRow = P1 / kEach;
+    constexpr int kBytes = access(P1), kEach = kBytes / kSize, kRow = kTiles1 * 8 / kEach;
 #pragma unroll 4
     for (int j = lane.index; j < 16 * kRow; j += 32) {
-      const int row = j / kRow, column = j % kRow * kEach;
-      if (P0 % 16 == 0 || first + row < P0)
-        store_words<Pass::STORE>(to + (first + row) * P1 + column, load_words<Pass::STORE>(staged + (row * kX + column) * kSize));
+      const int row = j / kRow, c = j % kRow * kEach;
+      if ((kP0 == P0 || first + row < P0) && (kP1 == P1 || column + c < P1))
+        store_words<kBytes>(to + (first + row) * P1 + column + c, load_words<kBytes>(staged + (row * kStaged + c) * kSize));
     }
     __syncwarp();
   }
 
-  // The groups' sums, one group's after the other's, to where this block's belong.
-  DEVICE void add_up(const float (&d_a)[kQ0 / 16][2][4], const float (&d_b)[kTiles][kP1 / 8][4], int first) const {
-    constexpr int kSums = Q0 * P0 + Q1 * P1;
+  // The groups' sums, one part's after the other's, to where this block's belong.
+  static DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
+  static DEVICE double load_sum(u32 from, double) { return load_f64(from); }
+  DEVICE void add_up(const SumsA& d_a, const SumsB& d_b) const {
     const u32 sums = b;
-    static_assert(kSums * 4 <= kWeights + GROUPS * kGroup);
+    const auto add = [&](int at, Real x, bool is_first) {
+      const u32 to = sums + at * sizeof(Real);
+      store_shared(to, is_first ? x : load_sum(to, x) + x);
+    };
     __syncthreads();
-    for (int turn = 0; turn < GROUPS; ++turn) {
-      if (turn == group) {
-        const auto add = [&](int at, float x) {
-          const u32 to = sums + at * 4;
-          store_shared(to, turn ? __uint_as_float(load_u32(to)) + x : x);
-        };
+    for (int turn = 0; turn < GROUPS * PARTS; ++turn) {
+      if (turn == group * PARTS + part) {
 #pragma unroll
         for (int m = 0; m < kQ0 / 16; ++m)
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
             const int q = m * 16 + lane.g + i % 4 / 2 * 8, p = first + i / 4 * 8 + lane.t * 2 + i % 2;
-            if (q < Q0 && p < P0) add(q * P0 + p, d_a[m][i / 4][i % 4]);
+            if (q < Q0 && p < P0) add(q * P0 + p, d_a[m][i / 4][i % 4], turn == 0);
           }
 #pragma unroll
-        for (int k = 0; k < kTiles; ++k)
+        for (int k = 0; k < kTurns; ++k)
 #pragma unroll
-          for (int n = 0; n < kP1 / 8; ++n)
+          for (int n = 0; n < kPart1 / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const int q = (k * WARPS + warp) * 16 + lane.g + i / 2 * 8, p = n * 8 + lane.t * 2 + i % 2;
-              if (q < Q1 && p < P1) add(Q0 * P0 + q * P1 + p, d_b[k][n][i]);
+              const int q = k * 16 * ROWS + first + lane.g + i / 2 * 8, p = part * kPart1 + n * 8 + lane.t * 2 + i % 2;
+              if (q < Q1 && p < P1) add(Q0 * P0 + q * P1 + p, d_b[k][n / kTiles1][n % kTiles1][i], group == 0);
             }
       }
       __syncthreads();
     }
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-    for (int j = threadIdx.x; j < kSums; j += kBlock) store_global(to + j, __uint_as_float(load_u32(sums + j * 4)));
+    Real* to = static_cast<Real*>(params.sums) + i64(blockIdx.x) * kSums;
+    for (int j = threadIdx.x; j < kSums; j += kBlock) store_global(to + j, load_sum(sums + j * sizeof(Real), Real()));
   }
 };

@@ -9,7 +9,7 @@
 //     <source, and a newline>
 //     pass …
 //
-// A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
+// A pass may add up s2 where it lies. A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
-from factorlayer.gradient import Gradient, Reduction
+from factorlayer.gradient import PART_BYTES, Gradient, Reduction
 from factorlayer.pair_backward import PairBackward
+from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.streamed import Streamed
@@ -76,13 +77,20 @@ class Kernel:
         numbers += [int(bias), weights, self.output_bytes(batch)]
         return [str(self.program), str(folder), *map(str, numbers)]
 
+    def dtype(self, plan: Plan) -> str:
+        """Of what it writes."""
+        sums = isinstance(self.planned, Reduction) and self.planned.in_place
+        return plan.dtype if not sums or PART_BYTES[plan.dtype] == 8 else "float32"
+
     def output_bytes(self, batch: int) -> int:
         """Without sums."""
         p = self.planned
         if isinstance(p, Gradient):
             return 0
         if isinstance(p, Reduction):
-            return p.of.weights * ELEMENT_BYTES[p.of.dtype]
+            return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
+        if isinstance(p, Parts):
+            return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, PairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         return batch * _output_bytes(p)
@@ -144,7 +152,7 @@ class Emulator:
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
             written = kernel.output_bytes(len(x))
-            outputs.append(decode(memory[:written], plan.dtype))
+            outputs.append(decode(memory[:written], kernel.dtype(plan)))
             (self.folder / "x").write_bytes(memory[written:] or memory)
         return outputs, errors
 
