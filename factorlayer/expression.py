@@ -61,11 +61,10 @@ class Expression:
         of_all = _adjoints(self)
         slopes = [of_all.get(leaf, ZERO) for leaf in (X, *map(parameter, range(self.parameters)))]
         text = write(self, *slopes)
-        steps = text.count(",") + text.count("/") + 1
-        if steps > MOST_STEPS or self.parameters > MOST_PARAMETERS:
+        if text.count(",") + text.count("/") >= MOST_STEPS or self.parameters > MOST_PARAMETERS:
             raise ValueError(
-                f"with its derivatives it has {steps} operations and {self.parameters} parameters, which should be "
-                f"{MOST_STEPS} and {MOST_PARAMETERS} at most; leave a part of it to a layer without an activation"
+                f"with its derivatives it has more than {MOST_STEPS} operations or {MOST_PARAMETERS} parameters; leave "
+                "a part of it to a layer without activation"
             )
         return text
 

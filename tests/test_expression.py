@@ -389,7 +389,8 @@ REFUSED: dict[str, tuple[object, str]] = {
     "two": (lambda x: (x, x), "it returns tuple where a tensor of x's shape should be"),
     "number": (lambda x: 1.0, "it returns float"),
     "scripted": (torch.jit.script(nn.Tanh()), "it is a ScriptModule"),
-    "long": (lambda x: sum(torch.sin(i * x) for i in range(1, 400)), r"it has \d+ operations and 0 parameters"),
+    "long": (lambda x: sum(torch.sin(i * x) for i in range(1, 400)), "more than 1000 operations or 16 parameters"),
+    "parameters": (nn.Sequential(*(nn.PReLU() for _ in range(17))), "more than 1000 operations or 16 parameters"),
     "values": (parameter(0) * X, "has parameters without values; give it as a module"),
 }  # fmt: skip
 
