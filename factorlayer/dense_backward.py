@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense, function, write
 from factorlayer.dense import tile as tile_forward
+from factorlayer.expression import slope
 from factorlayer.gpu import Gpu
 from factorlayer.resident import round_up
 
@@ -106,6 +107,7 @@ class DenseBackward(Dense):
         numbers |= {"ones_at": own_at - SLAB, "own_bytes": self.own["all"]}
         numbers |= {"behind_at": self.own["behind"], "behind_bytes": self.own["each"]}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [slope(chain.activation, f"Slope{i}") for i, chain in enumerate(self.layers)]
         sums = [f"typename C::template Sums<L{i}> s{i} = {{}};" for i in range(last + 1)]
         body = ["template <class C> struct AllSums {", *(f"  {each}" for each in sums), "};"]
 
@@ -127,8 +129,8 @@ class DenseBackward(Dense):
                 pass_on = "steepen" if self.has_slope(i - 1) else "narrowed"
                 calls += [f"c.template {pass_on}<L{i - 1}>(d{i}, g{i - 1});"]
         calls += ["c.template store<L0::P, identity>(c.params.y, d0, tile);"]
-        head = f"tile(const C& c, u32 (&a0)[L0::K / 16][4], u32 (&y)[L{last}::N / 16][4], AllSums<C>& sums, i64 tile, int& turn)"
-        body += function(head, calls)
+        given = f"const C& c, u32 (&a0)[L0::K / 16][4], u32 (&y)[L{last}::N / 16][4], AllSums<C>& sums"
+        body += function(f"tile({given}, i64 tile, int& turn)", calls)
 
         adding = ["AllSums<C> sums;", "c.all_tiles(sums);", "__syncthreads();"]
         adding += ["for (int group = 0; group < GROUPS; ++group) {", "  if (group == c.group) {"]

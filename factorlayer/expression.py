@@ -267,34 +267,6 @@ def _parse_word(word: str, steps: list[Expression]) -> Expression:
     return value
 
 
-# The activations that have names: what factorlayer.tracing makes of factorlayer.activations
-NAMED = {
-    "identity": "x",
-    "relu": "x,0.0,le:0:1,select:2:1:0",
-    "leaky_relu": "0.0,x,lt:0:1,0.01,mul:3:1,select:2:1:4",
-    "elu": "x,0.0,le:0:1,expm1:0,select:2:3:0",
-    "gelu": "0.5,x,mul:0:1,1.0,0.7071067811865476,mul:4:1,erf:5,add:3:6,mul:2:7",
-    "gelu_tanh": "0.5,x,mul:0:1,1.0,0.7978845608028654,0.044715,mul:5:1,mul:6:1,mul:7:1,add:1:8,mul:4:9,tanh:10,"
-    "add:3:11,mul:2:12",
-    "silu": "x,sigmoid:0,mul:0:1",
-    "sigmoid": "x,sigmoid:0",
-    "tanh": "x,tanh:0",
-    "sine": "x,sin:0",
-    "softplus": "20.0,x,lt:0:1,softplus:1,select:2:1:3",
-    "square": "x,mul:0:0",
-    "relu_squared": "x,0.0,le:0:1,select:2:1:0,mul:3:3",
-}
-
-
-def expression_of(activation: str) -> Expression:
-    """Of a chain's activation, a name or a program."""
-    return Expression.parse(NAMED.get(activation, activation))
-
-
-def name_of(expression: Expression) -> str | None:
-    return next((name for name, text in NAMED.items() if text == expression.text), None)
-
-
 # Derivatives: from the result back to x, by the formulas and in the order of PyTorch's autograd, so that what overflows
 # or is NaN there is so here. But where a select passes nothing on, there is nothing to multiply: no 0 times infinity.
 
@@ -392,20 +364,47 @@ def _cuda(output: Expression, name: str) -> str:
     return f"struct {name} {{\n  template <class T> static DEVICE T of([[maybe_unused]] T x) {{\n{body}\n  }}\n}};"
 
 
-def cuda_type(activation: str) -> str:
-    """A chain's activation, a name or a program, as the type Activation of a kernel's constants."""
-    if activation in NAMED:
-        return f"using Activation = struct {activation};"
-    return expression_of(activation).cuda("Activation")
-
-
-def cuda_slope(activation: str, name: str) -> str:
-    """Its derivative, as a struct of that name."""
-    return expression_of(activation).derivative().cuda(name)
-
-
 def _constant(value: float) -> str:
     if math.isfinite(value):
         return f"T({value!r})"
     bits = 0x7FC00000 if math.isnan(value) else 0x7F800000
     return f"T({'-' if value < 0 else ''}__uint_as_float({bits:#x}u))"
+
+
+# A chain's activation: a name, or a program
+
+RELU = select(apply("le", X, 0), 0, X)
+NAMED = {
+    "identity": X,
+    "relu": RELU,
+    "leaky_relu": select(apply("lt", 0, X), X, 0.01 * X),
+    "elu": select(apply("le", X, 0), apply("expm1", X), X),
+    "gelu": 0.5 * X * (1 + apply("erf", math.sqrt(0.5) * X)),
+    "gelu_tanh": 0.5 * X * (1 + apply("tanh", math.sqrt(2 / math.pi) * (X + 0.044715 * X * X * X))),
+    "silu": X * apply("sigmoid", X),
+    "sigmoid": apply("sigmoid", X),
+    "tanh": apply("tanh", X),
+    "sine": apply("sin", X),
+    "softplus": select(apply("lt", 20, X), X, apply("softplus", X)),
+    "square": X * X,
+    "relu_squared": RELU * RELU,
+}  # what tracing makes of factorlayer.ACTIVATIONS
+_NAMES = {expression: name for name, expression in NAMED.items()}
+
+
+def name_of(expression: Expression) -> str | None:
+    """Of one that kernels have a row for."""
+    return _NAMES.get(expression)
+
+
+def cuda_type(activation: str) -> str:
+    """A chain's activation, a name or a program, as the type Activation of a kernel's constants."""
+    if "/" in activation:
+        return Expression.parse(activation).cuda("Activation")
+    return f"using Activation = struct {activation};"
+
+
+def slope(activation: str, name: str) -> str:
+    """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
+    expression = Expression.parse(activation) if "/" in activation else NAMED[activation]
+    return expression.derivative().cuda(name)

@@ -5,28 +5,17 @@ torch.fx finds what stands one behind another. What is no layer and no activatio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-import torch.nn.functional as F  # noqa: N812 (its customary name)
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP
-from factorlayer.stack import Layer, LayerStack, is_hooked, layer_of
-
-# Functions of one tensor, called without further arguments, by what fx calls them.
-FUNCTIONS: dict[Callable[..., Any] | str, str] = {
-    torch.relu: "relu", F.relu: "relu", "relu": "relu",
-    torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", "sigmoid": "sigmoid",
-    torch.tanh: "tanh", F.tanh: "tanh", "tanh": "tanh",
-    torch.sin: "sine", "sin": "sine",
-    torch.square: "square", "square": "square",
-    F.silu: "silu", F.gelu: "gelu", F.elu: "elu", F.leaky_relu: "leaky_relu", F.softplus: "softplus",
-}  # fmt: skip
-MODULES = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Identity: "identity"}
+from factorlayer.stack import Activation, Layer, LayerStack, is_hooked, layer_of
+from factorlayer.tracing import activation_of
 
 
 def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
@@ -132,10 +121,13 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> tuple[fx.Graph, dict[str, str]]:
-    """The graph of a module's calls, and for each part that torch.fx cannot look into, why."""
+    """The graph of a module's calls, and why it does not look into a part: nothing, if that is an activation."""
     opaque: dict[str, str] = {}
     for name, part in reversed(list(module.named_modules())):  # the innermost first
         if not name or _Tracer({}).is_leaf_module(part, name):
+            continue
+        if _is_activation(part):
+            opaque[name] = ""
             continue
         inner = {key[len(name) + 1 :]: why for key, why in opaque.items() if key.startswith(f"{name}.")}
         try:
@@ -153,19 +145,28 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, dict[str, str]]:
 
 def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str]) -> fx.Graph:
     """For a graph knows one only."""
+    training, evaluation = _in_both_modes(module, lambda: _Tracer(opaque).trace(module))
+    if str(training) != str(evaluation):
+        raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
+    return evaluation
+
+
+T = TypeVar("T")
+
+
+def _in_both_modes(module: nn.Module, look: Callable[[], T]) -> tuple[T, T]:
+    """What is seen with the module in training mode, and in evaluation mode."""
     modes = {part: part.training for part in module.modules()}
-    graphs = []
+    seen = []
     try:
         for mode in (True, False):
             for part in modes:
                 part.training = mode
-            graphs.append(_Tracer(opaque).trace(module))
+            seen.append(look())
     finally:
         for part, mode in modes.items():
             part.training = mode
-    if str(graphs[0]) != str(graphs[1]):
-        raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
-    return graphs[1]
+    return seen[0], seen[1]
 
 
 # From a graph to stacks
@@ -178,16 +179,15 @@ def _runs(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
         layer = _layer(module, first)
         if first in taken or layer is None:
             continue
-        run, ends = [first], layer.chain.activation  # of the last layer
+        run, behind = [first], [first]  # behind: the last layer, and its activation
         while len(run[-1].users) == 1:
             (following,) = run[-1].users
-            if following.args[:1] != (run[-1],):
+            if following.all_input_nodes != [run[-1]]:
                 break
-            layer, activation = _layer(module, following), _activation(module, following)
-            if layer is not None:
-                ends = layer.chain.activation
-            elif activation is not None and "identity" in (ends, activation):
-                ends = activation if ends == "identity" else ends
+            if _layer(module, following) is not None:
+                behind = [following]
+            elif _ends(module, behind[0]) and _activation(module, [*behind[1:], following]) is not None:
+                behind.append(following)
             else:
                 break
             run.append(following)
@@ -197,13 +197,11 @@ def _runs(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _replace(module: nn.Module, graph: fx.Graph, run: Sequence[fx.Node], name: str, implementation: str) -> LayerStack:
-    members: list[tuple[str, nn.Module, str]] = []
-    for node in run:
-        activation = _activation(module, node)
-        if activation is None:
-            members.append((str(node.target), module.get_submodule(str(node.target)), "identity"))
-        elif activation != "identity":
-            members[-1] = (*members[-1][:2], activation)
+    starts = [i for i, node in enumerate(run) if _layer(module, node) is not None]
+    members: list[tuple[str, nn.Module, Activation]] = []
+    for start, end in itertools.pairwise([*starts, len(run)]):
+        layer = str(run[start].target)
+        members.append((layer, module.get_submodule(layer), _activation(module, run[start + 1 : end])))
     with graph.inserting_after(run[-1]):
         call = graph.call_module(name, (run[0].args[0],))
     run[-1].replace_all_uses_with(call)
@@ -217,30 +215,54 @@ def _layer(module: nn.Module, node: fx.Node) -> Layer | None:
     if node.op != "call_module" or node.kwargs or len(node.args) != 1:
         return None
     member = module.get_submodule(str(node.target))
-    if is_hooked(member):
-        return None
-    return layer_of(member)
+    return None if is_hooked(member) else layer_of(member)
 
 
-def _activation(module: nn.Module, node: fx.Node) -> str | None:
-    """The name of the activation that a node is."""
-    if node.op in ("call_function", "call_method"):
-        further = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-        if node.target is F.gelu and further.get("approximate") in ("none", "tanh") and len(further) == 1:
-            return "gelu" if further["approximate"] == "none" else "gelu_tanh"
-        return FUNCTIONS.get(node.target) if len(node.args) == 1 and not further else None
-    if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+def _ends(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a layer is not followed by an activation of its own."""
+    layer = _layer(module, node)
+    return layer is not None and layer.chain.activation == "identity"
+
+
+class _Call(nn.Module):
+    """A function or a method, called with a tensor and what does not change."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__()
+        self.target, self.given, self.named = node.target, list(node.args), dict(node.kwargs)
+        self.place = next(i for i, given in enumerate(node.args) if isinstance(given, fx.Node))
+        self.given[self.place] = None
+
+    def forward(self, x: Tensor) -> Any:
+        given: list[Any] = [*self.given[: self.place], x, *self.given[self.place + 1 :]]
+        if isinstance(self.target, str):
+            return getattr(x, self.target)(*given[1:], **self.named)
+        return self.target(*given, **self.named)
+
+
+def _activation(module: nn.Module, nodes: Sequence[fx.Node]) -> Activation:
+    """The function that nodes one behind another are, if it is one of single elements; None of nothing, too."""
+    parts: list[nn.Module] = []
+    for node in nodes:
+        given = [*node.args, *node.kwargs.values()]
+        if [isinstance(each, fx.Node) for each in node.args].count(True) != 1 or len(node.all_input_nodes) != 1:
+            return None
+        if node.op == "call_module" and len(given) == 1:
+            parts.append(module.get_submodule(str(node.target)))
+        elif node.op in ("call_function", "call_method"):
+            parts.append(_Call(node))
+        else:
+            return None
+    if not parts or any(map(is_hooked, parts)):
         return None
-    member: Any = module.get_submodule(str(node.target))
-    kind = type(member)
-    if is_hooked(member):
-        return None
-    if kind is nn.GELU:
-        return "gelu" if member.approximate == "none" else "gelu_tanh"
-    if kind is nn.LeakyReLU and member.negative_slope == 0.01:
-        return "leaky_relu"
-    if kind is nn.ELU and member.alpha == 1:
-        return "elu"
-    if kind is nn.Softplus and (member.beta, member.threshold) == (1, 20):
-        return "softplus"
-    return MODULES.get(kind)
+    whole = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+    return whole if _is_activation(whole) else None
+
+
+def _is_activation(module: nn.Module) -> bool:
+    if layer_of(module) is not None or (isinstance(module, nn.Sequential) and len(module) == 0):
+        return False
+    try:
+        return len({stage for stage in _in_both_modes(module, lambda: activation_of(module))}) == 1
+    except (TypeError, ValueError):
+        return False

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from factorlayer.activations import activation_name
+from factorlayer.expression import Expression
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
-from factorlayer.stack import LayerStack
+from factorlayer.stack import Activation, LayerStack
+from factorlayer.tracing import UserActivation, activation_of
 
 Width = int | Sequence[int]
 
@@ -22,7 +23,7 @@ class FactorMLP(nn.Module):
     Args:
         widths: of the input, of each hidden layer, of the output: a number, or factors that multiply up to it. Between
             two widths in as many factors lies a structured layer, between any others a dense one.
-        activation, output_activation: None or a name (factorlayer.ACTIVATIONS).
+        activation, output_activation: as FactorLinear has them; a module's parameters are shared by all hidden layers.
         gated: a hidden layer is activation(gate) · layer, two layers of one width side by side (silu: SwiGLU).
         residual: the input is added to the output.
         bias, structure, rank, implementation: as FactorLinear has them.
@@ -34,8 +35,8 @@ class FactorMLP(nn.Module):
         self,
         widths: Sequence[Width],
         *,
-        activation: str | None = "relu",
-        output_activation: str | None = None,
+        activation: UserActivation = "relu",
+        output_activation: UserActivation = None,
         gated: bool = False,
         residual: bool = False,
         bias: bool = True,
@@ -50,10 +51,10 @@ class FactorMLP(nn.Module):
         if len(sizes) < 2:
             raise ValueError(f"FactorMLP: widths should be those of the input and the output at least; it is {widths}")
         try:
-            self.activation, self.output_activation = activation_name(activation), activation_name(output_activation)
+            self.activation, self.output_activation = _kept(activation), _kept(output_activation)
             self.implementation = implementation_name(implementation)
-        except ValueError as error:
-            raise ValueError(f"FactorMLP: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"FactorMLP: {error}") from None
         if residual and math.prod(sizes[0]) != math.prod(sizes[-1]):
             raise ValueError(
                 f"FactorMLP: residual=True adds the input to the output; their widths are {widths[0]} and {widths[-1]}"
@@ -81,14 +82,14 @@ class FactorMLP(nn.Module):
         self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
         # Stacks, one behind another, each multiplied by its gate if it has one: in a list, for they own nothing.
         self._stacks: list[tuple[LayerStack, LayerStack | None]] = []
-        activations = ["identity" if gated else self.activation] * (count - 1) + [self.output_activation]
+        activations = [None if gated else self.activation] * (count - 1) + [self.output_activation]
         each = [(f"layers.{i}", self.layers[i], activations[i]) for i in range(count)]
         for i, gate in enumerate(self.gates or ()):
             gating = self._stack([(f"gates.{i}", gate, self.activation)])
             self._stacks.append((self._stack([each.pop(0)]), gating))
         self._stacks.append((self._stack(each), None))
 
-    def _stack(self, members: Sequence[tuple[str, nn.Module, str]]) -> LayerStack:
+    def _stack(self, members: Sequence[tuple[str, nn.Module, Activation]]) -> LayerStack:
         return LayerStack(members, self.implementation, "FactorMLP")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,9 +99,17 @@ class FactorMLP(nn.Module):
         return x + y if self.residual else y
 
     def extra_repr(self) -> str:
-        parts = [f"activation={self.activation!r}", f"output_activation={self.output_activation!r}"]
-        parts += ["residual=True"] if self.residual else []
-        return ", ".join(parts)
+        activations = {"activation": self.activation, "output_activation": self.output_activation}
+        parts = [f"{name}={given!r}" for name, given in activations.items() if not isinstance(given, nn.Module)]
+        return ", ".join(parts + ["residual=True"] * self.residual)
+
+
+def _kept(activation: UserActivation) -> Activation:
+    """What a function computes, not the function: that can be pickled."""
+    stage, _ = activation_of(activation)
+    if isinstance(activation, nn.Module):
+        return activation
+    return Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
 
 
 def _sizes(width: Width) -> tuple[int, ...]:

@@ -11,11 +11,12 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from factorlayer import dense, gradient, pair, pair_backward, streamed, wide
+from factorlayer import dense, dense_backward, gradient, pair, pair_backward, streamed, wide
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
+from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import LARGEST_NORMALISED, source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
@@ -67,7 +68,7 @@ class Plan:
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of the first two buffers for one sample, and of the third."""
         first = self.passes[0]
-        if isinstance(first, Gradient | PairBackward):
+        if isinstance(first, DenseBackward | Gradient | PairBackward):
             return 0, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
@@ -142,19 +143,22 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
 
 
 def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
-    layers = tuple(Chain.parse(part.strip()) for part in text.split("|"))
+    *parts, last = (part.strip() for part in text.split("|"))
+    layers = tuple(map(Chain.parse, parts if last == "backward" and parts else [*parts, last]))
     dtype = "tf32" if dtype == "float32" and layers[0].tf32 else dtype
-    if len(layers) > 1:
-        return plan_stack(layers, dtype, BATCHES[batch_class], gpu)
+    if parts:
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward")
     return plan(layers[0], dtype, BATCHES[batch_class], gpu)
 
 
-def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Plan:
-    """Of layers that one pass takes."""
-    found = dense.tile(layers, dtype, batch, gpu)
+def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False) -> Plan:
+    """Of layers that one pass takes, or that makes all their gradients."""
+    found = (dense_backward if backward else dense).tile(layers, dtype, batch, gpu)
     if found is None:
-        raise PlanError(f"no pass takes all layers of {' | '.join(layer.text for layer in layers)!r}")
-    return Plan(layers[0], dtype, batch, gpu, (found,))
+        which = "makes all gradients" if backward else "takes all layers"
+        raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")
+    passes = (found, Reduction(found)) if isinstance(found, DenseBackward) else (found,)
+    return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, passes)
 
 
 @functools.lru_cache(256)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations import activate
 from factorlayer.chain import Chain
+from factorlayer.expression import Expression
 from factorlayer.functional import autocast, run
 from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.spec import LayerSpec
 from factorlayer.stacked import Stack, fused_stack, why_not_stacked
-from factorlayer.tracing import scalars
+from factorlayer.tracing import activation_of, scalars
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -91,47 +92,68 @@ def _one_by_one(
     return x
 
 
+Activation = nn.Module | Expression | str | None
+
+
 class LayerStack(nn.Module):
     """Layers of a model, one behind another, with activations behind them. The parameters stay the members' own."""
 
-    def __init__(self, members: Sequence[tuple[str, nn.Module, str]], implementation: str, who: str) -> None:
+    def __init__(self, members: Sequence[tuple[str, nn.Module, Activation]], implementation: str, who: str) -> None:
         """Each with its name, and the activation behind it."""
         super().__init__()
         self.names, self.implementation = tuple(name for name, *_ in members), implementation
-        self._members = [member for _, member, _ in members]  # in a list: no children
-        self._added = tuple(activation for *_, activation in members)
         self._who = tuple(f"{who}: layer {name}" for name in self.names)
+        self._members: list[_Member] = []  # no children, whose parameters would have two names
         self.layers: tuple[Layer, ...] = ()
-        for member, activation in zip(self._members, self._added, strict=True):
+        for _, member, activation in members:
             layer = layer_of(member)
             assert layer is not None
-            self.layers += (layer if activation == "identity" else layer.ending_in(activation),)
+            stage, scalar_names = activation_of(activation)
+            self._members.append(_Member(member, activation, stage, scalar_names))
+            self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         tensors: list[Tensor] = []
         for member in self._members:
-            if is_hooked(member):
+            if member.is_hooked():
                 return self._one_by_one(x)
-            tensors += _tensors(member)
+            tensors += member.tensors()
         return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
-        for member, activation in zip(self._members, self._added, strict=True):
-            x = ACTIVATIONS[activation](member(x))
+        for member in self._members:
+            x = member.layer(x)
+            x = member.activation(x) if isinstance(member.activation, nn.Module) else activate(member.stage, x)
         return x
 
 
-def is_hooked(member: nn.Module) -> bool:
+@dataclass
+class _Member:
+    """A layer, what follows it, and which of its parameters that one's p0, p1, … are."""
+
+    layer: nn.Module
+    activation: Activation
+    stage: str  # what it is in a chain
+    scalar_names: tuple[str, ...]
+
+    def is_hooked(self) -> bool:
+        return is_hooked(self.layer) or (isinstance(self.activation, nn.Module) and is_hooked(self.activation))
+
+    def tensors(self) -> list[Tensor]:
+        """Weights, the activation's parameters, and the bias."""
+        layer = self.layer
+        own = layer._parameters
+        names = layer._weight_names if isinstance(layer, FactorLinear) else ("weight",)
+        *found, bias = (own[name] if name in own else getattr(layer, name) for name in (*names, "bias"))
+        if isinstance(layer, FactorLinear):
+            found += scalars(layer.activation, layer._scalar_names)
+        if self.scalar_names:
+            found += scalars(self.activation, self.scalar_names)
+        return [tensor for tensor in (*found, bias) if tensor is not None]
+
+
+def is_hooked(module: nn.Module) -> bool:
     """Whether calling it does more than its forward."""
-    own = member.__dict__  # an attribute of a module takes ten times as long
+    own = module.__dict__  # an attribute of a module takes ten times as long
     return any(own[hooks] for hooks in HOOKS)
-
-
-def _tensors(member: nn.Module) -> list[Tensor]:
-    own = member._parameters
-    names = member._weight_names if isinstance(member, FactorLinear) else ("weight",)
-    *found, bias = (own[name] if name in own else getattr(member, name) for name in (*names, "bias"))
-    if isinstance(member, FactorLinear):
-        found += scalars(member.activation, member._scalar_names)
-    return [tensor for tensor in (*found, bias) if tensor is not None]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import activate
@@ -59,6 +60,8 @@ def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
 def fused_stack(stack: Stack, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
     """x [N, in] -> [N, out]"""
     text = stack.text_for(x)
+    if recorded and is_compiling():  # torch.compile wants every input of a Function once
+        tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
     y: Tensor = _Stack.apply(text, x, *tensors) if recorded else _forward(x, tensors, text)
     return y
 

@@ -322,16 +322,29 @@ STACKS = [
 ]
 
 
+def stack_of(widths: list[int], dtype: str, activation: str, last: str = "identity") -> list[Chain]:
+    """Dense layers, every other with a bias."""
+    layers = []
+    for i, (p, q) in enumerate(itertools.pairwise(widths)):
+        chain = Chain.of(kronecker((p,), (q,)), i % 2 == 0, activation if i < len(widths) - 2 else last)
+        layers.append(replace(chain, tf32=dtype == "tf32"))
+    return layers
+
+
+def run_in_torch(layers: list[Chain], x: Tensor, tensors: list[Tensor]) -> Tensor:
+    rest = iter(tensors)
+    for layer in layers:
+        x = x @ next(rest).T
+        x = ACTIVATIONS[layer.activation](x + next(rest) if layer.bias else x)
+    return x
+
+
 @pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STACKS, ids=str)
 def test_stacks_are_right_and_keep_samples_apart(
     widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator
 ) -> None:
-    """Two processors, whose warpgroups take several tiles; every other layer has a bias."""
-    last = len(widths) - 2
-    layers = []
-    for i, (p, q) in enumerate(itertools.pairwise(widths)):
-        chain = Chain.of(kronecker((p,), (q,)), i % 2 == 0, activation if i < last else "identity")
-        layers.append(replace(chain, tf32=dtype == "tf32"))
+    """One processor, whose warpgroups take several tiles."""
+    layers = stack_of(widths, dtype, activation)
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
     assert found.passes[0].threads >= 256
     kernels = emulator.compile(found)
@@ -341,14 +354,10 @@ def test_stacks_are_right_and_keep_samples_apart(
         return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
 
     x, tensors = draw(batch, widths[0]), []
-    right = torch.from_numpy(x)
     for layer in layers:
         (c,) = layer.contractions
-        weight, bias = draw(c.q, c.p) / 4, draw(c.q)
-        weight = decode(encode(weight, dtype), dtype).reshape(c.q, c.p)
-        tensors += [weight, bias] if layer.bias else [weight]
-        right = right @ torch.from_numpy(weight).T + (torch.from_numpy(bias) if layer.bias else 0)
-        right = ACTIVATIONS[layer.activation](right)
+        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+    right = run_in_torch(layers, torch.from_numpy(x), [torch.from_numpy(t) for t in tensors])
     (y,), errors = emulator.run(found, kernels, x, tensors, None, blocks=1)
     assert not errors
     y = y.reshape(batch, -1)
@@ -391,6 +400,52 @@ def test_gradients_of_small_factors_come_from_their_products(
     made = [outputs[0], *np.split(outputs[-1], np.cumsum([w.size for w in weights]))]
     for part, expected in zip(made, map(np.ravel, right), strict=False):
         assert np.linalg.norm(part - expected) <= 2 * len(weights) * EPS[dtype] * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype", "activation", "last", "batch"),
+    [
+        ([32, 64, 16], "float16", "tanh", "identity", 200),
+        ([32, 64, 64, 64, 64, 16], "bfloat16", "gelu", "identity", 300),
+        ([13, 45, 63, 5], "float16", "silu", "identity", 150),
+        ([2, 20, 20, 1], "bfloat16", "sine", "sigmoid", 131),
+        ([96, 40], "float16", "identity", "square", 65),
+    ],
+    ids=str,
+)
+def test_all_gradients_of_stacks(
+    widths: list[int], dtype: str, activation: str, last: str, batch: int, emulator: Emulator
+) -> None:
+    """One processor, whose warpgroups take several tiles."""
+    layers = stack_of(widths, dtype, activation, last)
+    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    kernels = emulator.compile(found)
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    x, grad, tensors = draw(batch, widths[0]), draw(batch, widths[-1]), []
+    for layer in layers:
+        (c,) = layer.contractions
+        weight = decode(encode(draw(c.q, c.p) * c.p**-0.5, dtype), dtype).reshape(c.q, c.p)
+        tensors += [weight, draw(c.q)] if layer.bias else [weight]
+    outputs, errors = emulator.run(found, kernels, x, [*tensors, grad], None, blocks=1)
+    assert not errors
+    leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *tensors)]
+    y = run_in_torch(layers, leaves[0], leaves[1:])
+    parts = [outputs[0], *np.split(outputs[1], np.cumsum([t.size for t in tensors])[:-1])]
+    for part, right in zip(parts, torch.autograd.grad(y, leaves, torch.from_numpy(grad)), strict=True):
+        assert np.linalg.norm(part - right.numpy().ravel()) <= 2 * EPS[dtype] * len(layers) * torch.linalg.norm(right)
+
+    broken = grad.copy()
+    sick = batch // 2
+    broken[sick] = np.nan
+    outputs, errors = emulator.run(found, kernels, x, [*tensors, broken], None, blocks=1, seed=2)
+    assert not errors
+    found_x, others = outputs[0].reshape(batch, -1), np.arange(batch) != sick
+    assert np.isnan(found_x[sick]).all()
+    np.testing.assert_array_equal(found_x[others], parts[0].reshape(batch, -1)[others])
 
 
 def test_cases_cover_the_families() -> None:

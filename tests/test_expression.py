@@ -26,7 +26,6 @@ from factorlayer.expression import (
     Expression,
     X,
     apply,
-    cuda_slope,
     cuda_type,
     in_order,
     number,
@@ -34,6 +33,7 @@ from factorlayer.expression import (
     parse,
     power,
     select,
+    slope,
     write,
 )
 from factorlayer.tracing import activation_of, scalars, trace
@@ -310,7 +310,7 @@ def test_one_parameter_under_two_names_is_one() -> None:
 
 
 def test_named_expressions_are_those_of_the_torch_functions() -> None:
-    assert {name: trace(function)[0].text for name, function in ACTIVATIONS.items()} == NAMED
+    assert {name: trace(function)[0] for name, function in ACTIVATIONS.items()} == NAMED
 
 
 def test_what_equals_a_named_one_is_that() -> None:
@@ -431,8 +431,8 @@ def test_cuda() -> None:
     assert "const T v0 = x != T(0) ? T(1.0) : T(2.0);" in apply("select", X, 1, 2).cuda("Mine")
     assert cuda_type("gelu") == "using Activation = struct gelu;"
     assert cuda_type(e.program) == e.cuda("Activation")
-    assert cuda_slope("square", "Slope") == (X + X).cuda("Slope")
-    assert cuda_slope(e.program, "Slope") == e.derivative().cuda("Slope")
+    assert slope("square", "Slope") == (X + X).cuda("Slope")
+    assert slope(e.program, "Slope") == e.derivative().cuda("Slope")
     with pytest.raises(ValueError, match="the CUDA kernels take activations without parameters only"):
         (X * parameter(0)).cuda("Mine")
 
@@ -442,3 +442,16 @@ def test_texts_of_numbers_of_steps() -> None:
     assert write(e) == "x,exp:0,p1,add:1:2"
     assert e.parameters == 2
     assert e.program == "x,exp:0,p1,add:1:2/:1/0.0/1.0"
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_expressions_of_the_names(name: str) -> None:
+    """What kernels make slopes of: values and derivatives are those of PyTorch's functions."""
+    x = torch.tensor([0.0, -0.0, 1e-3, -1e-3, 0.5, -0.7, 3.0, -4.0, 19.0, 25.0, -30.0], dtype=torch.float64)
+    x.requires_grad_()
+    y = ACTIVATIONS[name](x)
+    (right,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(evaluate(NAMED[name], x), y, rtol=1e-12, atol=1e-15)
+    found = evaluate(NAMED[name].derivative(), x.detach())
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-15)
+    assert slope(name, "Slope").startswith("struct Slope")

@@ -234,14 +234,65 @@ def test_layers_used_twice_have_the_sum_of_their_gradients() -> None:
     assert_same_module(fused, plain, torch.randn(4, 5).double())
 
 
+class Snake(nn.Module):
+    """With a frequency that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequency = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(self.frequency * x) ** 2 / self.frequency
+
+
 @pytest.mark.parametrize(
     "activation",
-    [nn.LeakyReLU(0.3), nn.ELU(2.0), nn.Softplus(2.0), nn.PReLU(), nn.Softmax(-1), nn.Threshold(0.1, 20)],
+    [nn.LeakyReLU(0.3), nn.ELU(2.0), nn.PReLU(), nn.Hardswish(), Snake(), nn.Sequential(nn.Tanhshrink(), nn.Mish())],
     ids=lambda m: type(m).__name__,
 )
-def test_what_is_no_activation_of_ours_runs_as_it_was(activation: nn.Module) -> None:
-    plain = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 4), nn.ReLU())
-    assert_same_module(fuse(plain), plain, torch.randn(7, 4))
+def test_any_activation_is_part_of_a_stack(activation: nn.Module) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 4), nn.ReLU()).double()
+    fused = fuse(plain)
+    assert len(stacks(fused)) == 1 and len(stacks(fused)[0]) == 2
+    assert_same_module(fused, plain, torch.randn(7, 4).double())
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    activation.register_forward_hook(lambda _, __, y: 2 * y)
+    assert_same_module(fused, plain, torch.randn(7, 4).double())
+
+
+class Functions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(self.b(torch.sin(30 * self.a(x)).clamp(-0.5, 0.7)), 0.2)
+
+
+def test_functions_one_behind_another_are_one_activation() -> None:
+    plain = Functions().double()
+    fused = fuse(plain)
+    assert len(stacks(fused)) == 1 and "as it was" not in fused.explain()
+    assert_same_module(fused, plain, torch.randn(5, 4).double())
+
+
+@pytest.mark.parametrize(
+    "between",
+    [nn.Softmax(-1), nn.RReLU(), nn.PReLU(6), nn.Sequential(nn.Dropout(0.5), nn.ReLU())],
+    ids=lambda m: type(m).__name__,
+)
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+def test_what_is_no_activation_runs_as_it_was(between: nn.Module, mode: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), between, nn.Linear(6, 4), nn.ReLU()).train(mode)
+    fused = fuse(plain)
+    assert "as it was" in fused.explain()
+    x = torch.randn(7, 4)
+    for training in (mode, not mode):
+        fused.train(training)
+        torch.manual_seed(0)
+        y = fused(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(y, plain.train(training)(x))
 
 
 def test_nothing_to_fuse() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from factorlayer import FactorLinear, FactorMLP
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.expression import Expression
 
 BLOCKS = {
     "dense": dict(widths=[5, 7, 3]),
@@ -19,6 +20,7 @@ BLOCKS = {
     "monarch": dict(widths=[(2, 3), (3, 4), (2, 2)], structure="monarch", bias=False),
     "gated": dict(widths=[(3, 4), (6, 6), (3, 4)], activation="silu", gated=True, residual=True),
     "deeply-gated": dict(widths=[5, 8, 6, 4], activation="gelu", gated=True),
+    "learned": dict(widths=[4, (2, 3), (3, 2), 2], activation=nn.PReLU(), output_activation=lambda x: x.tanh() / 2),
     "one-layer": dict(widths=[4, 3], output_activation="sine"),
 }
 each_block = pytest.mark.parametrize("kind", BLOCKS)
@@ -26,7 +28,7 @@ each_block = pytest.mark.parametrize("kind", BLOCKS)
 
 def block(kind: str, **more: object) -> FactorMLP:
     torch.manual_seed(0)
-    return FactorMLP(**{"dtype": torch.float64, **BLOCKS[kind], **more})
+    return FactorMLP(**copy.deepcopy({**BLOCKS[kind], **more})).double()
 
 
 def definition(mlp: FactorMLP, x: Tensor) -> Tensor:
@@ -36,15 +38,20 @@ def definition(mlp: FactorMLP, x: Tensor) -> Tensor:
         weight = layer.to_dense() if isinstance(layer, FactorLinear) else layer.weight
         return nn.functional.linear(x, weight, layer.bias)
 
+    def activation(given: object, z: Tensor) -> Tensor:
+        if isinstance(given, nn.Module):
+            return given(z)
+        return z.tanh() / 2 if isinstance(given, Expression) else ACTIVATIONS[given or "identity"](z)
+
     y, last = x, len(mlp.layers) - 1
     for i, layer in enumerate(mlp.layers):
         z = apply(layer, y)
         if i == last:
-            y = ACTIVATIONS[mlp.output_activation](z)
+            y = activation(mlp.output_activation, z)
         elif mlp.gates is None:
-            y = ACTIVATIONS[mlp.activation](z)
+            y = activation(mlp.activation, z)
         else:
-            y = ACTIVATIONS[mlp.activation](apply(mlp.gates[i], y)) * z
+            y = activation(mlp.activation, apply(mlp.gates[i], y)) * z
     return x + y if mlp.residual else y
 
 

@@ -135,7 +135,7 @@ template <class Pass> struct DenseLayers {
   }
   // Whether the layer has such a column: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE bool inside(int tile, int column) {
-    return tile * 8 + 8 <= L::Q || tile * 8 + column < L::Q;
+    return L::Q % L::N == 0 || (!L::LAST && tile * 8 + 8 <= L::Q) || feature_out<L>(tile * 8 + column) < L::Q;
   }
   template <class L> DEVICE float finished(float z, int tile, int column) const {
     const float y = L::Activation::of(z);

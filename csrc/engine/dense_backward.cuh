@@ -30,7 +30,9 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
   using Layers::row;
   static_assert(sizeof(Element) == 2);
   static constexpr int kTile = 64 * 128;  // bytes of a slab: 64 samples of 64 features
-  template <class L> static constexpr int kLeft = L::TURNED ? L::K : L::N, kRight = L::TURNED ? L::N : L::K;  // of its gradient
+  // Features of the operands of a weight's gradient
+  template <class L> static constexpr int kLeft = L::TURNED ? L::K : L::N;
+  template <class L> static constexpr int kRight = L::TURNED ? L::N : L::K;
   // Sums of a layer's gradients: of the weight, 64 x kRight for every 64 of kLeft; of the bias, 64 x 8 for every 64 of N.
   template <class L> struct Sums {
     float weight[ceil_div(kLeft<L>, 64)][kRight<L> / 2];

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, Gradient, Reduction
@@ -72,7 +73,7 @@ class Kernel:
             blocks *= p.blocks
         if not isinstance(p, Streamed):
             grid_x = min(grid_x, max(1, blocks // grid_y))
-        sums = grid_x * p.part_bytes // p.most if isinstance(p, Gradient | PairBackward) else 0
+        sums = grid_x * p.part_bytes // p.most if isinstance(p, DenseBackward | Gradient | PairBackward) else 0
         numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
         numbers += [int(bias), weights, self.output_bytes(batch)]
         return [str(self.program), str(folder), *map(str, numbers)]

@@ -44,7 +44,8 @@ inline uint32_t truncated_to_tf32(uint32_t bits) { return bits & ~0x1fffu; }
 // wgmma: A from registers, or, if there are none, from the slab that `a` describes.
 enum class Kind { bf16, f16, tf32 };
 void open_products();
-void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add);
+void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add,
+              bool turned);
 void commit_products();
 void wait_for_products(int pending);
 

@@ -233,10 +233,16 @@ template <class Element, int N> struct Wgmma {
                                 : kIsBf16<Element>   ? emulator::Kind::bf16
                                                      : emulator::Kind::f16;
   static void multiply(float (&d)[N / 2], u64 a, u64 b, bool add = true) {
-    emulator::multiply(kKind, N, d, nullptr, a, b, add);
+    emulator::multiply(kKind, N, d, nullptr, a, b, add, false);
   }
   static void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add = true) {
-    emulator::multiply(kKind, N, d, a, 0, b, add);
+    emulator::multiply(kKind, N, d, a, 0, b, add, false);
+  }
+  static void multiply_turned(float (&d)[N / 2], u64 a, u64 b, bool add = true) {
+    emulator::multiply(kKind, N, d, nullptr, a, b, add, true);
+  }
+  static void multiply_turned(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add = true) {
+    emulator::multiply(kKind, N, d, a, 0, b, add, true);
   }
 };
 inline void open_products() { emulator::open_products(); }

@@ -76,7 +76,7 @@ struct Product {
   const u32* registers;
   u32 held[4];  // what they were
   u64 a, b;
-  bool add;
+  bool add, turned;
 };
 struct Group {
   vector<Product> products;

@@ -15,6 +15,15 @@ u32 operand_address(u64 description, int row, int half) {
   const u32 at = slab + row / 8 * 1024 + row % 8 * 128 + half * 16;
   return at ^ (at >> 7 & 7) << 4;
 }
+// Of a turned one, whose k's are rows: 8 features from `first` on, `bytes` from one 64 of them to the next.
+u32 turned_address(u64 description, int first, int k) {
+  constexpr u64 kSlab = 0x3fff, kKnown = u64(64) << 32 | u64(1) << 62;
+  const u32 slab = u32(description & kSlab) << 4, bytes = u32(description >> 16 & kSlab) << 4;
+  if ((description & ~(kSlab | kSlab << 16)) != kKnown || slab % 1024 || bytes % 1024)
+    error("a turned operand is described as %lx", description);
+  const u32 at = slab + first / 64 * bytes + k * 128 + first % 64 * 2;
+  return at ^ (at >> 7 & 7) << 4;
+}
 const u8* read_operand(u32 at, const Clock& known, u32 wait) {
   if (!is_inside("a matrix unit's read", at, 16)) return nowhere;
   for (Cell& cell : cells_at(at, 16)) {
@@ -56,11 +65,25 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
         for (int k = 0; k < each; ++k) row[half * each + k] = value(product.kind, from + k * size);
       }
     };
-    for (int r = 0; r < product.n; ++r) load(b[r], product.b, r);
-    for (int r = 0; r < 16 && !product.registers; ++r) load(a[r], product.a, current / 32 % 4 * 16 + r);
+    const auto load_turned = [&](float (*rows)[16], u64 description, int from, int count) {
+      for (int r = 0; r < count; r += 8)
+        for (int k = 0; k < 16; ++k) {
+          const u8* read = read_operand(turned_address(description, from + r, k), known, wait);
+          for (int i = 0; i < 8; ++i) rows[r + i][k] = value(product.kind, read + i * 2);
+        }
+    };
+    const int first = current / 32 % 4 * 16;
+    if (product.turned) {
+      load_turned(b, product.b, 0, product.n);
+      if (!product.registers) load_turned(a, product.a, first, 16);
+    } else {
+      for (int r = 0; r < product.n; ++r) load(b[r], product.b, r);
+      for (int r = 0; r < 16 && !product.registers; ++r) load(a[r], product.a, first + r);
+    }
     for (int lane = 0; lane < 32; ++lane) {
       const Product& its = lanes[lane].groups[number].products[i];
-      if (its.b != product.b || its.n != product.n || its.add != product.add || (!its.registers && its.a != product.a))
+      if (its.b != product.b || its.n != product.n || its.add != product.add || its.turned != product.turned ||
+          (!its.registers && its.a != product.a))
         return error("lanes have other products than others");
       if (!its.registers) continue;
       if (memcmp(its.registers, its.held, 16)) error("registers of an operand changed in flight");
@@ -110,7 +133,7 @@ uint16_t bf16_of(float x) {
 }
 
 void open_products() { self().opened = true; }
-void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add) {
+void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add, bool turned) {
   Thread& thread = self();
   if (!thread.opened) error("products that nobody has opened since the last wait");
   auto& kept = thread.in_flight[sums];
@@ -118,7 +141,7 @@ void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t
     kept.assign(sums, sums + n / 2);
     for (int i = 0; i < n / 2; ++i) memcpy(&sums[i], &kPoison, 4);
   }
-  Product product = {kind, n, sums, registers, {}, a, b, add};
+  Product product = {kind, n, sums, registers, {}, a, b, add, turned};
   if (registers) std::copy(registers, registers + 4, product.held);
   thread.products.push_back(product);
 }
