@@ -87,6 +87,10 @@ static Stack parse_stack(const std::string& text) {
   int64_t kept = 0;  // of a sample's states, in elements: all of them may be in memory at a time
   for (size_t from = 0, to = 0; to != std::string::npos; from = to + between.size()) {
     to = text.find(between, from);
+    if (to == std::string::npos && !stack.layers.empty() && text.substr(from) == "backward") {
+      stack.backward = true;
+      break;
+    }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
     if (layer.gradient || layer.backward) throw std::invalid_argument("\"gradient\" and \"backward\" make no layer");
     if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())

@@ -42,8 +42,10 @@ struct Chain {
   int64_t out_features() const;
 };
 
+// Layers one behind another, in the text with " | " between them; " | backward" at the end makes it all their gradients.
 struct Stack {
   std::vector<Chain> layers;
+  bool backward = false;
 };
 
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.

@@ -112,6 +112,7 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
 
 // f(layer, its weights, its bias) for all layers, checked.
 template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
+  STD_TORCH_CHECK(!stack.backward, "factorlayer: a stack with \"backward\" is no text for an op; leave that word out");
   size_t count = 0;
   for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
   STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
@@ -124,6 +125,16 @@ template <class F> void for_layers(const Stack& stack, const Tensor& x, const st
     const std::optional<Tensor> bias = layer.bias ? std::optional(*at++) : std::nullopt;
     check_layer(layer, x, weights, bias);
     f(layer, weights, bias);
+  }
+}
+
+void check_wanted(const std::vector<int64_t>& wanted, size_t tensors) {
+  int64_t least = 0;
+  for (int64_t place : wanted) {
+    STD_TORCH_CHECK(place >= least && place <= int64_t(tensors),
+                    "factorlayer: `wanted` should be ascending places in x and the ", tensors,
+                    " tensors behind it, each at most once, ", place, " is out of place");
+    least = place + 1;
   }
 }
 
@@ -261,13 +272,7 @@ Tensor stack_forward(const Tensor& x, const std::vector<Tensor>& tensors, const 
 std::vector<Tensor> stack_backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& tensors,
                                    const Text& stack, const std::vector<int64_t>& wanted) {
   const Call call(x, tensors, find_stack(stack.value));
-  int64_t least = 0;
-  for (int64_t place : wanted) {
-    STD_TORCH_CHECK(place >= least && place <= int64_t(tensors.size()),
-                    "factorlayer: `wanted` should be ascending places in x and the ", tensors.size(),
-                    " tensors behind it, each at most once, ", place, " is out of place");
-    least = place + 1;
-  }
+  check_wanted(wanted, tensors.size());
   return run_backward(call, grad_y, wanted);
 }
 
@@ -483,6 +488,44 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   return gradients;
 }
 
+// Of a stack whose gradients one kernel makes, as the planner knows: all of them, of which the wanted ones are returned.
+std::vector<Tensor> stack_backward_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& tensors,
+                                        const Text& text, const std::vector<int64_t>& wanted) {
+  const Stack& layers = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  for_layers(layers, x, tensors, [](auto&...) {});
+  check_wanted(wanted, tensors.size());
+  STD_TORCH_CHECK(tensors.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
+                  " weights and biases at most, the stack has ", tensors.size());
+  check(grad_y, x, x.size(0) * layers.layers.back().out_features(), "grad_y");
+  Tensor grad_x = new_matrix(x, x.size(0), x.size(1));
+  int64_t count = 0;
+  for (const Tensor& t : tensors) count += t.numel();
+  Tensor others = new_matrix(x, 1, count);
+  if (x.size(0)) {
+    std::vector<Tensor> kept;
+    kept.reserve(tensors.size() + 4);
+    auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+    cuda::Params params{};
+    params.x = address(x);
+    params.y = grad_x.mutable_data_ptr();
+    params.batch = x.size(0);
+    for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
+    params.weights[tensors.size()] = address(grad_y);
+    const Text backward{text.value + " | backward"};
+    run_on_cuda(backward, &find_stack(backward.value), x, x.size(1), params, kept, others.mutable_data_ptr());
+  } else {
+    torch::stable::zero_(others);
+  }
+  std::vector<Tensor> gradients;
+  count = 0;
+  for (size_t place = 0, i = 0; i < wanted.size(); ++place) {
+    if (int64_t(place) == wanted[i]) ++i, gradients.push_back(place ? part_like(others, count, tensors[place - 1]) : grad_x);
+    if (place) count += tensors[place - 1].numel();
+  }
+  return gradients;
+}
+
 // The table of plans, and the compiler by itself. What can fail to compile returns nothing, or message, source, log and
 // plan: an exception would bring the message only.
 
@@ -617,6 +660,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
+  m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
 }

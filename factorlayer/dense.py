@@ -162,7 +162,14 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | N
         return None
     for chain in layers:
         (c, *further) = chain.contractions
-        if further or chain.rank > 1 or not c.tied or c.outer * c.inner > 1 or max(c.p, c.q) > WIDEST:
+        if (
+            further
+            or chain.rank > 1
+            or chain.parameters
+            or not c.tied
+            or c.outer * c.inner > 1
+            or max(c.p, c.q) > WIDEST
+        ):
             return None
         if chain.parameters:  # of an activation
             return None

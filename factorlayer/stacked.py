@@ -1,7 +1,7 @@
 """v3 of a stack of layers: the raw ops stack_forward and stack_backward, and what PyTorch has to know about them.
 
-tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, without a backward
-pass; what cannot be run so is run layer by layer (factorlayer/stack.py).
+tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, and one for all
+gradients of fewer; what cannot be run so is run layer by layer (factorlayer/stack.py).
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
         return reason
     if transforms_active():
         return "torch.func takes it layer by layer"
-    if x.is_cuda and recorded:
-        return "there is no kernel for the backward pass of several layers"
-    if x.is_cuda and not has_kernel(stack.text_for(x), x.dtype, x.get_device()):
-        return "there is no kernel that takes all of them"
+    if x.is_cuda:
+        text, device = stack.text_for(x), x.get_device()
+        if not has_kernel(text, x.dtype, device):
+            return "there is no kernel that takes all of them"
+        if recorded and not has_kernel(f"{text} | backward", x.dtype, device):
+            return "there is no kernel that makes all their gradients"
     return None
 
 

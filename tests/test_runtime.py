@@ -171,7 +171,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs a C++ compiler and Linux")
     folder = tmp_path_factory.mktemp("native")
-    sources = [*sorted((ROOT / "csrc" / "runtime").glob("*.cpp")), ROOT / "csrc" / "chain.cpp"]
+    parsing = [ROOT / "csrc" / name for name in ("chain.cpp", "expression.cpp")]
+    sources = [*sorted((ROOT / "csrc" / "runtime").glob("*.cpp")), *parsing]
     commands = [
         ["-x", "c", "-shared", "-fPIC", NATIVE / "driver.c", "-o", folder / "libcuda.so.1"],
         ["-std=c++17", f"-D{VERSION}", NATIVE / "launch.cpp", *sources, "-ldl", "-lpthread", "-o", folder / "launch"],

@@ -1,0 +1,155 @@
+"""Blocks on a GPU: several dense layers in one kernel, forward and backward, and what has no such kernel layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from forward_rule import DTYPES, EPS, arithmetic
+from torch import Tensor, nn
+
+from factorlayer import FactorMLP, fuse
+from factorlayer.fused import has_kernel
+from factorlayer.stacked import Stack, fused_stack, why_not_stacked
+
+dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
+
+
+@dataclass(frozen=True)
+class Net:
+    widths: tuple[int, ...]
+    activation: str
+    batch: int
+    output: str | None = None
+
+    def __str__(self) -> str:
+        return f"{'-'.join(map(str, self.widths))}-{self.activation}-n{self.batch}"
+
+    def block(self, dtype: str, implementation: str = "fused") -> FactorMLP:
+        torch.manual_seed(0)
+        mlp = FactorMLP(
+            list(self.widths),
+            activation=self.activation,
+            output_activation=self.output,
+            implementation=implementation,
+            device="cuda",
+        )
+        with torch.no_grad():
+            for layer in mlp.layers:
+                layer.weight.mul_(2)  # so that states keep their size
+        return mlp.to(DTYPES[dtype])
+
+
+NETS = [
+    Net((32, 64, 64, 64, 64, 16), "relu", 5000),
+    Net((32, 64, 16), "gelu", 100_000),
+    Net((2, *[20] * 8, 1), "tanh", 20_000),
+    Net((13, 45, 63, 127, 5), "silu", 777),
+    Net((128, 127, 127, 128), "relu", 3000),
+    Net((64, 128, 128, 1), "sine", 64, "sigmoid"),
+    Net((63, 256, 256, 4), "relu", 1000),
+    Net((48, 512, 256, 128, 12), "elu", 4096),
+]
+each = pytest.mark.parametrize("net", NETS, ids=str)
+
+
+def results(mlp: FactorMLP, x: Tensor, grad_y: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = mlp(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *mlp.parameters()], grad_y)]
+
+
+def drawn(net: Net, dtype: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, grad_y = (
+        torch.randn(net.batch, n, generator=generator, device="cuda").to(DTYPES[dtype])
+        for n in (net.widths[0], net.widths[-1])
+    )
+    return x, grad_y
+
+
+@each
+@dtypes
+def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> None:
+    x, grad_y = drawn(net, dtype)
+    mlp = net.block(dtype)
+    exact = net.block(dtype, "batched").double()
+    exact.load_state_dict(mlp.state_dict())
+    right = results(exact, x.double(), grad_y.double())
+    with arithmetic(dtype):
+        found, plain = results(mlp, x, grad_y), results(net.block(dtype, "batched"), x, grad_y)
+    for i, (f, p, r) in enumerate(zip(found, plain, right, strict=True)):
+        of_fused, of_plain = (float((t.double() - r).norm() / r.norm()) for t in (f, p))
+        sums = net.batch**0.5 if dtype == "float64" else 1.0
+        assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype], (i, of_fused, of_plain)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_one_kernel_takes_all_layers() -> None:
+    net = NETS[0]
+    mlp = net.block("bfloat16")
+    x, grad_y = drawn(net, "bfloat16")
+    stack = Stack(tuple(layer.chain for layer in mlp._stacks[0][0].layers))
+    assert why_not_stacked(stack, x, True) is None and has_kernel(f"{stack.text} | backward", x.dtype, 0)
+    results(mlp, x, grad_y)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile, torch.no_grad():
+        fused_stack(stack, x, list(mlp.parameters()), False)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in names if name.startswith("factorlayer")]) == 1
+
+
+@each
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_the_same_bits_every_time_and_samples_apart(net: Net, dtype: str) -> None:
+    mlp = net.block(dtype)
+    x, grad_y = drawn(net, dtype)
+    with arithmetic(dtype):
+        right = results(mlp, x, grad_y)
+        for _ in range(10):
+            assert all(map(torch.equal, results(mlp, x, grad_y), right))
+        x[5] = float("nan")
+        with torch.no_grad():
+            y = mlp(x)
+    others = torch.arange(net.batch, device="cuda") != 5
+    assert torch.equal(y[others], right[0][others]) and bool(torch.isnan(y[5]).all())
+
+
+@each
+def test_graphs(net: Net) -> None:
+    mlp = net.block("bfloat16")
+    x, grad_y = drawn(net, "bfloat16")
+    right = results(mlp, x, grad_y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(mlp, x, grad_y)
+    graph.replay()
+    assert all(map(torch.equal, found, right))
+
+
+@each
+def test_fuse(net: Net) -> None:
+    mlp = net.block("float32", "batched")
+    parts: list[nn.Module] = []
+    for layer in mlp.layers[:-1]:
+        parts += [layer, nn.GELU(approximate="tanh")]
+    plain = nn.Sequential(*parts, mlp.layers[-1])
+    fused = fuse(plain, "fused")
+    x, _ = drawn(net, "float32")
+    torch.testing.assert_close(fused(x), plain(x), rtol=1e-4, atol=1e-4)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, z = fused(x), plain(x)
+    assert y.dtype == torch.bfloat16 and float((y - z).float().norm() / z.float().norm()) < 0.05
+
+
+def test_a_tensor_elsewhere_is_refused_by_its_layers_name() -> None:
+    mlp = NETS[0].block("bfloat16")
+    mlp.layers[2].bias = nn.Parameter(mlp.layers[2].bias.detach().cpu())
+    x, _ = drawn(NETS[0], "bfloat16")
+    with pytest.raises(TypeError, match=r"FactorMLP: layer layers\.2: x and bias should be on one device"):
+        mlp(x)
