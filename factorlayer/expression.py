@@ -61,11 +61,10 @@ class Expression:
         of_all = _adjoints(self)
         slopes = [of_all.get(leaf, ZERO) for leaf in (X, *map(parameter, range(self.parameters)))]
         text = write(self, *slopes)
-        steps = text.count(",") + text.count("/") + 1
-        if steps > MOST_STEPS or self.parameters > MOST_PARAMETERS:
+        if text.count(",") + text.count("/") >= MOST_STEPS or self.parameters > MOST_PARAMETERS:
             raise ValueError(
-                f"with its derivatives it has {steps} operations and {self.parameters} parameters, which should be "
-                f"{MOST_STEPS} and {MOST_PARAMETERS} at most; leave a part of it to a layer without an activation"
+                f"with its derivatives it has more than {MOST_STEPS} operations or {MOST_PARAMETERS} parameters; leave "
+                "a part of it to a layer without activation"
             )
         return text
 
@@ -365,13 +364,6 @@ def _cuda(output: Expression, name: str) -> str:
     return f"struct {name} {{\n  template <class T> static DEVICE T of([[maybe_unused]] T x) {{\n{body}\n  }}\n}};"
 
 
-def cuda_type(activation: str) -> str:
-    """A chain's activation, a name or a program, as the type Activation of a kernel's constants."""
-    if "/" in activation:
-        return Expression.parse(activation).cuda("Activation")
-    return f"using Activation = struct {activation};"
-
-
 def _constant(value: float) -> str:
     if math.isfinite(value):
         return f"T({value!r})"
@@ -379,25 +371,40 @@ def _constant(value: float) -> str:
     return f"T({'-' if value < 0 else ''}__uint_as_float({bits:#x}u))"
 
 
-def slope(activation: str, name: str) -> str:
-    """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
-    expression = Expression.parse(activation) if "/" in activation else NAMED[activation]
-    return expression.derivative().cuda(name)
+# A chain's activation: a name, or a program
 
-
-# What the kernels' rows of these names compute
+RELU = select(apply("le", X, 0), 0, X)
 NAMED = {
     "identity": X,
-    "relu": select(apply("le", X, 0), 0, X),
+    "relu": RELU,
     "leaky_relu": select(apply("lt", 0, X), X, 0.01 * X),
-    "elu": select(apply("lt", 0, X), X, apply("expm1", X)),
+    "elu": select(apply("le", X, 0), apply("expm1", X), X),
     "gelu": 0.5 * X * (1 + apply("erf", math.sqrt(0.5) * X)),
     "gelu_tanh": 0.5 * X * (1 + apply("tanh", math.sqrt(2 / math.pi) * (X + 0.044715 * X * X * X))),
     "silu": X * apply("sigmoid", X),
     "sigmoid": apply("sigmoid", X),
     "tanh": apply("tanh", X),
     "sine": apply("sin", X),
-    "softplus": apply("softplus", X),
+    "softplus": select(apply("lt", 20, X), X, apply("softplus", X)),
     "square": X * X,
-    "relu_squared": select(apply("le", X, 0), 0, X * X),
-}
+    "relu_squared": RELU * RELU,
+}  # what tracing makes of factorlayer.ACTIVATIONS
+_NAMES = {expression: name for name, expression in NAMED.items()}
+
+
+def name_of(expression: Expression) -> str | None:
+    """Of one that kernels have a row for."""
+    return _NAMES.get(expression)
+
+
+def cuda_type(activation: str) -> str:
+    """A chain's activation, a name or a program, as the type Activation of a kernel's constants."""
+    if "/" in activation:
+        return Expression.parse(activation).cuda("Activation")
+    return f"using Activation = struct {activation};"
+
+
+def slope(activation: str, name: str) -> str:
+    """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
+    expression = Expression.parse(activation) if "/" in activation else NAMED[activation]
+    return expression.derivative().cuda(name)

@@ -49,8 +49,8 @@ def factor_linear(
     Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of
     them [L, s, K·rank] and [K, rank·L, p]: factorlayer/spec.py has the definitions.
 
-    An activation is None, a name, or a module or function of one tensor. Those are traced at every call, which takes
-    about a millisecond; FactorLinear does so once.
+    An activation is None, a name, or a module or function of one tensor. Those are traced at every call, which takes a
+    few milliseconds; FactorLinear does so once.
     """
     try:
         spec = spec_of_weights(structure, [weight.shape for weight in weights])

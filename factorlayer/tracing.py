@@ -6,7 +6,6 @@ traced; parameters of one element are the expression's p0, p1, ….
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,9 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from factorlayer.activations import ACTIVATIONS, activation_name
+from factorlayer.activations import activation_name
 from factorlayer.elementwise import ALIASES, OF_X, TRACED
-from factorlayer.expression import Expression, X, in_order, number, parameter
+from factorlayer.expression import Expression, X, in_order, name_of, number, parameter
 
 _IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
 UserActivation = str | Expression | nn.Module | Callable[[Tensor], Tensor] | None
@@ -39,7 +38,7 @@ def activation_of(activation: Any) -> tuple[str, tuple[str, ...]]:
             "activation should be None, a name, a module or a function of one tensor; it is "
             f"{type(activation).__name__} {activation!r}"
         )
-    name = _names().get(expression)
+    name = name_of(expression)
     try:
         return name or expression.program, names
     except ValueError as error:
@@ -59,12 +58,6 @@ def scalars(module: Any, names: tuple[str, ...]) -> list[Tensor]:
             owner = getattr(owner, part)
         found.append(owner)
     return found
-
-
-@functools.cache
-def _names() -> dict[Expression, str]:
-    """Of the expressions that have one, and kernels of their own."""
-    return {trace(function)[0]: name for name, function in ACTIVATIONS.items()}
 
 
 def trace(function: Callable[[Tensor], Tensor]) -> tuple[Expression, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from factorlayer import factor_linear
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.tracing import trace
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -70,6 +71,10 @@ FEW = [
     Case(monarch((4, 3, 5), (2, 6, 3)), 37),
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)
+PROGRAMS = [trace(module)[0].program for module in (torch.nn.Mish(), torch.nn.Hardswish())]
+activations = pytest.mark.parametrize(
+    "activation", [*ACTIVATIONS, *PROGRAMS], ids=lambda text: f"program-{PROGRAMS.index(text)}" if "/" in text else text
+)
 
 
 def on_gpu(case: Case, dtype: str, seed: int = 0) -> Inputs:
@@ -97,7 +102,7 @@ def test_rule_on_layers_drawn_at_random(
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@activations
 def test_bias_and_activations(activation: str, bias: bool, dtype: str) -> None:
     if dtype == "float64" and not bias:
         check_forward(Case(monarch((4, 6), (5, 3)), 50, bias, activation), dtype)
@@ -175,7 +180,7 @@ def test_what_is_not_finite_in_weights_goes_through(case: Case, dtype: str, valu
             assert torch.equal(torch.isfinite(fused), torch.isfinite(batched)), f"weight_{i}, {part}"
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@activations
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_activations_of_what_is_not_finite(activation: str, dtype: str) -> None:
     case = Case(kronecker((4, 6), (5, 7)), 50, True, activation)
