@@ -32,19 +32,18 @@ def headers(*further: str) -> str:
 
 def wgmma(dtype: str, n: int, turned: bool = False) -> str:
     """Wgmma<Element, n> of instructions.cuh: the matrix instruction of a warpgroup for sums 64 x n. `turned`: also of
-    operands in shared memory whose k's are rows, which 16 bits can have."""
+    operands in shared memory whose k's are rows, which 16 bits can have; both, or the right one alone."""
     name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, "tf32")
     k = 8 if name == "tf32" else 16
     count = n // 2  # sums of a thread
     sums, bound = (", ".join(text.format(i) for i in range(count)) for text in ("%{}", '"+f"(d[{}])'))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name}"
 
-    def multiply(left: str, inputs: list[str], turned: bool) -> str:
+    def multiply(verb: str, left: str, inputs: list[str], turned: list[bool]) -> str:
         at = count + len(inputs)
         operand = ", ".join(f"%{i}" for i in range(count, at))
         operand = f"{{{operand}}}" if len(inputs) > 1 else operand
-        flags = "" if name == "tf32" else f", {int(turned)}" * (1 if len(inputs) > 1 else 2)
-        verb = "multiply_turned" if turned else "multiply"
+        flags = "" if name == "tf32" else "".join(f", {int(flag)}" for flag in turned)
         return (
             f"  static DEVICE void {verb}(float (&d)[{count}], {left}, u64 b, bool add = true) {{\n"
             f'    asm volatile("{{.reg .pred add;\\nsetp.ne.b32 add, %{at + 1}, 0;\\n"\n'
@@ -52,9 +51,10 @@ def wgmma(dtype: str, n: int, turned: bool = False) -> str:
             f'        : {bound}\n        : {", ".join(inputs)}, "l"(b), "r"(int(add)));\n  }}\n'
         )
 
-    def both(turned: bool) -> str:
-        registers = [f'"r"(a[{i}])' for i in range(4)]
-        return multiply("u64 a", ['"l"(a)'], turned) + multiply("const u32 (&a)[4]", registers, turned)
-
+    slab, registers = ("u64 a", ['"l"(a)']), ("const u32 (&a)[4]", [f'"r"(a[{i}])' for i in range(4)])
+    verbs = [multiply("multiply", *slab, [False, False]), multiply("multiply", *registers, [False])]
+    if turned:
+        verbs += [multiply("multiply_turned", *slab, [True, True]), multiply("multiply_turned", *registers, [True])]
+        verbs += [multiply("multiply_right_turned", *slab, [False, True])]
     of = f"Wgmma<{ELEMENT[dtype]}, {n}>"
-    return f'#line 1 "{of}"\ntemplate <> struct {of} {{\n{both(False)}{both(True) if turned else ""}}};\n'
+    return f'#line 1 "{of}"\ntemplate <> struct {of} {{\n{"".join(verbs)}}};\n'

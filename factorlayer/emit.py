@@ -210,6 +210,25 @@ def product(mode: Mode) -> str:
     return " * ".join(factors(mode))
 
 
+def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
+    """A weight's elements, weight_x(), and what they are multiplied by, normal_x(): 1 but for products in fp16."""
+    weights = [
+        f"  auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
+        for j, (weight, _, _) in enumerate(mode.parts)
+    ]
+    normal = normals(mode) if dtype == "float16" and len(mode.parts) > 1 else "1"
+    return [
+        f"static DEVICE Sum<Element> normal_{letter}(const Params& params) {{",
+        *(weights if normal != "1" else []),
+        f"  return {normal};",
+        "}",
+        f"static DEVICE Sum<Element> weight_{letter}(const Params& params, int q, int p) {{",
+        *weights,
+        f"  return {product(mode)};",
+        "}",
+    ]
+
+
 def factors(mode: Mode) -> list[str]:
     """Whose product is an element."""
     found, q_inner, p_inner = [], mode.q, mode.p

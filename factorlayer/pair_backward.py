@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, MATH
-from factorlayer.emit import can_be_made, normals, product
+from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import PART_BYTES, kernel
-from factorlayer.resident import Mode, round_up
+from factorlayer.resident import Mode, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows
@@ -135,26 +135,8 @@ class PairBackward:
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
-            lines += self._weight(mode, letter)
+            lines += weight_functions(mode, letter, self.dtype)
         return kernel(name, "pair_backward.cuh", "PairBackward", lines, self.threads, 1)
-
-    def _weight(self, mode: Mode, letter: str) -> list[str]:
-        """Its elements, and what they are multiplied by: a product of weights is kept normalised in fp16."""
-        weights = [
-            f"  auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
-            for j, (weight, _, _) in enumerate(mode.parts)
-        ]
-        scale = normals(mode) if self.dtype == "float16" and len(mode.parts) > 1 else "1"
-        return [
-            f"static DEVICE Sum<Element> normal_{letter}(const Params& params) {{",
-            *(weights if scale != "1" else []),
-            f"  return {scale};",
-            "}",
-            f"static DEVICE Sum<Element> weight_{letter}(const Params& params, int q, int p) {{",
-            *weights,
-            f"  return {product(mode)};",
-            "}",
-        ]
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
@@ -165,9 +147,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
 
 
 def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:
-    parts = [part for mode in modes for part in mode.parts]
-    for i, columns in itertools.product(range(1, len(parts)), (1, 2, 4)):
-        both = Mode(tuple(parts[:i])), Mode(tuple(parts[i:]))
+    for both, columns in itertools.product(as_two(modes), (1, 2, 4)):
         sizes = [n for mode in both for n in (mode.p, mode.q)]
         if min(sizes) < LEAST or max(sizes) > LARGEST[dtype] or not all(can_be_made(mode, dtype) for mode in both):
             continue

@@ -13,13 +13,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer import dense, dense_backward, gradient, pair, pair_backward, streamed, wide
+from factorlayer import dense, dense_backward, gradient, large_backward, pair, pair_backward, streamed, wide
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import LARGEST_NORMALISED, source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
+from factorlayer.large_backward import LargeBackward
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -37,7 +38,7 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Dense | Gradient | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Wide
+Pass = Dense | Gradient | LargeBackward | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Wide
 
 
 class PlanError(ValueError):
@@ -68,7 +69,7 @@ class Plan:
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of the first two buffers for one sample, and of the third."""
         first = self.passes[0]
-        if isinstance(first, DenseBackward | Gradient | PairBackward):
+        if isinstance(first, DenseBackward | Gradient | LargeBackward | PairBackward):
             return 0, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
@@ -187,7 +188,9 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        found = pair_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
+        families = (pair_backward, large_backward) if inner == 1 else ()
+        tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
+        found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
         if found:
             if any(len(mode.parts) > 1 for mode in found.modes):
                 return found, Reduction(found, in_place=True), Parts(found.modes, dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,6 +49,13 @@ class Mode:
     @property
     def q(self) -> int:
         return math.prod(q for _, q, _ in self.parts)
+
+
+def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
+    """Ways to take neighbouring modes as one, so that there are two."""
+    parts = [part for mode in modes for part in mode.parts]
+    for i in range(1, len(parts)):
+        yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:]))
 
 
 @dataclass(frozen=True)

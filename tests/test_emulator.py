@@ -212,6 +212,8 @@ AT_ONCE = [
     (((64, 64), (64, 64)), "float64", 3, 90),
     (((8, 64), (9, 81)), "float64", 5, 90),
     (((84, 128), (84, 110)), "bfloat16", 3, 90),
+    (((112, 128), (112, 128)), "bfloat16", 3, 90),
+    (((72, 40), (96, 88)), "float16", 5, 90),
     (((20, 28), (33, 45)), "float64", 9, 80),
 ]
 
@@ -493,12 +495,22 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
     assert any("race" in error for error in errors), errors
 
 
-@pytest.mark.parametrize("old", ["sync();\n      second", "wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();"])
-def test_finds_what_is_missing_of_all_gradients(old: str, emulator: Emulator) -> None:
-    spec = kronecker((32, 16), (32, 16))
-    found = plan(all_gradients_of(spec), "tf32", 30, Gpu(90, 1, 232448))
+@pytest.mark.parametrize(
+    ("size", "dtype", "old", "new", "said"),
+    [
+        (32, "tf32", "sync();\n      second", "second", "race"),
+        (32, "tf32", "wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();", "", "has not landed"),
+        (96, "bfloat16", "fence_copy_engine();\n      u32 t[", "u32 t[", "no fence: a matrix unit"),
+        (96, "bfloat16", "sync_group<8, 2>(1);  // dT has", "// dT has", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_all_gradients(
+    size: int, dtype: str, old: str, new: str, said: str, emulator: Emulator
+) -> None:
+    spec = kronecker((size, size), (size, size))
+    found = plan(all_gradients_of(spec), dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
-    kernels = emulator.compile(found, {old: old.removeprefix("sync();") if "sync" in old else ""})
-    x = np.ones((30, 512))
+    kernels = emulator.compile(found, {old: new})
+    x = np.ones((30 if size == 32 else 3, size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
-    assert any("race" in error or "not landed" in error for error in errors), errors
+    assert any(said in error for error in errors), errors

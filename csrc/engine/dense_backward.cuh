@@ -13,12 +13,6 @@
 #pragma once
 #include "dense.cuh"
 
-// Samples are rows of 128 bytes, in slabs of 64 features: an operand whose features are rows of what is multiplied, `slab`
-// bytes from one 64 features to the next. 16 samples further is operand + 128.
-DEVICE u64 turned_operand(u32 slab, u32 bytes) {
-  return u64(slab >> 4 & 0x3fff) | u64(bytes >> 4) << 16 | u64(64) << 32 | u64(1) << 62;
-}
-
 template <class Pass> struct DenseBackward : DenseLayers<Pass> {
   using Layers = DenseLayers<Pass>;
   using typename Layers::Element;

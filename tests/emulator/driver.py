@@ -21,6 +21,7 @@ from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, Gradient, Reduction
+from factorlayer.large_backward import LargeBackward
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, _output_bytes
@@ -73,7 +74,11 @@ class Kernel:
             blocks *= p.blocks
         if not isinstance(p, Streamed):
             grid_x = min(grid_x, max(1, blocks // grid_y))
-        sums = grid_x * p.part_bytes // p.most if isinstance(p, DenseBackward | Gradient | PairBackward) else 0
+        sums = (
+            grid_x * p.part_bytes // p.most
+            if isinstance(p, DenseBackward | Gradient | LargeBackward | PairBackward)
+            else 0
+        )
         numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
         numbers += [int(bias), weights, self.output_bytes(batch)]
         return [str(self.program), str(folder), *map(str, numbers)]
@@ -92,7 +97,7 @@ class Kernel:
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
         if isinstance(p, Parts):
             return p.weights * ELEMENT_BYTES[p.dtype]
-        if isinstance(p, PairBackward):
+        if isinstance(p, LargeBackward | PairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         return batch * _output_bytes(p)
 

@@ -45,7 +45,7 @@ inline uint32_t truncated_to_tf32(uint32_t bits) { return bits & ~0x1fffu; }
 enum class Kind { bf16, f16, tf32 };
 void open_products();
 void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add,
-              bool turned);
+              bool left_turned, bool turned);
 void commit_products();
 void wait_for_products(int pending);
 

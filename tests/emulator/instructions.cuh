@@ -233,16 +233,19 @@ template <class Element, int N> struct Wgmma {
                                 : kIsBf16<Element>   ? emulator::Kind::bf16
                                                      : emulator::Kind::f16;
   static void multiply(float (&d)[N / 2], u64 a, u64 b, bool add = true) {
-    emulator::multiply(kKind, N, d, nullptr, a, b, add, false);
+    emulator::multiply(kKind, N, d, nullptr, a, b, add, false, false);
   }
   static void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add = true) {
-    emulator::multiply(kKind, N, d, a, 0, b, add, false);
+    emulator::multiply(kKind, N, d, a, 0, b, add, false, false);
   }
   static void multiply_turned(float (&d)[N / 2], u64 a, u64 b, bool add = true) {
-    emulator::multiply(kKind, N, d, nullptr, a, b, add, true);
+    emulator::multiply(kKind, N, d, nullptr, a, b, add, true, true);
   }
   static void multiply_turned(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add = true) {
-    emulator::multiply(kKind, N, d, a, 0, b, add, true);
+    emulator::multiply(kKind, N, d, a, 0, b, add, false, true);
+  }
+  static void multiply_right_turned(float (&d)[N / 2], u64 a, u64 b, bool add = true) {
+    emulator::multiply(kKind, N, d, nullptr, a, b, add, false, true);
   }
 };
 inline void open_products() { emulator::open_products(); }

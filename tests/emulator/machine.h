@@ -76,7 +76,7 @@ struct Product {
   const u32* registers;
   u32 held[4];  // what they were
   u64 a, b;
-  bool add, turned;
+  bool add, left_turned, turned;  // A, if it is in shared memory, and B
 };
 struct Group {
   vector<Product> products;

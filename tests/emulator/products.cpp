@@ -73,16 +73,14 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
         }
     };
     const int first = current / 32 % 4 * 16;
-    if (product.turned) {
-      load_turned(b, product.b, 0, product.n);
-      if (!product.registers) load_turned(a, product.a, first, 16);
-    } else {
-      for (int r = 0; r < product.n; ++r) load(b[r], product.b, r);
-      for (int r = 0; r < 16 && !product.registers; ++r) load(a[r], product.a, first + r);
-    }
+    if (product.turned) load_turned(b, product.b, 0, product.n);
+    for (int r = 0; r < product.n && !product.turned; ++r) load(b[r], product.b, r);
+    if (product.left_turned) load_turned(a, product.a, first, 16);
+    for (int r = 0; r < 16 && !product.registers && !product.left_turned; ++r) load(a[r], product.a, first + r);
     for (int lane = 0; lane < 32; ++lane) {
       const Product& its = lanes[lane].groups[number].products[i];
       if (its.b != product.b || its.n != product.n || its.add != product.add || its.turned != product.turned ||
+          its.left_turned != product.left_turned ||
           (!its.registers && its.a != product.a))
         return error("lanes have other products than others");
       if (!its.registers) continue;
@@ -133,7 +131,8 @@ uint16_t bf16_of(float x) {
 }
 
 void open_products() { self().opened = true; }
-void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add, bool turned) {
+void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t a, uint64_t b, bool add,
+              bool left_turned, bool turned) {
   Thread& thread = self();
   if (!thread.opened) error("products that nobody has opened since the last wait");
   auto& kept = thread.in_flight[sums];
@@ -141,7 +140,7 @@ void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t
     kept.assign(sums, sums + n / 2);
     for (int i = 0; i < n / 2; ++i) memcpy(&sums[i], &kPoison, 4);
   }
-  Product product = {kind, n, sums, registers, {}, a, b, add, turned};
+  Product product = {kind, n, sums, registers, {}, a, b, add, left_turned, turned};
   if (registers) std::copy(registers, registers + 4, product.held);
   thread.products.push_back(product);
 }

@@ -1,0 +1,196 @@
+// The backward pass of two large tied contractions of 16 bits, of the last two modes, on sm_90a: as pair_backward.cuh, for each
+// unit, of X [p0, p1] and G [q0, q1],
+//
+//     T = X B',  dA' += T G',  dT = A' G,  dB += dT' X,  dX = dT B
+//
+// by two warpgroups, each with 64 rows of p0, or of q1 for dB. All lies in shared memory once, in slabs of 64 columns, which the
+// matrix unit reads with k or with m and n contiguous; T alone is an operand in registers. A third warpgroup copies.
+//
+// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
+//       normal_b(); GRAD (the parameter that G is)
+#pragma once
+#include "mma.cuh"
+#include "params.cuh"
+#include "wgmma.cuh"
+
+template <class Pass> struct LargeBackward {
+  using Element = typename Pass::Element;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
+  static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
+  static constexpr int kRows = 128, kSlab = kRows * 128, kState = 2 * kSlab;  // of every matrix
+  static constexpr int kBarrierBytes = 1024, kThreads = 384, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kCopyRegisters = 40, kRegisters = 232;
+  static_assert(P0 <= 128 && P1 <= 128 && Q0 <= 128 && Q1 <= 128 && P1 % 8 == 0 && Q1 % 8 == 0);
+
+  const Params& params;
+  const Lane lane;
+  const int warpgroup, thread, first;  // the warp's first row
+  const u32 memory, a, b, d_t, slots;
+  const i64 units;
+
+  DEVICE LargeBackward(const Params& given)
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), first(threadIdx.x / 32 * 16),
+        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
+        units(given.batch * Pass::UNITS_PER_SAMPLE) {}
+
+  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
+  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
+  static DEVICE u32 place(int row, int column) {
+    return column / 64 * kSlab + swizzled(row, column % 64 / 8) + column % 8 * 2;
+  }
+
+  DEVICE void run() const {
+    if (threadIdx.x < SLOTS) {
+      init_barrier(full(threadIdx.x), 128);
+      init_barrier(empty(threadIdx.x), 8);
+    }
+    const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
+    make_weight<Q0, P0>(a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+    make_weight<Q1, P1>(b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+    for (int at = threadIdx.x * 4; at < SLOTS * 2 * kState; at += kThreads * 4) store_shared(slots + at, 0u);  // padding
+    fence_copy_engine();
+    __syncthreads();
+    if (warpgroup == 2) {
+      give_registers<kCopyRegisters>();
+      produce();
+    } else {
+      take_registers<kRegisters>();
+      consume(1 / normal_a, 1 / normal_b);
+    }
+  }
+  template <int Q, int P, class At> DEVICE void make_weight(u32 to, At at) const {
+#pragma unroll 4
+    for (int j = threadIdx.x; j < kRows * 128; j += kThreads) {
+      const int q = j / 128, p = j % 128;
+      store_shared(to + place(q, p), q < Q && p < P ? narrow<Element>(at(q, p)) : Element{});
+    }
+  }
+
+  DEVICE void produce() const {
+    u32 position = 0;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
+      const u32 slot = position % SLOTS, to = slots + slot * 2 * kState;
+      wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+      copy<P0, P1>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
+      copy<Q0, Q1>(static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1), to + kState);
+      commit_copies();
+      wait_for_copies<0>();
+      fence_copy_engine();
+      arrive(full(slot));
+    }
+  }
+  template <int ROWS, int COLUMNS> DEVICE void copy(const Element* from, u32 to) const {
+#pragma unroll 4
+    for (int j = thread; j < ROWS * COLUMNS / 8; j += 128)
+      copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
+  }
+
+  // Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those of slab `slab`, contiguous.
+  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
+  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
+
+  DEVICE void consume(float scale_a, float scale_b) const {
+    const int half = warpgroup * 64;
+    float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
+    u32 position = 0;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
+      const u32 slot = position % SLOTS, x = slots + slot * 2 * kState, g = x + kState;
+      wait_for_bytes(full(slot), position / SLOTS & 1);
+      {
+        float sums[kQ1 / 2];
+        open_products();
+#pragma unroll
+        for (int s = 0; s < kQ0 / 16; ++s)
+          Wgmma<Element, kQ1>::multiply_turned(sums, by_column(a, warpgroup, s), by_column(g, 0, s), s > 0);
+        commit_products();
+        wait_for_products<0>();
+        touch(sums);
+#pragma unroll
+        for (int j = 0; j < kQ1 / 2; j += 2) {
+          const int row = first + lane.g + j / 2 % 2 * 8;
+          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2), pair(sums, j, scale_a, P0 == 128 || row < P0));
+        }
+      }
+      fence_copy_engine();
+      u32 t[kQ1 / 16][4];
+      {
+        float sums[kQ1 / 2];
+        open_products();
+#pragma unroll
+        for (int s = 0; s < kP1 / 16; ++s)
+          Wgmma<Element, kQ1>::multiply(sums, by_k(x, half, s), by_k(b, 0, s), s > 0);
+        commit_products();
+        wait_for_products<0>();
+        touch(sums);
+#pragma unroll
+        for (int s = 0; s < kQ1 / 16; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) t[s][i] = pair(sums, s * 8 + i * 2, scale_b, true);
+          settle(t[s]);
+        }
+      }
+      open_products();
+#pragma unroll
+      for (int s = 0; s < kQ1 / 16; ++s) Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s));
+      commit_products();
+      sync_group<8, 2>(1);  // all of dT is there
+#pragma unroll
+      for (int s = 0; s < kP0 / 16; ++s)
+        Wgmma<Element, kP1>::multiply_turned(d_b, by_column(d_t, warpgroup, s), by_column(x, 0, s));
+      commit_products();
+      wait_for_products<1>();
+      touch(d_a);
+      float sums[kP1 / 2];
+      open_products();
+#pragma unroll
+      for (int s = 0; s < kQ1 / 16; ++s)
+        Wgmma<Element, kP1>::multiply_right_turned(sums, by_k(d_t, half, s), by_column(b, 0, s), s > 0);
+      commit_products();
+      wait_for_products<0>();
+      touch(d_b);
+      touch(sums);
+      if (lane.index == 0) arrive(empty(slot));
+      sync_group<8, 2>(1);  // dT has been read
+      store(sums, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
+    }
+    store(d_a, d_b);
+  }
+  // Two sums of neighbouring columns, rounded; zeros for padding, which infinities would make NaN.
+  template <int N> DEVICE u32 pair(const float (&sums)[N], int j, float scale, bool present) const {
+    const int column = j / 4 * 8 + lane.t * 2;
+    const auto at = [&](int i) { return present && (kQ1 == Q1 || column + i < Q1) ? sums[j + i] * scale : 0.f; };
+    return Pair<Element>(at(0), at(1)).bits;
+  }
+
+  // A warp's rows of dX, by whole pieces through its rows of dT.
+  DEVICE void store(const float (&sums)[kP1 / 2], float scale, Element* to) const {
+#pragma unroll
+    for (int j = 0; j < kP1 / 2; j += 2)
+      store_shared(d_t + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
+                   Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
+    __syncwarp();
+    constexpr int kRow = P1 / 8;
+#pragma unroll 4
+    for (int j = lane.index; j < 16 * kRow; j += 32) {
+      const int row = first + j / kRow, column = j % kRow * 8;
+      if (P0 == 128 || row < P0)
+        store_words<16>(to + row * P1 + column, load_words<16>(d_t + place(row, column)));
+    }
+    __syncwarp();
+  }
+  DEVICE void store(const float (&d_a)[kQ0 / 2], const float (&d_b)[kP1 / 2]) const {
+    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
+#pragma unroll
+    for (int j = 0; j < kQ0 / 2; ++j) {
+      const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
+      if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kP1 / 2; ++j) {
+      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2 + j % 2;
+      if (q < Q1 && p < P1) store_global(to + Q0 * P0 + q * P1 + p, d_b[j]);
+    }
+  }
+};

@@ -1,0 +1,107 @@
+"""All gradients of two large factors of 16 bits in one pass: csrc/engine/large_backward.cuh, Hopper's matrix unit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from factorlayer.device import ELEMENT, headers, wgmma
+from factorlayer.emit import can_be_made, weight_functions
+from factorlayer.gpu import Gpu
+from factorlayer.gradient import PART_BYTES
+from factorlayer.resident import Mode, as_two, round_up
+
+LARGEST = 128
+LEAST = 24  # of a size that fills the matrix unit
+BARRIER_BYTES = 1024
+STATE_BYTES = 128 * 128 * 2  # whatever the sizes are
+UNIT_US = 1.5  # of waits and conversions, which nothing hides
+
+
+@dataclass(frozen=True)
+class LargeBackward:
+    """A pass, tiled. `us` is the time predicted."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+    units_per_sample: int
+    gpu: Gpu
+    us: float = 0.0
+
+    slots = 2
+    threads = 384
+    shared = BARRIER_BYTES + (3 + 2 * slots) * STATE_BYTES
+    split = 1
+    units_per_block = 1
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1"""
+        first, second = self.modes
+        return first.p, second.p, first.q, second.q
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    @property
+    def weights(self) -> int:
+        p0, p1, q0, q1 = self.sizes
+        return p0 * q0 + p1 * q1
+
+    @property
+    def most(self) -> int:
+        """Blocks, each with sums of its own."""
+        return self.gpu.sms
+
+    @property
+    def part_bytes(self) -> int:
+        """Of what all blocks write, at most."""
+        return self.most * self.weights * PART_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        return f"large pair, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots}
+        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes)}
+        lines = [f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        for mode, letter in zip(self.modes, "ab", strict=True):
+            lines += weight_functions(mode, letter, self.dtype)
+        struct = "\n  ".join(lines)
+        _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
+        return (
+            headers("wgmma.cuh")
+            + "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
+            + headers("large_backward.cuh").removeprefix(headers())
+            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+            + f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
+            + f"{name}(const __grid_constant__ Params params) {{ LargeBackward<Pass>(params).run(); }}\n"
+        )
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> LargeBackward | None:
+    """None where this family has no kernel, or warps by themselves need no more products."""
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16") or gpu.shared < LargeBackward.shared:
+        return None
+    for both in as_two(modes):
+        plan = LargeBackward(both, dtype, outer, gpu)
+        p0, p1, _, q1 = plan.sizes
+        fits = min(plan.sizes) >= LEAST and max(plan.sizes) <= LARGEST and min(p0, q1) > LARGEST // 2
+        if fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in both):
+            return replace(plan, us=_time(plan, batch))
+    return None
+
+
+def _time(plan: LargeBackward, batch: int) -> float:
+    """Predicted microseconds."""
+    p0, p1, q0, q1 = plan.sizes
+    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    _, p1, q0, q1 = (round_up(n, 16) for n in plan.sizes)
+    products = 128 * (3 * p1 * q1 + 2 * q0 * q1) / (0.3 * plan.gpu.flops[plan.dtype])
+    units = max(1.0, batch * plan.units_per_sample / plan.gpu.sms)
+    return 8.0 + units * max(memory, products + UNIT_US)
