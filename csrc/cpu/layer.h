@@ -66,7 +66,7 @@ template <class T, class S> struct Layer {
 
   // What prepare() takes.
   int64_t prepared_size() const {
-    int64_t size = kConverts<T, S> && chain.bias ? out : 0;
+    int64_t size = chain.bias ? out * Activation<T>::together(out) : 0;
     for (const Group& group : groups) {
       const bool merged = group.parts.size() > 1, transposed = needs_transposed_weight(group.whole, interleaved);
       size += chain.rank * group.whole.weight_size() * (merged + transposed);
@@ -98,9 +98,10 @@ template <class T, class S> struct Layer {
         }
         weights.push_back(w);
       }
-    const T* bias = nullptr;
-    if (chain.bias)
-      bias = read_rows<T, S>(tensors[bias_index()], 0, 1, out, kConverts<T, S> ? take(out) : nullptr);
+    const int64_t together = Activation<T>::together(out);
+    T* bias = chain.bias ? take(out * together) : nullptr;
+    for (int64_t n = 0; bias && n < together; ++n)
+      read(out, static_cast<const S*>(tensors[bias_index()]), bias + n * out);
     std::vector<T> parameters(chain.parameters());
     for (size_t i = 0; i < parameters.size(); ++i)
       parameters[i] = *read_rows<T, S>(tensors[parameter_index() + i], 0, 1, 1, &parameters[i]);
