@@ -16,14 +16,15 @@ struct Block {
 };
 
 // The weights of one contraction in the arithmetic's type; `transposed` is [p, q], made where vectors run
-// along q.
+// along q, null where they do not.
 template <class T> struct Weights {
   const T* data;
   const T* transposed;
 };
 
-inline bool needs_transposed_weight(const Contraction& c, bool interleaved) {
-  return c.tied && c.inner == 1 && !interleaved;
+// Where the transpose takes less time than it saves: for few rows, dot products along p are faster.
+inline bool needs_transposed_weight(const Contraction& c, bool interleaved, int64_t batch) {
+  return c.tied && c.inner == 1 && !interleaved && c.outer * batch > c.p / 8;
 }
 
 // y[o, :, i] (+)= A x[o, :, i], where A is [m, k] with any strides; `b` is its transpose [k, m], without gaps, for
@@ -46,7 +47,11 @@ void apply_matrix(const Contraction& c, Block block, int64_t m, int64_t k, Opera
 // y (+)= W x
 template <class T>
 void contract(const Contraction& c, Block block, Weights<T> w, const T* x, T* y, bool add, T* packed) {
-  apply_matrix<T>(c, block, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
+  const int64_t slabs = block.slabs(c);
+  if (c.tied && block.width(c) == 1 && !w.transposed)
+    multiply_dots<T>({slabs, c.q, c.p}, {x, c.p, 1}, {w.data, c.p, 1}, {y, c.q, 1}, add);
+  else
+    apply_matrix<T>(c, block, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
 }
 
 // grad_x (+)= W' grad_y

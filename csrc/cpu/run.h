@@ -29,9 +29,9 @@ template <class T, class S> struct Run {
     tasks = std::min<int64_t>(threads, blocks);
 
     int64_t size = 0;
-    for (const Layer<T, S>& layer : layers) size += layer.prepared_size();
+    for (const Layer<T, S>& layer : layers) size += layer.prepared_size(batch);
     T* at = Arena<T>(Purpose::weights, size).take(size);
-    for (Layer<T, S>& layer : layers) layer.prepare([&](int64_t n) { return at += n, at - n; });
+    for (Layer<T, S>& layer : layers) layer.prepare(batch, [&](int64_t n) { return at += n, at - n; });
   }
 
   // The layers' layouts and the samples of a block. `bytes`: what the states of a sample take.
