@@ -124,12 +124,12 @@ template <class T, class S> class Backward {
     for (T** buffer : {&b.x_rows, &b.rows[0], &b.rows[1], &b.g_state, &b.gx_state}) *buffer = take(state);
     for (int64_t l = 0; l < count_; ++l) {
       const Layer<T, S>& layer = layers_[l];
-      const int64_t own = largest_state(layer.chain) * samples;
       Kept& kept = b.kept.emplace_back();
-      kept.states.x = layer.interleaved ? take(own) : nullptr;
-      for (int64_t i = 0; i < layer.stages; ++i) kept.states.after.push_back(take(own));
-      kept.z_rows = layer.interleaved ? take(own) : kept.states.after.back();
-      kept.y_rows = l + 1 < count_ ? take(own) : nullptr;
+      kept.states.x = layer.interleaved ? take(layer.in * samples) : nullptr;
+      for (const Contraction& c : layer.chain.contractions)
+        kept.states.after.push_back(take(c.outer * c.q * c.inner * samples));
+      kept.z_rows = layer.interleaved ? take(layer.out * samples) : kept.states.after.back();
+      kept.y_rows = l + 1 < count_ ? take(layer.out * samples) : nullptr;
     }
     b.scratch = take(scratch_size_), b.packed = take(kPackedSize<T>);
     return b;

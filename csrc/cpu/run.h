@@ -19,9 +19,8 @@ template <class T, class S> struct Run {
     for (const Chain* chain : problem.layers) {
       const Layer<T, S>& layer = layers.emplace_back(*chain, tensors);
       tensors += chain->weights() + chain->bias;
-      const int64_t state = largest_state(layer.chain);
-      largest = std::max(largest, state);
-      if (keeps) kept += state * layer.stages + (layers.size() > 1 ? layer.in : 0);
+      largest = std::max(largest, largest_state(layer.chain));
+      if (keeps) kept += layer.chain.state_features() - (layers.size() == 1 ? layer.in : 0);
     }
     in = layers.front().in, out = layers.back().out;
     samples = choose_samples((2 * largest + kept) * int64_t(sizeof(T)), threads);
