@@ -32,6 +32,7 @@ from oracle import (
 from torch import Tensor
 
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.expression import X, parameter
 from factorlayer.functional import run
 from factorlayer.spec import LayerSpec
 
@@ -267,6 +268,29 @@ def test_a_shared_weight_has_a_gradient_at_each_place() -> None:
     leaf = weight.clone().requires_grad_()
     right = torch.autograd.grad((x @ leaf.mT).tanh() @ leaf.mT, leaf, grad_y)[0]
     torch.testing.assert_close(shared[0] + shared[1], right)
+
+
+@pytest.mark.parametrize("batch", [9, 3000])
+def test_learned_parameters_stand_behind_a_layers_weights(batch: int) -> None:
+    program = (parameter(0) * X * X + parameter(1) * X).program
+    text = f"tied 0 1 6 20 1; bias; {program} | tied 0 1 20 5 1; {program}"
+    sizes = [(20, 6), (), (), (20,), (5, 20), (), ()]
+    leaves = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(batch, 6), *sizes]]
+
+    def layer(x: Tensor, weight: Tensor, p: Tensor, q: Tensor, bias: Tensor | float) -> Tensor:
+        z = x @ weight.mT + bias
+        return p * z * z + q * z
+
+    x, w, p, q, bias, *last = leaves
+    y = layer(layer(x, w, p, q, bias), *last, 0)
+    grad_y = torch.randn_like(y)
+    right = torch.autograd.grad(y, leaves, grad_y)
+    x, *tensors = [leaf.detach() for leaf in leaves]
+    torch.testing.assert_close(stack_forward(x, tensors, text), y.detach())
+    for threads, wanted in itertools.product((1, 2), (range(8), [2], [3, 6], [7], [4, 5])):
+        torch.set_num_threads(threads)
+        found = stack_backward(grad_y, x, tensors, text, list(wanted))
+        torch.testing.assert_close(found, [right[place] for place in wanted])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
