@@ -19,11 +19,19 @@ int64_t Chain::out_features() const {
   return c.outer * c.q * c.inner;
 }
 
-// Whether the product is positive and small enough that no offset into memory overflows.
+int64_t Chain::state_features() const {
+  int64_t sum = in_features();
+  for (const Contraction& c : contractions) sum += c.outer * c.q * c.inner;
+  return sum;
+}
+
+constexpr int64_t most_elements = int64_t(1) << 48;  // few enough that no offset into memory overflows
+
+// Whether the product is positive and not too large.
 static bool is_size(std::initializer_list<int64_t> factors) {
   int64_t product = 1;
   for (int64_t factor : factors)
-    if (factor < 1 || __builtin_mul_overflow(product, factor, &product) || product > int64_t(1) << 48) return false;
+    if (factor < 1 || __builtin_mul_overflow(product, factor, &product) || product > most_elements) return false;
   return true;
 }
 
@@ -62,6 +70,8 @@ static Chain parse(const std::string& text) {
       chain.backward = true;
     } else if ((name == "tied" || name == "untied") && !finishing) {
       chain.contractions.push_back(parse_contraction(name == "tied", words, chain));
+      if (chain.state_features() > most_elements)
+        throw std::invalid_argument("its states are more than memory can hold");
     } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1) {
       words >> chain.rank;
       if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
@@ -84,7 +94,7 @@ static Chain parse(const std::string& text) {
 static Stack parse_stack(const std::string& text) {
   const std::string between = " | ";
   Stack stack;
-  int64_t kept = 0;  // of a sample's states, in elements: all of them may be in memory at a time
+  int64_t features = 0;  // of all states, which may be in memory at a time
   for (size_t from = 0, to = 0; to != std::string::npos; from = to + between.size()) {
     to = text.find(between, from);
     if (to == std::string::npos && !stack.layers.empty() && text.substr(from) == "backward") {
@@ -97,9 +107,8 @@ static Stack parse_stack(const std::string& text) {
       throw std::invalid_argument("a layer with " + std::to_string(layer.in_features()) +
                                   " inputs stands behind one with " +
                                   std::to_string(stack.layers.back().out_features()) + " outputs");
-    for (const Contraction& c : layer.contractions)
-      if ((kept += c.outer * (c.p + c.q) * c.inner) > int64_t(1) << 48)
-        throw std::invalid_argument("its states are more than memory can hold");
+    features += layer.state_features();
+    if (features > most_elements) throw std::invalid_argument("its states are more than memory can hold");
     stack.layers.push_back(layer);
   }
   return stack;

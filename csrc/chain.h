@@ -40,6 +40,7 @@ struct Chain {
   size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;
   int64_t out_features() const;
+  int64_t state_features() const;  // of x and of what each contraction makes of it, all together
 };
 
 // Layers one behind another, in the text with " | " between them; " | backward" at the end makes it all their gradients.

@@ -2,7 +2,7 @@
 
 template <class T> class Activation {
   int64_t features_ = 0;
-  const T* bias_ = nullptr;          // null without one
+  const T* bias_ = nullptr;          // as often as rows are taken together; null without one
   const Named<T>* named_ = nullptr;  // null for the identity and for a program
   Evaluator<T> program_;
 
@@ -13,22 +13,35 @@ template <class T> class Activation {
     named_ = chain.program || chain.activation == "identity" ? nullptr : find_activation<T>(chain.activation);
   }
 
+  // Rows that are taken together: of short ones alone, most of the last vector would be empty.
+  static int64_t together(int64_t features) {
+    constexpr int64_t L = kLanes<T>;
+    return features < 8 * L ? L * std::max<int64_t>(1, 64 / features) : 1;
+  }
+
   explicit operator bool() const { return named_ || program_; }  // whether it is another than the identity
 
   // y = f(y + bias)
   void forward(int64_t rows, T* y) const {
     const auto row = named_ ? named_->forward : activate<T, activation_identity>;
     if (named_ || bias_)
-      for (int64_t n = 0; n < rows; ++n) row(features_, bias_, y + n * features_);
+      for_rows(rows, [&](int64_t at, int64_t count) { row(count, bias_, y + at); });
     if (program_) program_.forward(rows * features_, y);
   }
 
   // grad *= f'(z + bias); where `sums` are given, the parameters' gradients are added to them. May write to z.
   void backward(int64_t rows, T* z, T* grad, double* sums) const {
-    for (int64_t n = 0; n < rows; ++n) {
-      if (named_) named_->backward(features_, bias_, z + n * features_, grad + n * features_);
-      else if (bias_) activate<T, activation_identity>(features_, bias_, z + n * features_);
-    }
+    for_rows(rows, [&](int64_t at, int64_t count) {
+      if (named_) named_->backward(count, bias_, z + at, grad + at);
+      else if (bias_) activate<T, activation_identity>(count, bias_, z + at);
+    });
     if (program_) program_.backward(rows * features_, z, grad, sums);
+  }
+
+ private:
+  // f(first element, elements)
+  template <class F> void for_rows(int64_t rows, F&& f) const {
+    const int64_t size = features_ * together(features_);
+    for (int64_t at = 0; at < rows * features_; at += size) f(at, std::min(size, rows * features_ - at));
   }
 };

@@ -3,7 +3,7 @@
 // the order of the tasks.
 //
 // A sum over a long batch in float would lose what a tree of additions keeps: a few blocks are summed in T, and those
-// sums in double.
+// sums in double, if there are more.
 
 template <class T, class S> class Backward {
   // What is wanted of a layer, null where it is not, and where its sums lie among those of a task.
@@ -42,8 +42,9 @@ template <class T, class S> class Backward {
   int64_t reach_ = 0;  // behind the last layer whose inputs are needed
   int64_t sums_size_ = 0, scratch_size_ = 0;
   int64_t blocks_per_flush_;
-  T* sums_;         // [tasks, sums_size]: of the last few blocks
-  double* totals_;  // the same: of all blocks before
+  bool flushes_ = false;
+  T* sums_;                   // [tasks, sums_size]: of the last few blocks
+  double* totals_ = nullptr;  // the same: of all blocks before and of parameters, where sums are flushed
 
  public:
   Backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads)
@@ -55,26 +56,30 @@ template <class T, class S> class Backward {
       const Wanted& wanted = wanted_.emplace_back(plan(layers_[l], at));
       at += layers_[l].bias_index() + layers_[l].chain.bias;
       const bool wants_weights = wanted.earliest < layers_[l].stages;
+      flushes_ |= wanted.parameters >= 0;
       if (wanted.bias || wants_weights || wanted.parameters >= 0) first_ = std::min(first_, l);
       if (first_ <= l && (wants_weights || layers_[l].activation)) reach_ = l + 1;
       for (const Contraction& c : layers_[l].chain.contractions)
         multiply_adds += double(c.outer * c.q * c.inner * c.p) * double(run_.samples);
     }
     // As often as costs a few percent of the work at most.
-    blocks_per_flush_ = std::clamp<int64_t>(int64_t(512 * double(sums_size_) / multiply_adds), 1, 16);
+    blocks_per_flush_ = std::clamp<int64_t>(int64_t(2048 * double(sums_size_) / multiply_adds), 1, 16);
+    flushes_ |= run_.blocks > run_.tasks * blocks_per_flush_;
     sums_ = Arena<T>(Purpose::sums, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
-    totals_ = Arena<double>(Purpose::totals, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
+    if (flushes_) totals_ = Arena<double>(Purpose::totals, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
   }
 
   void run(const Parallel& parallel) {
     parallel(run_.tasks, [&](int64_t task) { run_task(task); });
     constexpr int64_t kPiece = 4096;  // elements of the sums that are added up at a time
-    parallel((sums_size_ + kPiece - 1) / kPiece, [&](int64_t piece) {
-      const int64_t from = piece * kPiece, to = std::min(sums_size_, from + kPiece);
-      for (int64_t task = 1; task < run_.tasks; ++task)
-        add(to - from, totals_ + task * sums_size_ + from, totals_ + from);
-      std::copy(totals_ + from, totals_ + to, sums_ + from);
-    });
+    if (flushes_ || run_.tasks > 1)
+      parallel((sums_size_ + kPiece - 1) / kPiece, [&](int64_t piece) {
+        const int64_t from = piece * kPiece, count = std::min(kPiece, sums_size_ - from);
+        double whole[kPiece] = {};
+        for (int64_t at = from; at < run_.tasks * sums_size_; at += sums_size_)
+          flushes_ ? add(count, totals_ + at, whole) : add(count, sums_ + at, whole);
+        std::copy(whole, whole + count, sums_ + from);
+      });
     for (int64_t l = 0; l < count_; ++l) {
       const Wanted& wanted = wanted_[l];
       if (wanted.bias) write(layers_[l].out, sums_ + wanted.bias_offset, static_cast<S*>(wanted.bias));
@@ -119,12 +124,12 @@ template <class T, class S> class Backward {
     for (T** buffer : {&b.x_rows, &b.rows[0], &b.rows[1], &b.g_state, &b.gx_state}) *buffer = take(state);
     for (int64_t l = 0; l < count_; ++l) {
       const Layer<T, S>& layer = layers_[l];
-      const int64_t own = largest_state(layer.chain) * samples;
       Kept& kept = b.kept.emplace_back();
-      kept.states.x = layer.interleaved ? take(own) : nullptr;
-      for (int64_t i = 0; i < layer.stages; ++i) kept.states.after.push_back(take(own));
-      kept.z_rows = layer.interleaved ? take(own) : kept.states.after.back();
-      kept.y_rows = l + 1 < count_ ? take(own) : nullptr;
+      kept.states.x = layer.interleaved ? take(layer.in * samples) : nullptr;
+      for (const Contraction& c : layer.chain.contractions)
+        kept.states.after.push_back(take(c.outer * c.q * c.inner * samples));
+      kept.z_rows = layer.interleaved ? take(layer.out * samples) : kept.states.after.back();
+      kept.y_rows = l + 1 < count_ ? take(layer.out * samples) : nullptr;
     }
     b.scratch = take(scratch_size_), b.packed = take(kPackedSize<T>);
     return b;
@@ -138,7 +143,7 @@ template <class T, class S> class Backward {
     b.sum = sums_ + task * sums_size_;
     b.total = totals_ + task * sums_size_;
     std::fill(b.sum, b.sum + sums_size_, T(0));
-    std::fill(b.total, b.total + sums_size_, 0.0);
+    if (flushes_) std::fill(b.total, b.total + sums_size_, 0.0);
     int64_t unflushed = 0;
     auto flush = [&] {
       add(sums_size_, b.sum, b.total);
@@ -146,11 +151,12 @@ template <class T, class S> class Backward {
       unflushed = 0;
     };
     run_.for_blocks(task, [&](int64_t first, int64_t count) {
+      if (unflushed == blocks_per_flush_) flush();
       go_forward(first, count, b);
       go_back(first, count, b);
-      if (++unflushed == blocks_per_flush_) flush();
+      ++unflushed;
     });
-    flush();
+    if (flushes_) flush();
   }
 
   // Keeps the states of a block that gradients need.
@@ -221,7 +227,7 @@ template <class T, class S> class Backward {
       const Contraction& c = layer.chain.contractions[i];
       if (wanted.stages[i]) {
         T* sum = b.sum + wanted.offset[i] + r * c.weight_size();
-        contract_grad_w<T>(c, block, g, i ? states[i - 1] : x, sum, b.scratch);
+        contract_grad_w<T>(c, block, g, i ? states[i - 1] : x, sum, b.scratch, b.packed);
       }
       if (i == wanted.earliest && !gx) return;
       T* to = i ? states[i - 1] : gx;  // a state is used up once its weight gradient is taken

@@ -1,7 +1,8 @@
 // How many samples go through the layers together, in which layout, and the memory their states live in.
 
 constexpr int64_t kPlainBytes = 64 << 10;       // what the states of a block may take in the plain layout,
-constexpr int64_t kInterleavedBytes = 2 << 20;  // and interleaved, where more samples reuse each weight
+constexpr int64_t kInterleavedBytes = 2 << 20;  // and interleaved, where more samples reuse each weight,
+constexpr int64_t kWideBytes = 16 << 20;        // and where weights leave the first-level cache
 constexpr double kTransposeCost = 16;           // multiply-adds that take as long as moving one element
 
 // Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
@@ -61,8 +62,11 @@ template <class T> int64_t interleaved_samples(int64_t batch, int64_t bytes) {
   return std::min(std::clamp<int64_t>(fitting, L, 4 * L), (batch + L - 1) / L * L);
 }
 
-// Samples enough to fill register tiles in the plain layout.
-inline int64_t rows_to_fill_tiles(const Chain& chain) {
-  const int64_t slabs = chain.contractions.front().outer;
-  return (2 * kTileRows[1] + slabs - 1) / slabs;
+// Samples enough to fill register tiles in the plain layout, and to pay for a way through weights that come from afar.
+template <class T> int64_t plain_samples(const Chain& chain, int64_t bytes) {
+  const Contraction& c = chain.contractions.front();
+  const int64_t fewest = 2 * kTileRows[1];
+  const bool wide = c.weight_size() * int64_t(sizeof(T)) > 64 << 10;
+  const int64_t rows = wide ? std::clamp<int64_t>(kWideBytes / bytes * c.outer, fewest, 256) : fewest;
+  return (rows + c.outer - 1) / c.outer;
 }

@@ -16,14 +16,15 @@ struct Block {
 };
 
 // The weights of one contraction in the arithmetic's type; `transposed` is [p, q], made where vectors run
-// along q.
+// along q, null where they do not.
 template <class T> struct Weights {
   const T* data;
   const T* transposed;
 };
 
-inline bool needs_transposed_weight(const Contraction& c, bool interleaved) {
-  return c.tied && c.inner == 1 && !interleaved;
+// Where the transpose takes less time than it saves: for few rows, dot products along p are faster.
+inline bool needs_transposed_weight(const Contraction& c, bool interleaved, int64_t batch) {
+  return c.tied && c.inner == 1 && !interleaved && c.outer * batch > c.p / 8;
 }
 
 // y[o, :, i] (+)= A x[o, :, i], where A is [m, k] with any strides; `b` is its transpose [k, m], without gaps, for
@@ -46,7 +47,11 @@ void apply_matrix(const Contraction& c, Block block, int64_t m, int64_t k, Opera
 // y (+)= W x
 template <class T>
 void contract(const Contraction& c, Block block, Weights<T> w, const T* x, T* y, bool add, T* packed) {
-  apply_matrix<T>(c, block, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
+  const int64_t slabs = block.slabs(c);
+  if (c.tied && block.width(c) == 1 && !w.transposed)
+    multiply_dots<T>({slabs, c.q, c.p}, {x, c.p, 1}, {w.data, c.p, 1}, {y, c.q, 1}, add);
+  else
+    apply_matrix<T>(c, block, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
 }
 
 // grad_x (+)= W' grad_y
@@ -55,9 +60,9 @@ void contract_grad_x(const Contraction& c, Block block, Weights<T> w, const T* g
   apply_matrix<T>(c, block, c.p, c.q, {w.data, 1, c.p}, w.data, grad_y, grad_x, add, packed);
 }
 
-// How much of a reduction is transposed at a time: [piece, p] has to stay in cache.
+// How much of a reduction is transposed at a time: [piece, p] or [piece, q] has to stay in cache.
 constexpr int64_t kTransposedPiece = 128;
-inline int64_t grad_weight_scratch(const Contraction& c) { return kTransposedPiece * c.p; }
+inline int64_t grad_weight_scratch(const Contraction& c) { return kTransposedPiece * std::max(c.p, c.q); }
 
 // grad_w[q, p] += sum over slabs and i of grad_y[slab, q, i] x[slab, p, i], 0 <= i < length. Rows are `row` apart,
 // slabs grad_y_slab and x_slab. Short slabs are taken several at a time.
@@ -79,7 +84,7 @@ void add_outer_products(const Contraction& c, int64_t slabs, int64_t length, int
 
 // grad_w += grad_y x'. Padding is left out: times an infinite weight, its zeros have become NaN.
 template <class T>
-void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T* x, T* grad_w, T* scratch) {
+void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T* x, T* grad_w, T* scratch, T* packed) {
   const int64_t slabs = block.slabs(c), width = block.width(c), p = c.p, q = c.q, s = block.samples;
   if (block.interleaved) {
     for (int64_t o = 0; o < c.outer; ++o, grad_y += q * width, x += p * width)
@@ -88,8 +93,14 @@ void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T
       else
         for (int64_t i = 0; i < c.inner; ++i, grad_w += q * p)
           add_outer_products(c, 1, block.valid, width, grad_y + i * s, 0, x + i * s, 0, grad_w, scratch);
-  } else if (width == 1) {
+  } else if (width == 1 && !are_far_apart<T>(q)) {
     multiply<T>({q, p, slabs}, {grad_y, 1, q}, {x, p, 1}, {grad_w, p, 1}, true, nullptr);
+  } else if (width == 1) {
+    for (int64_t at = 0; at < slabs; at += kTransposedPiece) {
+      const int64_t size = std::min(kTransposedPiece, slabs - at);
+      transpose<T>(size, q, grad_y + at * q, q, scratch, size);
+      multiply<T>({q, p, size}, {scratch, size, 1}, {x + at * p, p, 1}, {grad_w, p, 1}, true, packed);
+    }
   } else {
     add_outer_products(c, slabs, width, width, grad_y, q * width, x, p * width, grad_w, scratch);
   }

@@ -1,4 +1,4 @@
-// One small matrix product and one transpose: all the CPU kernels are made of these two.
+// Two small matrix products and one transpose: all the CPU kernels are made of these.
 //
 // multiply: C[m, n] (+)= the sum over terms of A[m, k] B[k, n], for a batch of equally shaped problems. A may
 // have any strides (its elements are broadcast); B and C are contiguous along n, where the vectors run. A column
@@ -66,13 +66,16 @@ FL_INLINE void multiply_rows(Size size, Operand<T> a, Operand<T> b, T* c, int64_
     if (size.m) multiply_rows<T, ROWS / 2, VECS, TAIL>(size, a, b, c, c_row, add, last);
 }
 
+// Rows that long apart fall on few sets of the first-level cache.
+template <class T> constexpr bool are_far_apart(int64_t row) { return row * int64_t(sizeof(T)) >= 512; }
+
 // One column panel of every problem of the batch. A panel that many rows will reuse and whose rows lie far
-// apart is copied together first: large strides fall on few sets of the first-level cache.
+// apart is copied together first.
 template <class T, int VECS, bool TAIL>
 __attribute__((noinline)) void multiply_panel(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add, int last,
                                               T* packed) {
   constexpr int L = kLanes<T>, W = VECS * L;
-  const bool pack = packed && size.m >= 4 * kTileRows[VECS] && b.row * int64_t(sizeof(T)) >= 512;
+  const bool pack = packed && size.m >= 4 * kTileRows[VECS] && are_far_apart<T>(b.row);
   for (int64_t i = 0; i < size.count; ++i, a.data += a.next, b.data += b.next, c.data += c.next) {
     Operand<T> panel = b;
     if (pack) {
@@ -166,4 +169,48 @@ void transpose(int64_t rows, int64_t cols, const T* from, int64_t from_row, T* t
         for (int i = 0; i < width; ++i) store_first(out + i * to_row, block[i], height);
       }
     }
+}
+
+// The dot products of ROWS rows with COLS rows, from `from` to `to`: as many as a vector has lanes, so that one transpose
+// adds up the lanes of all.
+template <class T, int ROWS, int COLS>
+FL_INLINE Vec<T> dot_tile(const T* const* a, const T* const* b, int64_t from, int64_t to) {
+  constexpr int L = kLanes<T>;
+  static_assert(ROWS * COLS == L, "one sum for each lane");
+  Vec<T> sums[L] = {};
+  auto step = [&](auto&& read) __attribute__((always_inline)) {
+    Vec<T> as[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) as[r] = read(a[r]);
+#pragma GCC unroll 4
+    for (int c = 0; c < COLS; ++c) {
+      const Vec<T> bs = read(b[c]);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) sums[r * COLS + c] += as[r] * bs;
+    }
+  };
+  for (; from + L <= to; from += L) step([&](const T* row) { return load(row + from); });
+  if (from < to) step([&](const T* row) { return load_first(row + from, int(to - from)); });
+  transpose_step<T, 1>(sums);
+  for (int i = 1; i < L; ++i) sums[0] += sums[i];
+  return sums[0];
+}
+
+// C[m, n] (+)= A[m, k] B[n, k]', where vectors run along k: for few rows of A, as a load serves few products.
+template <class T> void multiply_dots(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add) {
+  constexpr int COLS = kLanes<T> < 4 ? kLanes<T> : 4, ROWS = kLanes<T> / COLS;
+  constexpr int64_t kPiece = 1024;  // of a sum: COLS rows of B stay in the first-level cache for all rows of A
+  for (int64_t from = 0; from < size.k; from += kPiece, add = true)
+    for (int64_t n = 0; n < size.n; n += COLS)
+      for (int64_t m = 0; m < size.m; m += ROWS) {
+        const int rows = int(std::min<int64_t>(ROWS, size.m - m)), cols = int(std::min<int64_t>(COLS, size.n - n));
+        const T *as[ROWS], *bs[COLS];  // the last ones stand in for those beyond them
+        for (int i = 0; i < ROWS; ++i) as[i] = a.data + (m + std::min(i, rows - 1)) * a.row;
+        for (int j = 0; j < COLS; ++j) bs[j] = b.data + (n + std::min(j, cols - 1)) * b.row;
+        const Vec<T> sums = dot_tile<T, ROWS, COLS>(as, bs, from, std::min(size.k, from + kPiece));
+        for (int i = 0; i < rows; ++i) {
+          T* to = const_cast<T*>(c.data) + (m + i) * c.row + n;
+          for (int j = 0; j < cols; ++j) to[j] = sums[i * COLS + j] + (add ? to[j] : T(0));
+        }
+      }
 }

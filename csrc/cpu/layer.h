@@ -65,10 +65,10 @@ template <class T, class S> struct Layer {
   int64_t bias_index() const { return parameter_index() + int64_t(chain.parameters()); }
 
   // What prepare() takes.
-  int64_t prepared_size() const {
-    int64_t size = kConverts<T, S> && chain.bias ? out : 0;
+  int64_t prepared_size(int64_t batch) const {
+    int64_t size = chain.bias ? out * Activation<T>::together(out) : 0;
     for (const Group& group : groups) {
-      const bool merged = group.parts.size() > 1, transposed = needs_transposed_weight(group.whole, interleaved);
+      const bool merged = group.parts.size() > 1, transposed = needs_transposed_weight(group.whole, interleaved, batch);
       size += chain.rank * group.whole.weight_size() * (merged + transposed);
       if (kConverts<T, S>)
         for (const Contraction& part : group.parts) size += chain.rank * part.weight_size();
@@ -76,7 +76,7 @@ template <class T, class S> struct Layer {
     return size;
   }
 
-  template <class Take> void prepare(Take&& take) {
+  template <class Take> void prepare(int64_t batch, Take&& take) {
     for (int64_t r = 0; r < chain.rank; ++r)
       for (const Group& group : groups) {
         std::vector<const T*>& own = parts.emplace_back();
@@ -91,16 +91,17 @@ template <class T, class S> struct Layer {
           merge_weights(group, own, merged);
           w.data = merged;
         }
-        if (needs_transposed_weight(c, interleaved)) {
+        if (needs_transposed_weight(c, interleaved, batch)) {
           T* transposed = take(c.weight_size());
           transpose<T>(c.q, c.p, w.data, c.p, transposed, c.q);
           w.transposed = transposed;
         }
         weights.push_back(w);
       }
-    const T* bias = nullptr;
-    if (chain.bias)
-      bias = read_rows<T, S>(tensors[bias_index()], 0, 1, out, kConverts<T, S> ? take(out) : nullptr);
+    const int64_t together = Activation<T>::together(out);
+    T* bias = chain.bias ? take(out * together) : nullptr;
+    for (int64_t n = 0; bias && n < together; ++n)
+      read(out, static_cast<const S*>(tensors[bias_index()]), bias + n * out);
     std::vector<T> parameters(chain.parameters());
     for (size_t i = 0; i < parameters.size(); ++i)
       parameters[i] = *read_rows<T, S>(tensors[parameter_index() + i], 0, 1, 1, &parameters[i]);

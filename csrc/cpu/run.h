@@ -19,33 +19,32 @@ template <class T, class S> struct Run {
     for (const Chain* chain : problem.layers) {
       const Layer<T, S>& layer = layers.emplace_back(*chain, tensors);
       tensors += chain->weights() + chain->bias;
-      const int64_t state = largest_state(layer.chain);
-      largest = std::max(largest, state);
-      if (keeps) kept += state * layer.stages + (layers.size() > 1 ? layer.in : 0);
+      largest = std::max(largest, largest_state(layer.chain));
+      if (keeps) kept += layer.chain.state_features() - (layers.size() == 1 ? layer.in : 0);
     }
     in = layers.front().in, out = layers.back().out;
-    samples = choose_blocks((2 * largest + kept) * int64_t(sizeof(T)), threads);
+    samples = choose_samples((2 * largest + kept) * int64_t(sizeof(T)), threads);
     blocks = (batch + samples - 1) / samples;
     tasks = std::min<int64_t>(threads, blocks);
 
     int64_t size = 0;
-    for (const Layer<T, S>& layer : layers) size += layer.prepared_size();
+    for (const Layer<T, S>& layer : layers) size += layer.prepared_size(batch);
     T* at = Arena<T>(Purpose::weights, size).take(size);
-    for (Layer<T, S>& layer : layers) layer.prepare([&](int64_t n) { return at += n, at - n; });
+    for (Layer<T, S>& layer : layers) layer.prepare(batch, [&](int64_t n) { return at += n, at - n; });
   }
 
   // The layers' layouts and the samples of a block. `bytes`: what the states of a sample take.
-  int64_t choose_blocks(int64_t bytes, int threads) {
+  int64_t choose_samples(int64_t bytes, int threads) {
     bool interleaved = false;
-    int64_t rows = 1;
+    int64_t samples = kPlainBytes / bytes;
     for (Layer<T, S>& layer : layers) {
       layer.interleaved = is_interleaved<T>(layer.chain, batch, bytes);
       interleaved |= layer.interleaved;
-      rows = std::max(rows, rows_to_fill_tiles(layer.chain));
+      samples = std::max(samples, plain_samples<T>(layer.chain, bytes));
     }
     if (interleaved) return interleaved_samples<T>(batch, bytes);
     const int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
-    return std::clamp<int64_t>(std::max(kPlainBytes / bytes, rows), 1, share);
+    return std::clamp<int64_t>(samples, 1, share);
   }
 
   // f(first sample, count) for every block of a task
