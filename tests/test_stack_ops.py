@@ -156,7 +156,7 @@ STACKS = [
     dense(20, 20, 20, 20, 20, activation="tanh", batch=133),
     dense(48, 64, 12, 1, activation="relu", batch=70),
     dense(300, 700, 300, activation="gelu", batch=21),  # few samples for such weights
-    dense(300, 200, 260, activation="relu", batch=600),  # several blocks even so
+    dense(300, 200, 1030, activation="relu", batch=600),  # several blocks even so
     stack_of(70, (kronecker((32, 32), (32, 32)), "gelu"), (kronecker((32, 32), (32, 32)), "identity")),
     stack_of(
         69,

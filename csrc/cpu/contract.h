@@ -93,9 +93,9 @@ void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T
       else
         for (int64_t i = 0; i < c.inner; ++i, grad_w += q * p)
           add_outer_products(c, 1, block.valid, width, grad_y + i * s, 0, x + i * s, 0, grad_w, scratch);
-  } else if (width == 1 && !are_far_apart<T>(q)) {
+  } else if (width == 1 && q * int64_t(sizeof(T)) < 4096) {
     multiply<T>({q, p, slabs}, {grad_y, 1, q}, {x, p, 1}, {grad_w, p, 1}, true, nullptr);
-  } else if (width == 1) {
+  } else if (width == 1) {  // columns of grad_y would have each element in a page of its own
     for (int64_t at = 0; at < slabs; at += kTransposedPiece) {
       const int64_t size = std::min(kTransposedPiece, slabs - at);
       transpose<T>(size, q, grad_y + at * q, q, scratch, size);

@@ -66,16 +66,13 @@ FL_INLINE void multiply_rows(Size size, Operand<T> a, Operand<T> b, T* c, int64_
     if (size.m) multiply_rows<T, ROWS / 2, VECS, TAIL>(size, a, b, c, c_row, add, last);
 }
 
-// Rows that long apart fall on few sets of the first-level cache.
-template <class T> constexpr bool are_far_apart(int64_t row) { return row * int64_t(sizeof(T)) >= 512; }
-
 // One column panel of every problem of the batch. A panel that many rows will reuse and whose rows lie far
-// apart is copied together first.
+// apart is copied together first: large strides fall on few sets of the first-level cache.
 template <class T, int VECS, bool TAIL>
 __attribute__((noinline)) void multiply_panel(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add, int last,
                                               T* packed) {
   constexpr int L = kLanes<T>, W = VECS * L;
-  const bool pack = packed && size.m >= 4 * kTileRows[VECS] && are_far_apart<T>(b.row);
+  const bool pack = packed && size.m >= 4 * kTileRows[VECS] && b.row * int64_t(sizeof(T)) >= 512;
   for (int64_t i = 0; i < size.count; ++i, a.data += a.next, b.data += b.next, c.data += c.next) {
     Operand<T> panel = b;
     if (pack) {
