@@ -76,6 +76,12 @@ class Chain:
         return c.outer * c.p * c.inner
 
     @property
+    def is_dense(self) -> bool:
+        """Whether it is one matrix product."""
+        (c, *further) = self.contractions
+        return not further and c.tied and c.outer * c.inner == 1
+
+    @property
     def out_features(self) -> int:
         c = self.contractions[-1]
         return c.outer * c.q * c.inner

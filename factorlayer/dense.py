@@ -161,15 +161,8 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | N
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
         return None
     for chain in layers:
-        (c, *further) = chain.contractions
-        if (
-            further
-            or chain.rank > 1
-            or chain.parameters
-            or not c.tied
-            or c.outer * c.inner > 1
-            or max(c.p, c.q) > WIDEST
-        ):
+        (c, *_) = chain.contractions
+        if not chain.is_dense or chain.rank > 1 or chain.parameters or max(c.p, c.q) > WIDEST:
             return None
         if chain.parameters:  # of an activation
             return None

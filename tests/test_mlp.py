@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from factorlayer import FactorLinear, FactorMLP
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.expression import Expression
+from factorlayer.stack import why_auto_is_not_stacked
 
 BLOCKS = {
     "dense": dict(widths=[5, 7, 3]),
@@ -160,3 +161,13 @@ def test_a_wrong_input_names_the_layer() -> None:
         ValueError, match=r"FactorMLP: layer layers\.0: the last dimension of x should be in_features=5"
     ):
         mlp(torch.randn(2, 6, dtype=torch.float64))
+
+
+def test_auto_takes_all_layers_at_once_where_that_is_faster() -> None:
+    def reason(*widths: int, dtype: torch.dtype = torch.float32) -> str | None:
+        ((stack, _),) = FactorMLP(list(widths))._stacks
+        return why_auto_is_not_stacked(stack._stack, torch.randn(2, widths[0], dtype=dtype))
+
+    assert reason(48, 512, 256, 12) is None and reason(2, 20, 20, 1, dtype=torch.float64) is None
+    assert "a weight this large" in str(reason(768, 3072, 768))
+    assert "16 bits" in str(reason(48, 64, 12, dtype=torch.bfloat16))
