@@ -161,10 +161,8 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | N
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
         return None
     for chain in layers:
-        (c, *_) = chain.contractions
+        c = chain.contractions[0]
         if not chain.is_dense or chain.rank > 1 or chain.parameters or max(c.p, c.q) > WIDEST:
-            return None
-        if chain.parameters:  # of an activation
             return None
     for groups in (4, 3, 2, 1):
         plan = Dense(tuple(layers), dtype, groups, gpu)
