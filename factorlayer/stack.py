@@ -121,6 +121,13 @@ class LayerStack(nn.Module):
             tensors += member.tensors()
         return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
 
+    @property
+    def members(self) -> list[nn.Module]:
+        return list(self._members)
+
+    def explain(self) -> list[str]:
+        return [f"{name}: {layer}" for name, layer in zip(self.names, self.layers, strict=True)]
+
     def _one_by_one(self, x: Tensor) -> Tensor:
         for member in self._members:
             x = member.layer(x)

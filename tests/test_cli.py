@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 import factorlayer.case
 import factorlayer.functional
 import factorlayer.fused
-from factorlayer.case import Case, spec_of_factors
+from factorlayer.case import Case, Problem
 from factorlayer.cli import app
 from factorlayer.compare import Comparison, Report, compare, longest_sums, tolerances
+from factorlayer.subject import Single, parse_factor, spec_of_factors
 
 ROOT = Path(__file__).parents[1]
 CASES = ["16 32 32", "3 5 7", "1 64", "8 2 3 4 5", "16 20x36 28x44", "7 1 13", "0 8 8"]
@@ -172,14 +173,15 @@ def test_check_says_that_v3_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run("--device cpu 4 8 8 check")
     assert "v3 is not available on cpu and left out: it was not built" in result.stdout
-    assert set(verdicts(result.stdout)) == {f"v1_{n} == v2_{n}" for n in tolerances(_case("4 8 8"))}
+    assert set(verdicts(result.stdout)) == {f"v1_{n} == v2_{n}" for n in tolerances(_problem("4 8 8"))}
     assert result.exit_code == 1  # a CPU should have it
 
 
 def test_report_excuses_missing_kernels_only_where_there_are_none() -> None:
     spec = spec_of_factors("kronecker", [(8, 8)], 1)
     for device, equal, passed in (("cuda", True, True), ("cuda", False, False), ("cpu", True, False)):
-        report = Report(Case(spec, 4, torch.float32, torch.device(device)), unavailable={"v3": "no kernels"})
+        case = Case(Single(spec), 4, torch.float32, torch.device(device))
+        report = Report(case, unavailable={"v3": "no kernels"})
         report.comparisons.append(Comparison("v1_y", "v2_y", equal, 0.0, 1e-6))
         assert report.passed == passed
 
@@ -205,29 +207,29 @@ def test_compare() -> None:
 
 
 def test_tolerances_follow_the_rule() -> None:
-    case = _case("16 4x6 5x3")
+    problem, spec = _problem("16 4x6 5x3"), spec_of_factors("kronecker", [(4, 6), (5, 3)], 1)
     eps = torch.finfo(torch.float32).eps
     # The second mode comes first, as that is cheaper: sums over 5, then 4; backward over 6, then 3.
-    assert longest_sums(case.spec, 16, False) == {
+    assert longest_sums(spec, 16, False) == {
         "y": 5,
         "grad_x": 6,
         "grad_weight_0": 16 * 5,
         "grad_weight_1": 16 * 6,
         "grad_bias": 16,
     }
-    assert tolerances(case)["y"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(5)))
-    assert tolerances(case)["g"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(16 * 6)))
-    half = _case("16 4x6 5x3", dtype=torch.bfloat16, activation="relu")
+    assert tolerances(problem)["y"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(5)))
+    assert tolerances(problem)["g"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(16 * 6)))
+    half = _problem("16 4x6 5x3", dtype=torch.bfloat16, activation="relu")
     assert tolerances(half)["y"] == pytest.approx(2 * (2**-7 * math.sqrt(3) + eps * math.sqrt(5)))
     untied = spec_of_factors("monarch", [(4, 6), (5, 3)], 2)  # sums over 5 and over 4·2
     assert longest_sums(untied, 16, False)["y"] == 8
     assert longest_sums(untied, 16, False)["grad_weight_0"] == 16
 
 
-def _case(text: str, dtype: torch.dtype = torch.float32, activation: str = "identity") -> Case:
+def _problem(text: str, dtype: torch.dtype = torch.float32, activation: str = "identity") -> Problem:
     batch, *factors = text.split()
-    sizes = [factorlayer.case.parse_factor(factor) for factor in factors]
-    return Case(spec_of_factors("kronecker", sizes, 1), int(batch), dtype, CPU, activation)
+    spec = spec_of_factors("kronecker", [parse_factor(factor) for factor in factors], 1)
+    return Problem(Case(Single(spec, activation), int(batch), dtype, CPU))
 
 
 # profile
@@ -314,7 +316,7 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ("16 -8 check", "BATCH should be 0 or more and each FACTOR a positive size; -8 came"),
         ("-1 8 check", "BATCH should be 0 or more and each FACTOR a positive size; -1 came"),
         ("x 8 check", "BATCH"),
-        ("16 check", "Missing argument 'FACTOR"),
+        ("16 check", "'FACTOR': BATCH should be followed by one or more. For example"),
         ("check", "Missing argument 'BATCH"),
         ("16 8 check --dtype x", "'x' is not one of 'f', 'd', 'h', 'b'"),
         ("16 8 check --structure toeplitz", "'toeplitz' is not one of 'kronecker', 'monarch'"),
