@@ -80,8 +80,8 @@ def layer_option(help: str, **settings: Any) -> Any:
     return typer.Option(help=help, rich_help_panel="The layer", **settings)
 
 
-def block_option(help: str, **settings: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel="The block or model", **settings)
+def model_option(help: str, metavar: str, **settings: Any) -> Any:
+    return typer.Option(help=help, metavar=metavar, rich_help_panel="The block or model", **settings)
 
 
 def case_of(
@@ -89,7 +89,7 @@ def case_of(
     factors: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="FACTOR...",
+            metavar="FACTOR",
             show_default=False,
             help="Sizes of the modes: 32, or 20x36 for in x out. With --mlp, the widths: 512, or 1024=32*32.",
         ),
@@ -111,18 +111,22 @@ def case_of(
     ] = None,
     mlp: Annotated[
         bool,
-        block_option("A FactorMLP: between widths with as many factors a structured layer, else a dense one."),
+        typer.Option(
+            "--mlp",
+            help="A FactorMLP: between widths with as many factors a structured layer, else a dense one.",
+            rich_help_panel="The block or model",
+        ),
     ] = False,
     model: Annotated[
         str | None,
-        block_option("A model of your own, in eval mode: what the function returns.", metavar="FILE.py:FUNCTION"),
+        model_option("A model of your own, in eval mode: what the function returns.", "FILE.py:FUNCTION"),
     ] = None,
     checkpoint: Annotated[
-        Path | None, block_option("A state_dict to load into the model.", metavar="FILE", exists=True, dir_okay=False)
+        Path | None, model_option("A state_dict to load into the model.", "FILE", exists=True, dir_okay=False)
     ] = None,
     input: Annotated[
         str | None,
-        block_option("Shape of a sample of the model: 3,32. By default its first layer's features.", metavar="SIZES"),
+        model_option("Shape of a sample of the model: 3,32. By default its first layer's features.", "SIZES"),
     ] = None,
     device: Annotated[
         str | None,
@@ -157,12 +161,12 @@ def layer_or_block(
     factors: list[str], mlp: bool, structure: str, rank: int, activation: str | None, bias: bool | None
 ) -> "Subject":
     from factorlayer.activations import activation_name
-    from factorlayer.subject import Single, block_of_widths, parse_factor, parse_width, spec_of_factors
+    from factorlayer.subject import Block, Single, parse_factor, parse_width, spec_of_factors
 
     name = worded("--activation", lambda: activation_name("relu" if mlp and activation is None else activation))
     if mlp:
         widths = worded("WIDTH", lambda: [parse_width(width) for width in factors])
-        return worded("--mlp", lambda: block_of_widths(widths, structure, rank, name, bias is not False))
+        return Block(tuple(widths), structure, rank, name, bias is not False)
     sizes = worded("FACTOR", lambda: [parse_factor(factor) for factor in factors])
     return Single(worded("--rank", lambda: spec_of_factors(structure, sizes, rank)), name, bias is not False)
 

@@ -155,9 +155,13 @@ class Problem:
     def explain(self) -> list[str]:
         """What the module was understood as, layer by layer."""
         module = self.modules["v3"]
-        if isinstance(module, Fused | FactorMLP):
-            return module.explain().splitlines()
-        return [str(call.layer) for call in self.calls]
+        if not isinstance(module, Fused | FactorMLP):
+            return [str(call.layer) for call in self.calls]
+        lines = module.explain().splitlines()
+        for name, part in module.named_modules():
+            if name and isinstance(part, Fused | FactorMLP):
+                lines += f"{name}: {part.explain()}".splitlines()
+        return lines
 
 
 def run_by(module: nn.Module, implementation: str) -> nn.Module:

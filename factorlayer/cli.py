@@ -176,9 +176,10 @@ def problem_of(case: "Case") -> "Problem":
     try:
         return Problem(case)
     except ValueError as error:
-        refuse("--model", str(error))
+        refuse(case.subject.option, str(error))
     except (RuntimeError, MemoryError) as error:  # the sizes are valid, so that only memory can be missing
-        refuse("FACTOR", f"a layer and samples of these sizes cannot be made on {case.device}: {error}")
+        message = f"a layer and samples of these sizes cannot be made on {case.device}: {error}"
+        refuse(case.subject.option, message)
 
 
 def sources_of(problem: "Problem", arch: int | None, as_json: bool) -> dict[str, Any]:

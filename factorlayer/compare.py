@@ -106,7 +106,7 @@ def tolerances(problem: Problem) -> dict[str, float]:
     calls = problem.calls
     activations = sum(call.layer.chain.activation != "identity" for call in calls)
     k = sum(len(call.layer.spec.contractions) for call in calls) + max(activations, len(calls) - 1)
-    if len(calls) == 1:
+    if isinstance(problem.case.subject, Single):
         sums = longest_sums(calls[0].layer.spec, calls[0].rows, activations > 0)
         behind = {name: tolerance(k, longest) for name, longest in sums.items() if _has(problem, name)}
         if not activations and "grad_bias" in behind:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class Single:
     spec: LayerSpec
     activation: str = "identity"
     bias: bool = True
+    option: ClassVar = "FACTOR"  # what asked for it
 
     def __str__(self) -> str:
         return self.spec.structure
@@ -76,6 +77,7 @@ class Block:
     rank: int = 1
     activation: str = "identity"
     bias: bool = True
+    option: ClassVar = "--mlp"
 
     def __str__(self) -> str:
         widths = [width if isinstance(width, int) else math.prod(width) for width in self.widths]
@@ -109,6 +111,7 @@ class Own:
     shape: tuple[int, ...]
     name: str  # path.py:function
     checkpoint: str | None = None
+    option: ClassVar = "--model"
 
     def __str__(self) -> str:
         return self.name
@@ -161,14 +164,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def block_of_widths(widths: Sequence[Width], structure: str, rank: int, activation: str, bias: bool) -> Block:
-    """A Block that can be made, or the ValueError that says why not."""
-    block = Block(tuple(widths), structure, rank, activation, bias)
-    with torch.device("meta"):
-        block.make()
-    return block
-
-
 def make_model(name: str) -> nn.Module:
     """What a function in a file of the user's returns."""
     path, _, function = name.rpartition(":")
@@ -193,8 +188,10 @@ def load_checkpoint(model: nn.Module, path: Path) -> None:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # there are as many kinds as ways to be no checkpoint
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read as a state_dict: {reason}") from None
+        raise ValueError(
+            f"{path} cannot be read as a state_dict ({type(error).__name__}); write one with "
+            "torch.save(model.state_dict(), …) or with safetensors"
+        ) from error
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError) as error:

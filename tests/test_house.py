@@ -27,9 +27,10 @@ FLOORS = {
     "mlp": 9,
     "fusion": 10,
     "__init__": 11,
-    "case": 11,
-    "arguments": 12, "compare": 12, "measure": 12,
-    "cli": 13,
+    "subject": 11,
+    "case": 12,
+    "arguments": 13, "compare": 13, "measure": 13, "source": 13,
+    "cli": 14,
 }  # fmt: skip
 TORCH_OPS = {"torch/csrc/stable/ops.h"}  # not ours
 MODULES = sorted(PACKAGE.glob("*.py"))
