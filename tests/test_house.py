@@ -109,6 +109,7 @@ def test_the_planner_and_what_it_stands_on_need_no_torch(name: str) -> None:
 def test_the_package_does_not_know_its_benches_and_tests(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & {
         "benches",
+        "examples",
         "tests",
         "oracle",
         "pytest",
@@ -118,7 +119,11 @@ def test_the_package_does_not_know_its_benches_and_tests(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*MODULES, *sorted((ROOT / "benches").rglob("*.py")), *sorted(ROOT.glob("*.py"))],
+    [
+        *MODULES,
+        *sorted(ROOT.glob("*.py")),
+        *(path for name in ("benches", "examples") for path in sorted((ROOT / name).rglob("*.py"))),
+    ],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_no_argparse(path: Path) -> None:
