@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from factorlayer.case import Case, Problem
 from factorlayer.spec import LayerSpec
 from factorlayer.subject import Single
 
-aten = torch.ops.aten
-JUMPING = {aten.relu.default, aten.relu_.default, aten.leaky_relu.default, aten.leaky_relu_.default, aten.abs.default}
+JUMPING = {"relu", "relu_", "leaky_relu", "leaky_relu_", "prelu", "abs"}
 FEW, SMALL = 32, 1e-6
 
 
@@ -208,7 +207,7 @@ def _slopes(exact: Problem, y: Tensor) -> Iterator[Tensor]:
                 yield slope
 
 
-class _Jumps(TorchDispatchMode):
+class _Jumps(TorchFunctionMode):
     """Notes what enters functions whose derivative jumps at 0: whether it is near 0, and where the result lies."""
 
     def __init__(self, tolerance: float) -> None:
@@ -216,10 +215,11 @@ class _Jumps(TorchDispatchMode):
         self.tolerance = tolerance
         self.found: list[tuple[Tensor, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.found and func is aten.pow.Tensor_Scalar and args[0].data_ptr() == self.found[-1][1]:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if self.found and name == "square" and args[0].data_ptr() == self.found[-1][1]:
             self.found.pop()  # the derivative of relu squared does not jump
-        if func not in JUMPING or not args[0].numel():
+        if name not in JUMPING or not args[0].numel():
             return func(*args, **(kwargs or {}))
         z = args[0]
         near = z.abs() <= self.tolerance * z.square().mean().sqrt()
