@@ -104,7 +104,10 @@ def case_of(
     ] = None,
     activation: Annotated[
         str | None,
-        layer_option("relu, gelu, silu, tanh, sine …; by default none, in an MLP relu.", metavar="NAME"),
+        layer_option(
+            "relu, gelu, silu, tanh, sine …, or FILE.py:FUNCTION, of one tensor; by default none, in an MLP relu.",
+            metavar="NAME",
+        ),
     ] = None,
     bias: Annotated[
         bool | None, layer_option("Whether the layers have a bias; by default they do.", show_default=False)
@@ -160,10 +163,9 @@ def case_of(
 def layer_or_block(
     factors: list[str], mlp: bool, structure: str, rank: int, activation: str | None, bias: bool | None
 ) -> "Subject":
-    from factorlayer.activations import activation_name
-    from factorlayer.subject import Block, Single, parse_factor, parse_width, spec_of_factors
+    from factorlayer.subject import Block, Single, parse_activation, parse_factor, parse_width, spec_of_factors
 
-    name = worded("--activation", lambda: activation_name("relu" if mlp and activation is None else activation))
+    name = worded("--activation", lambda: parse_activation(activation or ("relu" if mlp else "none")))
     if mlp:
         widths = worded("WIDTH", lambda: [parse_width(width) for width in factors])
         return Block(tuple(widths), structure, rank, name, bias is not False)

@@ -20,7 +20,8 @@ from factorlayer.case import Case, Problem
 from factorlayer.spec import LayerSpec
 from factorlayer.subject import Single
 
-JUMPING = {"relu", "relu_", "leaky_relu", "leaky_relu_", "prelu", "abs"}
+JUMPING = {"relu", "leaky_relu", "prelu", "abs"}
+COMPARING = {"lt", "le", "gt", "ge", "maximum", "minimum"}
 FEW, SMALL = 32, 1e-6
 
 
@@ -48,7 +49,8 @@ class Report:
         return complete and all(comparison.equal for comparison in self.comparisons)
 
     def lines(self) -> list[str]:
-        layers = [] if isinstance(self.case.subject, Single) else self.layers
+        subject = self.case.subject
+        layers = [] if isinstance(subject, Single) and isinstance(subject.activation, str) else self.layers
         norms = [f"||{name}|| = {norm:.6e}" for name, norm in self.norms.items()]
         pairs = [f"{c.left} == {c.right}: {c.equal} ({c.difference:.1e})" for c in self.comparisons]
         return layers + norms + pairs
@@ -107,7 +109,9 @@ def tolerances(problem: Problem) -> dict[str, float]:
     k = sum(len(call.layer.spec.contractions) for call in calls) + max(activations, len(calls) - 1)
     if isinstance(problem.case.subject, Single):
         sums = longest_sums(calls[0].layer.spec, calls[0].rows, activations > 0)
-        behind = {name: tolerance(k, longest) for name, longest in sums.items() if _has(problem, name)}
+        of_all = calls[0].rows * calls[0].layer.spec.out_features  # for parameters of the activation
+        names = ["y", *(f"grad_{name}" for name in problem.inputs)]
+        behind = {name: tolerance(k, sums.get(name, of_all)) for name in names}
         if not activations and "grad_bias" in behind:
             behind["grad_bias"] = tolerance(1, sums["grad_bias"])  # a sum of grad_y: nothing was contracted
     else:
@@ -139,10 +143,6 @@ def longest_sums(spec: LayerSpec, batch: int, activated: bool) -> dict[str, int]
         sums[f"grad_weight_{i}"] = max(batch * (positions if spec.tied else 1), *others, behind_gradients, 1)
     sums["grad_bias"] = max(batch, behind_gradients)
     return sums
-
-
-def _has(problem: Problem, name: str) -> bool:
-    return name == "y" or name.removeprefix("grad_") in problem.inputs
 
 
 def _values(problem: Problem, version: str) -> dict[str, Tensor]:
@@ -208,7 +208,8 @@ def _slopes(exact: Problem, y: Tensor) -> Iterator[Tensor]:
 
 
 class _Jumps(TorchFunctionMode):
-    """Notes what enters functions whose derivative jumps at 0: whether it is near 0, and where the result lies."""
+    """Notes where derivatives jump: what enters relu and its like, or is compared; whether it is near there, and where
+    the result lies."""
 
     def __init__(self, tolerance: float) -> None:
         super().__init__()
@@ -216,15 +217,17 @@ class _Jumps(TorchFunctionMode):
         self.found: list[tuple[Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").strip("_")  # of what is done in place, too
         if self.found and name == "square" and args[0].data_ptr() == self.found[-1][1]:
             self.found.pop()  # the derivative of relu squared does not jump
-        if name not in JUMPING or not args[0].numel():
-            return func(*args, **(kwargs or {}))
-        z = args[0]
-        near = z.abs() <= self.tolerance * z.square().mean().sqrt()
+        z = args[0] if name in JUMPING else args[0] - args[1] if name in COMPARING else None
+        near = None
+        if isinstance(z, Tensor) and z.is_floating_point() and z.numel():
+            x = max((arg for arg in args if isinstance(arg, Tensor)), key=Tensor.numel)
+            near = z.abs() <= self.tolerance * x.square().mean().sqrt()
         y = func(*args, **(kwargs or {}))
-        self.found.append((near, y.data_ptr()))
+        if near is not None:
+            self.found.append((near, y.data_ptr()))
         return y
 
 

@@ -32,8 +32,8 @@ def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
         raise ValueError(f"fuse: {error}") from None
     if isinstance(module, Fused):
         module = module.module
-    if isinstance(module, FactorMLP) or not list(module.children()):
-        return module  # which runs as stacks already, or is a layer by itself, or nothing to fuse
+    if isinstance(module, FactorLinear | FactorMLP) or not list(module.children()):
+        return module  # which runs as stacks already, or is one layer, or nothing to fuse
     return Fused(module, implementation)
 
 

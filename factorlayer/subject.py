@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from factorlayer.activations import activation_name
+from factorlayer.formula import formula
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP, Width
 from factorlayer.spec import LayerSpec
 from factorlayer.stack import layer_of
+from factorlayer.tracing import activation_of
+
+Activation = str | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Single:
     """One FactorLinear."""
 
     spec: LayerSpec
-    activation: str = "identity"
+    activation: Activation = "identity"
     bias: bool = True
     option: ClassVar = "FACTOR"  # what asked for it
 
@@ -51,7 +56,7 @@ class Single:
             structure=spec.structure,
             factors=(spec.in_factors, spec.out_factors),
             rank=spec.rank,
-            activation=self.activation,
+            activation=copy.deepcopy(self.activation),
             dtype=torch.float64,
         )
 
@@ -63,7 +68,7 @@ class Single:
             **sizes,
             "structure": spec.structure,
             "rank": spec.rank,
-            "activation": self.activation,
+            "activation": _stage(self.activation),
             "bias": self.bias,
         }
 
@@ -75,13 +80,13 @@ class Block:
     widths: tuple[Width, ...]
     structure: str = "kronecker"
     rank: int = 1
-    activation: str = "identity"
+    activation: Activation = "identity"
     bias: bool = True
     option: ClassVar = "--mlp"
 
     def __str__(self) -> str:
         widths = [width if isinstance(width, int) else math.prod(width) for width in self.widths]
-        return f"MLP {'-'.join(map(str, widths))}, {self.activation}"
+        return f"MLP {'-'.join(map(str, widths))}, {formula(_stage(self.activation))}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +96,7 @@ class Block:
     def make(self) -> nn.Module:
         return FactorMLP(
             self.widths,
-            activation=self.activation,
+            activation=copy.deepcopy(self.activation),
             bias=self.bias,
             structure=self.structure,
             rank=self.rank,
@@ -100,7 +105,7 @@ class Block:
 
     def configuration(self) -> dict[str, Any]:
         kind = {"widths": self.widths, "structure": self.structure, "rank": self.rank}
-        return {**kind, "activation": self.activation, "bias": self.bias}
+        return {**kind, "activation": _stage(self.activation), "bias": self.bias}
 
 
 @dataclass(frozen=True)
@@ -164,17 +169,28 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def parse_activation(text: str) -> Activation:
+    """A name, or a function or module in a file of the user's."""
+    if ":" not in text:
+        return activation_name(text)
+    found = _find(text)
+    activation: Activation = _of_the_user(f"{text}()", found) if isinstance(found, type) else found
+    try:
+        activation_of(activation)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return activation
+
+
+def _stage(activation: Activation) -> str:
+    return activation_of(activation)[0]
+
+
 def make_model(name: str) -> nn.Module:
     """What a function in a file of the user's returns."""
-    path, _, function = name.rpartition(":")
-    if not path or not function:
-        raise ValueError(f"the model should be given as path/to/file.py:function; it is {name!r}")
-    found: Any = getattr(_run_file(Path(path)), function, None)
-    if not callable(found):
-        raise ValueError(f"{path} should have the function {function}, which returns the model; it has none")
-    model = _of_the_user(f"{function}() of {path}", found)
+    model = _of_the_user(f"{name}()", _find(name))
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{function}() of {path} should return an nn.Module; it returned {type(model).__name__}")
+        raise ValueError(f"{name}() should return an nn.Module; it returned {type(model).__name__}")
     return model.eval()
 
 
@@ -208,10 +224,21 @@ def sample_shape(model: nn.Module, given: tuple[int, ...] | None) -> tuple[int, 
     raise ValueError(f"{type(model).__name__} has no nn.Linear and no FactorLinear: there is nothing to compare")
 
 
+def _find(name: str) -> Callable[..., Any]:
+    """A function of a file: path/to/file.py:function."""
+    path, _, function = name.rpartition(":")
+    if not path or not function:
+        raise ValueError(f"a function of your own should be given as path/to/file.py:function; it is {name!r}")
+    found: Callable[..., Any] | None = getattr(_run_file(Path(path)), function, None)
+    if not callable(found):
+        raise ValueError(f"{path} should have a function {function}; it has none")
+    return found
+
+
 def _run_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"the model's file should be a Python file that exists; there is no {path}")
+        raise ValueError(f"a Python file that exists should be given before the function; there is no {path}")
     module = importlib.util.module_from_spec(spec)
     loader = spec.loader
     _of_the_user(str(path), lambda: loader.exec_module(module))

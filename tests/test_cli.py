@@ -248,6 +248,28 @@ MLPS = [
     "8 4 4",
     "12 5 16=4*4 16=4*4 3 --structure monarch",
 ]
+ACTIVATIONS = """
+import torch
+from torch import nn
+
+
+def mish(x):
+    return x * torch.tanh(nn.functional.softplus(x))
+
+
+class Leaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return torch.where(x > 0, x, self.slope * x)
+
+
+class Rectified(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+"""
 FACTORED = FactorLinear(12, 12).spec  # of the model below
 MODELS = """
 import torch
@@ -385,6 +407,26 @@ def test_check_notices_wrong_gradients_behind_relu(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", "dfhb")
+@pytest.mark.parametrize(
+    ("activation", "understood"),
+    [
+        ("mish", "x * tanh(select(20 < x, x, softplus(x)))"),
+        ("Leaking", "select(0 < x, x, p0 * x)"),
+        ("Rectified", "relu"),
+    ],
+)
+def test_check_of_an_activation_of_the_users(activation: str, understood: str, dtype: str, models: Path) -> None:
+    (models / "acts.py").write_text(ACTIVATIONS)
+    result = run(f"--activation acts.py:{activation} 64 8x4 6 check --dtype {dtype}")
+    assert result.exit_code == 0, result.stdout
+    assert result.stdout.startswith(f"8 x 6 -> 4 x 6, kronecker, {understood}\n||v1_y||")
+    assert ("grad_activation.slope" in result.stdout) == (activation == "Leaking")
+    result = run(f"--mlp --activation acts.py:{activation} 64 8 12=3*4 20=4*5 3 check --dtype {dtype}")
+    assert result.exit_code == 0, result.stdout
+    assert f"layers.1: 3 x 4 -> 4 x 5, kronecker, {understood}" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", "dfhb")
 @pytest.mark.parametrize(("model", "options"), [("Net", ""), ("Convolution", "--input 3,5,6")])
 def test_check_of_a_model(model: str, options: str, dtype: str, models: Path) -> None:
     result = run(f"--model nets.py:{model} {options} --dtype {dtype} 24 check")
@@ -457,10 +499,15 @@ def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
         ("--model nets.py:Net 4 check --rank 2", "'--rank': it was given where it has no meaning"),
         ("--model nets.py:Net 4 check --mlp", "'--mlp': it was given where it has no meaning"),
         ("--model nets.py 4 check", "should be given as path/to/file.py:function; it is 'nets.py'"),
-        ("--model nots.py:Net 4 check", "should be a Python file that exists; there is no nots.py"),
-        ("--model nets.py:Not 4 check", "nets.py should have the function Not, which returns the model; it has none"),
-        ("--model nets.py:broken 4 check", "broken() of nets.py raised KeyError: 'boo' (line 50 of"),
-        ("--model nets.py:number 4 check", "number() of nets.py should return an nn.Module; it returned int"),
+        (
+            "--model nots.py:Net 4 check",
+            "a Python file that exists should be given before the function; there is no nots",
+        ),
+        ("--model nets.py:Not 4 check", "'--model': nets.py should have a function Not; it has none"),
+        ("--model nets.py:broken 4 check", "nets.py:broken() raised KeyError: 'boo' (line 50 of"),
+        ("--model nets.py:number 4 check", "nets.py:number() should return an nn.Module; it returned int"),
+        ("4 8 8 check --activation nets.py:Not", "'--activation': nets.py should have a function Not; it has none"),
+        ("4 8 8 check --activation nets.py:Net", "'--activation': activation Net cannot be traced"),
         ("--model nets.py:nothing 4 check", "ReLU has no nn.Linear and no FactorLinear: there is nothing to compare"),
         ("--model nets.py:Two 4 check", "the model should return a tensor; it returned tuple"),
         ("--model nets.py:Branching 4 check", "torch.fx cannot trace Branching"),

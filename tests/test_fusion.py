@@ -304,7 +304,8 @@ def test_the_implementation_can_be_changed_afterwards() -> None:
 
 
 def test_nothing_to_fuse() -> None:
-    for plain in (nn.Sequential(), nn.Linear(3, 4), FactorLinear(4, 4), FactorMLP([4, 8, 4]), nn.ReLU()):
+    factored = FactorLinear(4, 4), FactorLinear(4, 4, activation=nn.PReLU()), FactorMLP([4, 8, 4])
+    for plain in (nn.Sequential(), nn.Linear(3, 4), *factored, nn.ReLU()):
         assert fuse(plain) is plain
     lone = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     assert not stacks(fuse(lone))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
 FLOORS = {
     "_C": 0, "device": 0, "expression": 0, "gpu": 0, "spec": 0,
-    "activations": 1, "chain": 1, "elementwise": 1, "naive": 1, "resident": 1,
+    "activations": 1, "chain": 1, "elementwise": 1, "formula": 1, "naive": 1, "resident": 1,
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2,
     "tiling": 2, "tracing": 2,
     "dense_backward": 3, "large_backward": 3, "pair": 3, "pair_backward": 3, "parts": 3, "wide": 3,
