@@ -1,4 +1,4 @@
-"""The command line: check, profile and bench of one layer, and the cache. test.py and the entry point call main().
+"""The command line: check, profile and bench of a layer, a block or a model, and the cache. test.py and the entry point call main().
 
 python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
 """
@@ -31,6 +31,8 @@ app = typer.Typer(
         f"Example: {EXAMPLE}\n\n"
         "Example: python test.py --dtype d --structure monarch 16 20x36 28x44 check\n\n"
         "Example: python test.py 32 128 128 bench --plot out.png\n\n"
+        "Example: python test.py --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
+        "Example: python test.py --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
         "Example: python test.py cache list\n\n"
         "Options may stand anywhere; `check --help` and so on list them. Installed, this is `factorlayer`."
     ),
@@ -39,7 +41,8 @@ app = typer.Typer(
 
 @app.callback()
 def group() -> None:
-    """Check, profile or time one structured linear layer: BATCH samples through the modes FACTOR..."""
+    """Check, profile or time a structured linear layer: BATCH samples through the modes FACTOR... Or, with --mlp, a
+    block of such layers, and with --model a model of your own."""
 
 
 @app.command(epilog="Example: python test.py --mlp --activation gelu 4096 48 512 1024=32*32 12 check")
