@@ -1,4 +1,5 @@
-"""The command line: check, profile and bench of a layer, a block or a model, and the cache. test.py and the entry point call main().
+"""The command line: check, profile and bench of a layer, a block or a model, and the cache. test.py and the entry point
+call main().
 
 python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
 """

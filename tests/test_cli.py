@@ -376,6 +376,21 @@ def test_tolerances_of_a_block_are_those_of_all_its_layers() -> None:
     assert allowed["g"] == pytest.approx(2 * eps * (math.sqrt(12) + math.sqrt(8 * 5)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation", "wider"), [("f", "relu", False), ("b", "relu", True), ("b", "elu", False)]
+)
+def test_tolerances_are_wider_only_where_rounding_decides_derivatives(dtype: str, activation: str, wider: bool) -> None:
+    found = json.loads(run(f"--mlp --dtype {dtype} --activation {activation} 64 8 48 48 4 check --json").stdout)
+    subject = Block((8, 48, 48, 4), activation=activation)
+    rule = tolerances(Problem(Case(subject, 64, factorlayer.case.DTYPES[dtype], CPU)))
+    allowed = {
+        c["left"].removeprefix("v1_"): c["tolerance"] for c in found["comparisons"] if c["left"].startswith("v1")
+    }
+    assert allowed["y"] == rule["y"]
+    assert (allowed["grad_x"] > 1.2 * rule["grad_x"]) == wider
+    assert allowed["grad_x"] < 0.5 and (wider or allowed["grad_x"] == rule["grad_x"])
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_check_notices_a_wrong_layer_of_an_mlp(layer: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
