@@ -188,8 +188,11 @@ def problem_of(case: "Case") -> "Problem":
 
 def sources_of(problem: "Problem", arch: int | None, as_json: bool) -> dict[str, Any]:
     """Prints what --source asks for, and returns it for --json."""
+    from factorlayer import fused
     from factorlayer.source import gpu_of, sources, why_not_compiled
 
+    if fused.missing_extension is not None:
+        refuse("--source", fused.why_never_fused(problem.x) or "")
     gpu = worded("--arch", lambda: gpu_of(problem, arch))
     reason = why_not_compiled()
     typer.echo(

@@ -163,8 +163,8 @@ def _steady(problem: Problem) -> float:
     Adds, for each parameter w of a few numbers, slope, how y grows with w's scale: as ⟨grad_w, w⟩ = ⟨grad_y, slope⟩,
     grad_w does not cancel to next to nothing, not even a 1x1 factor's, which is a single number. And zeroes grad_y
     where what enters relu is so near 0 that rounding decides its sign, where the derivative jumps: in the elements of
-    y, or in samples, if that leaves a tenth of them. And scales it, as a weight's gradient is a sum over all samples and
-    positions, too large for float16.
+    y, or in samples, if that leaves a tenth of them. And scales it, as a weight's gradient is a sum over all samples
+    and positions, too large for float16.
     """
     exact = problem.in_float64()
     with torch.no_grad(), _Jumps(tolerances(problem)["y"]) as jumps:

@@ -607,6 +607,13 @@ def test_source_of_a_model(models: Path, empty_cache: Path) -> None:
     assert sorted(layers) == ["a", "b", "factored", "frozen", "gates.0", "layers.0", "layers.1"]
 
 
+def test_source_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.fused, "missing_extension", ImportError("no such file"))
+    result = run("16 8 8 check --source")
+    assert "'--source': the compiled extension factorlayer._C cannot be imported (no such file)" in words(result.stderr)
+    assert result.exit_code == 2
+
+
 def test_source_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factorlayer.source, "why_not_compiled", lambda: "no NVRTC here")
     result = run("16 8 8 check --source")
