@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -16,6 +17,7 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from factorlayer.case import Case
+    from factorlayer.subject import Subject
 
 T = TypeVar("T")
 EXAMPLE = "python test.py 16 32 32 check"
@@ -32,6 +34,7 @@ class Structure(str, Enum):
 class Version(str, Enum):
     v1, v2, v3 = "v1", "v2", "v3"
     naive, batched, fused = "naive", "batched", "fused"
+    model = "model"
 
     @property
     def number(self) -> str:
@@ -77,36 +80,114 @@ def layer_option(help: str, **settings: Any) -> Any:
     return typer.Option(help=help, rich_help_panel="The layer", **settings)
 
 
+def model_option(help: str, metavar: str, **settings: Any) -> Any:
+    return typer.Option(help=help, metavar=metavar, rich_help_panel="The block or model", **settings)
+
+
 def case_of(
     batch: Annotated[int, typer.Argument(metavar="BATCH", min=0, help="Samples; 0 is allowed.")],
     factors: Annotated[
-        list[str], typer.Argument(metavar="FACTOR", help="Sizes of the modes: 32, or 20x36 for in x out.")
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="FACTOR",
+            show_default=False,
+            help="Sizes of the modes: 32, or 20x36 for in x out. With --mlp, the widths: 512, or 1024=32*32.",
+        ),
+    ] = None,
     dtype: Annotated[Dtype, layer_option("float32, float64 (d), float16 (h) or bfloat16 (b).")] = Dtype.f,
-    structure: Annotated[Structure, layer_option("How the modes make up the matrix.")] = Structure.kronecker,
-    rank: Annotated[int, layer_option("Products added up, or the rank of Monarch's blocks.", min=1)] = 1,
-    activation: Annotated[str, layer_option("relu, gelu, silu, tanh, sine …", metavar="NAME")] = "none",
-    bias: Annotated[bool, layer_option("Whether the layer has a bias.")] = True,
+    structure: Annotated[
+        Structure | None, layer_option("How the modes make up the matrix; by default kronecker.", show_default=False)
+    ] = None,
+    rank: Annotated[
+        int | None,
+        layer_option("Products added up, or the rank of Monarch's blocks; by default 1.", min=1, show_default=False),
+    ] = None,
+    activation: Annotated[
+        str | None,
+        layer_option(
+            "relu, gelu, silu, tanh, sine …, or FILE.py:FUNCTION, of one tensor; by default none, in an MLP relu.",
+            metavar="NAME",
+        ),
+    ] = None,
+    bias: Annotated[
+        bool | None, layer_option("Whether the layers have a bias; by default they do.", show_default=False)
+    ] = None,
+    mlp: Annotated[
+        bool,
+        typer.Option(
+            "--mlp",
+            help="A FactorMLP: between widths with as many factors a structured layer, else a dense one.",
+            rich_help_panel="The block or model",
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        model_option("A model of your own, in eval mode: what the function returns.", "FILE.py:FUNCTION"),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, model_option("A state_dict to load into the model.", "FILE", exists=True, dir_okay=False)
+    ] = None,
+    input: Annotated[
+        str | None,
+        model_option("Shape of a sample of the model: 3,32. By default its first layer's features.", "SIZES"),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 …; by default cuda where there is one."),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default PyTorch's.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the weights, x and grad_y.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the parameters, x and grad_y.")] = 0,
 ) -> "Case":
     """The case that the arguments and options of every command describe."""
     import torch
 
-    from factorlayer.activations import activation_name
-    from factorlayer.case import DTYPES, Case, parse_factor, spec_of_factors, usable_device
+    from factorlayer.case import DTYPES, Case, usable_device
 
     if threads is not None:
         torch.set_num_threads(threads)
-    sizes = worded("FACTOR", lambda: [parse_factor(factor) for factor in factors])
-    spec = worded("--rank", lambda: spec_of_factors(structure.value, sizes, rank))
-    name = worded("--activation", lambda: activation_name(activation))
+    layer = {"--structure": structure, "--rank": rank, "--activation": activation, "--bias": bias, "--mlp": mlp or None}
+    subject: Subject
+    if model is not None:
+        refuse_given("they are the model's own", {"FACTOR": factors, **layer})
+        torch.manual_seed(seed)
+        subject = own_model(model, checkpoint, input)
+    else:
+        refuse_given("they are for a model; give --model", {"--checkpoint": checkpoint, "--input": input})
+        if not factors:
+            refuse("FACTOR", f"BATCH should be followed by one or more. For example: {EXAMPLE}")
+        subject = layer_or_block(factors, mlp, (structure or Structure.kronecker).value, rank or 1, activation, bias)
     where = worded("--device", lambda: usable_device(device, DTYPES[dtype.value]))
-    return Case(spec, batch, DTYPES[dtype.value], where, name, bias, seed)
+    return Case(subject, batch, DTYPES[dtype.value], where, seed)
+
+
+def layer_or_block(
+    factors: list[str], mlp: bool, structure: str, rank: int, activation: str | None, bias: bool | None
+) -> "Subject":
+    from factorlayer.subject import Block, Single, parse_activation, parse_factor, parse_width, spec_of_factors
+
+    name = worded("--activation", lambda: parse_activation(activation or ("relu" if mlp else "none")))
+    if mlp:
+        widths = worded("WIDTH", lambda: [parse_width(width) for width in factors])
+        return Block(tuple(widths), structure, rank, name, bias is not False)
+    sizes = worded("FACTOR", lambda: [parse_factor(factor) for factor in factors])
+    return Single(worded("--rank", lambda: spec_of_factors(structure, sizes, rank)), name, bias is not False)
+
+
+def own_model(name: str, checkpoint: Path | None, input: str | None) -> "Subject":
+    from factorlayer.subject import Own, load_checkpoint, make_model, parse_shape, sample_shape
+
+    module = worded("--model", lambda: make_model(name))
+    if checkpoint is not None:
+        worded("--checkpoint", lambda: load_checkpoint(module, checkpoint))
+    given = None if input is None else worded("--input", lambda: parse_shape(input))
+    shape = worded("--model", lambda: sample_shape(module, given))
+    return Own(module, shape, name, None if checkpoint is None else str(checkpoint))
+
+
+def refuse_given(why: str, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None and value != []:
+            refuse(name, f"it was given where it has no meaning: {why}")
 
 
 def worded(hint: str, make: Callable[[], T]) -> T:

@@ -1,39 +1,27 @@
-"""What the command line works on: one layer with random weights, x and grad_y, and its three implementations.
+"""A case of the command line and its tensors: a layer, block or model with x and grad_y, run by each implementation.
 
 cli.py builds a Case from what the user typed; compare.py and measure.py make the tensors of it and run them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorlayer.fused import why_not_fused
+from factorlayer.fusion import Fused, fuse
 from factorlayer.layers import FactorLinear
-from factorlayer.spec import LayerSpec
+from factorlayer.mlp import FactorMLP
+from factorlayer.stack import Layer, layer_of
+from factorlayer.subject import Own, Subject
 
 VERSIONS = {"v1": "naive", "v2": "batched", "v3": "fused"}
 DTYPES = {"f": torch.float32, "d": torch.float64, "h": torch.float16, "b": torch.bfloat16}
-
-
-def parse_factor(text: str) -> tuple[int, int]:
-    """'32' is (32, 32), '20x36' is (20, 36): in and out."""
-    match = re.fullmatch(r"([0-9]{1,18})(?:x([0-9]{1,18}))?", text)
-    sizes = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
-    if min(sizes) < 1:
-        raise ValueError(f"a FACTOR should be a positive size or two, such as 32 or 20x36 (in x out); it is {text!r}")
-    return sizes
-
-
-def spec_of_factors(structure: str, factors: Sequence[tuple[int, int]], rank: int) -> LayerSpec:
-    """The layer that FACTOR… means on the command line."""
-    in_factors, out_factors = zip(*factors, strict=True)
-    return LayerSpec(structure, in_factors, out_factors, rank)
 
 
 def usable_device(name: str | None, dtype: torch.dtype) -> torch.device:
@@ -56,25 +44,17 @@ def usable_device(name: str | None, dtype: torch.dtype) -> torch.device:
 
 @dataclass(frozen=True)
 class Case:
-    spec: LayerSpec
+    subject: Subject
     batch: int
     dtype: torch.dtype
     device: torch.device
-    activation: str = "identity"
-    bias: bool = True
     seed: int = 0
 
     def configuration(self) -> dict[str, Any]:
         """What was asked, for --json."""
-        spec = self.spec
         return {
             "batch": self.batch,
-            "in_factors": spec.in_factors,
-            "out_factors": spec.out_factors,
-            "structure": spec.structure,
-            "rank": spec.rank,
-            "activation": self.activation,
-            "bias": self.bias,
+            **self.subject.configuration(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
             "seed": self.seed,
@@ -82,45 +62,113 @@ class Case:
         }
 
 
+@dataclass(frozen=True)
+class Call:
+    """Of a layer, somewhere in the module."""
+
+    name: str
+    layer: Layer
+    rows: int  # that it was called with
+
+
 class Problem:
-    """A case's layer and tensors, drawn in float64 on the CPU and cast: all dtypes see the same."""
+    """A case's module and tensors, drawn in float64 on the CPU and cast: all dtypes see the same.
+
+    `modules` are the implementations by name, with the same parameters: v1, v2, v3, and a user's model as it is.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(case.seed)
-        self.layer = layer = FactorLinear(
-            case.spec.in_features,
-            case.spec.out_features,
-            case.bias,
-            structure=case.spec.structure,
-            factors=(case.spec.in_factors, case.spec.out_factors),
-            rank=case.spec.rank,
-            activation=case.activation,
-            dtype=torch.float64,
-        )
-        x = torch.randn(case.batch, layer.in_features, dtype=torch.float64)
-        grad_y = torch.randn(case.batch, layer.out_features, dtype=torch.float64)
-        layer.to(case.device, case.dtype)
+        module = case.subject.make()
+        x = torch.randn(case.batch, *case.subject.shape, dtype=torch.float64)
+        self.module = module.to(case.device, case.dtype)
         self.x = x.to(case.device, case.dtype).requires_grad_()
-        self.grad_y = grad_y.to(case.device, case.dtype)
+        self.modules = {"model": module} if isinstance(case.subject, Own) else {}
+        self.modules |= {version: run_by(module, name) for version, name in VERSIONS.items()}
+        self.calls, y = self._first_call()
+        self.grad_y = torch.randn(y.shape, dtype=torch.float64).to(case.device, case.dtype)
+
+    def _first_call(self) -> tuple[list[Call], Tensor]:
+        """What layers it calls, and y. A layer with a hook is called by itself, whatever stack it is part of."""
+        module, calls, hooks = self.modules["v1"], [], []
+
+        def watch(name: str, part: nn.Module, layer: Layer) -> Any:
+            def record(part: nn.Module, x: tuple[Tensor, ...], y: Tensor) -> None:
+                calls.append(Call(name, layer, math.prod(y.shape[:-1])))
+
+            return part.register_forward_hook(record)
+
+        for name, part in module.named_modules():
+            layer = layer_of(part)
+            if layer is not None:
+                hooks.append(watch(name, part, layer))
+        try:
+            with torch.no_grad():
+                y = module(self.x)
+        except Exception as error:
+            if not isinstance(self.case.subject, Own):
+                raise
+            raise ValueError(
+                f"the model cannot be called with x {list(self.x.shape)}: {error}; --input gives the shape of a sample"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not isinstance(y, Tensor):
+            raise ValueError(f"the model should return a tensor; it returned {type(y).__name__}")
+        return calls, y
+
+    def in_float64(self) -> Problem:
+        """The same numbers, for v1 only."""
+        exact = copy.copy(self)
+        exact.case = replace(self.case, dtype=torch.float64)
+        exact.module = copy.deepcopy(self.module).double()
+        exact.modules = {"v1": run_by(exact.module, "naive")}
+        exact.x = self.x.detach().double().requires_grad_()
+        exact.grad_y = self.grad_y.double()
+        return exact
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """What has a gradient, by name."""
-        return {"x": self.x, **dict(self.layer.named_parameters())}
+        return {"x": self.x, **{name: p for name, p in self.module.named_parameters() if p.requires_grad}}
 
     def forward(self, version: str) -> Tensor:
-        """y by v1, v2 or v3."""
-        self.layer.implementation = VERSIONS[version]
-        y: Tensor = self.layer(self.x)
+        y: Tensor = self.modules[version](self.x)
         return y
 
     def backward(self, y: Tensor) -> dict[str, Tensor]:
-        """The gradients, by the name of what they are gradients of."""
+        """The gradients, by the name of what they are gradients of; zero if y does not depend on it."""
         inputs = self.inputs
-        return dict(zip(inputs, torch.autograd.grad(y, list(inputs.values()), self.grad_y), strict=True))
+        found = torch.autograd.grad(y, list(inputs.values()), self.grad_y, materialize_grads=True)
+        return dict(zip(inputs, found, strict=True))
 
     def unavailable(self) -> dict[str, str]:
         """The implementations that cannot run here, each with the reason."""
-        reason = why_not_fused(self.x, self.layer.chain)
-        return {} if reason is None else {"v3": reason}
+        for call in self.calls:
+            reason = why_not_fused(self.x, call.layer.chain)
+            if reason is not None:
+                return {"v3": reason}
+        return {}
+
+    def explain(self) -> list[str]:
+        """What the module was understood as, layer by layer."""
+        module = self.modules["v3"]
+        if not isinstance(module, Fused | FactorMLP):
+            return [str(call.layer) for call in self.calls]
+        lines = module.explain().splitlines()
+        for name, part in module.named_modules():
+            if name and isinstance(part, Fused | FactorMLP):
+                lines += f"{name}: {part.explain()}".splitlines()
+        return lines
+
+
+def run_by(module: nn.Module, implementation: str) -> nn.Module:
+    """The module with the same parameters, its layers run by one implementation."""
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    twin = fuse(copy.deepcopy(module, shared), implementation)
+    for part in twin.modules():
+        if isinstance(part, FactorLinear | FactorMLP | Fused):
+            part.implementation = implementation
+    return twin

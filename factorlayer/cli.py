@@ -1,4 +1,5 @@
-"""The command line: check, profile and bench of one layer, and the cache. test.py and the entry point call main().
+"""The command line: check, profile and bench of a layer, a block or a model, and the cache. test.py and the entry point
+call main().
 
 python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
 """
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from factorlayer.arguments import EXAMPLE, CacheAction, CommandAnywhere, Version, refuse, takes_a_case
+from factorlayer.arguments import EXAMPLE, CacheAction, CommandAnywhere, Version, refuse, takes_a_case, worded
 
 if TYPE_CHECKING:
     from factorlayer.case import Case, Problem
@@ -31,6 +32,8 @@ app = typer.Typer(
         f"Example: {EXAMPLE}\n\n"
         "Example: python test.py --dtype d --structure monarch 16 20x36 28x44 check\n\n"
         "Example: python test.py 32 128 128 bench --plot out.png\n\n"
+        "Example: python test.py --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
+        "Example: python test.py --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
         "Example: python test.py cache list\n\n"
         "Options may stand anywhere; `check --help` and so on list them. Installed, this is `factorlayer`."
     ),
@@ -39,20 +42,36 @@ app = typer.Typer(
 
 @app.callback()
 def group() -> None:
-    """Check, profile or time one structured linear layer: BATCH samples through the modes FACTOR..."""
+    """Check, profile or time a structured linear layer: BATCH samples through the modes FACTOR... Or, with --mlp, a
+    block of such layers, and with --model a model of your own."""
 
 
-@app.command(epilog="Example: python test.py --dtype d 16 32 32 check")
+@app.command(epilog="Example: python test.py --mlp --activation gelu 4096 48 512 1024=32*32 12 check")
 @takes_a_case
-def check(case: "Case", as_json: AsJson = False) -> None:
+def check(
+    case: "Case",
+    source: Annotated[
+        bool,
+        typer.Option("--source", help="Also show v3's forward kernels on a GPU: plan, device code, compiled file."),
+    ] = False,
+    arch: Annotated[
+        int | None,
+        typer.Option(metavar="80|86|89|90|100|120", help="With --source, of another GPU than the case's; without, 90."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Compare the outputs and gradients of v1, v2 and v3. Exits with 1 if two of them differ."""
     from factorlayer import compare
 
-    report = compare.check(problem_of(case))
+    if arch is not None and not source:
+        refuse("--arch", "it says which GPU --source is for; give --source as well")
+    problem = problem_of(case)
+    kernels = sources_of(problem, arch, as_json) if source else {}
+    report = compare.check(problem)
     say_unavailable(report.unavailable, case, as_json)
     typer.echo("\n".join(report.lines()), err=as_json)
     if as_json:
-        print_json("check", case, report.to_json())
+        print_json("check", case, {**report.to_json(), **kernels})
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -93,7 +112,7 @@ def profile(
 def bench(
     case: "Case",
     implementation: Annotated[
-        list[Version] | None, typer.Option(help="May be given several times; by default all three.")
+        list[Version] | None, typer.Option(help="May be given several times; by default all.")
     ] = None,
     min_run_time: Annotated[float, typer.Option(min=0.001, max=3600, help="Seconds for each figure, at least.")] = 0.2,
     plot: Annotated[
@@ -111,15 +130,15 @@ def bench(
     versions = list(dict.fromkeys(version.number for version in implementation or ()))
     require_available(problem, versions)
     missing = problem.unavailable()
-    versions = versions or [version for version in ("v1", "v2", "v3") if version not in missing]
+    versions = versions or [version for version in problem.modules if version not in missing]
     if not implementation:
         say_unavailable(missing, case, as_json)
-    size, intensity = measure.state_size(case), measure.arithmetic_intensity(case)
+    size, intensity = measure.state_size(problem), measure.arithmetic_intensity(problem)
     typer.echo(f"state size {size}, AI {intensity:.1e} (multiply-adds per element moved)", err=as_json)
     timings = list(progress(measure.bench(problem, versions, min_run_time), "timing", 2 * len(versions)))
     typer.echo(measure.table(timings), err=as_json)
     if plot is not None:
-        measure.plot(timings, f"{case.spec.structure}, state size {size}, batch {case.batch}", plot)
+        measure.plot(timings, f"{case.subject}, state size {size}, batch {case.batch}", plot)
         typer.echo(f"The plot is in {plot}.", err=as_json)
     if as_json:
         figures = {"state_size": size, "arithmetic_intensity": intensity, "unavailable": missing}
@@ -160,12 +179,38 @@ def problem_of(case: "Case") -> "Problem":
 
     try:
         return Problem(case)
+    except ValueError as error:
+        refuse(case.subject.option, str(error))
     except (RuntimeError, MemoryError) as error:  # the sizes are valid, so that only memory can be missing
-        refuse("FACTOR", f"a layer and samples of these sizes cannot be made on {case.device}: {error}")
+        message = f"a layer and samples of these sizes cannot be made on {case.device}: {error}"
+        refuse(case.subject.option, message)
+
+
+def sources_of(problem: "Problem", arch: int | None, as_json: bool) -> dict[str, Any]:
+    """Prints what --source asks for, and returns it for --json."""
+    from factorlayer import fused
+    from factorlayer.source import gpu_of, sources, why_not_compiled
+
+    if fused.missing_extension is not None:
+        refuse("--source", fused.why_never_fused(problem.x) or "")
+    gpu = worded("--arch", lambda: gpu_of(problem, arch))
+    reason = why_not_compiled()
+    typer.echo(
+        f"v3's forward kernels on a GPU of compute capability {gpu.arch / 10}, {gpu.sms} multiprocessors"
+        + ("" if problem.x.is_cuda else f" (here v3 runs on {problem.case.device})")
+        + (f"; not compiled: {reason}" if reason else ""),
+        err=as_json,
+    )
+    found = list(sources(problem, gpu))
+    for each in found:
+        typer.echo("\n".join(each.lines()), err=as_json)
+    return {"architecture": gpu.architecture, "source": [asdict(each) for each in found]}
 
 
 def require_available(problem: "Problem", versions: Sequence[str]) -> None:
     missing = problem.unavailable()
+    if "model" not in problem.modules:
+        missing["model"] = "it is a model of your own, for --model"
     for version in versions:
         if version in missing:
             refuse(

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.case import VERSIONS, Case, Problem
-from factorlayer.functional import factor_linear
+from factorlayer.case import Case, Problem
 from factorlayer.spec import LayerSpec
+from factorlayer.subject import Single
+
+JUMPING = {"relu", "leaky_relu", "prelu", "abs"}
+COMPARING = {"lt", "le", "gt", "ge", "maximum", "minimum"}
+FEW, SMALL = 32, 1e-6
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Comparison:
 @dataclass
 class Report:
     case: Case
+    layers: list[str] = field(default_factory=list)  # as they were understood
     norms: dict[str, float] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -43,15 +49,18 @@ class Report:
         return complete and all(comparison.equal for comparison in self.comparisons)
 
     def lines(self) -> list[str]:
-        return [f"||{name}|| = {norm:.6e}" for name, norm in self.norms.items()] + [
-            f"{c.left} == {c.right}: {c.equal} ({c.difference:.1e})" for c in self.comparisons
-        ]
+        subject = self.case.subject
+        layers = [] if isinstance(subject, Single) and isinstance(subject.activation, str) else self.layers
+        norms = [f"||{name}|| = {norm:.6e}" for name, norm in self.norms.items()]
+        pairs = [f"{c.left} == {c.right}: {c.equal} ({c.difference:.1e})" for c in self.comparisons]
+        return layers + norms + pairs
 
     def to_json(self) -> dict[str, Any]:
         """JSON has no NaN and no infinity: they become null."""
         return {
             "passed": self.passed,
             "unavailable": self.unavailable,
+            "layers": self.layers,
             "norms": {name: _finite(norm) for name, norm in self.norms.items()},
             "comparisons": [{**asdict(c), "difference": _finite(c.difference)} for c in self.comparisons],
         }
@@ -59,13 +68,13 @@ class Report:
 
 def check(problem: Problem) -> Report:
     """Runs every implementation there is, forward and backward, and compares each pair."""
-    report = Report(problem.case, unavailable=problem.unavailable())
-    _steady(problem)
-    values = {v: _values(problem, v) for v in VERSIONS if v not in report.unavailable}
+    report = Report(problem.case, problem.explain(), unavailable=problem.unavailable())
+    jumping = _steady(problem)
+    values = {v: _values(problem, v) for v in problem.modules if v not in report.unavailable}
     for version, tensors in values.items():
         for name in ("y", "g"):
             report.norms[f"{version}_{name}"] = _norm(tensors[name])
-    allowed = tolerances(problem.case)
+    allowed = {name: t + (name != "y") * math.sqrt(jumping) for name, t in tolerances(problem).items()}
     for a, b in itertools.combinations(values, 2):
         for name, tolerance in allowed.items():
             equal, difference = compare(values[a][name], values[b][name], tolerance)
@@ -82,23 +91,35 @@ def compare(a: Tensor, b: Tensor, tolerance: float) -> tuple[bool, float]:
     return math.isfinite(distance) and distance <= tolerance * _norm(b), _largest(difference)
 
 
-def tolerances(case: Case) -> dict[str, float]:
-    """The relative tolerance of y, of all gradients together (g) and of each gradient."""
-    eps = torch.finfo(case.dtype).eps
-    accumulator = max(case.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).bits)
+def tolerances(problem: Problem) -> dict[str, float]:
+    """The relative tolerance of y, of all gradients together (g) and of each gradient.
+
+    Behind the y of several layers lie the contractions of all of them and what is between; behind a gradient they lie
+    twice, forward and backward.
+    """
+    eps = torch.finfo(problem.case.dtype).eps
+    accumulator = max(problem.case.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).bits)
     eps_sum = torch.finfo(accumulator).eps
 
     def tolerance(roundings: int, longest: int) -> float:
         return 2 * (eps * math.sqrt(roundings) + eps_sum * math.sqrt(longest))
 
-    activated = case.activation != "identity"
-    k = len(case.spec.contractions) + activated
-    sums = longest_sums(case.spec, case.batch, activated)
-    behind = {name: tolerance(k, longest) for name, longest in sums.items()}
-    if not case.bias:
-        del behind["grad_bias"]
-    elif not activated:
-        behind["grad_bias"] = tolerance(1, sums["grad_bias"])  # a sum of grad_y: nothing was contracted
+    calls = problem.calls
+    activations = sum(call.layer.chain.activation != "identity" for call in calls)
+    k = sum(len(call.layer.spec.contractions) for call in calls) + max(activations, len(calls) - 1)
+    if isinstance(problem.case.subject, Single):
+        sums = longest_sums(calls[0].layer.spec, calls[0].rows, activations > 0)
+        of_all = calls[0].rows * calls[0].layer.spec.out_features  # for parameters of the activation
+        names = ["y", *(f"grad_{name}" for name in problem.inputs)]
+        behind = {name: tolerance(k, sums.get(name, of_all)) for name in names}
+        if not activations and "grad_bias" in behind:
+            behind["grad_bias"] = tolerance(1, sums["grad_bias"])  # a sum of grad_y: nothing was contracted
+    else:
+        longest = [longest_sums(call.layer.spec, call.rows, True) for call in calls]
+        through = max(max(sums["y"], sums["grad_x"]) for sums in longest)
+        most = max(max(sums.values()) for sums in longest)
+        behind = {"y": tolerance(k, max(sums["y"] for sums in longest)), "grad_x": tolerance(2 * k, through)}
+        behind |= {f"grad_{name}": tolerance(2 * k, most) for name in problem.inputs if name != "x"}
     gradients = {name: t for name, t in behind.items() if name != "y"}
     return {"y": behind["y"], "g": max(gradients.values()), **gradients}
 
@@ -135,39 +156,79 @@ def _values(problem: Problem, version: str) -> dict[str, Tensor]:
     }
 
 
-def _steady(problem: Problem) -> None:
-    """Changes grad_y so that neither rounding nor float16's range makes right implementations differ.
+def _steady(problem: Problem) -> float:
+    """Changes grad_y so that neither rounding nor float16's range makes right implementations differ. Returns the share
+    of values, of those that enter activations between layers, whose derivative rounding may decide all the same.
 
-    Adds slope, how y grows with any one weight's scale. As ⟨grad_w, w⟩ = ⟨grad_y, slope⟩ for each weight w,
-    no grad_w cancels to next to nothing, not even a 1x1 factor's, which is a single number. And zeroes grad_y
-    where what enters the activation is so near 0 that rounding decides its sign: relu's derivative jumps.
-    And scales it, as a weight's gradient is a sum over all samples and positions, too large for float16.
+    Adds, for each parameter w of a few numbers, slope, how y grows with w's scale: as ⟨grad_w, w⟩ = ⟨grad_y, slope⟩,
+    grad_w does not cancel to next to nothing, not even a 1x1 factor's, which is a single number. And zeroes grad_y
+    where what enters relu is so near 0 that rounding decides its sign, where the derivative jumps: in the elements of
+    y, or in samples, if that leaves a tenth of them. And scales it, as a weight's gradient is a sum over all samples
+    and positions, too large for float16.
     """
-    case, layer = problem.case, problem.layer
-    with torch.no_grad():
-        product = factor_linear(problem.x, layer.weights, structure=case.spec.structure, implementation="v1").double()
-    z = product if layer.bias is None else product + layer.bias.detach().double()
-    z.requires_grad_()
-    (slope,) = torch.autograd.grad(ACTIVATIONS[case.activation](z).sum(), z)
-    slope = slope * product
-    grad_y = problem.grad_y.double()
-    if slope.any():
+    exact = problem.in_float64()
+    with torch.no_grad(), _Jumps(tolerances(problem)["y"]) as jumps:
+        y = exact.forward("v1")
+    grad_y = exact.grad_y
+    for slope in _slopes(exact, y):
         grad_y += slope / slope.square().mean().sqrt()
-    if case.activation != "identity":
-        near = tolerances(replace(case, activation="identity"))["y"] * z.square().mean().sqrt()
-        grad_y[z.abs() <= near] = 0
-    problem.grad_y = grad_y.to(case.dtype)
-    if case.dtype == torch.float16:
-        problem.grad_y *= _scale_in_range(problem)
+    jumping, by_sample = 0.0, 0.0
+    samples = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+    for near, out in jumps.found:
+        share = near.double().mean().item()
+        if out == y.data_ptr():
+            grad_y[near.reshape(y.shape)] = 0
+        elif near.shape[0] % len(y) == 0:
+            samples |= near.reshape(len(y), -1).any(1)
+            by_sample += share
+        else:
+            jumping += share
+    if samples.double().mean() < 0.9:
+        grad_y[samples] = 0
+    else:
+        jumping += by_sample
+    problem.grad_y = grad_y.to(problem.case.dtype)
+    if problem.case.dtype == torch.float16:
+        largest = max(_largest(gradient) for gradient in exact.backward(exact.forward("v1")).values())
+        # Gradients are linear in grad_y, and a power of two changes exponents alone: no relative difference changes.
+        problem.grad_y *= 2.0 ** min(0, 15 - math.frexp(largest)[1])
+    return jumping / 2  # near on either side: half of them at most cross
 
 
-def _scale_in_range(problem: Problem) -> float:
-    """A power of two that brings the largest gradient, which float32 finds, to half of what float16 holds or less."""
-    wide = Problem(replace(problem.case, dtype=torch.float32))
-    wide.grad_y = problem.grad_y.float()
-    largest = max(_largest(gradient) for gradient in wide.backward(wide.forward("v1")).values())
-    # Gradients are linear in grad_y, and a power of two changes exponents alone: no relative difference changes.
-    return 2.0 ** min(0, 15 - math.frexp(largest)[1])
+def _slopes(exact: Problem, y: Tensor) -> Iterator[Tensor]:
+    for name, parameter in exact.inputs.items():
+        if name != "x" and parameter.numel() < FEW:
+            with torch.no_grad():
+                before = parameter.clone()
+                parameter *= 1 + SMALL
+                slope = (exact.forward("v1") - y) / SMALL
+                parameter.copy_(before)
+            if slope.any():
+                yield slope
+
+
+class _Jumps(TorchFunctionMode):
+    """Notes where derivatives jump: what enters relu and its like, or is compared; whether it is near there, and where
+    the result lies."""
+
+    def __init__(self, tolerance: float) -> None:
+        super().__init__()
+        self.tolerance = tolerance
+        self.found: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").strip("_")  # of what is done in place, too
+        if self.found and name == "square" and args[0].data_ptr() == self.found[-1][1]:
+            self.found.pop()  # the derivative of relu squared does not jump
+        z = args[0] if name in JUMPING else args[0] - args[1] if name in COMPARING else None
+        near = None
+        if isinstance(z, Tensor) and z.is_floating_point() and z.numel():
+            x = max((arg for arg in args if isinstance(arg, Tensor)), key=Tensor.numel)
+            near = z.abs() <= self.tolerance * x.square().mean().sqrt()
+        y = func(*args, **(kwargs or {}))
+        if near is not None:
+            self.found.append((near, y.data_ptr()))
+        return y
 
 
 def _largest(tensor: Tensor) -> float:

@@ -84,7 +84,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     from factorlayer.plan import explain  # not needed to run kernels that are in the cache
 
     text, device = text_for(chain, x), x.get_device()
-    kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *_limits(device))
+    kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
     back = reversed(visits(text, everything, _cuda_ops(device, x.dtype).fits))
     return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *map(str, back)])
@@ -95,13 +95,13 @@ def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
     """Whether the engine has kernels of its own for a text."""
     from factorlayer.plan import has_plan  # not needed for kernels that are known
 
-    return has_plan(text, dtype_name(dtype), *_limits(device))
+    return has_plan(text, dtype_name(dtype), *gpu_limits(device))
 
 
 has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _limits(device: int) -> tuple[int, int, int]:
+def gpu_limits(device: int) -> tuple[int, int, int]:
     """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
     gpu = torch.cuda.get_device_properties(device)
     shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -32,8 +32,8 @@ def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
         raise ValueError(f"fuse: {error}") from None
     if isinstance(module, Fused):
         module = module.module
-    if not list(module.children()):
-        return module  # a layer by itself, or nothing to fuse
+    if isinstance(module, FactorLinear | FactorMLP) or not list(module.children()):
+        return module  # which runs as stacks already, or is one layer, or nothing to fuse
     return Fused(module, implementation)
 
 
@@ -42,7 +42,7 @@ class Fused(nn.Module):
 
     def __init__(self, module: nn.Module, implementation: str) -> None:
         super().__init__()
-        self.training, self.implementation = module.training, implementation
+        self.training, self._implementation = module.training, implementation
         self._parameters, self._buffers = module._parameters, module._buffers
         for name, child in module.named_children():
             self.add_module(name, child)
@@ -54,6 +54,21 @@ class Fused(nn.Module):
         """The module as it was given."""
         return self._module[0]
 
+    @property
+    def implementation(self) -> str:
+        return self._implementation
+
+    @implementation.setter
+    def implementation(self, name: str) -> None:
+        self._implementation = implementation_name(name)
+        for stack in self.stacks:
+            stack.implementation = self._implementation
+
+    @property
+    def stacks(self) -> list[LayerStack]:
+        """What runs as one, in the order of their calls."""
+        return list(self._stacks.values())
+
     def _build(self) -> None:
         module = self.module
         graph, self._reasons = _trace(module)
@@ -62,7 +77,7 @@ class Fused(nn.Module):
             name = f"stack_{len(self._stacks)}"
             while hasattr(module, name):
                 name += "_"
-            self._stacks[name] = _replace(module, graph, members, name, self.implementation)
+            self._stacks[name] = _replace(module, graph, members, name, self._implementation)
         owner = nn.Module()
         for name, part in (*module.named_children(), *self._stacks.items()):
             owner.add_module(name, part)
@@ -89,7 +104,7 @@ class Fused(nn.Module):
             stack = self._stacks.get(str(node.target))
             if stack is not None:
                 lines.append(f"  {'a stack' if len(stack.layers) > 1 else 'one layer'}:")
-                lines += [f"    {name}: {layer}" for name, layer in zip(stack.names, stack.layers, strict=True)]
+                lines += [f"    {line}" for line in stack.explain()]
             elif node.op not in ("placeholder", "output", "get_attr"):
                 name = node.target if isinstance(node.target, str) else node.target.__name__
                 lines.append(f"  {name}: as it was{self._why_not(node)}")

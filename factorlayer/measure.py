@@ -34,21 +34,31 @@ class Timing:
         }
 
 
-def state_size(case: Case) -> int:
-    """The most features that one sample has on its way through the layer."""
-    return max(c.outer * max(c.p, c.q) * c.inner for c in case.spec.contractions)
+def state_size(problem: Problem) -> int:
+    """The most features that a row has on its way through the layers."""
+    return max(c.outer * max(c.p, c.q) * c.inner for call in problem.calls for c in call.layer.spec.contractions)
 
 
-def arithmetic_intensity(case: Case) -> float:
-    """Multiply-adds of a forward pass per element that it has to move."""
-    return case.spec.multiply_adds(case.batch) / case.spec.elements_moved(case.batch)
+def forward_multiply_adds(problem: Problem) -> int:
+    """Of the layers."""
+    return sum(call.layer.spec.multiply_adds(call.rows) for call in problem.calls)
+
+
+def backward_multiply_adds(problem: Problem) -> int:
+    chains = ((call.layer.chain, call.rows) for call in problem.calls)
+    return sum(chain.backward_flops(rows, True, [True] * len(chain.contractions)) // 2 for chain, rows in chains)
+
+
+def arithmetic_intensity(problem: Problem) -> float:
+    """Multiply-adds of a forward pass per element that it has to move: x, the weights, y."""
+    weights = {call.name: call.layer.spec.parameter_count for call in problem.calls}
+    return forward_multiply_adds(problem) / (problem.x.numel() + problem.grad_y.numel() + sum(weights.values()))
 
 
 def bench(problem: Problem, versions: Sequence[str], min_run_time: float) -> Iterator[Timing]:
     """Times each version, forward without autograd and forward+backward, one figure at a time."""
-    case, chain = problem.case, problem.layer.chain
-    forward = case.spec.multiply_adds(case.batch)
-    backward = chain.backward_flops(case.batch, True, [True] * len(chain.contractions)) // 2
+    case = problem.case
+    forward, backward = forward_multiply_adds(problem), backward_multiply_adds(problem)
 
     def run_forward(version: str) -> None:
         with torch.no_grad():
@@ -64,7 +74,7 @@ def bench(problem: Problem, versions: Sequence[str], min_run_time: float) -> Ite
             timer = Timer(
                 "run(version)",
                 globals={"run": run, "version": version},
-                label=f"{case.spec.structure}, {str(case.dtype).removeprefix('torch.')} on {case.device}",
+                label=f"{case.subject}, {str(case.dtype).removeprefix('torch.')} on {case.device}",
                 sub_label=f"{direction}, {multiply_adds:.3e} multiply-adds",
                 description=version,
                 num_threads=torch.get_num_threads(),

@@ -52,7 +52,7 @@ class FactorMLP(nn.Module):
             raise ValueError(f"FactorMLP: widths should be those of the input and the output at least; it is {widths}")
         try:
             self.activation, self.output_activation = _kept(activation), _kept(output_activation)
-            self.implementation = implementation_name(implementation)
+            self._implementation = implementation_name(implementation)
         except (TypeError, ValueError) as error:
             raise type(error)(f"FactorMLP: {error}") from None
         if residual and math.prod(sizes[0]) != math.prod(sizes[-1]):
@@ -90,13 +90,36 @@ class FactorMLP(nn.Module):
         self._stacks.append((self._stack(each), None))
 
     def _stack(self, members: Sequence[tuple[str, nn.Module, Activation]]) -> LayerStack:
-        return LayerStack(members, self.implementation, "FactorMLP")
+        return LayerStack(members, self._implementation, "FactorMLP")
+
+    @property
+    def implementation(self) -> str:
+        return self._implementation
+
+    @implementation.setter
+    def implementation(self, name: str) -> None:
+        self._implementation = implementation_name(name)
+        for stack in self.stacks:
+            stack.implementation = self._implementation
+
+    @property
+    def stacks(self) -> list[LayerStack]:
+        """What its layers run as."""
+        return [stack for both in self._stacks for stack in both if stack is not None]
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for stack, gate in self._stacks:
             y = stack(y) if gate is None else gate(y) * stack(y)
         return x + y if self.residual else y
+
+    def explain(self) -> str:
+        """Its layers, as they were understood."""
+        lines = ["FactorMLP:"]
+        for stack, gate in self._stacks:
+            lines += [f"  {line}" for line in stack.explain()]
+            lines += [f"  multiplied by {line}" for line in (gate.explain() if gate else [])]
+        return "\n".join([*lines, "  plus the input"] if self.residual else lines)
 
     def extra_repr(self) -> str:
         activations = {"activation": self.activation, "output_activation": self.output_activation}

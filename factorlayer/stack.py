@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from factorlayer.activations import activate
 from factorlayer.chain import Chain
 from factorlayer.expression import Expression
+from factorlayer.formula import formula
 from factorlayer.functional import autocast, run
 from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
@@ -42,7 +43,7 @@ class Layer:
     def __str__(self) -> str:
         p, q = (" x ".join(map(str, sizes)) for sizes in (self.spec.in_factors, self.spec.out_factors))
         kind = "" if len(self.spec.in_factors) == 1 else f", {self.spec.structure}"
-        activation = "" if self.chain.activation == "identity" else f", {self.chain.activation}"
+        activation = "" if self.chain.activation == "identity" else f", {formula(self.chain.activation)}"
         return f"{p} -> {q}{kind}{activation}"
 
 
@@ -127,6 +128,13 @@ class LayerStack(nn.Module):
                 return self._one_by_one(x)
             tensors += member.tensors()
         return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
+
+    @property
+    def members(self) -> list[nn.Module]:
+        return [member.layer for member in self._members]
+
+    def explain(self) -> list[str]:
+        return [f"{name}: {layer}" for name, layer in zip(self.names, self.layers, strict=True)]
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         for member in self._members:

@@ -7,17 +7,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import factorlayer.case
 import factorlayer.functional
 import factorlayer.fused
-from factorlayer.case import Case, spec_of_factors
+import factorlayer.source
+import factorlayer.subject
+from factorlayer import FactorLinear
+from factorlayer.case import Case, Problem
+from factorlayer.chain import Chain
 from factorlayer.cli import app
 from factorlayer.compare import Comparison, Report, compare, longest_sums, tolerances
+from factorlayer.subject import Block, Single, parse_factor, spec_of_factors
 
 ROOT = Path(__file__).parents[1]
 CASES = ["16 32 32", "3 5 7", "1 64", "8 2 3 4 5", "16 20x36 28x44", "7 1 13", "0 8 8"]
@@ -172,14 +179,15 @@ def test_check_says_that_v3_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run("--device cpu 4 8 8 check")
     assert "v3 is not available on cpu and left out: it was not built" in result.stdout
-    assert set(verdicts(result.stdout)) == {f"v1_{n} == v2_{n}" for n in tolerances(_case("4 8 8"))}
+    assert set(verdicts(result.stdout)) == {f"v1_{n} == v2_{n}" for n in tolerances(_problem("4 8 8"))}
     assert result.exit_code == 1  # a CPU should have it
 
 
 def test_report_excuses_missing_kernels_only_where_there_are_none() -> None:
     spec = spec_of_factors("kronecker", [(8, 8)], 1)
     for device, equal, passed in (("cuda", True, True), ("cuda", False, False), ("cpu", True, False)):
-        report = Report(Case(spec, 4, torch.float32, torch.device(device)), unavailable={"v3": "no kernels"})
+        case = Case(Single(spec), 4, torch.float32, torch.device(device))
+        report = Report(case, unavailable={"v3": "no kernels"})
         report.comparisons.append(Comparison("v1_y", "v2_y", equal, 0.0, 1e-6))
         assert report.passed == passed
 
@@ -205,29 +213,412 @@ def test_compare() -> None:
 
 
 def test_tolerances_follow_the_rule() -> None:
-    case = _case("16 4x6 5x3")
+    problem, spec = _problem("16 4x6 5x3"), spec_of_factors("kronecker", [(4, 6), (5, 3)], 1)
     eps = torch.finfo(torch.float32).eps
     # The second mode comes first, as that is cheaper: sums over 5, then 4; backward over 6, then 3.
-    assert longest_sums(case.spec, 16, False) == {
+    assert longest_sums(spec, 16, False) == {
         "y": 5,
         "grad_x": 6,
         "grad_weight_0": 16 * 5,
         "grad_weight_1": 16 * 6,
         "grad_bias": 16,
     }
-    assert tolerances(case)["y"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(5)))
-    assert tolerances(case)["g"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(16 * 6)))
-    half = _case("16 4x6 5x3", dtype=torch.bfloat16, activation="relu")
+    assert tolerances(problem)["y"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(5)))
+    assert tolerances(problem)["g"] == pytest.approx(2 * eps * (math.sqrt(2) + math.sqrt(16 * 6)))
+    half = _problem("16 4x6 5x3", dtype=torch.bfloat16, activation="relu")
     assert tolerances(half)["y"] == pytest.approx(2 * (2**-7 * math.sqrt(3) + eps * math.sqrt(5)))
     untied = spec_of_factors("monarch", [(4, 6), (5, 3)], 2)  # sums over 5 and over 4·2
     assert longest_sums(untied, 16, False)["y"] == 8
     assert longest_sums(untied, 16, False)["grad_weight_0"] == 16
 
 
-def _case(text: str, dtype: torch.dtype = torch.float32, activation: str = "identity") -> Case:
+def _problem(text: str, dtype: torch.dtype = torch.float32, activation: str = "identity") -> Problem:
     batch, *factors = text.split()
-    sizes = [factorlayer.case.parse_factor(factor) for factor in factors]
-    return Case(spec_of_factors("kronecker", sizes, 1), int(batch), dtype, CPU, activation)
+    spec = spec_of_factors("kronecker", [parse_factor(factor) for factor in factors], 1)
+    return Problem(Case(Single(spec, activation), int(batch), dtype, CPU))
+
+
+# check of blocks and models
+
+MLPS = [
+    "32 48 64 64 12",
+    "20 48=6*8 64=8*8 35=7*5",
+    "16 1 7 1",
+    "0 4 8 4",
+    "8 4 4",
+    "12 5 16=4*4 16=4*4 3 --structure monarch",
+]
+ACTIVATIONS = """
+import torch
+from torch import nn
+
+
+def mish(x):
+    return x * torch.tanh(nn.functional.softplus(x))
+
+
+class Leaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return torch.where(x > 0, x, self.slope * x)
+
+
+class Rectified(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+"""
+FACTORED = FactorLinear(12, 12).spec  # of the model below
+MODELS = """
+import torch
+from torch import nn
+from factorlayer import FactorLinear, FactorMLP
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.a, self.b, self.frozen = nn.Linear(12, 30), nn.Linear(30, 12), nn.Linear(12, 12).requires_grad_(False)
+        self.block = FactorMLP([12, (4, 4), (3, 4)], activation="gelu", gated=True)
+        self.factored = FactorLinear(12, 12)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        h = x + self.b(torch.relu(self.a(self.norm(x))))
+        return self.block(self.drop(h)) + self.frozen(self.factored(h))
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 5))
+
+    def forward(self, x):
+        return self.head(self.conv(x).relu().flatten(2).mT).mean(1)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.l(x) if x.sum() > 0 else x
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.l(x), x
+
+
+def broken():
+    raise KeyError("boo")
+
+
+def number():
+    return 3
+
+
+def nothing():
+    return nn.ReLU()
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(MODELS)
+    return tmp_path
+
+
+def differing(output: str) -> set[str]:
+    """The gradients and outputs that two versions do not agree on."""
+    return set(re.findall(r"^\w+?_(\S+) == \S+: False", output, re.MULTILINE))
+
+
+@pytest.mark.parametrize("dtype", "dfhb")
+@pytest.mark.parametrize("activation", ["relu", "gelu", "sine"])
+@pytest.mark.parametrize("widths", MLPS)
+def test_check_of_an_mlp(widths: str, activation: str, dtype: str) -> None:
+    result = run(f"--mlp --dtype {dtype} --activation {activation} {widths} check")
+    assert result.exit_code == 0, result.stdout
+    assert result.stdout.startswith("FactorMLP:\n  layers.0: ")
+    assert "v2_grad_layers.0.bias == v3_grad_layers.0.bias: True" in result.stdout
+
+
+def test_check_says_what_an_mlp_is() -> None:
+    result = run("--mlp --no-bias 4 6 12=3*4 20=4*5 3 check --json")
+    found = json.loads(result.stdout)
+    layers = ["layers.0: 6 -> 12, relu", "layers.1: 3 x 4 -> 4 x 5, kronecker, relu", "layers.2: 20 -> 3"]
+    assert found["layers"] == ["FactorMLP:", *(f"  {layer}" for layer in layers)]
+    assert found["configuration"]["widths"] == [6, [3, 4], [4, 5], 3]
+    weights = ["layers.0.weight", "layers.1.weight_0", "layers.1.weight_1", "layers.2.weight"]
+    compared = [c["left"] for c in found["comparisons"][: 3 + len(weights)]]
+    assert compared == ["v1_y", "v1_g", "v1_grad_x", *(f"v1_grad_{name}" for name in weights)]
+
+
+def test_tolerances_of_a_block_are_those_of_all_its_layers() -> None:
+    block = Problem(Case(Block((6, (3, 4), (4, 5), 3), activation="relu"), 8, torch.float32, CPU))
+    eps = torch.finfo(torch.float32).eps
+    # Four contractions and two activations; 20 summands are the most. Gradients sum over 8 samples, positions, and q's.
+    allowed = tolerances(block)
+    assert allowed["y"] == pytest.approx(2 * eps * (math.sqrt(6) + math.sqrt(20)))
+    assert allowed["grad_x"] == pytest.approx(2 * eps * (math.sqrt(12) + math.sqrt(20)))
+    assert allowed["grad_layers.1.weight_0"] == allowed["g"]
+    assert allowed["g"] == pytest.approx(2 * eps * (math.sqrt(12) + math.sqrt(8 * 5)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation", "wider"), [("f", "relu", False), ("b", "relu", True), ("b", "elu", False)]
+)
+def test_tolerances_are_wider_only_where_rounding_decides_derivatives(dtype: str, activation: str, wider: bool) -> None:
+    found = json.loads(run(f"--mlp --dtype {dtype} --activation {activation} 64 8 48 48 4 check --json").stdout)
+    subject = Block((8, 48, 48, 4), activation=activation)
+    rule = tolerances(Problem(Case(subject, 64, factorlayer.case.DTYPES[dtype], CPU)))
+    allowed = {
+        c["left"].removeprefix("v1_"): c["tolerance"] for c in found["comparisons"] if c["left"].startswith("v1")
+    }
+    assert allowed["y"] == rule["y"]
+    assert (allowed["grad_x"] > 1.2 * rule["grad_x"]) == wider
+    assert allowed["grad_x"] < 0.5 and (wider or allowed["grad_x"] == rule["grad_x"])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_check_notices_a_wrong_layer_of_an_mlp(layer: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = factorlayer.functional.batched
+
+    def wrong(chain: Chain, *arguments: Any) -> torch.Tensor:
+        return right(chain, *arguments) * (1 + 1e-4 * (chain.in_features == (5, 9)[layer]))
+
+    monkeypatch.setattr(factorlayer.functional, "batched", wrong)
+    result = run(f"--mlp --activation {activation} 16 5 9 4 check")
+    assert result.exit_code == 1
+    assert {"y", "grad_x", f"grad_layers.{layer}.weight"} <= differing(result.stdout)
+    assert "v1_y == v3_y: True" in result.stdout
+
+
+def test_check_notices_wrong_gradients_behind_relu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits rounding decides some of them, and the tolerance of gradients is wider."""
+    right = factorlayer.functional.batched
+
+    def wrong(*arguments: Any) -> torch.Tensor:
+        y = right(*arguments)
+        return y + 0.4 * (y - y.detach())
+
+    assert run("--mlp --dtype b 256 32 64 64 8 check").exit_code == 0
+    monkeypatch.setattr(factorlayer.functional, "batched", wrong)
+    result = run("--mlp --dtype b 256 32 64 64 8 check")
+    assert result.exit_code == 1
+    assert "v1_y == v2_y: True" in result.stdout and "grad_layers.0.weight" in differing(result.stdout)
+
+
+@pytest.mark.parametrize("dtype", "dfhb")
+@pytest.mark.parametrize(
+    ("activation", "understood"),
+    [
+        ("mish", "x * tanh(select(20 < x, x, softplus(x)))"),
+        ("Leaking", "select(0 < x, x, p0 * x)"),
+        ("Rectified", "relu"),
+    ],
+)
+def test_check_of_an_activation_of_the_users(activation: str, understood: str, dtype: str, models: Path) -> None:
+    (models / "acts.py").write_text(ACTIVATIONS)
+    result = run(f"--activation acts.py:{activation} 64 8x4 6 check --dtype {dtype}")
+    assert result.exit_code == 0, result.stdout
+    assert result.stdout.startswith(f"8 x 6 -> 4 x 6, kronecker, {understood}\n||v1_y||")
+    assert ("grad_activation.slope" in result.stdout) == (activation == "Leaking")
+    result = run(f"--mlp --activation acts.py:{activation} 64 8 12=3*4 20=4*5 3 check --dtype {dtype}")
+    assert result.exit_code == 0, result.stdout
+    assert f"layers.1: 3 x 4 -> 4 x 5, kronecker, {understood}" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", "dfhb")
+@pytest.mark.parametrize(("model", "options"), [("Net", ""), ("Convolution", "--input 3,5,6")])
+def test_check_of_a_model(model: str, options: str, dtype: str, models: Path) -> None:
+    result = run(f"--model nets.py:{model} {options} --dtype {dtype} 24 check")
+    assert result.exit_code == 0, result.stdout
+    assert "model_y == v3_y: True" in result.stdout
+
+
+def test_check_says_what_a_model_is(models: Path) -> None:
+    result = run("--model nets.py:Net 4 check --json")
+    found = json.loads(result.stdout)
+    lines = [line.strip() for line in found["layers"]]
+    assert lines[0] == "fuse(Net):" and "a: 12 -> 30, relu" in lines and "drop: as it was" in lines
+    assert "multiplied by gates.0: 12 -> 16, gelu" in lines
+    assert (
+        found["configuration"] | {"model": "nets.py:Net", "input": [12], "checkpoint": None} == found["configuration"]
+    )
+    names = {c["left"].removeprefix("model_grad_") for c in found["comparisons"]}
+    assert {"norm.weight", "block.gates.0.bias", "factored.weight_1"} <= names and "frozen.weight" not in names
+
+
+def test_check_notices_a_wrong_layer_of_a_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that fuse leaves as it was, too."""
+    right = factorlayer.functional.naive
+    monkeypatch.setattr(
+        factorlayer.functional, "naive", lambda spec, *a: right(spec, *a) * (1 + 0.01 * (spec == FACTORED))
+    )
+    result = run("--model nets.py:Net 16 check")
+    assert result.exit_code == 1
+    assert "model_y == v1_y: False" in result.stdout and "model_y == v2_y: True" in result.stdout
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
+    factory = factorlayer.subject.make_model("nets.py:Net")
+    state = {name: 2 * tensor for name, tensor in factory.state_dict().items()}
+    write = torch.save if suffix == "pt" else save_file
+    write(state, models / f"w.{suffix}")
+    without = json.loads(run("--model nets.py:Net 4 check --json").stdout)
+    result = run(f"--model nets.py:Net --checkpoint w.{suffix} 4 check --json")
+    found = json.loads(result.stdout)
+    assert found["passed"] and found["norms"]["v1_y"] > 1.5 * without["norms"]["v1_y"]
+    assert found["configuration"]["checkpoint"] == f"w.{suffix}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mlp 4 8 check", "'--mlp': FactorMLP: widths should be those of the input and the output at least"),
+        ("--mlp 4 8 7=2*3 check", "'WIDTH': the factors of a WIDTH should multiply up to it; those of '7=2*3' make 6"),
+        ("--mlp 4 8 2*3 check", "a WIDTH should be a positive size, or with its factors 1024=32*32; it is '2*3'"),
+        ("--mlp 4 8 0 check", "it is '0'"),
+        ("--mlp 4 8=2*4 6=2*3 check --rank 99", "'--mlp': FactorLinear: rank should be at most"),
+        ("--mlp 4 8 8 check --activation swoosh", "activation should be None or one of identity, relu"),
+        ("--mlp 4 99999999999 999999999 check", "a layer and samples of these sizes cannot be made"),
+        (
+            "4 8 8 check --input 8",
+            "'--input': it was given where it has no meaning: they are for a model; give --model",
+        ),
+        ("4 8 8 check --checkpoint nets.py", "'--checkpoint': it was given where it has no meaning"),
+        ("4 8 8 check --arch 80", "'--arch': it says which GPU --source is for; give --source as well"),
+        (
+            "4 8 8 check --source --arch 70",
+            "the compute capability should be one of 80, 86, 89, 90, 100, 120; it is 70",
+        ),
+        (
+            "4 8 8 bench --implementation model",
+            "model cannot run: it is a model of your own, for --model; choose another",
+        ),
+        ("--model nets.py:Net 4 8 check", "'FACTOR': it was given where it has no meaning: they are the model's own"),
+        ("--model nets.py:Net 4 check --rank 2", "'--rank': it was given where it has no meaning"),
+        ("--model nets.py:Net 4 check --mlp", "'--mlp': it was given where it has no meaning"),
+        ("--model nets.py 4 check", "should be given as path/to/file.py:function; it is 'nets.py'"),
+        (
+            "--model nots.py:Net 4 check",
+            "a Python file that exists should be given before the function; there is no nots",
+        ),
+        ("--model nets.py:Not 4 check", "'--model': nets.py should have a function Not; it has none"),
+        ("--model nets.py:broken 4 check", "nets.py:broken() raised KeyError: 'boo' (line 50 of"),
+        ("--model nets.py:number 4 check", "nets.py:number() should return an nn.Module; it returned int"),
+        ("4 8 8 check --activation nets.py:Not", "'--activation': nets.py should have a function Not; it has none"),
+        ("4 8 8 check --activation nets.py:Net", "'--activation': activation Net cannot be traced"),
+        ("--model nets.py:nothing 4 check", "ReLU has no nn.Linear and no FactorLinear: there is nothing to compare"),
+        ("--model nets.py:Two 4 check", "the model should return a tensor; it returned tuple"),
+        ("--model nets.py:Branching 4 check", "torch.fx cannot trace Branching"),
+        ("--model nets.py:Convolution 4 check", "the model cannot be called with x [4, 4]: Expected"),
+        (
+            "--model nets.py:Net 4 check --input 3x4",
+            "should be sizes with commas between them, such as 3,32; it is '3x4'",
+        ),
+        (
+            "--model nets.py:Net 4 check --checkpoint nets.py",
+            "nets.py cannot be read as a state_dict (UnpicklingError)",
+        ),
+        ("--model nets.py:Net 4 check --checkpoint other.pt", "other.pt does not fit the model"),
+        ("--model nets.py:Net 4 check --checkpoint no.pt", "'no.pt' does not exist"),
+    ],
+)
+def test_wrong_usage_of_blocks_and_models(arguments: str, message: str, models: Path) -> None:
+    torch.save({"weight": torch.ones(3)}, models / "other.pt")
+    result = run(arguments)
+    assert message in words(result.stderr)
+    assert "Traceback" not in result.stderr
+    assert (result.stdout, result.exit_code) == ("", 2)
+
+
+@pytest.mark.parametrize("arguments", ["--mlp 16 6 8=2*4 9=3*3 4", "--model nets.py:Net 16"])
+def test_bench_and_profile_of_blocks_and_models(arguments: str, models: Path) -> None:
+    result = run(f"{arguments} bench --min-run-time 0.001 --device cpu")
+    columns = r"model +\| +v1" if "--model" in arguments else r"\| +v1"
+    assert result.exit_code == 0, result.output
+    assert re.search(columns + r" +\| +v2 +\| +v3", result.stdout)
+    version = "model" if "--model" in arguments else "v3"
+    result = run(f"{arguments} profile --device cpu --steps 1 --json --implementation {version}")
+    assert result.exit_code == 0, result.output
+    assert any(event["name"].endswith(" backward") for event in json.loads(result.stdout)["events"])
+
+
+def test_figures_of_a_block_are_those_of_all_its_layers() -> None:
+    found = json.loads(run("--mlp 10 6 12=3*4 20=4*5 3 bench --json --min-run-time 0.001").stdout)
+    factored = 3 * 4 * 5 + 4 * 3 * 5  # the second mode first, or the first: as many
+    forward = 10 * (6 * 12 + factored + 20 * 3)
+    assert found["timings"][0]["multiply_adds"] == forward
+    assert found["state_size"] == 20
+    moved = 10 * (6 + 3) + 6 * 12 + (3 * 4 + 4 * 5) + 20 * 3
+    assert found["arithmetic_intensity"] == pytest.approx(forward / moved)
+
+
+# source
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_source_of_a_layer(empty_cache: Path) -> None:
+    first = run("16 8 8 check --json --source --arch 80")
+    found = json.loads(first.stdout)
+    (source,) = found["source"]
+    (kernel,) = source["kernels"]
+    assert (found["architecture"], kernel["architecture"]) == ("sm_80", "sm_80")
+    assert source["chain"] == "tied 1 8 8 8 1; tied 0 1 8 8 8; bias" and "1 kernel, " in source["plan"]
+    assert f"{kernel['name']}(const __grid_constant__ Params" in kernel["code"]
+    assert Path(kernel["file"]).parent == empty_cache and Path(kernel["file"]).is_file()
+    assert "compute capability 8.0, 108 multiprocessors (here v3 runs on cpu)" in first.stderr
+    assert kernel["code"] in first.stderr
+    again = json.loads(run("16 8 8 check --json --source --arch 80").stdout)
+    assert again["source"] == found["source"]
+
+
+def test_source_of_dense_layers_is_one_kernel_where_there_is_one(empty_cache: Path) -> None:
+    arguments = "--mlp --dtype b --activation gelu 64 48 64 32 check --json --source"
+    (source,) = json.loads(run(arguments).stdout)["source"]
+    assert source["layers"] == ["layers.0", "layers.1"] and "48→64→32" in source["plan"]
+    each = json.loads(run(f"{arguments} --arch 80").stdout)["source"]
+    assert [one["layers"] for one in each] == [["layers.0"], ["layers.1"]]
+
+
+def test_source_of_a_model(models: Path, empty_cache: Path) -> None:
+    found = json.loads(run("--model nets.py:Net 16 check --json --source --arch 80").stdout)["source"]
+    layers = [layer for one in found for layer in one["layers"]]
+    assert sorted(layers) == ["a", "b", "factored", "frozen", "gates.0", "layers.0", "layers.1"]
+
+
+def test_source_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.fused, "missing_extension", ImportError("no such file"))
+    result = run("16 8 8 check --source")
+    assert "'--source': the compiled extension factorlayer._C cannot be imported (no such file)" in words(result.stderr)
+    assert result.exit_code == 2
+
+
+def test_source_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.source, "why_not_compiled", lambda: "no NVRTC here")
+    result = run("16 8 8 check --source")
+    assert "not compiled: no NVRTC here" in result.stdout
+    assert "for sm_90a, compiled: nowhere" in result.stdout
 
 
 # profile
@@ -314,7 +705,7 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ("16 -8 check", "BATCH should be 0 or more and each FACTOR a positive size; -8 came"),
         ("-1 8 check", "BATCH should be 0 or more and each FACTOR a positive size; -1 came"),
         ("x 8 check", "BATCH"),
-        ("16 check", "Missing argument 'FACTOR"),
+        ("16 check", "'FACTOR': BATCH should be followed by one or more. For example"),
         ("check", "Missing argument 'BATCH"),
         ("16 8 check --dtype x", "'x' is not one of 'f', 'd', 'h', 'b'"),
         ("16 8 check --structure toeplitz", "'toeplitz' is not one of 'kronecker', 'monarch'"),

@@ -295,8 +295,17 @@ def test_what_is_no_activation_runs_as_it_was(between: nn.Module, mode: bool) ->
         torch.testing.assert_close(y, plain.train(training)(x))
 
 
+def test_the_implementation_can_be_changed_afterwards() -> None:
+    fused = fuse(model(), "batched")
+    fused.implementation = "v1"
+    assert fused.implementation == "naive"
+    assert [stack.implementation for stack in fused.stacks] == ["naive"] * 2
+    assert pickle.loads(pickle.dumps(fused)).implementation == "naive"
+
+
 def test_nothing_to_fuse() -> None:
-    for plain in (nn.Sequential(), nn.Linear(3, 4), FactorLinear(4, 4), nn.ReLU()):
+    factored = FactorLinear(4, 4), FactorLinear(4, 4, activation=nn.PReLU()), FactorMLP([4, 8, 4])
+    for plain in (nn.Sequential(), nn.Linear(3, 4), *factored, nn.ReLU()):
         assert fuse(plain) is plain
     lone = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     assert not stacks(fuse(lone))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import factorlayer.functional
 from factorlayer import FactorLinear, FactorMLP
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.expression import Expression
@@ -171,3 +172,28 @@ def test_auto_takes_all_layers_at_once_where_that_is_faster() -> None:
     assert reason(48, 512, 256, 12) is None and reason(2, 20, 20, 1, dtype=torch.float64) is None
     assert "a weight this large" in str(reason(768, 3072, 768))
     assert "16 bits" in str(reason(48, 64, 12, dtype=torch.bfloat16))
+
+
+def test_the_implementation_can_be_changed_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    right = factorlayer.functional.naive
+    monkeypatch.setattr(factorlayer.functional, "naive", lambda *a: called.append(1) or right(*a))
+    mlp = block("gated", implementation="batched")
+    mlp(torch.randn(2, 12, dtype=torch.float64))
+    assert not called
+    mlp.implementation = "v1"
+    mlp(torch.randn(2, 12, dtype=torch.float64))
+    assert len(called) == 3 and mlp.implementation == "naive"
+    with pytest.raises(ValueError, match="implementation should be one of"):
+        mlp.implementation = "fastest"
+
+
+def test_explain() -> None:
+    assert block("gated").explain().splitlines() == [
+        "FactorMLP:",
+        "  layers.0: 3 x 4 -> 6 x 6, kronecker",
+        "  multiplied by gates.0: 3 x 4 -> 6 x 6, kronecker, silu",
+        "  layers.1: 6 x 6 -> 3 x 4, kronecker",
+        "  plus the input",
+    ]
+    assert block("dense").explain().splitlines()[1:] == ["  layers.0: 5 -> 7, relu", "  layers.1: 7 -> 3"]

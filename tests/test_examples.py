@@ -1,0 +1,81 @@
+"""The examples in small: they run, learn, and draw."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+def load(name: str) -> ModuleType:
+    (path,) = [path for path in EXAMPLES if path.stem == name]
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(load(name).main)
+    result = CliRunner().invoke(app, arguments.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused"])
+def test_image(implementation: str) -> None:
+    arguments = "--size 32 --width 48 --hidden 2 --steps 120 --batch 1024 --rate 0.008"
+    found = run("image", f"{arguments} --implementation {implementation}")
+    plain, fused = (float(value) for value in re.findall(r"PSNR ([\d.]+) dB", found))
+    assert plain > 18  # the mean colour has 10.6
+    assert abs(plain - fused) < 0.5
+
+
+def test_the_equation_of_poisson_is_that_of_its_solution() -> None:
+    poisson = load("poisson")
+    places = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
+    hessians = torch.stack([torch.autograd.functional.hessian(poisson.solution, place) for place in places.detach()])
+    torch.testing.assert_close(-hessians.diagonal(dim1=1, dim2=2).sum(1), poisson.source(places).detach())
+
+
+def test_poisson() -> None:
+    found = run("poisson", "--width 24 --hidden 2 --steps 250 --batch 256 --rate 0.01")
+    assert float(re.search(r"relative error of u (\S+),", found)[1]) < 0.05
+
+
+def test_digits() -> None:
+    pytest.importorskip("sklearn")
+    found = run("digits", "--side 12 --hidden 1 --rank 4 --epochs 8 --batch 64 --rate 0.01")
+    accuracies = [float(value) for value in re.findall(r"accuracy ([\d.]+)%", found)]
+    dense, factored = (int(value) for value in re.findall(r"(\d+) parameters", found))
+    assert len(accuracies) == 2 and min(accuracies) > 93
+    assert factored < dense / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("image", "--size 8 --width 4 --hidden 1 --steps 2"),
+        ("poisson", "--width 4 --hidden 1 --steps 1"),
+        ("digits", "--side 2 --epochs 1"),
+    ],
+)
+def test_pictures(name: str, arguments: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    run(name, f"{arguments} --picture {tmp_path / name}.png")
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_examples_are_run() -> None:
+    assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson"]
