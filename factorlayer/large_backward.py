@@ -104,4 +104,4 @@ def _time(plan: LargeBackward, batch: int) -> float:
     _, p1, q0, q1 = (round_up(n, 16) for n in plan.sizes)
     products = 128 * (3 * p1 * q1 + 2 * q0 * q1) / (0.3 * plan.gpu.flops[plan.dtype])
     units = max(1.0, batch * plan.units_per_sample / plan.gpu.sms)
-    return 8.0 + units * max(memory, products + UNIT_US)
+    return 6.0 + units * max(memory, products + UNIT_US)

@@ -186,7 +186,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    if all(c.tied for c in chain.contractions):
+    if chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
         families = (pair_backward, large_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]

@@ -24,7 +24,7 @@ from factorlayer import runtime
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack, plan_text
+from factorlayer.plan import BATCHES, Plan, PlanError, has_plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
@@ -359,15 +359,20 @@ def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.M
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
-    assert len(cases) <= 40
+    assert len(cases) <= 44
     found = set()
-    for case, spec, chain, batch, dtype in cases:
+    for case, spec, chain, batch, dtype, trained in cases:
         assert batch * max(spec.in_features, spec.out_features) <= 1 << 17, f"{case} takes long"
-        planned = plan(chain, dtype, BATCHES[0 if batch <= 64 else 1], Gpu.of(90))
         found |= {"rank"} if chain.rank > 1 else set()
-        found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
-        found |= {" ".join(type(p).__name__ for p in planned.passes)}
-        passes = planned.text().split("\npass ")[1:]
-        found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
+        for each in (chain, all_gradients_of(spec)) if trained else (chain,):
+            try:
+                planned = plan(each, dtype, BATCHES[0 if batch <= 64 else 1], Gpu.of(90))
+            except PlanError:
+                continue  # these gradients are made one by one
+            found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
+            found |= {" ".join(type(p).__name__ for p in planned.passes)}
+            passes = planned.text().split("\npass ")[1:]
+            found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
+    assert {"PairBackward Reduction", "LargeBackward Reduction", "PairBackward Reduction Parts"} <= found
     assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found

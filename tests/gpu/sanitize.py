@@ -65,9 +65,11 @@ LAYERS = [
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
 TRAINED = [
-    ("kronecker", "32 32", 9, "bfloat16 float16"),
+    ("kronecker", "32 32", 9, "float64 float32 tf32 float16"),
+    ("kronecker", "112 128", 5, "bfloat16"),
+    ("kronecker", "4x3 3x4 8x9", 9, "float32"),
     ("kronecker", "3x2 12x16 16x8", 70, "bfloat16"),
-    ("kronecker", "5x4 6x7", 5, "float64 float32"),
+    ("kronecker", "5x4 6x7", 5, "float64"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("monarch", "8x6 9x10", 70, "tf32 bfloat16"),
 ]  # fmt: skip
