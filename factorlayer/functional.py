@@ -24,7 +24,7 @@ from factorlayer.fused import (
 from factorlayer.naive import naive
 from factorlayer.runtime import CompileError, is_hopper
 from factorlayer.spec import LayerSpec, spec_of_weights
-from factorlayer.tracing import UserActivation, activation_of, scalars
+from factorlayer.stages import UserActivation, activation_of, scalars
 
 IMPLEMENTATIONS = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
 IMPLEMENTATIONS |= {"v1": "naive", "v2": "batched", "v3": "fused"}

@@ -15,7 +15,7 @@ from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP
 from factorlayer.stack import Activation, Layer, LayerStack, is_hooked, layer_of
-from factorlayer.tracing import activation_of
+from factorlayer.stages import activation_of
 
 
 def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:

@@ -15,7 +15,7 @@ from factorlayer.functional import autocast, choose, implementation_name, run, w
 from factorlayer.fused import explain_fused
 from factorlayer.project import project, to_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
-from factorlayer.tracing import UserActivation, activation_of, scalars
+from factorlayer.stages import UserActivation, activation_of, scalars
 
 
 class FactorLinear(nn.Module):

@@ -12,7 +12,7 @@ from factorlayer.expression import Expression
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.stack import Activation, LayerStack
-from factorlayer.tracing import UserActivation, activation_of
+from factorlayer.stages import UserActivation, activation_of
 
 Width = int | Sequence[int]
 

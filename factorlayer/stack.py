@@ -17,7 +17,7 @@ from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.spec import LayerSpec
 from factorlayer.stacked import Stack, fused_stack, why_not_stacked
-from factorlayer.tracing import activation_of, scalars
+from factorlayer.stages import activation_of, scalars
 
 LARGEST_DENSE = (
     1 << 19

@@ -24,7 +24,7 @@ from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP, Width
 from factorlayer.spec import LayerSpec
 from factorlayer.stack import layer_of
-from factorlayer.tracing import activation_of
+from factorlayer.stages import activation_of
 
 Activation = str | Callable[[Tensor], Tensor]
 

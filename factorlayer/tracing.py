@@ -13,19 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from factorlayer.activations import activation_name
 from factorlayer.elementwise import ALIASES, OF_X, TRACED
 from factorlayer.expression import Expression, X, in_order, name_of, number, parameter
 
 _IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
-UserActivation = str | Expression | nn.Module | Callable[[Tensor], Tensor] | None
 
 
-def activation_of(activation: Any) -> tuple[str, tuple[str, ...]]:
-    """The chain's stage for what a user gives, and which parameters of the module p0, p1, … are. Raises ValueError and
-    TypeError."""
-    if activation is None or isinstance(activation, str):
-        return activation_name(activation), ()
+def program_of(activation: Any) -> tuple[str, tuple[str, ...]]:
+    """Of an expression, a module or a function: a chain's stage, and which parameters of the module p0, p1, … are."""
     names: tuple[str, ...] = ()
     if isinstance(activation, Expression):
         if activation.parameters:
@@ -43,21 +38,6 @@ def activation_of(activation: Any) -> tuple[str, tuple[str, ...]]:
         return name or expression.program, names
     except ValueError as error:
         raise ValueError(f"activation {_called(activation)} cannot be traced: {error}") from None
-
-
-# torch.compile takes what it returns as constant, until the function is another one.
-activation_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def scalars(module: Any, names: tuple[str, ...]) -> list[Tensor]:
-    """The module's parameters as they are now: they may have been moved, replaced or parametrized."""
-    found = []
-    for name in names:
-        owner = module
-        for part in name.split("."):
-            owner = getattr(owner, part)
-        found.append(owner)
-    return found
 
 
 def trace(function: Callable[[Tensor], Tensor]) -> tuple[Expression, tuple[str, ...]]:

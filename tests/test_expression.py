@@ -36,7 +36,8 @@ from factorlayer.expression import (
     slope,
     write,
 )
-from factorlayer.tracing import activation_of, scalars, trace
+from factorlayer.stages import activation_of, scalars
+from factorlayer.tracing import trace
 
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 3.0, -3.0, 6.0, 20.0, 30.0, -30.0, 300.0, -300.0, 1e30, -1e30]
 SPECIAL += [math.inf, -math.inf, math.nan]

@@ -18,7 +18,7 @@ FLOORS = {
     "activations": 1, "chain": 1, "elementwise": 1, "formula": 1, "naive": 1, "resident": 1,
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2,
     "tiling": 2, "tracing": 2,
-    "dense_backward": 3, "large_backward": 3, "pair": 3, "pair_backward": 3, "parts": 3, "wide": 3,
+    "dense_backward": 3, "large_backward": 3, "pair": 3, "pair_backward": 3, "parts": 3, "stages": 3, "wide": 3,
     "plan": 4,
     "fused": 5,
     "functional": 6, "stacked": 6,
