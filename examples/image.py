@@ -82,7 +82,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Pixels in a step.")] = 8192,
     rate: Annotated[float, typer.Option(help="Learning rate, at first.")] = 3e-3,
-    implementation: Annotated[str, typer.Option(help="Of the fused network: auto, naive, batched or fused.")] = "fused",
+    implementation: Annotated[str, typer.Option(help="Of the fused network: auto, naive, batched or fused.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     picture: Annotated[Path | None, typer.Option(help="Where to draw the images (needs matplotlib).")] = None,
 ) -> None:

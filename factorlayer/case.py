@@ -117,6 +117,8 @@ class Problem:
                 hook.remove()
         if not isinstance(y, Tensor):
             raise ValueError(f"the model should return a tensor; it returned {type(y).__name__}")
+        if not calls:
+            raise ValueError("the model called no nn.Linear and no FactorLinear: there is nothing to compare")
         return calls, y
 
     def in_float64(self) -> Problem:

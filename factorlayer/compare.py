@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -172,21 +172,22 @@ def _steady(problem: Problem) -> float:
     grad_y = exact.grad_y
     for slope in _slopes(exact, y):
         grad_y += slope / slope.square().mean().sqrt()
+    batch = len(problem.x)
+    samples = torch.zeros(batch, dtype=torch.bool, device=y.device)
     jumping, by_sample = 0.0, 0.0
-    samples = torch.zeros(len(y), dtype=torch.bool, device=y.device)
     for near, out in jumps.found:
         share = near.double().mean().item()
-        if out == y.data_ptr():
+        if out.data_ptr() == y.data_ptr() and out.numel() == y.numel():
             grad_y[near.reshape(y.shape)] = 0
-        elif near.shape[0] % len(y) == 0:
-            samples |= near.reshape(len(y), -1).any(1)
+        elif batch and y.shape[:1] == (batch,) and near.dim() and near.shape[0] % batch == 0:
+            samples |= near.reshape(batch, -1).any(1)
             by_sample += share
         else:
             jumping += share
-    if samples.double().mean() < 0.9:
-        grad_y[samples] = 0
-    else:
+    if samples.double().mean() >= 0.9:
         jumping += by_sample
+    elif samples.any():
+        grad_y[samples] = 0
     problem.grad_y = grad_y.to(problem.case.dtype)
     if problem.case.dtype == torch.float16:
         largest = max(_largest(gradient) for gradient in exact.backward(exact.forward("v1")).values())
@@ -208,27 +209,31 @@ def _slopes(exact: Problem, y: Tensor) -> Iterator[Tensor]:
 
 
 class _Jumps(TorchFunctionMode):
-    """Notes where derivatives jump: what enters relu and its like, or is compared; whether it is near there, and where
-    the result lies."""
+    """Notes where derivatives jump: what enters relu and its like, or is compared. Whether it is near there, and the
+    result."""
 
     def __init__(self, tolerance: float) -> None:
         super().__init__()
         self.tolerance = tolerance
-        self.found: list[tuple[Tensor, int]] = []
+        self.found: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").strip("_")  # of what is done in place, too
-        if self.found and name == "square" and args[0].data_ptr() == self.found[-1][1]:
+        if self.found and name == "square" and args[0].data_ptr() == self.found[-1][1].data_ptr():
             self.found.pop()  # the derivative of relu squared does not jump
-        z = args[0] if name in JUMPING else args[0] - args[1] if name in COMPARING else None
-        near = None
-        if isinstance(z, Tensor) and z.is_floating_point() and z.numel():
-            x = max((arg for arg in args if isinstance(arg, Tensor)), key=Tensor.numel)
-            near = z.abs() <= self.tolerance * x.square().mean().sqrt()
+        near = self._near(args[:1] if name in JUMPING else args[:2] if name in COMPARING and len(args) > 1 else ())
         y = func(*args, **(kwargs or {}))
         if near is not None:
-            self.found.append((near, y.data_ptr()))
+            self.found.append((near, y))
         return y
+
+    def _near(self, args: Sequence[Any]) -> Tensor | None:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if not tensors or not all(tensor.is_floating_point() and tensor.numel() for tensor in tensors):
+            return None
+        z = args[0] if len(args) == 1 else args[0] - args[1]
+        scale = max(tensors, key=Tensor.numel).square().mean().sqrt()
+        return z.abs() <= self.tolerance * scale  # type: ignore[no-any-return]
 
 
 def _largest(tensor: Tensor) -> float:

@@ -319,6 +319,24 @@ class Two(nn.Module):
         return self.l(x), x
 
 
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return x.abs()
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 3))
+
+    def forward(self, x):
+        return torch.maximum(self.l(x), other=x).mean() + (x.abs() > 0.5).float().mean()
+
+
 def broken():
     raise KeyError("boo")
 
@@ -442,7 +460,7 @@ def test_check_of_an_activation_of_the_users(activation: str, understood: str, d
 
 
 @pytest.mark.parametrize("dtype", "dfhb")
-@pytest.mark.parametrize(("model", "options"), [("Net", ""), ("Convolution", "--input 3,5,6")])
+@pytest.mark.parametrize(("model", "options"), [("Net", ""), ("Convolution", "--input 3,5,6"), ("Loss", "")])
 def test_check_of_a_model(model: str, options: str, dtype: str, models: Path) -> None:
     result = run(f"--model nets.py:{model} {options} --dtype {dtype} 24 check")
     assert result.exit_code == 0, result.stdout
@@ -519,11 +537,12 @@ def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
             "a Python file that exists should be given before the function; there is no nots",
         ),
         ("--model nets.py:Not 4 check", "'--model': nets.py should have a function Not; it has none"),
-        ("--model nets.py:broken 4 check", "nets.py:broken() raised KeyError: 'boo' (line 50 of"),
+        ("--model nets.py:broken 4 check", "nets.py:broken() raised KeyError: 'boo' (line 68 of"),
         ("--model nets.py:number 4 check", "nets.py:number() should return an nn.Module; it returned int"),
         ("4 8 8 check --activation nets.py:Not", "'--activation': nets.py should have a function Not; it has none"),
         ("4 8 8 check --activation nets.py:Net", "'--activation': activation Net cannot be traced"),
         ("--model nets.py:nothing 4 check", "ReLU has no nn.Linear and no FactorLinear: there is nothing to compare"),
+        ("--model nets.py:Unused 4 check", "the model called no nn.Linear and no FactorLinear"),
         ("--model nets.py:Two 4 check", "the model should return a tensor; it returned tuple"),
         ("--model nets.py:Branching 4 check", "torch.fx cannot trace Branching"),
         ("--model nets.py:Convolution 4 check", "the model cannot be called with x [4, 4]: Expected"),
