@@ -56,7 +56,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 3000,
     batch: Annotated[int, typer.Option(min=1, help="Places in a step.")] = 1024,
     rate: Annotated[float, typer.Option(help="Learning rate, at first.")] = 3e-3,
-    implementation: Annotated[str, typer.Option(help="auto, naive, batched or fused.")] = "batched",
+    implementation: Annotated[str, typer.Option(help="auto, naive, batched or fused.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     picture: Annotated[Path | None, typer.Option(help="Where to draw u and its error (needs matplotlib).")] = None,
 ) -> None:

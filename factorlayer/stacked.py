@@ -6,7 +6,6 @@ gradients of fewer; what cannot be run so is run layer by layer (factorlayer/sta
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,25 +79,17 @@ class _Stack(Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
-        run = _StackBackward.apply if torch.is_grad_enabled() else _raw_backward
+        run = _differentiable_backward if torch.is_grad_enabled() else _raw_backward
         found = iter(run(ctx.text, wanted, grad_y, *ctx.saved_tensors))
         return None, *(next(found) if need else None for need in needs)
 
 
-class _StackBackward(Function):
-    @staticmethod
-    def forward(ctx: Any, text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.text, ctx.wanted = text, wanted
-        ctx.save_for_backward(*tensors)
-        return _raw_backward(text, wanted, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_gradients: Tensor) -> tuple[Any, ...]:
-        def first_gradients(grad_y: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-            gradients = torch.func.vjp(functools.partial(_by_torch, ctx.text), *leaves)[1](grad_y)
-            return tuple(gradients[place] for place in ctx.wanted)
-
-        return None, None, *torch.func.vjp(first_gradients, *ctx.saved_tensors)[1](grad_gradients)
+def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """By PyTorch's operations, which it can differentiate again."""
+    grad_y, *rest = tensors
+    leaves = [t.view_as(t) for t in rest]  # one that stands at two places has a gradient for each
+    y = _by_torch(text, *leaves)
+    return torch.autograd.grad(y, [leaves[place] for place in wanted], grad_y, create_graph=True)
 
 
 def _raw_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -197,3 +197,10 @@ def test_explain() -> None:
         "  plus the input",
     ]
     assert block("dense").explain().splitlines()[1:] == ["  layers.0: 5 -> 7, relu", "  layers.1: 7 -> 3"]
+
+
+def test_gradgradcheck() -> None:
+    mlp = block("learned", implementation="fused")
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *mlp.parameters())
+    assert torch.autograd.gradgradcheck(lambda x, *_: mlp(x), inputs, atol=1e-4)
