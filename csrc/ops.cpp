@@ -96,7 +96,10 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(count), "factorlayer: the chain names weight ", c.weight,
                     ", which was not given");
-    check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
+    const Tensor& weight = weights[c.weight];
+    check(weight, x, chain.rank * c.weight_size(), "a weight");
+    STD_TORCH_CHECK(weight.dim() >= 2 && weight.size(weight.dim() - 1) == c.p && weight.size(weight.dim() - 2) == c.q,
+                    "factorlayer: a weight must be [..., ", c.q, ", ", c.p, "]");
   }
   for (size_t i = count; i < weights.size(); ++i) check(weights[i], x, 1, "an activation's parameter");
   STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");

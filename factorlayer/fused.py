@@ -133,12 +133,17 @@ def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | Non
         else:
             y = _apply_chain(text, x, bias, *weights) if recorded else _forward_now(x, weights, bias, text)
     except RuntimeError as error:  # PyTorch hands on a C++ exception's message only
-        if x.is_cuda:
-            raise_failure(text, x.dtype, x.shape[0], x.get_device())
-            if "CUDA out of memory" in str(error):
-                raise torch.OutOfMemoryError(str(error)) from None
+        raise_better(error, text, x)
         raise
     return y
+
+
+def raise_better(error: RuntimeError, text: str, x: Tensor) -> None:
+    """CompileError or OutOfMemoryError, if that is why a raw op failed on a GPU."""
+    if x.is_cuda:
+        raise_failure(text, x.dtype, x.shape[0], x.get_device())
+        if "CUDA out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
 
 
 def any_requires_grad(x: Tensor, bias: Tensor | None, weights: Sequence[Tensor]) -> bool:

@@ -5,24 +5,30 @@ torch.fx finds what stands one behind another. What is no layer and no activatio
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, fx, nn
 
+from factorlayer.expression import Expression
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP
 from factorlayer.stack import Activation, Layer, LayerStack, is_hooked, layer_of
 from factorlayer.stages import activation_of
+from factorlayer.tracing import Proxy
 
 
 def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
     """The module, run as stacks of its Linear and FactorLinear layers with the activations behind them.
 
     The parameters are the module's own, under their names: optimizers and checkpoints go on with either. What cannot be
-    in a stack is called as before; `explain()` of what is returned says what runs how.
+    in a stack is called as before; `explain()` of what is returned says what runs how. Python's numbers and decisions
+    are those of now, and so are the module's parts: to change these, change the module and fuse it again.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
@@ -32,6 +38,11 @@ def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
         raise ValueError(f"fuse: {error}") from None
     if isinstance(module, Fused):
         module = module.module
+    elif is_hooked(module):
+        raise ValueError(
+            f"fuse: {type(module).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
+            "and put them on what fuse returns"
+        )
     if isinstance(module, FactorLinear | FactorMLP) or not list(module.children()):
         return module  # which runs as stacks already, or is one layer, or nothing to fuse
     return Fused(module, implementation)
@@ -44,10 +55,16 @@ class Fused(nn.Module):
         super().__init__()
         self.training, self._implementation = module.training, implementation
         self._parameters, self._buffers = module._parameters, module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         for name, child in module.named_children():
             self.add_module(name, child)
         self._module = [module]  # in a list: no child, whose parameters would have two names
         self._build()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and "_calls" in self.__dict__:
+            raise AttributeError(f"fuse: {name} cannot be set afterwards: set it in the module, and fuse that again")
+        super().__setattr__(name, value)
 
     @property
     def module(self) -> nn.Module:
@@ -127,7 +144,15 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, opaque: dict[str, str]) -> None:
         super().__init__()
-        self.opaque = opaque
+        self.opaque, self.switches = opaque, _switches()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Proxy(node, self)
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if _switches() != self.switches:
+            raise ValueError("it switches gradients or autocast on or off, which a graph does not keep")
+        return super().create_node(kind, target, *args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self.opaque or isinstance(m, (FactorLinear, FactorMLP, Fused)):
@@ -141,7 +166,7 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, dict[str, str]]:
     for name, part in reversed(list(module.named_modules())):  # the innermost first
         if not name or _Tracer({}).is_leaf_module(part, name):
             continue
-        if _is_activation(part):
+        if is_hooked(part) or _is_activation(part):
             opaque[name] = ""
             continue
         inner = {key[len(name) + 1 :]: why for key, why in opaque.items() if key.startswith(f"{name}.")}
@@ -160,10 +185,53 @@ def _trace(module: nn.Module) -> tuple[fx.Graph, dict[str, str]]:
 
 def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str]) -> fx.Graph:
     """For a graph knows one only."""
-    training, evaluation = _in_both_modes(module, lambda: _Tracer(opaque).trace(module))
+    training, evaluation = _in_both_modes(module, lambda: _trace_once(module, opaque))
     if str(training) != str(evaluation):
         raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
     return evaluation
+
+
+def _trace_once(module: nn.Module, opaque: dict[str, str]) -> fx.Graph:
+    """With arguments left out that may be. Raises ValueError if the module's code does what a graph does not keep; what
+    it has done to the module is undone."""
+    arguments = inspect.signature(type(module).forward).parameters.values()
+    left_out = {a.name: a.default for a in arguments if a.default is not a.empty and not isinstance(a.default, Tensor)}
+    parts = {part: (dict(part.__dict__), dict(part._buffers)) for part in module.modules()}
+    buffers = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
+    drawn = random.getstate(), torch.get_rng_state()
+    try:
+        graph = _Tracer(opaque).trace(module, left_out or None)
+    finally:
+        changed = {name for part, (own, _) in parts.items() for name in _changed(own, part.__dict__)}
+        changed |= {name for part, (_, own) in parts.items() for name in _changed(own, part._buffers)}
+        changed |= {"a buffer" for buffer, (version, _) in buffers.items() if buffer._version != version}
+        for part, (own, own_buffers) in parts.items():
+            part.__dict__.clear()
+            part.__dict__.update(own)
+            part._buffers.clear()
+            part._buffers.update(own_buffers)
+        for buffer, (_, values) in buffers.items():
+            buffer.data.copy_(values)
+        draws = random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1])
+        random.setstate(drawn[0])
+        torch.set_rng_state(drawn[1])
+    if any(name.startswith("_tensor_constant") for name in changed):
+        raise ValueError("it makes tensors of its own, which a graph would keep as they are now")
+    if changed:
+        raise ValueError(f"its forward sets {', '.join(sorted(changed))}, which a graph does not")
+    if draws:
+        raise ValueError("it draws random numbers, which a graph would keep as they are now")
+    return graph
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)}
+
+
+def _switches() -> tuple[bool, ...]:
+    """What a module's code may switch, and a graph does not know of."""
+    autocast = map(torch.is_autocast_enabled, ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 T = TypeVar("T")
@@ -197,7 +265,8 @@ def _runs(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
         run, behind = [first], [first]  # behind: the last layer, and its activation
         while len(run[-1].users) == 1:
             (following,) = run[-1].users
-            if following.all_input_nodes != [run[-1]]:
+            # Nothing may stand between: it might write what the stack reads.
+            if following.all_input_nodes != [run[-1]] or run[-1].next is not following:
                 break
             if _layer(module, following) is not None:
                 behind = [following]
@@ -277,7 +346,10 @@ def _activation(module: nn.Module, nodes: Sequence[fx.Node]) -> Activation:
 def _is_activation(module: nn.Module) -> bool:
     if layer_of(module) is not None or (isinstance(module, nn.Sequential) and len(module) == 0):
         return False
+    if next(module.buffers(), None) is not None:  # whose values may change
+        return False
     try:
-        return len({stage for stage in _in_both_modes(module, lambda: activation_of(module))}) == 1
+        (stage, _), other = _in_both_modes(module, lambda: activation_of(module))
     except (TypeError, ValueError):
         return False
+    return stage == other[0] and not ("/" in stage and Expression.parse(stage).is_boolean)

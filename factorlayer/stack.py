@@ -15,6 +15,7 @@ from factorlayer.formula import formula
 from factorlayer.functional import autocast, run
 from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
+from factorlayer.runtime import CompileError
 from factorlayer.spec import LayerSpec
 from factorlayer.stacked import Stack, fused_stack, why_not_stacked
 from factorlayer.stages import activation_of, scalars
@@ -71,6 +72,8 @@ def run_stack(
             try:
                 y = fused_stack(stack, cast.reshape(-1, cast.shape[-1]), given, recorded)
                 return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+            except (CompileError, torch.OutOfMemoryError):
+                raise
             except RuntimeError:
                 _one_by_one(layers, x, tensors, implementation, who)  # which has better words for it
                 raise
@@ -123,10 +126,13 @@ class LayerStack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tensors: list[Tensor] = []
-        for member in self._members:
+        for member, layer, who in zip(self._members, self.layers, self._who, strict=True):
             if member.is_hooked():
                 return self._one_by_one(x)
-            tensors += member.tensors()
+            found = member.tensors()
+            if len(found) != layer.tensors:
+                raise ValueError(f"{who} has got or lost its bias since; build or fuse what it is part of again")
+            tensors += found
         return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
 
     @property
@@ -169,6 +175,6 @@ class _Member:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling it does more than its forward."""
+    """Whether calling it does something else than its class's forward."""
     own = module.__dict__  # an attribute of a module takes ten times as long
-    return any(own[hooks] for hooks in HOOKS)
+    return any(own[hooks] for hooks in HOOKS) or "forward" in own

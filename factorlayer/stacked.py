@@ -19,7 +19,14 @@ from torch.utils.flop_counter import register_flop_formula
 from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
-from factorlayer.fused import has_kernel, missing_extension, runs_in_tf32, transforms_active, why_not_fused
+from factorlayer.fused import (
+    has_kernel,
+    missing_extension,
+    raise_better,
+    runs_in_tf32,
+    transforms_active,
+    why_not_fused,
+)
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -49,6 +56,8 @@ def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
         return reason
     if transforms_active():
         return "torch.func takes it layer by layer"
+    if type(x).__name__ == "DTensor":
+        return "nobody has said how it is sharded"
     if x.is_cuda:
         text, device = stack.text_for(x), x.get_device()
         if not has_kernel(text, x.dtype, device):
@@ -63,7 +72,12 @@ def fused_stack(stack: Stack, x: Tensor, tensors: Sequence[Tensor], recorded: bo
     text = stack.text_for(x)
     if recorded and is_compiling():  # torch.compile wants every input of a Function once
         tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
-    y: Tensor = _Stack.apply(text, x, *tensors) if recorded else _forward(x, tensors, text)
+    y: Tensor
+    try:
+        y = _Stack.apply(text, x, *tensors) if recorded else _forward(x, tensors, text)
+    except RuntimeError as error:
+        raise_better(error, text, x)
+        raise
     return y
 
 
@@ -79,7 +93,9 @@ class _Stack(Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
-        run = _differentiable_backward if torch.is_grad_enabled() else _raw_backward
+        many = not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad_y)  # vectors at once
+        again = torch.is_grad_enabled() or many
+        run = _differentiable_backward if again else _raw_backward
         found = iter(run(ctx.text, wanted, grad_y, *ctx.saved_tensors))
         return None, *(next(found) if need else None for need in needs)
 
@@ -87,14 +103,23 @@ class _Stack(Function):
 def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """By PyTorch's operations, which it can differentiate again."""
     grad_y, *rest = tensors
-    leaves = [t.view_as(t) for t in rest]  # one that stands at two places has a gradient for each
-    y = _by_torch(text, *leaves)
-    return torch.autograd.grad(y, [leaves[place] for place in wanted], grad_y, create_graph=True)
+    with torch.enable_grad():
+        leaves = [t.view_as(t) for t in rest]  # one that stands at two places has a gradient for each
+        y = _by_torch(text, *leaves)
+    if not y.requires_grad:  # a step's
+        return tuple(torch.zeros_like(leaves[place]) for place in wanted)
+    return torch.autograd.grad(
+        y, [leaves[place] for place in wanted], grad_y, create_graph=True, allow_unused=True, materialize_grads=True
+    )
 
 
 def _raw_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     grad_y, x, *rest = tensors
-    return tuple(_backward(grad_y, x, rest, text, wanted))
+    try:
+        return tuple(_backward(grad_y, x, rest, text, wanted))
+    except RuntimeError as error:
+        raise_better(error, f"{text} | backward", x)
+        raise
 
 
 def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
@@ -117,7 +142,13 @@ def _layers(text: str) -> tuple[Chain, ...]:
 
 
 def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
-    return x.new_empty(x.shape[0], _layers(stack)[-1].out_features)
+    layers = _layers(stack)
+    if x.shape[1] != layers[0].in_features:
+        raise RuntimeError(f"factorlayer: x must be [batch, {layers[0].in_features}]")
+    for tensor in tensors:
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise RuntimeError("factorlayer: weights and biases must have x's dtype and device")
+    return x.new_empty(x.shape[0], layers[-1].out_features)
 
 
 def _backward_fake(

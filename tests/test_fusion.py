@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -333,3 +335,136 @@ def test_errors() -> None:
     fused.get_submodule("2.0").float()
     with pytest.raises(TypeError, match=r"fuse: layer 2\.0: x and weight_0 should have one dtype"):
         fused(torch.randn(3, 12).double())
+
+
+class Styles(nn.Module):
+    """A forward, given as a function of the module and x, beside two layers."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.run = run
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.run(self, x) if mask is None else self.run(self, x) * mask
+
+
+def without_gradients(self: Styles, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = torch.relu(self.a(x))
+    return self.b(h)
+
+
+def drawing(self: Styles, x: Tensor) -> Tensor:
+    return self.b(self.a(x)) if random.random() < 0.5 else self.b(x)
+
+
+def noting(self: Styles, x: Tensor) -> Tensor:
+    self.last = self.a(x)
+    return self.b(torch.relu(self.last))
+
+
+def counting(self: Styles, x: Tensor) -> Tensor:
+    self.count += 1
+    return self.b(torch.relu(self.a(x)))
+
+
+def with_autocast(self: Styles, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.b(torch.relu(self.a(x))).float()
+
+
+def making(self: Styles, x: Tensor) -> Tensor:
+    return self.b(torch.relu(self.a(x))) * torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (without_gradients, "switches gradients or autocast"),
+        (with_autocast, "switches gradients or autocast"),
+        (drawing, "draws random numbers|in training mode"),
+        (noting, "its forward sets last"),
+        (counting, "its forward sets"),
+        (making, "makes tensors of its own"),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_what_a_graph_would_not_keep_is_left_alone(run: Callable[..., Tensor], reason: str) -> None:
+    inner = Styles(run)
+    before = dict(inner.__dict__)
+    with pytest.raises(ValueError, match=reason):
+        fuse(inner)
+    fused = fuse(nn.Sequential(inner, nn.Linear(4, 3), nn.ReLU()))
+    assert re.search(reason, fused.explain()) and stacks(fused) == [["1: 4 -> 3, relu"]]
+    assert inner.__dict__ == before and not inner.count
+    x = torch.randn(3, 4)
+    random.seed(0)
+    y = fused(x)
+    random.seed(0)
+    torch.testing.assert_close(y, torch.relu(fused.get_submodule("1")(inner(x))))
+
+
+def writing_between(self: Styles, x: Tensor) -> Tensor:
+    h = self.a(x)
+    x.mul_(2)
+    return self.b(h) + x
+
+
+def adding_in_place(self: Styles, x: Tensor) -> Tensor:
+    h = self.a(x)
+    r = h
+    h += 1
+    return self.b(torch.relu(h)) + r
+
+
+def comparing(self: Styles, x: Tensor) -> Tensor:
+    return self.b(torch.relu(self.a(x))) > 0
+
+
+@pytest.mark.parametrize("run", [writing_between, adding_in_place, comparing])
+def test_order_aliases_and_dtypes_stay(run: Callable[..., Tensor]) -> None:
+    plain = Styles(run)
+    fused = fuse(plain)
+    with torch.no_grad():
+        x = torch.randn(5, 4)
+        y, z = fused(x.clone()), plain(x.clone())
+    assert y.dtype == z.dtype
+    torch.testing.assert_close(y, z)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+
+
+def test_arguments_that_may_be_left_out_are() -> None:
+    plain = Styles(lambda self, x: self.b(torch.relu(self.a(x))))
+    fused = fuse(plain)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(fused(x), plain(x))
+    with pytest.raises(AssertionError, match="mask has been specialized"):
+        fused(x, torch.ones(5, 4))
+
+
+def test_forwards_and_hooks_of_their_own_run() -> None:
+    plain = model().eval()
+    plain[0].forward = lambda x: nn.functional.linear(x, 2 * plain[0].weight, plain[0].bias)
+    plain[2].register_forward_hook(lambda _, __, y: 3 * y)
+    fused = fuse(plain)
+    x = torch.randn(3, 12).double()
+    torch.testing.assert_close(fused(x), plain(x))
+    plain[4].forward = lambda x: 5 * nn.functional.linear(x, plain[4].weight)
+    torch.testing.assert_close(fused(x), plain(x))
+    plain.register_forward_hook(lambda _, __, y: 3 * y)
+    with pytest.raises(ValueError, match="Sequential has hooks or a forward of its own"):
+        fuse(plain)
+
+
+def test_parts_cannot_be_set_afterwards() -> None:
+    fused = fuse(model())
+    with pytest.raises(AttributeError, match="fuse: 0 cannot be set afterwards"):
+        setattr(fused, "0", nn.Linear(12, 20))
+    plain = model().eval()
+    fused = fuse(plain)
+    plain[0].bias = None
+    with pytest.raises(ValueError, match="fuse: layer 0 has got or lost its bias since"):
+        fused(torch.randn(3, 12).double())
+    plain[4].weight = nn.Parameter(torch.randn(30, 8).double())

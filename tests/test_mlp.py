@@ -204,3 +204,27 @@ def test_gradgradcheck() -> None:
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     inputs = (x, *mlp.parameters())
     assert torch.autograd.gradgradcheck(lambda x, *_: mlp(x), inputs, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused"])
+def test_a_weight_of_another_shape_is_refused(implementation: str) -> None:
+    mlp = block("dense", implementation=implementation)
+    mlp.layers[0].weight = nn.Parameter(torch.randn(5, 7).double())
+    with pytest.raises(RuntimeError, match=r"a weight must be \[\.\.\., 7, 5\]|shapes cannot be multiplied"):
+        mlp(torch.randn(2, 5).double())
+
+
+def test_jacobians_of_many_vectors_at_once() -> None:
+    mlp = block("dense")
+    x = torch.randn(3, 5, dtype=torch.float64)
+    found = torch.autograd.functional.jacobian(mlp, x, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(lambda x: definition(mlp, x), x))
+
+
+def test_gradients_through_a_step_are_zeros_that_can_be_differentiated() -> None:
+    mlp = FactorMLP([4, 4, 3], activation=lambda x: (x > 0) * 1.0, implementation="fused", dtype=torch.float64)
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    plain = torch.autograd.grad(mlp(x).sum(), leaves)
+    again = torch.autograd.grad(mlp(x).sum(), leaves, create_graph=True)
+    torch.testing.assert_close(plain, again)
