@@ -1,12 +1,30 @@
 """Structured linear layers (Kronecker, Monarch) and MLP blocks for PyTorch, run as chains that stay on chip."""
 
+from typing import TYPE_CHECKING, Any
+
+import factorlayer.stacked  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.expression import Expression
 from factorlayer.functional import factor_linear
-from factorlayer.fusion import fuse
 from factorlayer.layers import FactorLinear
-from factorlayer.mlp import FactorMLP
 from factorlayer.runtime import CompileError
 
 __version__ = "0.1.0"
 __all__ = ["ACTIVATIONS", "CompileError", "Expression", "FactorLinear", "FactorMLP", "factor_linear", "fuse"]
+
+if TYPE_CHECKING:
+    from factorlayer.fusion import fuse
+    from factorlayer.mlp import FactorMLP
+
+
+def __getattr__(name: str) -> Any:
+    """Blocks, whose modules are imported when they are needed: it takes as long as all the rest."""
+    if name == "FactorMLP":
+        from factorlayer.mlp import FactorMLP
+
+        return FactorMLP
+    if name == "fuse":
+        from factorlayer.fusion import fuse
+
+        return fuse
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
