@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import ELEMENT, MATH, headers, wgmma
+from factorlayer.device import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.resident import round_up
@@ -143,17 +143,10 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
         head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
-    struct = "\n  ".join(head + body)
     backward = template != "DenseLayers"
     further = ("dense.cuh", "dense_backward.cuh") if backward else ("dense.cuh",)
-    return (
-        headers("wgmma.cuh")
-        + "".join(wgmma(plan.dtype, n, backward) for n in sorted(widths))
-        + headers(*further).removeprefix(headers())
-        + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-        + f'extern "C" __global__ void __launch_bounds__({plan.threads}, 1)\n'
-        + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"
-    )
+    products = "".join(wgmma(plan.dtype, n, backward) for n in sorted(widths))
+    return kernel(hopper_headers(products, *further), name, template, head + body, plan.threads)
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | None:

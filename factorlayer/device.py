@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 # What a dtype is in there: how it is multiplied, and what memory holds.
@@ -28,6 +29,24 @@ def headers(*further: str) -> str:
         kept = [line if not line.startswith(("#include", "#pragma once")) else "" for line in lines]
         text.append("\n".join([f'#line 1 "{name}"', *kept]))
     return "\n".join(text) + "\n"
+
+
+def hopper_headers(products: str, *further: str) -> str:
+    """The same with Wgmma's `products`, which `further` headers use."""
+    return headers("wgmma.cuh") + products + headers(*further).removeprefix(headers())
+
+
+def kernel(
+    code: str, name: str, template: str, lines: Sequence[str], threads: int, blocks: int = 1, cluster: str = ""
+) -> str:
+    """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it."""
+    struct = "\n  ".join(lines)
+    return (
+        code
+        + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+        + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
+        + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"
+    )
 
 
 def wgmma(dtype: str, n: int, turned: bool = False) -> str:

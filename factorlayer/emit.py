@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.resident import Layout, Mode, Resident, Sandwich, Stage
 
@@ -61,13 +61,7 @@ def source(plan: Resident, name: str) -> str:
     first = "S0::First" if isinstance(stages[0], Sandwich) else "S0"
     struct += [f"using FirstStage = {first};", "using First = FirstStage::In;", f"using Final = {layouts[-1]};"]
     struct += _load_weights(plan) + _stages(plan)
-    lines = "\n  ".join(struct)
-    return (
-        headers("chain.cuh")
-        + f'#line 1 "{name}"\nstruct Pass {{\n  {lines}\n}};\n'
-        + f'extern "C" __global__ void __launch_bounds__({plan.threads}, 1)\n'
-        + f"{name}(const __grid_constant__ Params params) {{ Chain<Pass>(params).run(); }}\n"
-    )
+    return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads)
 
 
 def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.spec import Contraction
 
@@ -152,7 +152,7 @@ class Gradient:
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
-        return kernel(name, "gradient.cuh", "Gradient", lines, self.threads, self.blocks)
+        return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
 
 
 class Summing(Protocol):
@@ -196,17 +196,7 @@ class Reduction:
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in (numbers | {"MOST": of.most}).items()]
-        return kernel(name, "gradient.cuh", "Reduction", lines, self.threads, 4)
-
-
-def kernel(name: str, header: str, template: str, lines: list[str], threads: int, blocks: int) -> str:
-    struct = "\n  ".join(lines)
-    return (
-        headers(header)
-        + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-        + f'extern "C" __global__ void __launch_bounds__({threads}, {blocks})\n'
-        + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"
-    )
+        return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 4)
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:

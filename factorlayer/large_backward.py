@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from factorlayer.device import ELEMENT, headers, wgmma
+from factorlayer.device import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES
@@ -72,16 +72,9 @@ class LargeBackward:
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
-        struct = "\n  ".join(lines)
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
-        return (
-            headers("wgmma.cuh")
-            + "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
-            + headers("large_backward.cuh").removeprefix(headers())
-            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-            + f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
-            + f"{name}(const __grid_constant__ Params params) {{ LargeBackward<Pass>(params).run(); }}\n"
-        )
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
+        return kernel(hopper_headers(products, "large_backward.cuh"), name, "LargeBackward", lines, self.threads)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> LargeBackward | None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 
-from factorlayer.device import ELEMENT, MATH, headers, wgmma
+from factorlayer.device import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.emit import normals, product
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -149,18 +149,10 @@ class Pair:
         for at, mode in work.steps:
             letter = {last: "b", last - 1: "a"}.get(at, "")
             lines += _weight(mode, f"_{letter}" if letter else "", letter.upper())
-        struct = "\n  ".join(lines)
         instructions = "".join(
             wgmma("bfloat16" if self.pieces > 1 else work.dtype, n) for n in sorted({self.chunk, self.n})
         )
-        return (
-            headers("wgmma.cuh")
-            + instructions
-            + headers("pair.cuh").removeprefix(headers())
-            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-            + f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
-            + f"{name}(const __grid_constant__ Params params) {{ TwoFactors<Pass>(params).run(); }}\n"
-        )
+        return kernel(hopper_headers(instructions, "pair.cuh"), name, "TwoFactors", lines, self.threads)
 
 
 def _weight(mode: Mode, name: str, letter: str) -> list[str]:

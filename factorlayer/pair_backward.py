@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device import ELEMENT, MATH
+from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import PART_BYTES, kernel
+from factorlayer.gradient import PART_BYTES
 from factorlayer.resident import Mode, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
@@ -136,7 +136,7 @@ class PairBackward:
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
-        return kernel(name, "pair_backward.cuh", "PairBackward", lines, self.threads, 1)
+        return kernel(headers("pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:

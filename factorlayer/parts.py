@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer.device import ELEMENT
+from factorlayer.device import ELEMENT, headers, kernel
 from factorlayer.emit import factors
-from factorlayer.gradient import MOST_BLOCKS, kernel
+from factorlayer.gradient import MOST_BLOCKS
 from factorlayer.resident import Mode
 
 WARPS = 8  # of a block, each with an element
@@ -42,7 +42,7 @@ class Parts:
         """Self-contained CUDA C++ of the kernel `name`."""
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"static constexpr int COUNT = {self.weights};"]
         lines += ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
-        return kernel(name, "parts.cuh", "Parts", lines, self.threads, 4)
+        return kernel(headers("parts.cuh"), name, "Parts", lines, self.threads, 4)
 
     def _calls(self) -> Iterator[str]:
         begin = made = 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import ELEMENT, MATH, headers
+from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.spec import Contraction
@@ -301,13 +301,7 @@ class Streamed:
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
-        struct = "\n  ".join(lines)
-        return (
-            headers("streamed.cuh")
-            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-            + f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.blocks})\n'
-            + f"{name}(const __grid_constant__ Params params) {{ Streamed<Pass>(params).run(); }}\n"
-        )
+        return kernel(headers("streamed.cuh"), name, "Streamed", lines, self.threads, self.blocks)
 
     def _accesses(self) -> tuple[int, int, int]:
         """Bytes moved at once of x, weights and y: what divides every run."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device import ELEMENT, headers, wgmma
+from factorlayer.device import ELEMENT, headers, kernel, wgmma
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 from factorlayer.streamed import Product
@@ -182,15 +182,9 @@ class Wide:
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
-        struct = "\n  ".join(lines)
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return (
-            headers("wgmma.cuh", "wide.cuh")
-            + wgmma(p.dtype, self.n)
-            + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-            + f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads}, 1)\n'
-            + f"{name}(const __grid_constant__ Params params) {{ Wide<Pass>(params).run(); }}\n"
-        )
+        code = headers("wgmma.cuh", "wide.cuh") + wgmma(p.dtype, self.n)
+        return kernel(code, name, "Wide", lines, self.threads, cluster=cluster)
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
