@@ -12,6 +12,7 @@ from factorlayer.dense import Dense, function, write
 from factorlayer.dense import tile as tile_forward
 from factorlayer.expression import slope
 from factorlayer.gpu import Gpu
+from factorlayer.gradient import BlockSums
 from factorlayer.resident import round_up
 
 SLAB = 64 * 128  # bytes: 64 samples of 64 features
@@ -20,7 +21,7 @@ OTHER_REGISTERS = 40
 
 
 @dataclass(frozen=True)
-class DenseBackward(Dense):
+class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
 
     def columns(self, i: int) -> tuple[int, int]:
@@ -74,16 +75,6 @@ class DenseBackward(Dense):
     def weights(self) -> int:
         """Elements of all gradients but x's."""
         return self.sums[-1]
-
-    @property
-    def most(self) -> int:
-        """Blocks, each with sums of its own."""
-        return self.gpu.sms
-
-    @property
-    def part_bytes(self) -> int:
-        """Of what all blocks write, at most."""
-        return self.most * self.weights * 4
 
     @property
     def output_bytes(self) -> int:

@@ -18,7 +18,7 @@ from factorlayer.expression import Expression
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP
-from factorlayer.stack import Activation, Layer, LayerStack, is_hooked, layer_of
+from factorlayer.stack import Activation, Layer, LayerStack, RunsAsStacks, is_hooked, layer_of
 from factorlayer.stages import activation_of
 from factorlayer.tracing import Proxy
 
@@ -48,7 +48,7 @@ def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
     return Fused(module, implementation)
 
 
-class Fused(nn.Module):
+class Fused(RunsAsStacks):
     """What fuse returns: the children of a module under their names, called by way of stacks."""
 
     def __init__(self, module: nn.Module, implementation: str) -> None:
@@ -70,16 +70,6 @@ class Fused(nn.Module):
     def module(self) -> nn.Module:
         """The module as it was given."""
         return self._module[0]
-
-    @property
-    def implementation(self) -> str:
-        return self._implementation
-
-    @implementation.setter
-    def implementation(self, name: str) -> None:
-        self._implementation = implementation_name(name)
-        for stack in self.stacks:
-            stack.implementation = self._implementation
 
     @property
     def stacks(self) -> list[LayerStack]:

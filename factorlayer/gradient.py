@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -153,6 +153,24 @@ class Gradient:
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
         return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
+
+
+class BlockSums:
+    """What passes have in common that make all gradients at once, with one block for each multiprocessor."""
+
+    dtype: str
+    gpu: Gpu
+    weights: Any
+
+    @property
+    def most(self) -> int:
+        """Blocks, each with sums of its own."""
+        return self.gpu.sms
+
+    @property
+    def part_bytes(self) -> int:
+        """Of what all blocks write, at most."""
+        return int(self.most * self.weights * PART_BYTES[self.dtype])
 
 
 class Summing(Protocol):

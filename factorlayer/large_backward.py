@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import Gpu
-from factorlayer.gradient import PART_BYTES
-from factorlayer.resident import Mode, as_two, round_up
+from factorlayer.gradient import BlockSums
+from factorlayer.resident import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = 128
 LEAST = 24  # of a size that fills the matrix unit
@@ -19,7 +18,7 @@ UNIT_US = 1.5  # of waits and conversions, which nothing hides
 
 
 @dataclass(frozen=True)
-class LargeBackward:
+class LargeBackward(OfTwoModes, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
@@ -34,30 +33,9 @@ class LargeBackward:
     split = 1
     units_per_block = 1
 
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        first, second = self.modes
-        return first.p, second.p, first.q, second.q
-
     @property
     def size(self) -> int:
         return 2
-
-    @property
-    def weights(self) -> int:
-        p0, p1, q0, q1 = self.sizes
-        return p0 * q0 + p1 * q1
-
-    @property
-    def most(self) -> int:
-        """Blocks, each with sums of its own."""
-        return self.gpu.sms
-
-    @property
-    def part_bytes(self) -> int:
-        """Of what all blocks write, at most."""
-        return self.most * self.weights * PART_BYTES[self.dtype]
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from factorlayer.expression import Expression
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
-from factorlayer.stack import Activation, LayerStack
+from factorlayer.stack import Activation, LayerStack, RunsAsStacks
 from factorlayer.stages import UserActivation, activation_of
 
 Width = int | Sequence[int]
 
 
-class FactorMLP(nn.Module):
+class FactorMLP(RunsAsStacks):
     """Layers one behind another: activation(x Wᵀ + b) for all but the last, which ends in output_activation.
 
     Args:
@@ -91,16 +91,6 @@ class FactorMLP(nn.Module):
 
     def _stack(self, members: Sequence[tuple[str, nn.Module, Activation]]) -> LayerStack:
         return LayerStack(members, self._implementation, "FactorMLP")
-
-    @property
-    def implementation(self) -> str:
-        return self._implementation
-
-    @implementation.setter
-    def implementation(self, name: str) -> None:
-        self._implementation = implementation_name(name)
-        for stack in self.stacks:
-            stack.implementation = self._implementation
 
     @property
     def stacks(self) -> list[LayerStack]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import PART_BYTES
-from factorlayer.resident import Mode, as_two, round_up
+from factorlayer.gradient import PART_BYTES, BlockSums
+from factorlayer.resident import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows
@@ -21,7 +21,7 @@ OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "fl
 
 
 @dataclass(frozen=True)
-class PairBackward:
+class PairBackward(OfTwoModes, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
@@ -37,12 +37,6 @@ class PairBackward:
     @property
     def size(self) -> int:
         return ELEMENT_BYTES[self.dtype]
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        first, second = self.modes
-        return first.p, second.p, first.q, second.q
 
     @property
     def at_once(self) -> int:
@@ -97,27 +91,12 @@ class PairBackward:
         return max(both * self.size, self.weights * PART_BYTES[self.dtype])
 
     @property
-    def weights(self) -> int:
-        p0, p1, q0, q1 = self.sizes
-        return p0 * q0 + p1 * q1
-
-    @property
     def split(self) -> int:
         return 1
 
     @property
     def units_per_block(self) -> int:
         return self.groups
-
-    @property
-    def most(self) -> int:
-        """Blocks, each with sums of its own."""
-        return self.gpu.sms
-
-    @property
-    def part_bytes(self) -> int:
-        """Of what all blocks write, at most."""
-        return self.most * self.weights * PART_BYTES[self.dtype]
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes

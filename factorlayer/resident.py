@@ -58,6 +58,24 @@ def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
         yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:]))
 
 
+class OfTwoModes:
+    """What passes of two modes have in common."""
+
+    modes: tuple[Mode, Mode]
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1"""
+        first, second = self.modes
+        return first.p, second.p, first.q, second.q
+
+    @property
+    def weights(self) -> int:
+        """Elements of both."""
+        p0, p1, q0, q1 = self.sizes
+        return p0 * q0 + p1 * q1
+
+
 @dataclass(frozen=True)
 class Work:
     """One pass: [outer, the sizes of its modes, inner] -> the same with some modes contracted, in this order."""

@@ -12,7 +12,7 @@ from factorlayer.activations import activate
 from factorlayer.chain import Chain
 from factorlayer.expression import Expression
 from factorlayer.formula import formula
-from factorlayer.functional import autocast, run
+from factorlayer.functional import autocast, implementation_name, run
 from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError
@@ -65,10 +65,8 @@ def run_stack(
     if len(layers) > 1 and x.dim() and implementation in ("auto", "fused"):
         cast, given, _ = autocast(x, tensors, None)
         recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
-        reason = why_not_stacked(stack, cast, recorded)
-        if reason is None and implementation == "auto":
-            reason = why_auto_is_not_stacked(stack, cast)
-        if reason is None:
+        left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
+        if left is None and why_not_stacked(stack, cast, recorded) is None:  # which may have to ask the planner
             try:
                 y = fused_stack(stack, cast.reshape(-1, cast.shape[-1]), given, recorded)
                 return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
@@ -147,6 +145,26 @@ class LayerStack(nn.Module):
             x = member.layer(x)
             x = member.activation(x) if isinstance(member.activation, nn.Module) else activate(member.stage, x)
         return x
+
+
+class RunsAsStacks(nn.Module):
+    """A module whose implementation is that of its stacks."""
+
+    _implementation: str
+
+    @property
+    def stacks(self) -> list[LayerStack]:
+        raise NotImplementedError
+
+    @property
+    def implementation(self) -> str:
+        return self._implementation
+
+    @implementation.setter
+    def implementation(self, name: str) -> None:
+        self._implementation = implementation_name(name)
+        for stack in self.stacks:
+            stack.implementation = self._implementation
 
 
 @dataclass
