@@ -82,7 +82,9 @@ def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> N
     for i, (f, p, r) in enumerate(zip(found, plain, right, strict=True)):
         of_fused, of_plain = (float((t.double() - r).norm() / r.norm()) for t in (f, p))
         sums = net.batch**0.5 if dtype == "float64" else 1.0
-        assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype], (i, of_fused, of_plain)
+        # Where rounding moves a sum of relu's across zero, a gradient loses or gains it all.
+        kinks = (len(net.widths) * EPS[dtype]) ** 0.5 if net.activation == "relu" and i else 0.0
+        assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype] + kinks, (i, of_fused, of_plain)
 
 
 @pytest.mark.skipif(
@@ -96,7 +98,8 @@ def test_one_kernel_takes_all_layers() -> None:
     assert why_not_stacked(stack, x, True) is None and has_kernel(f"{stack.text} | backward", x.dtype, 0)
     results(mlp, x, grad_y)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile, torch.no_grad():
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profile, torch.no_grad():
         fused_stack(stack, x, list(mlp.parameters()), False)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -112,11 +115,12 @@ def test_the_same_bits_every_time_and_samples_apart(net: Net, dtype: str) -> Non
         right = results(mlp, x, grad_y)
         for _ in range(10):
             assert all(map(torch.equal, results(mlp, x, grad_y), right))
-        x[5] = float("nan")
         with torch.no_grad():
-            y = mlp(x)
+            healthy = mlp(x)
+            x[5] = float("nan")
+            sick = mlp(x)
     others = torch.arange(net.batch, device="cuda") != 5
-    assert torch.equal(y[others], right[0][others]) and bool(torch.isnan(y[5]).all())
+    assert torch.equal(sick[others], healthy[others]) and bool(torch.isnan(sick[5]).all())
 
 
 @each
@@ -143,7 +147,7 @@ def test_fuse(net: Net) -> None:
     x, _ = drawn(net, "float32")
     torch.testing.assert_close(fused(x), plain(x), rtol=1e-4, atol=1e-4)
     with torch.autocast("cuda", torch.bfloat16):
-        y, z = fused(x), plain(x)
+        y, z = fused(x).detach(), plain(x).detach()
     assert y.dtype == torch.bfloat16 and float((y - z).float().norm() / z.float().norm()) < 0.05
 
 
