@@ -10,11 +10,13 @@
 namespace factorlayer {
 
 int64_t Chain::in_features() const {
+  if (contractions.empty()) return turned;
   const Contraction& c = contractions.front();
   return c.outer * c.p * c.inner;
 }
 
 int64_t Chain::out_features() const {
+  if (contractions.empty()) return turned;
   const Contraction& c = contractions.back();
   return c.outer * c.q * c.inner;
 }
@@ -48,7 +50,19 @@ static Contraction parse_contraction(bool tied, std::istringstream& words, const
   return c;
 }
 
-// Stages come in the order: rank, contractions, bias, activation, tf32; or contractions, gradient or backward, tf32.
+// Of matrices, in all of the chain's y.
+static int64_t parse_turn(std::istringstream& words, const Chain& chain) {
+  int64_t outer = 0, rows = 0, columns = 0;
+  words >> outer >> rows >> columns;
+  if (!words || !is_size({outer, rows, columns}))
+    throw std::invalid_argument("\"turn\" needs three positive sizes that memory can hold");
+  if (!chain.contractions.empty() && chain.out_features() != outer * rows * columns)
+    throw std::invalid_argument("\"turn\" disagrees about the size of y");
+  return outer * rows * columns;
+}
+
+// Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
+// a contraction, gradient, tf32; or contractions, backward, tf32.
 static Chain parse(const std::string& text) {
   Chain chain;
   bool has_activation = false;
@@ -57,27 +71,32 @@ static Chain parse(const std::string& text) {
     std::istringstream words(stage);
     words >> name;
     if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
-    const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward;
+    const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned;
     if (name == "tf32" && !chain.contractions.empty()) {
       chain.tf32 = true;
+    } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
+      chain.x_turned = true;
+    } else if (name == "turn") {
+      if (finishing) throw std::invalid_argument("\"turn\" stands in the wrong place");
+      chain.turned = parse_turn(words, chain);
     } else if (name == "gradient") {
       if (finishing || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
       chain.gradient = true;
     } else if (name == "backward") {
-      if (finishing || chain.contractions.empty() || chain.rank != 1)
+      if (finishing || chain.contractions.empty() || chain.rank != 1 || chain.x_turned)
         throw std::invalid_argument("\"backward\" stands in the wrong place");
       chain.backward = true;
-    } else if ((name == "tied" || name == "untied") && !finishing) {
+    } else if ((name == "untied" || (name == "tied" && !chain.x_turned)) && !finishing) {
       chain.contractions.push_back(parse_contraction(name == "tied", words, chain));
       if (chain.state_features() > most_elements)
         throw std::invalid_argument("its states are more than memory can hold");
-    } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1) {
+    } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !chain.turned) {
       words >> chain.rank;
       if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
     } else if (name == "bias" && !finishing && !chain.contractions.empty()) {
       chain.bias = true;
-    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.contractions.empty()) {
+    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.turned && !chain.contractions.empty()) {
       chain.activation = name;
       if (name.find('/') != std::string::npos) chain.program = std::make_shared<const Program>(parse_program(name));
       has_activation = true;
@@ -86,7 +105,8 @@ static Chain parse(const std::string& text) {
     }
     if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
   }
-  if (chain.contractions.empty()) throw std::invalid_argument("there is no contraction in it");
+  if (chain.contractions.empty() && (!chain.turned || chain.x_turned))
+    throw std::invalid_argument("there is no contraction in it");
   return chain;
 }
 
@@ -102,7 +122,8 @@ static Stack parse_stack(const std::string& text) {
       break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
-    if (layer.gradient || layer.backward) throw std::invalid_argument("\"gradient\" and \"backward\" make no layer");
+    if (layer.gradient || layer.backward || layer.x_turned || layer.turned)
+      throw std::invalid_argument("\"gradient\", \"backward\", \"turned\" and \"turn\" make no layer");
     if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())
       throw std::invalid_argument("a layer with " + std::to_string(layer.in_features()) +
                                   " inputs stands behind one with " +

@@ -11,6 +11,8 @@
 // products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single contraction
 // makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape. "backward" behind
 // contractions makes it all their gradients.
+// States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
+// [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -34,7 +36,8 @@ struct Chain {
   bool bias = false;
   std::string activation = "identity";
   std::shared_ptr<const Program> program;  // the activation's, if it has no name
-  bool gradient = false, backward = false, tf32 = false;
+  bool gradient = false, backward = false, tf32 = false, x_turned = false;
+  int64_t turned = 0;  // features of y, if it is stored turned
 
   size_t parameters() const { return program ? program->parameters : 0; }
   size_t weights() const { return contractions.size() + parameters(); }

@@ -90,6 +90,8 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
                  const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(!chain.gradient && !chain.backward,
                   "factorlayer: a chain with \"gradient\" or \"backward\" is for the ops that make gradients");
+  STD_TORCH_CHECK(x.is_cuda() || !(chain.x_turned || chain.turned),
+                  "factorlayer: a chain with \"turned\" or \"turn\" is for tensors on a GPU");
   STD_TORCH_CHECK(weights.size() == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ",
                   weights.size(), " were given");
   const size_t count = chain.contractions.size();

@@ -3,11 +3,15 @@
 It goes by visits: neighbouring contractions whose gradients one kernel makes at once, a contraction by itself, whose
 weight's gradient comes from the states before and behind it, or neighbours that are only passed through. Nothing is
 computed but what a gradient that is wanted needs.
+
+Sums over samples want what is contracted side by side in memory. Untied weights with something behind the mode that
+they contract get their states turned: by the pass that makes the state, or by one that does nothing else.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +21,8 @@ from torch import Tensor
 from factorlayer.activations import activate
 from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
+
+Turned = tuple[int, int, int]
 
 
 def _never(_: Chain) -> bool:
@@ -45,13 +51,31 @@ class Visit:
     at_once: bool
 
     @functools.cached_property
-    def gradient(self) -> str:
-        """What makes gradients of the weights."""
-        return replace(self.part, backward=self.at_once, gradient=not self.at_once).text
+    def turned(self) -> bool:
+        """Whether the states before and behind it are."""
+        first = self.part.contractions[0]
+        return self.learns and not self.at_once and not first.tied and first.inner > 1
+
+    def turn(self, is_grad: bool) -> Turned | None:
+        """How the state before it, or the gradient behind it, is turned."""
+        c = self.part.contractions[0]
+        return (c.outer, c.q if is_grad else c.p, c.inner) if self.turned else None
+
+    def forward(self, following: Visit) -> str:
+        """To what the following visit reads."""
+        return replace(self.part, x_turned=self.turned, turn=following.turn(is_grad=False)).text
 
     @functools.cached_property
-    def back(self) -> str:
-        return _back(self.part).text
+    def gradient(self) -> str:
+        """What makes gradients of the weights."""
+        if self.at_once:
+            return replace(self.part, backward=True).text
+        return replace(self.part, x_turned=self.turned, gradient=True).text
+
+    def back(self, before: Visit | None) -> str:
+        """To what the visit before it reads."""
+        turn = before.turn(is_grad=True) if before else None
+        return replace(_back(self.part), x_turned=self.turned, turn=turn).text
 
     def __str__(self) -> str:
         names = ", ".join(f"weight_{i}" for i in self.weights)
@@ -115,7 +139,7 @@ def _all_terms(
     """Each term by itself, but for x, whose gradient is the chain back with all terms."""
     found = {}
     if wanted & 1:
-        found[0] = ops.forward(grad, list(map(_transposed, weights)), None, _back(chain).text)
+        found[0] = ops.forward(grad, [_transposed(ops, w) for w in weights], None, _back(chain).text)
     if wanted >> 2:
         part = Chain(chain.contractions, tf32=chain.tf32).text
         terms = [_one_term(ops, part, grad, x, [w[r] for w in weights], wanted & ~1) for r in range(chain.rank)]
@@ -128,9 +152,11 @@ def _one_term(
 ) -> dict[int, Tensor]:
     planned = visits(text, wanted, ops.fits)
     found: dict[int, Tensor] = {}
-    states = [x]  # that each visit reads
-    for visit in planned[: max((i for i, visit in enumerate(planned) if visit.learns), default=0)]:
-        states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.part.text))
+    states = [_turned(ops, x, planned[0].turn(is_grad=False))]  # that each visit reads
+    last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
+    for visit, following in itertools.pairwise(planned[: last + 1]):
+        states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward(following)))
+    grad = _turned(ops, grad, planned[-1].turn(is_grad=True))
     for i in reversed(range(len(planned))):
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
@@ -140,7 +166,8 @@ def _one_term(
         elif visit.learns:
             found[visit.weights[0] + 2] = ops.weight_gradient(grad, states[i], visit.gradient).view(own[0].shape)
         if visit.returns and not visit.at_once:
-            grad = ops.forward(grad, list(map(_transposed, own)), None, visit.back)
+            before = planned[i - 1] if i else None
+            grad = ops.forward(grad, [_transposed(ops, w) for w in own], None, visit.back(before))
         del states[i:]
     return {**found, 0: grad} if wanted & 1 else found
 
@@ -196,5 +223,10 @@ def _without_activation(chain: Chain) -> str:
     return replace(chain, activation="identity").text
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.transpose(-1, -2).contiguous()
+def _transposed(ops: Ops, weight: Tensor) -> Tensor:
+    *matrices, q, p = weight.shape
+    return _turned(ops, weight.reshape(-1, q * p), (1, q, p)).view(*matrices, p, q)
+
+
+def _turned(ops: Ops, x: Tensor, turn: Turned | None) -> Tensor:
+    return ops.forward(x, [], None, Chain((), turn=turn).text) if turn else x

@@ -7,6 +7,7 @@ that an engine has to know.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,11 @@ from factorlayer.spec import Contraction, LayerSpec
 
 @dataclass(frozen=True)
 class Chain:
-    """The contractions in their order; with rank > 1, the sum over the weights' leading axis."""
+    """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
+
+    States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
+    are [outer, rows, columns], as [outer, columns, rows]. That can be all that is done.
+    """
 
     contractions: tuple[Contraction, ...]
     rank: int = 1
@@ -23,18 +28,22 @@ class Chain:
     activation: str = "identity"  # a name, or a program (factorlayer/expression.py)
     gradient: bool = False  # not the contraction itself, but the gradient of its weight
     backward: bool = False  # not the contractions themselves, but all their gradients
+    x_turned: bool = False
+    turn: tuple[int, int, int] | None = None
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
     def __post_init__(self) -> None:
         stages = [f"rank {self.rank}"] if self.rank > 1 else []
+        stages += ["turned"] if self.x_turned else []
         for c in self.contractions:
             stages.append(f"{'tied' if c.tied else 'untied'} {c.weight} {c.outer} {c.p} {c.q} {c.inner}")
         stages += ["bias"] if self.bias else []
         stages += [self.activation] if self.activation != "identity" else []
         stages += ["gradient"] if self.gradient else []
         stages += ["backward"] if self.backward else []
+        stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -46,7 +55,8 @@ class Chain:
     @functools.cache
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
-        gradient = backward = tf32 = False
+        gradient = backward = x_turned = tf32 = False
+        turn = None
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -59,11 +69,16 @@ class Chain:
                 gradient = True
             elif name == "backward":
                 backward = True
+            elif name == "turned":
+                x_turned = True
+            elif name == "turn":
+                outer, rows, columns = map(int, numbers)
+                turn = outer, rows, columns
             elif name == "tf32":
                 tf32 = True
             else:
                 activation = name
-        return Chain(tuple(contractions), rank, bias, activation, gradient, backward, tf32)
+        return Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, turn, tf32)
 
     @property
     def parameters(self) -> int:
@@ -72,6 +87,8 @@ class Chain:
 
     @property
     def in_features(self) -> int:
+        if not self.contractions:
+            return math.prod(self.turn or ())
         c = self.contractions[0]
         return c.outer * c.p * c.inner
 
@@ -83,6 +100,8 @@ class Chain:
 
     @property
     def out_features(self) -> int:
+        if not self.contractions:
+            return self.in_features
         c = self.contractions[-1]
         return c.outer * c.q * c.inner
 

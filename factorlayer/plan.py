@@ -28,17 +28,19 @@ from factorlayer.resident import Mode, Resident, Work
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
 from factorlayer.tiling import tile
+from factorlayer.turn import Turn
 from factorlayer.wide import Wide
 
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
+STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
 STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to find in the L2
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Dense | Gradient | LargeBackward | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Wide
+Pass = Dense | Gradient | LargeBackward | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Turn | Wide
 
 
 class PlanError(ValueError):
@@ -101,7 +103,7 @@ class Plan:
             read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Streamed) else p.blocks if isinstance(p, Gradient) else 1
+            most = 0 if isinstance(p, Streamed | Turn) else p.blocks if isinstance(p, Gradient) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
@@ -120,7 +122,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | Pair | Streamed | Wide):
+    if isinstance(p, Dense | Pair | Streamed | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]
@@ -165,10 +167,15 @@ def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, back
 @functools.lru_cache(256)
 def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.gradient:
-        summing = gradient.tile(chain.contractions[0], dtype, batch, gpu)
+        (c,) = chain.contractions
+        c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
+        summing = gradient.tile(c, dtype, batch, gpu)
         return Plan(chain, dtype, batch, gpu, (summing, Reduction(summing)))
     if chain.backward:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
+    if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
+        first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
+        return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu)))
     best: Plan | None = None
     for passes in _cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best._weight:
@@ -180,9 +187,19 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         if best is None or found._weight < best._weight:
             best = found
     if best is None:
-        products = streamed.products(chain, dtype)
-        best = Plan(chain, dtype, batch, gpu, tuple(_product_pass(product, batch, gpu) for product in products))
+        best = Plan(chain, dtype, batch, gpu, _one_by_one(chain, dtype, batch, gpu))
     return best
+
+
+def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    passes = tuple(_product_pass(product, batch, gpu) for product in streamed.products(chain, dtype))
+    first = chain.contractions[0]
+    if first.tied or first.inner == 1 or chain.x_turned:
+        return passes
+    turn = Turn(first.outer, first.p, first.inner, dtype, batch, gpu)
+    turned = (turn, *_one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
+    strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
+    return turned if sum(p.us for p in turned) < strided else passes
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

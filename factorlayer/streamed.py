@@ -101,13 +101,13 @@ def products(chain: Chain, dtype: str) -> list[Product]:
     """A pass for each contraction."""
     found: list[Product] = []
     last = len(chain.contractions) - 1
-    ours = False  # the state's layout
+    ours = chain.x_turned  # the state's layout
     for i, c in enumerate(chain.contractions):
         x_step = 1 if ours else c.inner
         if c.tied:
             ours, layout = False, (1, 1, c.q)
         else:
-            turned = _turned(c, chain.contractions[i + 1]) if i < last else None
+            turned = _turned(c, chain.contractions[i + 1]) if i < last else y_turned(chain)
             ours, layout = turned is not None, turned or _natural(c)
         found.append(
             Product(
@@ -127,6 +127,14 @@ def products(chain: Chain, dtype: str) -> list[Product]:
     return found
 
 
+def y_turned(chain: Chain) -> tuple[int, int, int] | None:
+    """fast, next, b for a y that the last contraction stores turned; None where a pass behind it has to."""
+    if not chain.turn:
+        return None
+    outer, rows, columns = chain.turn
+    return _turned(chain.contractions[-1], Contraction(-1, outer, rows, 1, columns, tied=False))
+
+
 def _natural(c: Contraction) -> tuple[int, int, int]:
     """fast, next, b for y as the chain has it."""
     return (c.inner, 1, 1) if c.inner > 1 else (c.outer, c.outer, c.q)
@@ -134,7 +142,7 @@ def _natural(c: Contraction) -> tuple[int, int, int]:
 
 def _turned(c: Contraction, following: Contraction) -> tuple[int, int, int] | None:
     """The same where y is to be [outer, inner, p] of the following contraction; None where no layout is."""
-    if following.tied or c.outer % following.outer or following.p % (c.outer // following.outer):
+    if c.tied or following.tied or c.outer % following.outer or following.p % (c.outer // following.outer):
         return None
     following_groups = c.outer // following.outer
     b = following.p // following_groups

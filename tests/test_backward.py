@@ -22,8 +22,21 @@ from factorlayer.gradient import PART_BYTES, Gradient
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, PlanError, plan
 from factorlayer.spec import Contraction, LayerSpec
+from factorlayer.turn import Turn
 
-forward = torch.ops.factorlayer.forward.default
+
+def turned(x: Tensor, outer: int, rows: int, columns: int) -> Tensor:
+    return x.view(-1, outer, rows, columns).transpose(2, 3).reshape(len(x), -1)
+
+
+def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+    """What the raw op computes on a GPU; on a CPU it turns nothing."""
+    chain = Chain.parse(text)
+    if chain.contractions:
+        c = chain.contractions[0]
+        x = turned(x, c.outer, c.inner, c.p) if chain.x_turned else x
+        x = torch.ops.factorlayer.forward(x, weights, bias, replace(chain, x_turned=False, turn=None).text)
+    return turned(x, *chain.turn) if chain.turn else x
 
 
 def nothing(chain: Chain) -> bool:
@@ -43,6 +56,8 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     chain = Chain.parse(text)
     assert chain.gradient
     (c,) = chain.contractions
+    if chain.x_turned:
+        grad, x = turned(grad, c.outer, c.inner, c.q), turned(x, c.outer, c.inner, c.p)
     behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
     return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
 
@@ -115,6 +130,8 @@ def test_nothing_is_computed_that_is_not_needed(
     def counted(what: str, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*given: Tensor) -> Tensor:
             chain = Chain.parse(next(str(each) for each in given if isinstance(each, str)))
+            if not chain.contractions:  # a weight, turned
+                return op(*given)
             forth = all((c.p, c.q) in zip(spec.in_factors, spec.out_factors, strict=True) for c in chain.contractions)
             modes = spec.in_factors if forth else spec.out_factors
             name = what if forth else "back"
@@ -168,7 +185,8 @@ def parts(spec: LayerSpec) -> list[Contraction]:
 def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) -> None:
     for i, c in enumerate(parts(spec)):
         batch = BATCHES[(i + gpu.arch) % len(BATCHES)]
-        assert len(plan(Chain((c,)), dtype, batch, gpu).passes) == 1
+        *turn, _ = plan(Chain((c,)), dtype, batch, gpu).passes
+        assert not turn or (not c.tied and c.inner > 1 and list(map(type, turn)) == [Turn])
         found = plan(Chain((c,), gradient=True), dtype, batch, gpu)
         text = read_text(found.text())
         (summing, adding), made = text.passes, found.passes[0]
@@ -192,7 +210,7 @@ def test_what_is_passed_through_has_plans(spec: LayerSpec, dtype: str) -> None:
     text, k = Chain.of(spec, False, "identity").text, len(spec.weight_shapes)
     seen = {visit.part for wanted in (1, 4, 4 << (k - 1)) for visit in visits(text, wanted, nothing)}
     for part in seen:
-        for chain in (part, Chain.parse(Visit(part, (), False, True, False).back)):
+        for chain in (part, Chain.parse(Visit(part, (), False, True, False).back(None))):
             assert plan(chain, dtype, BATCHES[1], Gpu.of(90)).passes
 
 
@@ -208,10 +226,32 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
         "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient",
     ):
         with pytest.raises(ValueError, match="wrong place"):
-            forward(torch.ones(1, 4), [torch.ones(2, 2)], None, text)
+            torch.ops.factorlayer.forward(torch.ones(1, 4), [torch.ones(2, 2)], None, text)
     for word in ("gradient", "backward"):
         with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
-            forward(torch.ones(1, 4), [torch.ones(2, 2)], None, f"tied 0 2 2 2 1; {word}")
+            torch.ops.factorlayer.forward(torch.ones(1, 4), [torch.ones(2, 2)], None, f"tied 0 2 2 2 1; {word}")
+
+
+def test_states_that_lie_turned_have_a_text_of_their_own() -> None:
+    chain = Chain((Contraction(0, 1, 3, 4, 2, tied=False),), x_turned=True, turn=(1, 2, 4), tf32=True)
+    assert chain.text == "turned; untied 0 1 3 4 2; turn 1 2 4; tf32" and Chain.parse(chain.text) == chain
+    only = Chain((), turn=(2, 3, 4))
+    assert only.text == "turn 2 3 4" and Chain.parse(only.text) == only
+    assert only.in_features == only.out_features == 24
+    for text, message in {
+        "turned": "no contraction",
+        "turned; turn 1 2 2": "no contraction",
+        "turned; tied 0 1 2 2 2": "wrong place",
+        "turn 1 2 2; untied 0 1 2 2 2": "wrong place",
+        "untied 0 1 2 2 2; bias; turn 1 2 2": "wrong place",
+        "untied 0 1 2 2 2; turn 1 2 3": "disagrees about the size of y",
+        "turn 1 2": "three positive sizes",
+        "turn 1 0 2": "three positive sizes",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            torch.ops.factorlayer.forward(torch.ones(1, 4), [], None, text)
+    with pytest.raises(RuntimeError, match="is for tensors on a GPU"):
+        torch.ops.factorlayer.forward(torch.ones(1, 4), [], None, "turn 1 2 2")
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:

@@ -271,6 +271,7 @@ def test_all_gradients_at_once(
         (kronecker((5, 6), (4, 7)), "float32"),
         (kronecker((4, 3), (3, 5), rank=2), "float64"),
         (monarch((4, 6), (5, 3)), "tf32"),
+        (monarch((2, 3, 4), (3, 2, 5)), "float32"),
     ],
     ids=spec_id,
 )
@@ -313,6 +314,23 @@ def test_a_backward_pass_is_made_of_such_kernels(spec: LayerSpec, dtype: str, em
     right = torch.autograd.grad(naive(spec, exact[0], exact[1:]), exact, grad_y.double())
     for a, b in zip(found, right, strict=True):
         assert a.shape == b.shape and float((a - b).norm() / b.norm()) <= 4 * EPS[dtype]
+
+
+# Matrices, rows and columns: whole and partial tiles, rows in one tile and in several, accesses of 2 to 16 bytes
+TURNS = [(1, 3, 7), (2, 200, 8), (1, 768, 4), (3, 64, 48), (1, 5, 130), (1, 130, 136), (2, 72, 200)]
+
+
+@pytest.mark.parametrize("turn", TURNS, ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_turn(turn: tuple[int, int, int], dtype: str, emulator: Emulator) -> None:
+    matrices, rows, columns = turn
+    found = plan(Chain((), turn=turn), dtype, SMALL, Gpu.of(80))
+    x = decode(encode(np.random.default_rng(0).standard_normal((2, matrices * rows * columns)), dtype), dtype)
+    for seed in range(2):
+        outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(2, -1), [], None, blocks=2, seed=seed)
+        assert not errors
+        right = x.reshape(2, matrices, rows, columns).swapaxes(2, 3)
+        np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
 
 
 # Widths, whose rows are copied 2 to 16 bytes at a time, in whole and in half steps

@@ -27,6 +27,7 @@ from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.streamed import Streamed
+from factorlayer.turn import Turn
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -72,7 +73,7 @@ class Kernel:
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
         if isinstance(p, Gradient):
             blocks *= p.blocks
-        if not isinstance(p, Streamed):
+        if not isinstance(p, Streamed | Turn):
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = (
             grid_x * p.part_bytes // p.most
