@@ -85,7 +85,7 @@ def run(
     rows = x if is_matrix else x.reshape(-1, spec.in_features)
     recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
     try:
-        chosen = choose(chain, rows, implementation, who, recorded)
+        chosen = choose(chain, rows, implementation, who)
         if chosen == "fused":
             y = fused(chain, rows, weights, bias, recorded)  # which checks the tensors itself, in less time
         else:
@@ -118,15 +118,15 @@ def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, 
     if choose(chain, x, implementation, who) != "fused":
         return
     try:
-        prepare_fused(chain, x, batch, recorded and choose(chain, x, implementation, who, training=True) == "fused")
+        prepare_fused(chain, x, batch, recorded)
     except CompileError as error:
         if implementation == "fused":
             raise
         _give_up(chain, x, error)
 
 
-def choose(chain: Chain, x: Tensor, implementation: str, who: str, training: bool = False) -> str:
-    """naive, batched or fused. auto takes the fastest that supports the case; `training`: a backward pass follows."""
+def choose(chain: Chain, x: Tensor, implementation: str, who: str) -> str:
+    """naive, batched or fused. auto takes the fastest that supports the case."""
     if implementation == "fused":
         reason = why_not_fused(x, chain)
         if reason is not None:
@@ -134,10 +134,10 @@ def choose(chain: Chain, x: Tensor, implementation: str, who: str, training: boo
         return "fused"
     if implementation != "auto":
         return implementation
-    return "fused" if why_auto_is_batched(chain, x, training) is None else "batched"
+    return "fused" if why_auto_is_batched(chain, x) is None else "batched"
 
 
-def why_auto_is_batched(chain: Chain, x: Tensor, training: bool = False) -> str | None:
+def why_auto_is_batched(chain: Chain, x: Tensor) -> str | None:
     """Why auto takes the batched implementation for x, or None."""
     reason = why_not_fused(x, chain)
     if reason is not None:
@@ -147,8 +147,6 @@ def why_auto_is_batched(chain: Chain, x: Tensor, training: bool = False) -> str 
     # There the batched implementation maps and differentiates as one operation over all samples.
     if transforms_active():
         return "under torch.func the fused one is called for each sample"
-    if x.is_cuda and training:
-        return "the fused one's backward pass on a GPU has not been timed yet"
     if x.is_cuda and runs_in_tf32(x) and not is_hopper(x.get_device()) and not all(c.tied for c in chain.contractions):
         return "with TF32, products of untied blocks are faster in cuBLAS"
     if _given_up:
