@@ -144,7 +144,7 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
     backward = template != "DenseLayers"
-    further = ("dense.cuh", "dense_backward.cuh") if backward else ("dense.cuh",)
+    further = ("dense.cuh", "sums.cuh", "dense_backward.cuh") if backward else ("dense.cuh",)
     products = "".join(wgmma(plan.dtype, n, backward) for n in sorted(widths))
     return kernel(hopper_headers(products, *further), name, template, head + body, plan.threads)
 

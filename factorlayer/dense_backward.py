@@ -51,7 +51,7 @@ class DenseBackward(BlockSums, Dense):
 
     @property
     def shared(self) -> int:
-        return max(self.places[-1][0] + SLAB + self.groups * self.own["all"], 4 * self.weights)
+        return self.places[-1][0] + SLAB + self.groups * self.own["all"]
 
     @property
     def registers_needed(self) -> int:
@@ -123,11 +123,8 @@ class DenseBackward(BlockSums, Dense):
         given = f"const C& c, u32 (&a0)[L0::K / 16][4], u32 (&y)[L{last}::N / 16][4], AllSums<C>& sums"
         body += function(f"tile({given}, i64 tile, int& turn)", calls)
 
-        adding = ["AllSums<C> sums;", "c.all_tiles(sums);", "__syncthreads();"]
-        adding += ["for (int group = 0; group < GROUPS; ++group) {", "  if (group == c.group) {"]
-        adding += [f"    c.template add<L{i}>(sums.s{i}, group == 0);" for i in range(last + 1)]
-        adding += ["  }", "  __syncthreads();", "}", "c.store_sums();"]
-        body += function("run(const C& c)", adding)
+        adding = [f"c.template store_sums<L{i}>(sums.s{i});" for i in range(last + 1)]
+        body += function("run(const C& c)", ["AllSums<C> sums;", "c.all_tiles(sums);", *adding])
         widths = {8}
         for i in range(last + 1):
             widths |= set(self.columns(i))

@@ -205,7 +205,10 @@ def product(mode: Mode) -> str:
 
 
 def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
-    """A weight's elements, weight_x(), and what they are multiplied by, normal_x(): 1 but for products in fp16."""
+    """A weight's elements, weight_x(), and what they are multiplied by, normal_x(): 1 but for products in fp16.
+
+    FACTOR_X is the parameter that it is, or -1.
+    """
     weights = [
         f"  auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
         for j, (weight, _, _) in enumerate(mode.parts)
@@ -220,6 +223,7 @@ def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
         *weights,
         f"  return {product(mode)};",
         "}",
+        f"static constexpr int FACTOR_{letter.upper()} = {mode.parts[0][0] if len(mode.parts) == 1 else -1};",
     ]
 
 

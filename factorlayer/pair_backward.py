@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import PART_BYTES, BlockSums
+from factorlayer.gradient import BlockSums
 from factorlayer.resident import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
@@ -87,8 +87,7 @@ class PairBackward(OfTwoModes, BlockSums):
         staged = 16 * self.rows * self.parts * (8 * self._tiles(self.sizes[1])[1] + 8) if self.size == 2 else 0
         groups = self.groups * (self.slots * (p0 * x + q0 * g) + p0 * g + staged)
         a = q0 * of_a
-        both = q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))
-        return max(both * self.size, self.weights * PART_BYTES[self.dtype])
+        return (q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))) * self.size
 
     @property
     def split(self) -> int:
@@ -115,7 +114,7 @@ class PairBackward(OfTwoModes, BlockSums):
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
-        return kernel(headers("pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1)
+        return kernel(headers("sums.cuh", "pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:

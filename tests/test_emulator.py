@@ -198,7 +198,8 @@ def test_gradients_are_right_in_any_order(
         assert error <= 2 * EPS[dtype]
 
 
-# Of both weights and x at once: several groups and slots, padding in every size, parts of columns, odd rows, few units
+# Of both weights and x at once: several groups and slots, padding in every size, parts of columns, odd rows, few units,
+# a weight that leaves no room for copies before it is read
 AT_ONCE = [
     (((64, 64), (64, 64)), "bfloat16", 9, 90),
     (((32, 32), (32, 32)), "float16", 20, 80),
@@ -214,9 +215,11 @@ AT_ONCE = [
     (((84, 128), (84, 110)), "bfloat16", 3, 90),
     (((112, 128), (112, 128)), "bfloat16", 3, 90),
     (((72, 72), (104, 88)), "float16", 5, 90),
+    (((8, 24), (96, 24)), "bfloat16", 25, 90),
+    (((67, 72), (99, 88)), "bfloat16", 3, 90),
     (((20, 28), (33, 45)), "float64", 9, 80),
 ]
-LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)))
+LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:

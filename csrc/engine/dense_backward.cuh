@@ -6,12 +6,13 @@
 // There the samples are what is summed over: operands lie with samples as rows, which the matrix unit transposes. Sums for
 // the weights stay in registers for all samples of a block.
 //
-// Pass: as DenseLayers has it, N in whole steps for all layers; run(c), tile(c, x, y, sums, tile, turn) and add_up, which call
-//       each layer; GRAD_Y (parameter), SUMS of a block; in bytes own_at, own_bytes (a warpgroup's), among these behind_at
+// Pass: as DenseLayers has it, N in whole steps for all layers; run(c) and tile(c, x, y, sums, tile, turn), which call each
+//       layer; GRAD_Y (parameter), SUMS of a block; in bytes own_at, own_bytes (a warpgroup's), among these behind_at
 //       and behind_bytes (two gradients behind a layer), and ones_at. Layer: also Slope, TURNED (sums of the weight's
 //       gradient are its transpose), state_at and slope_at among a warpgroup's bytes, sums_at and bias_sums_at among sums.
 #pragma once
 #include "dense.cuh"
+#include "sums.cuh"
 
 template <class Pass> struct DenseBackward : DenseLayers<Pass> {
   using Layers = DenseLayers<Pass>;
@@ -170,33 +171,36 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
         d[s * 8 + i * 2] = widen(Element{u16(g[s][i])}), d[s * 8 + i * 2 + 1] = widen(Element{u16(g[s][i] >> 16)});
   }
 
-  // This warpgroup's sums of a layer, added to those of the block before it.
-  template <class L> DEVICE void add(const Sums<L>& sums, bool begins) const {
-    const auto put = [&](int at, float x) {
-      const u32 to = memory + at * 4;
-      store_shared(to, begins ? x : __uint_as_float(load_u32(to)) + x);
-    };
-#pragma unroll
-    for (int m = 0; m < ceil_div(kLeft<L>, 64); ++m)
-#pragma unroll
-      for (int j = 0; j < kRight<L> / 2; ++j) {
-        const int left = m * 64 + row + j / 2 % 2 * 8, right = j / 4 * 8 + lane.t * 2 + j % 2;
-        const int n = L::TURNED ? right : left, k = L::TURNED ? left : right;
-        const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
-        const int p = k < L::K ? Layers::template feature_in<L>(k) : L::P;
-        if (q < L::Q && p < L::P) put(L::sums_at + q * L::P + p, sums.weight[m][j]);
-      }
-    if constexpr (L::BIAS >= 0)
-#pragma unroll
-      for (int m = 0; m < ceil_div(L::N, 64); ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int n = m * 64 + row + h * 8, q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
-          if (lane.t == 0 && q < L::Q) put(L::bias_sums_at + q, sums.bias[m][h * 2]);
-        }
-  }
-  DEVICE void store_sums() const {
+  // All warpgroups' sums of a layer, to where this block's belong.
+  template <class L> DEVICE void store_sums(const Sums<L>& sums) const {
+    constexpr int kFours = kRight<L> / 8, kBytes = Pass::own_at + Pass::own_bytes * Pass::GROUPS;
     float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * Pass::SUMS;
-    for (int j = threadIdx.x; j < Pass::SUMS; j += Layers::kThreads) store_global(to + j, __uint_as_float(load_u32(memory + j * 4)));
+    add_up<ceil_div(kLeft<L>, 64) * kFours, Layers::kThreads, 128, kBytes, float>(
+        memory, [&](int f) -> const float(&)[4] {
+          return reinterpret_cast<const float(&)[4]>(sums.weight[f / kFours][f % kFours * 4]);
+        },
+        [&](int f, int member, const float(&sum)[4]) {
+          const Lane at(member % 32);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int left = f / kFours * 64 + member / 32 * 16 + at.g + j / 2 * 8, right = f % kFours * 8 + at.t * 2 + j % 2;
+            const int n = L::TURNED ? right : left, k = L::TURNED ? left : right;
+            const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
+            const int p = k < L::K ? Layers::template feature_in<L>(k) : L::P;
+            if (q < L::Q && p < L::P) store_global(to + L::sums_at + q * L::P + p, sum[j]);
+          }
+        });
+    if constexpr (L::BIAS >= 0)
+      add_up<ceil_div(L::N, 64), Layers::kThreads, 128, kBytes, float>(
+          memory, [&](int m) -> const float(&)[4] { return sums.bias[m]; },
+          [&](int m, int member, const float(&sum)[4]) {
+            const Lane at(member % 32);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int n = m * 64 + member / 32 * 16 + at.g + h * 8;
+              const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
+              if (at.t == 0 && q < L::Q) store_global(to + L::bias_sums_at + q, sum[h * 2]);
+            }
+          });
   }
 };

@@ -7,10 +7,10 @@
 // matrix unit reads with k or with m and n contiguous; T alone is an operand in registers. A third warpgroup copies.
 //
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
-//       normal_b(); GRAD (the parameter that G is)
+//       normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is)
 #pragma once
-#include "mma.cuh"
 #include "params.cuh"
+#include "sums.cuh"
 #include "wgmma.cuh"
 
 template <class Pass> struct LargeBackward {
@@ -24,12 +24,12 @@ template <class Pass> struct LargeBackward {
 
   const Params& params;
   const Lane lane;
-  const int warpgroup, thread, first;  // the warp's first row
+  const int warpgroup, first;  // the warp's first row
   const u32 memory, a, b, d_t, slots;
   const i64 units;
 
   DEVICE LargeBackward(const Params& given)
-      : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), first(threadIdx.x / 32 * 16),
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 * 16),
         memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
@@ -44,10 +44,11 @@ template <class Pass> struct LargeBackward {
       init_barrier(full(threadIdx.x), 128);
       init_barrier(empty(threadIdx.x), 8);
     }
-    const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
-    make_weight<Q0, P0>(a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
-    make_weight<Q1, P1>(b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
-    for (int at = threadIdx.x * 4; at < SLOTS * 2 * kState; at += kThreads * 4) store_shared(slots + at, 0u);  // padding
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      clear_padding<P0, P1, kThreads>(slots + slot * 2 * kState);
+      clear_padding<Q0, Q1, kThreads>(slots + slot * 2 * kState + kState);
+    }
     fence_copy_engine();
     __syncthreads();
     if (warpgroup == 2) {
@@ -55,14 +56,44 @@ template <class Pass> struct LargeBackward {
       produce();
     } else {
       take_registers<kRegisters>();
+      const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
+      load_weight<Pass::FACTOR_A, Q0, P0>(a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+      load_weight<Pass::FACTOR_B, Q1, P1>(b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+      wait_for_copies<0>();
+      fence_copy_engine();
+      sync_group<8, 2>(1);
       consume(1 / normal_a, 1 / normal_b);
     }
   }
-  template <int Q, int P, class At> DEVICE void make_weight(u32 to, At at) const {
+  template <int ROWS, int COLUMNS, int THREADS> DEVICE void copy(const Element* from, u32 to) const {
 #pragma unroll 4
-    for (int j = threadIdx.x; j < kRows * 128; j += kThreads) {
-      const int q = j / 128, p = j % 128;
-      store_shared(to + place(q, p), q < Q && p < P ? narrow<Element>(at(q, p)) : Element{});
+    for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
+      copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
+  }
+  template <int ROWS, int COLUMNS, int THREADS> DEVICE void clear_padding(u32 at) const {
+    if constexpr (ROWS < kRows || COLUMNS < 128)
+      for (int j = threadIdx.x % THREADS; j < kRows * 16; j += THREADS)
+        if (j / 16 >= ROWS || j % 16 * 8 >= COLUMNS) store_u32x4(at + place(j / 16, j % 16 * 8), {});
+  }
+  // By the warpgroups that need it: copied, or made, several elements at a time on their way.
+  template <int FACTOR, int Q, int P, class At> DEVICE void load_weight(u32 to, At at) const {
+    if constexpr (FACTOR >= 0 && P % 8 == 0) {
+      copy<Q, P, 256>(static_cast<const Element*>(params.weights[FACTOR]), to);
+      commit_copies();
+      clear_padding<Q, P, 256>(to);
+    } else {
+      constexpr int kTogether = 8;
+#pragma unroll 1
+      for (int from = threadIdx.x; from < kRows * 128; from += 256 * kTogether) {
+        Element x[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int q = from / 128 + i * 2, p = from % 128;
+          x[i] = q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) store_shared(to + place(from / 128 + i * 2, from % 128), x[i]);
+      }
     }
   }
 
@@ -72,18 +103,13 @@ template <class Pass> struct LargeBackward {
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
       const u32 slot = position % SLOTS, to = slots + slot * 2 * kState;
       wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
-      copy<P0, P1>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
-      copy<Q0, Q1>(static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1), to + kState);
+      copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
+      copy<Q0, Q1, 128>(static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1), to + kState);
       commit_copies();
       wait_for_copies<0>();
       fence_copy_engine();
       arrive(full(slot));
     }
-  }
-  template <int ROWS, int COLUMNS> DEVICE void copy(const Element* from, u32 to) const {
-#pragma unroll 4
-    for (int j = thread; j < ROWS * COLUMNS / 8; j += 128)
-      copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
   }
 
   // Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those of slab `slab`, contiguous.
@@ -188,9 +214,9 @@ template <class Pass> struct LargeBackward {
       if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
     }
 #pragma unroll
-    for (int j = 0; j < kP1 / 2; ++j) {
-      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2 + j % 2;
-      if (q < Q1 && p < P1) store_global(to + Q0 * P0 + q * P1 + p, d_b[j]);
+    for (int j = 0; j < kP1 / 2; j += 2) {
+      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
+      if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
     }
   }
 };

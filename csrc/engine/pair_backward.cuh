@@ -11,10 +11,11 @@
 // turned, and of 32 bits all that is read by n or m takes k's in pairs: every stride may be an odd multiple of 16 bytes.
 //
 // Pass: Math, Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; ROWS, PARTS, GROUPS, SLOTS, AT_ONCE (most tiles of 8 columns that a
-//       warp makes at once); weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); GRAD (the parameter that G is)
+//       warp makes at once); weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); FACTOR_A, FACTOR_B:
+//       the parameter that these are, or -1 where they are products; GRAD (the parameter that G is)
 #pragma once
-#include "mma.cuh"
 #include "params.cuh"
+#include "sums.cuh"
 
 template <class Pass> struct PairBackward {
   using Math = typename Pass::Math;
@@ -39,13 +40,16 @@ template <class Pass> struct PairBackward {
   static constexpr int kP0 = ROWS * 16, kQ0 = round_up(Q0, 16), kTurns = ceil_div(kQ1 / 16, ROWS);  // of dB's rows, for a warp
   static_assert(kP0 >= P0);
 
-  // Strides in shared memory: of X, B and dX; of G and dT; of A, which may lie where the slots are until registers have it.
+  // Strides in shared memory: of X, B and dX; of G and dT; of A, which lies at the end of the groups' until registers have it.
   static constexpr int stride(int n) { return n + (kSize == 2 ? 8 : 4); }
   static constexpr int kX = stride(kP1), kG = stride(kQ1), kA = stride(kP0);
   static constexpr int kBytesX = kP0 * kX * kSize, kSlot = kBytesX + kQ0 * kG * kSize, kBytesT = kP0 * kG * kSize;
   static constexpr int kStaged = kSize == 2 ? kTiles1 * 8 + 8 : 0;  // stride of what leaves by whole pieces
   static constexpr int kGroup = SLOTS * kSlot + kBytesT + WARPS * 16 * kStaged * kSize;  // slots, dT, dX
-  static constexpr int kBytesA = kQ0 * kA * kSize, kWeights = kQ1 * kX * kSize + (kHolds ? 0 : kBytesA);
+  static constexpr int kBytesA = kQ0 * kA * kSize, kBytesB = kQ1 * kX * kSize, kGroups = GROUPS * kGroup;
+  static constexpr int kShared = kBytesB + (kHolds ? kBytesA > kGroups ? kBytesA : kGroups : kBytesA + kGroups);
+  static constexpr int kFirst = SLOTS > 1 ? SLOTS - 1 : 1;  // slots to be filled when a unit begins
+  static constexpr bool kAhead = !kHolds || kBytesA <= kGroup - kFirst * kSlot;  // they may be filled while A is there
   static constexpr int kSums = Q0 * P0 + Q1 * P1;  // of a block
 
   const Params& params;
@@ -58,7 +62,8 @@ template <class Pass> struct PairBackward {
   DEVICE PairBackward(const Params& given)
       : params(given), turned(in_order(lane)), group(threadIdx.x / kThreads), thread(threadIdx.x % kThreads),
         part(PARTS > 1 ? threadIdx.x / 32 % WARPS / ROWS : 0), first(threadIdx.x / 32 % ROWS * 16),
-        b(shared_address(shared_memory)), memory(b + kWeights + group * kGroup), d_t(memory + SLOTS * kSlot),
+        b(shared_address(shared_memory)), memory(b + kBytesB + (kHolds ? 0 : kBytesA) + group * kGroup),
+        d_t(memory + SLOTS * kSlot),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
   // Where column j of 8 is among k's, if a lane's two are to be its second operand's, and the lane that reads it.
@@ -70,10 +75,11 @@ template <class Pass> struct PairBackward {
   DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
 
   static constexpr DEVICE int access(int n) { return n * kSize % 16 == 0 ? 16 : n * kSize % 8 == 0 ? 8 : 4; }
-  template <int LENGTH, int COLUMNS, int STRIDE> DEVICE void copy(const Element* from, u32 to) const {
+  template <int LENGTH, int COLUMNS, int STRIDE, int THREADS = kThreads>
+  DEVICE void copy(const Element* from, u32 to) const {
     constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
 #pragma unroll 4
-    for (int j = thread; j < LENGTH * kRow; j += kThreads)
+    for (int j = threadIdx.x % THREADS; j < LENGTH * kRow; j += THREADS)
       copy_async<kBytes>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + j * kEach, true);
   }
   DEVICE void load(i64 unit, u32 slot) const {
@@ -83,11 +89,21 @@ template <class Pass> struct PairBackward {
     }
     commit_copies();
   }
+  // What copies leave of HEIGHT x WIDTH: columns behind theirs, and whole rows.
+  template <int LENGTH, int COLUMNS, int HEIGHT, int WIDTH, int STRIDE, int THREADS = kThreads>
+  DEVICE void clear_padding(u32 at) const {
+    constexpr int kWords = (WIDTH - COLUMNS) * kSize / 4;
+    if constexpr (kWords > 0)
+      for (int j = threadIdx.x % THREADS; j < LENGTH * kWords; j += THREADS)
+        store_shared(at + (j / kWords * STRIDE + COLUMNS) * kSize + j % kWords * 4, 0u);
+    for (int j = threadIdx.x % THREADS; j < (HEIGHT - LENGTH) * STRIDE * kSize / 16; j += THREADS)
+      store_u32x4(at + LENGTH * STRIDE * kSize + j * 16, {});
+  }
   // To tf32, where a thread's own copies have landed.
-  template <int LENGTH, int COLUMNS, int STRIDE> DEVICE void round_copies(u32 at) const {
+  template <int LENGTH, int COLUMNS, int STRIDE, int THREADS = kThreads> DEVICE void round_copies(u32 at) const {
     constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
 #pragma unroll 4
-    for (int j = thread; j < LENGTH * kRow; j += kThreads) {
+    for (int j = threadIdx.x % THREADS; j < LENGTH * kRow; j += THREADS) {
       const u32 here = at + (j / kRow * STRIDE + j % kRow * kEach) * kSize;
       if constexpr (kEach == 4) {
         u32 x[4];
@@ -101,12 +117,32 @@ template <class Pass> struct PairBackward {
       }
     }
   }
-  template <int Q, int P, int LENGTH, int WIDTH, int STRIDE, class At> DEVICE void make_weight(u32 to, At at) const {
-#pragma unroll 4
-    for (int j = threadIdx.x; j < LENGTH * WIDTH; j += kBlock) {
-      const int q = j / WIDTH, p = j % WIDTH;
-      store_shared(to + (q * STRIDE + p) * kSize, q < Q && p < P ? narrow<Element>(Math::rounded(at(q, p))) : Element{});
+  // A weight, padded with zeros: copied, or made, several elements at a time on their way.
+  template <int FACTOR, int P> static constexpr bool kCopied = FACTOR >= 0 && P * kSize % 4 == 0;
+  template <int FACTOR, int Q, int P, int HEIGHT, int WIDTH, int STRIDE, class At>
+  DEVICE void load_weight(u32 to, At at) const {
+    if constexpr (kCopied<FACTOR, P>) {
+      copy<Q, P, STRIDE, kBlock>(static_cast<const Element*>(params.weights[FACTOR]), to);
+      clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
+    } else {
+      constexpr int kTogether = 8;
+      for (int from = threadIdx.x; from < HEIGHT * WIDTH; from += kTogether * kBlock) {
+        Element x[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int q = (from + i * kBlock) / WIDTH, p = (from + i * kBlock) % WIDTH;
+          x[i] = q < Q && p < P ? narrow<Element>(Math::rounded(at(q, p))) : Element{};
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int q = (from + i * kBlock) / WIDTH, p = (from + i * kBlock) % WIDTH;
+          if (q < HEIGHT) store_shared(to + (q * STRIDE + p) * kSize, x[i]);
+        }
+      }
     }
+  }
+  template <int FACTOR, int Q, int P, int STRIDE> DEVICE void round_weight(u32 at) const {
+    if constexpr (Math::kRounds && kCopied<FACTOR, P>) round_copies<Q, P, STRIDE, kBlock>(at);
   }
 
   // sums += left x right, 16 rows by NT tiles of 8 columns: operand A of a step, and B of some tiles of a step. float: products
@@ -202,7 +238,7 @@ template <class Pass> struct PairBackward {
     }
   }
 
-  DEVICE u32 a() const { return b + kQ1 * kX * kSize; }
+  DEVICE u32 a() const { return b + kBytesB + (kHolds && kGroups > kBytesA ? kGroups - kBytesA : 0); }
   DEVICE auto columns_of_a() const { return by_m<kA>(a() + first * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)); }
 
   using SumsA = Real[kQ0 / 16][2][4];
@@ -210,9 +246,16 @@ template <class Pass> struct PairBackward {
 
   DEVICE void run() {
     const Real normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
-    make_weight<Q1, P1, kQ1, kP1, kX>(b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
-    make_weight<Q0, P0, kQ0, kP0, kA>(a(), [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
-    const Real scale_a = 1 / normal_a, scale_b = 1 / normal_b;
+    load_weight<Pass::FACTOR_B, Q1, P1, kQ1, kP1, kX>(
+        b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+    load_weight<Pass::FACTOR_A, Q0, P0, kQ0, kP0, kA>(
+        a(), [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+    commit_copies();
+    const i64 step = i64(gridDim.x) * GROUPS;
+    i64 unit = i64(group) * gridDim.x + blockIdx.x;
+    if constexpr (kAhead) begin(unit, step);
+    wait_for_copies<(kAhead ? kFirst : 0)>();
+    round_weight<Pass::FACTOR_B, Q1, P1, kX>(b), round_weight<Pass::FACTOR_A, Q0, P0, kA>(a());
     __syncthreads();
     A transposed[kHolds ? kQ0 / kStep : 1];
     if constexpr (kHolds) {
@@ -220,14 +263,11 @@ template <class Pass> struct PairBackward {
       for (int s = 0; s < kQ0 / kStep; ++s) columns_of_a()(transposed[s], s);
       __syncthreads();
     }
-    for (int at = thread * 4; at < SLOTS * kSlot; at += kThreads * 4) store_shared(memory + at, 0u);  // copies leave padding
-    sync();
+    if constexpr (!kAhead) begin(unit, step);
+    if (unit < units) clear_slots();
+    const Real scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     SumsA d_a = {};
     SumsB d_b = {};
-    const i64 step = i64(gridDim.x) * GROUPS;
-    i64 unit = i64(group) * gridDim.x + blockIdx.x;
-#pragma unroll
-    for (int s = 0; s < (SLOTS > 1 ? SLOTS - 1 : 1); ++s) load(unit + s * step, memory + s * kSlot);
     int slot = 0;
 #pragma unroll 1
     for (; unit < units; unit += step) {
@@ -247,7 +287,19 @@ template <class Pass> struct PairBackward {
       if (SLOTS == 1) sync(), load(unit + step, memory);
     }
     wait_for_copies<0>();
-    add_up(d_a, d_b);
+    store(d_a, d_b);
+  }
+
+  DEVICE void begin(i64 unit, i64 step) const {
+#pragma unroll
+    for (int s = 0; s < kFirst; ++s) load(unit + s * step, memory + s * kSlot);
+  }
+  DEVICE void clear_slots() const {
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s) {
+      clear_padding<P0, P1, kP0, kP1, kX>(memory + s * kSlot);
+      clear_padding<Q0, Q1, kQ0, kQ1, kG>(memory + s * kSlot + kBytesX);
+    }
   }
 
   // T, and what it adds to dA
@@ -347,15 +399,8 @@ template <class Pass> struct PairBackward {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first + lane.g + i * 8, c = column + n * 8 + lane.t * 2;
-        if ((kP0 != P0 && row >= P0) || (kP1 != P1 && c >= P1)) continue;
-        Element* at = to + row * P1 + c;
-        if constexpr (P1 % 2 == 0) {
-          const Pair<Element> two(sums[n][i * 2], sums[n][i * 2 + 1]);
-          store_words<2 * kSize>(at, *reinterpret_cast<const Words<2 * kSize>*>(&two));
-        } else {
-          store_global(at, narrow<Element>(sums[n][i * 2]));
-          if (c + 1 < P1) store_global(at + 1, narrow<Element>(sums[n][i * 2 + 1]));
-        }
+        if ((kP0 == P0 || row < P0) && (kP1 == P1 || c < P1))
+          store_two<P1 % 2 == 0>(to + row * P1 + c, sums[n][i * 2], sums[n][i * 2 + 1], c + 1 < P1);
       }
   }
   DEVICE void store_pieces(const Real (&sums)[kTiles1][4], int column, Element* to) const {
@@ -377,38 +422,33 @@ template <class Pass> struct PairBackward {
     __syncwarp();
   }
 
-  // The groups' sums, one part's after the other's, to where this block's belong.
-  static DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
-  static DEVICE double load_sum(u32 from, double) { return load_f64(from); }
-  DEVICE void add_up(const SumsA& d_a, const SumsB& d_b) const {
-    const u32 sums = b;
-    const auto add = [&](int at, Real x, bool is_first) {
-      const u32 to = sums + at * sizeof(Real);
-      store_shared(to, is_first ? x : load_sum(to, x) + x);
-    };
-    __syncthreads();
-    for (int turn = 0; turn < GROUPS * PARTS; ++turn) {
-      if (turn == group * PARTS + part) {
-#pragma unroll
-        for (int m = 0; m < kQ0 / 16; ++m)
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int q = m * 16 + lane.g + i % 4 / 2 * 8, p = first + i / 4 * 8 + lane.t * 2 + i % 2;
-            if (q < Q0 && p < P0) add(q * P0 + p, d_a[m][i / 4][i % 4], turn == 0);
-          }
-#pragma unroll
-        for (int k = 0; k < kTurns; ++k)
-#pragma unroll
-          for (int n = 0; n < kPart1 / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int q = k * 16 * ROWS + first + lane.g + i / 2 * 8, p = part * kPart1 + n * 8 + lane.t * 2 + i % 2;
-              if (q < Q1 && p < P1) add(Q0 * P0 + q * P1 + p, d_b[k][n / kTiles1][n % kTiles1][i], group == 0);
-            }
-      }
-      __syncthreads();
-    }
+  // All groups' sums, of dA all parts' as well, to where this block's belong.
+  DEVICE void store(const SumsA& d_a, const SumsB& d_b) const {
+    constexpr bool kPaired = P0 % 2 == 0 && P1 % 2 == 0;
     Real* to = static_cast<Real*>(params.sums) + i64(blockIdx.x) * kSums;
-    for (int j = threadIdx.x; j < kSums; j += kBlock) store_global(to + j, load_sum(sums + j * sizeof(Real), Real()));
+    add_up<kQ0 / 16 * 2, kBlock, ROWS * 32, kShared, Real>(
+        b, [&](int n) -> const Real(&)[4] { return d_a[n / 2][n % 2]; },
+        [&](int n, int index, const Real(&sum)[4]) {
+          const Lane at(index % 32);
+          const int p = index / 32 * 16 + n % 2 * 8 + at.t * 2;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int q = n / 2 * 16 + at.g + i * 8;
+            if (q < Q0 && p < P0) store_two<kPaired>(to + q * P0 + p, sum[i * 2], sum[i * 2 + 1], p + 1 < P0);
+          }
+        });
+    to += Q0 * P0;
+    constexpr int kTilesB = kPart1 / 8;
+    add_up<kTurns * kTilesB, kBlock, kThreads, kShared, Real>(
+        b, [&](int n) -> const Real(&)[4] { return d_b[n / kTilesB][n % kTilesB / kTiles1][n % kTiles1]; },
+        [&](int n, int index, const Real(&sum)[4]) {
+          const Lane at(index % 32);
+          const int warp = index / 32, p = warp / ROWS * kPart1 + n % kTilesB * 8 + at.t * 2;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int q = (n / kTilesB * ROWS + warp % ROWS) * 16 + at.g + i * 8;
+            if (q < Q1 && p < P1) store_two<kPaired>(to + q * P1 + p, sum[i * 2], sum[i * 2 + 1], p + 1 < P1);
+          }
+        });
   }
 };
