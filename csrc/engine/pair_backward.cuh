@@ -14,21 +14,22 @@
 //       warp makes at once); weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); FACTOR_A, FACTOR_B:
 //       the parameter that these are, or -1 where they are products; GRAD (the parameter that G is)
 #pragma once
+#include "operands.cuh"
 #include "params.cuh"
-#include "sums.cuh"
 
-template <class Pass> struct PairBackward {
+template <class Pass>
+struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::ROWS * Pass::PARTS * 32> {
   using Math = typename Pass::Math;
-  using Element = typename Pass::Element;
-  using A = typename Math::A;
-  using B = typename Math::B;
-  using Real = Sum<Element>;
-  static constexpr int kSize = sizeof(Element), ROWS = Pass::ROWS, PARTS = Pass::PARTS, WARPS = ROWS * PARTS;
-  static constexpr int GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS, kStep = Math::kStep, kThreads = WARPS * 32;
-  static constexpr int kBlock = kThreads * GROUPS, P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
-  static constexpr bool kPairs = kSize == 4;  // k's by n and m
+  static constexpr int ROWS = Pass::ROWS, PARTS = Pass::PARTS, WARPS = ROWS * PARTS, kThreads = WARPS * 32;
+  using Base = Operands<Math, typename Pass::Element, kThreads>;
+  using typename Base::A;
+  using typename Base::B;
+  using typename Base::Element;
+  using typename Base::Real;
+  using Base::in_order, Base::place, Base::stride, Base::kPairs, Base::kSize, Base::kStep;
+  static constexpr int GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS, kBlock = kThreads * GROUPS;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr bool kHolds = !Math::kRepairs;  // A, in registers: split, it would need too many
-  static constexpr int kUnroll = Math::kRepairs ? 1 : 2;
 
   // Columns of n as a part's pieces, of some tiles of 8 each, of which 2 make a step in 16 bits, or 16 rows.
   static constexpr int pieces(int n) { return ceil_div(ceil_div(n, 8 * PARTS), Pass::AT_ONCE); }
@@ -41,7 +42,6 @@ template <class Pass> struct PairBackward {
   static_assert(kP0 >= P0);
 
   // Strides in shared memory: of X, B and dX; of G and dT; of A, which lies at the end of the groups' until registers have it.
-  static constexpr int stride(int n) { return n + (kSize == 2 ? 8 : 4); }
   static constexpr int kX = stride(kP1), kG = stride(kQ1), kA = stride(kP0);
   static constexpr int kBytesX = kP0 * kX * kSize, kSlot = kBytesX + kQ0 * kG * kSize, kBytesT = kP0 * kG * kSize;
   static constexpr int kStaged = kSize == 2 ? kTiles1 * 8 + 8 : 0;  // stride of what leaves by whole pieces
@@ -66,64 +66,23 @@ template <class Pass> struct PairBackward {
         d_t(memory + SLOTS * kSlot),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  // Where column j of 8 is among k's, if a lane's two are to be its second operand's, and the lane that reads it.
-  static constexpr DEVICE int place(int j) { return kSize == 2 ? j : j % 2 * 4 + j / 2; }
-  static DEVICE Lane in_order(Lane lane) {
-    lane.index = lane.index / 8 * 8 + place(lane.index % 8), lane.g = place(lane.g);
-    return lane;
-  }
   DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
 
-  static constexpr DEVICE int access(int n) { return n * kSize % 16 == 0 ? 16 : n * kSize % 8 == 0 ? 8 : 4; }
-  template <int LENGTH, int COLUMNS, int STRIDE, int THREADS = kThreads>
-  DEVICE void copy(const Element* from, u32 to) const {
-    constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
-#pragma unroll 4
-    for (int j = threadIdx.x % THREADS; j < LENGTH * kRow; j += THREADS)
-      copy_async<kBytes>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + j * kEach, true);
-  }
   DEVICE void load(i64 unit, u32 slot) const {
     if (unit < units) {
-      copy<P0, P1, kX>(static_cast<const Element*>(params.x) + unit * (P0 * P1), slot);
-      copy<Q0, Q1, kG>(static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1), slot + kBytesX);
+      Base::template copy<P0, P1, kX>(static_cast<const Element*>(params.x) + unit * (P0 * P1), slot);
+      const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
+      Base::template copy<Q0, Q1, kG>(grad_y + unit * (Q0 * Q1), slot + kBytesX);
     }
     commit_copies();
-  }
-  // What copies leave of HEIGHT x WIDTH: columns behind theirs, and whole rows.
-  template <int LENGTH, int COLUMNS, int HEIGHT, int WIDTH, int STRIDE, int THREADS = kThreads>
-  DEVICE void clear_padding(u32 at) const {
-    constexpr int kWords = (WIDTH - COLUMNS) * kSize / 4;
-    if constexpr (kWords > 0)
-      for (int j = threadIdx.x % THREADS; j < LENGTH * kWords; j += THREADS)
-        store_shared(at + (j / kWords * STRIDE + COLUMNS) * kSize + j % kWords * 4, 0u);
-    for (int j = threadIdx.x % THREADS; j < (HEIGHT - LENGTH) * STRIDE * kSize / 16; j += THREADS)
-      store_u32x4(at + LENGTH * STRIDE * kSize + j * 16, {});
-  }
-  // To tf32, where a thread's own copies have landed.
-  template <int LENGTH, int COLUMNS, int STRIDE, int THREADS = kThreads> DEVICE void round_copies(u32 at) const {
-    constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
-#pragma unroll 4
-    for (int j = threadIdx.x % THREADS; j < LENGTH * kRow; j += THREADS) {
-      const u32 here = at + (j / kRow * STRIDE + j % kRow * kEach) * kSize;
-      if constexpr (kEach == 4) {
-        u32 x[4];
-        load_u32x4(here, x);
-#pragma unroll
-        for (u32& word : x) word = tf32_of(word);
-        store_u32x4(here, x);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) store_shared(here + i * 4, tf32_of(load_u32(here + i * 4)));
-      }
-    }
   }
   // A weight, padded with zeros: copied, or made, several elements at a time on their way.
   template <int FACTOR, int P> static constexpr bool kCopied = FACTOR >= 0 && P * kSize % 4 == 0;
   template <int FACTOR, int Q, int P, int HEIGHT, int WIDTH, int STRIDE, class At>
   DEVICE void load_weight(u32 to, At at) const {
     if constexpr (kCopied<FACTOR, P>) {
-      copy<Q, P, STRIDE, kBlock>(static_cast<const Element*>(params.weights[FACTOR]), to);
-      clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
+      Base::template copy<Q, P, STRIDE, kBlock>(static_cast<const Element*>(params.weights[FACTOR]), to);
+      Base::template clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
     } else {
       constexpr int kTogether = 8;
       for (int from = threadIdx.x; from < HEIGHT * WIDTH; from += kTogether * kBlock) {
@@ -142,104 +101,13 @@ template <class Pass> struct PairBackward {
     }
   }
   template <int FACTOR, int Q, int P, int STRIDE> DEVICE void round_weight(u32 at) const {
-    if constexpr (Math::kRounds && kCopied<FACTOR, P>) round_copies<Q, P, STRIDE, kBlock>(at);
-  }
-
-  // sums += left x right, 16 rows by NT tiles of 8 columns: operand A of a step, and B of some tiles of a step. float: products
-  // of high parts start from zero every few steps; the others, which infinities make NaN, do not count then.
-  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
-  static DEVICE void multiply(Real (&sums)[NT][4], const Left& left, const Right& right) {
-    constexpr int kMost = Math::kRepairs ? 2 : 4, kTogether = NT % kMost == 0 ? kMost : NT % 2 == 0 ? 2 : 1;
-    if constexpr (Math::kRepairs) {
-      constexpr int kFlush = Math::kFlush;
-      float low[NT][4] = {};
-#pragma unroll(UNROLL)
-      for (int s = 0; s < STEPS; s += kFlush) {
-        A a[kFlush];
-#pragma unroll
-        for (int j = 0; j < kFlush; ++j)
-          if (s + j < STEPS) left(a[j], s + j);
-#pragma unroll
-        for (int n = 0; n < NT; n += kTogether) {
-          float high[kTogether][4] = {};
-#pragma unroll
-          for (int j = 0; j < kFlush; ++j) {
-            if (s + j >= STEPS) break;
-            B some[kTogether];
-            right(some, n, s + j);
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-              multiply_tf32(low[n + i], a[j].low, some[i].high);
-              multiply_tf32(low[n + i], a[j].high, some[i].low);
-              multiply_tf32(high[i], a[j].high, some[i].high);
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sums[n + i][j] += high[i][j];
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums[n][j] += fabsf(low[n][j]) <= 3.402823466e38f ? low[n][j] : 0.f;
-    } else {
-#pragma unroll(UNROLL)
-      for (int s = 0; s < STEPS; ++s) {
-        A a;
-        left(a, s);
-#pragma unroll
-        for (int n = 0; n < NT; n += kTogether) {
-          B some[kTogether];
-          right(some, n, s);
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i) Math::template multiply<kStep>(sums[n + i], a, some[i]);
-        }
-      }
-    }
-  }
-  // Operands in shared memory, from a lane's place in their first tile on: rows of 16 with k or m contiguous, columns with k
-  // or n contiguous.
-  template <int STRIDE> static DEVICE auto by_rows(u32 from) {
-    return [=](A& a, int s) { Math::template load_row_a<kStep, STRIDE, false>(a, from + s * kStep * kSize); };
-  }
-  template <int STRIDE> static DEVICE auto by_m(u32 from) {
-    return [=](A& a, int s) { Math::template load_a_by_m<STRIDE, kPairs, false>(a, from + s * kStep * STRIDE * kSize); };
-  }
-  template <int STRIDE> static DEVICE auto by_k(u32 from) {
-    return [=](auto& some, int n, int s) {
-      Math::template load_row_b<kStep, STRIDE>(some, from + (n * 8 * STRIDE + s * kStep) * kSize);
-    };
-  }
-  template <int STRIDE> DEVICE auto by_n(u32 from) const {
-    return [=, index = lane.index](auto& some, int n, int s) {
-      load_by_n<STRIDE>(some, from + (s * kStep * STRIDE + n * 8) * kSize, index);
-    };
-  }
-  template <int STRIDE, int NT> static DEVICE void load_by_n(B (&some)[NT], u32 from, int index) {
-    u32 columns[NT];
-#pragma unroll
-    for (int i = 0; i < NT; ++i) columns[i] = from + i * 8 * kSize;
-    Math::template load_b_by_n<kStep, STRIDE, NT, 8, false, kPairs>(some, columns, index);
-  }
-  // The same for sums over units
-  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
-  static DEVICE void accumulate(Real (&sums)[NT][4], const Left& left, const Right& right) {
-    if constexpr (kSize == 8) {
-      multiply<NT, STEPS, UNROLL>(sums, left, right);
-    } else {
-      Real more[NT][4] = {};
-      multiply<NT, STEPS, UNROLL>(more, left, right);
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][i] += more[n][i];
-    }
+    if constexpr (Math::kRounds && kCopied<FACTOR, P>) Base::template round_copies<Q, P, STRIDE, kBlock>(at);
   }
 
   DEVICE u32 a() const { return b + kBytesB + (kHolds && kGroups > kBytesA ? kGroups - kBytesA : 0); }
-  DEVICE auto columns_of_a() const { return by_m<kA>(a() + first * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)); }
+  DEVICE auto columns_of_a() const {
+    return Base::template by_m<kA>(a() + first * kSize + Math::template lane_a_by_m<kA, kPairs>(lane));
+  }
 
   using SumsA = Real[kQ0 / 16][2][4];
   using SumsB = Real[kTurns][kPieces1][kTiles1][4];
@@ -275,7 +143,7 @@ template <class Pass> struct PairBackward {
       lane = Lane(lane.index), turned = in_order(lane);
       wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();
       const u32 x = memory + slot * kSlot, g = x + kBytesX;
-      if constexpr (Math::kRounds) round_copies<P0, P1, kX>(x), round_copies<Q0, Q1, kG>(g);
+      if constexpr (Math::kRounds) Base::template round_copies<P0, P1, kX>(x), Base::template round_copies<Q0, Q1, kG>(g);
       sync();
       if (SLOTS > 1) load(unit + (SLOTS - 1) * step, memory + (slot ? slot - 1 : SLOTS - 1) * kSlot);
       slot = slot + 1 == SLOTS ? 0 : slot + 1;
@@ -297,19 +165,20 @@ template <class Pass> struct PairBackward {
   DEVICE void clear_slots() const {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      clear_padding<P0, P1, kP0, kP1, kX>(memory + s * kSlot);
-      clear_padding<Q0, Q1, kQ0, kQ1, kG>(memory + s * kSlot + kBytesX);
+      Base::template clear_padding<P0, P1, kP0, kP1, kX>(memory + s * kSlot);
+      Base::template clear_padding<Q0, Q1, kQ0, kQ1, kG>(memory + s * kSlot + kBytesX);
     }
   }
 
   // T, and what it adds to dA
   DEVICE void forward(SumsA& d_a, u32 x, u32 g, Real scale) const {
-    const auto rows = by_rows<kX>(x + first * kX * kSize + Math::template lane_row_a<kX>(lane));
+    const auto rows = Base::template by_rows<kX>(x + first * kX * kSize + Math::template lane_row_a<kX>(lane));
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real t[kTiles][4] = {};
-      multiply<kTiles, kP1 / kStep>(t, rows, by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(turned)));
+      const auto columns = Base::template by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(turned));
+      Base::template multiply<kTiles, kP1 / kStep>(t, rows, columns);
       B right[kTiles * 8 / kStep][2];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
@@ -322,8 +191,8 @@ template <class Pass> struct PairBackward {
         for (int i = 0; i < 2; ++i) Math::as_b(right[s][i], &t[s * kStep / 8], i);
 #pragma unroll
       for (int m = 0; m < kQ0 / 16; ++m) {
-        accumulate<2, kTiles * 8 / kStep, kTiles>(
-            d_a[m], by_rows<kG>(g + (m * 16 * kG + column) * kSize + Math::template lane_row_a<kG>(lane)),
+        Base::template accumulate<2, kTiles * 8 / kStep, kTiles>(
+            d_a[m], Base::template by_rows<kG>(g + (m * 16 * kG + column) * kSize + Math::template lane_row_a<kG>(lane)),
             [&](B(&some)[2], int, int s) { some[0] = right[s][0], some[1] = right[s][1]; });
       }
     }
@@ -335,11 +204,11 @@ template <class Pass> struct PairBackward {
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real sums[kTiles][4] = {};
-      const auto right = by_n<kG>(g + column * kSize + Math::template lane_b_by_n<kG, kPairs>(lane));
+      const auto right = Base::template by_n<kG>(g + column * kSize + Math::template lane_b_by_n<kG, kPairs>(lane), lane.index);
       if constexpr (kHolds)
-        multiply<kTiles, kQ0 / kStep, kQ0>(sums, [&](A& a, int s) { a = transposed[s]; }, right);
+        Base::template multiply<kTiles, kQ0 / kStep, kQ0>(sums, [&](A& a, int s) { a = transposed[s]; }, right);
       else
-        multiply<kTiles, kQ0 / kStep>(sums, columns_of_a(), right);
+        Base::template multiply<kTiles, kQ0 / kStep>(sums, columns_of_a(), right);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -364,64 +233,34 @@ template <class Pass> struct PairBackward {
     for (int k = 0; k < kTurns; ++k) {
       const int m = k * 16 * ROWS + first;
       if (kQ1 / 16 % ROWS && m >= kQ1) break;
-      const auto left = by_m<kG>(d_t + m * kSize + Math::template lane_a_by_m<kG, kPairs>(kPairs ? turned : lane));
+      const Lane by = kPairs ? turned : lane;
+      const auto left = Base::template by_m<kG>(d_t + m * kSize + Math::template lane_a_by_m<kG, kPairs>(by));
 #pragma unroll
       for (int piece = 0; piece < kPieces1; ++piece) {
         const int column = part * kPart1 + piece * kTiles1 * 8;
-        accumulate<kTiles1, kP0 / kStep>(
-            d_b[k][piece], left, by_n<kX>(x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane)));
+        const u32 right = x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane);
+        Base::template accumulate<kTiles1, kP0 / kStep>(d_b[k][piece], left, Base::template by_n<kX>(right, lane.index));
       }
     }
   }
 
-  // dX. Of 16 bits, by whole pieces through shared memory; of others, four lanes' sums are 32 bytes and more of a row.
+  // dX
   DEVICE void store(Element* to, Real scale) const {
-    const auto left = by_rows<kG>(d_t + first * kG * kSize + Math::template lane_row_a<kG>(lane));
+    const auto left = Base::template by_rows<kG>(d_t + first * kG * kSize + Math::template lane_row_a<kG>(lane));
 #pragma unroll 1
     for (int piece = 0; piece < kPieces1; ++piece) {
       const int column = part * kPart1 + piece * kTiles1 * 8;
       Real sums[kTiles1][4] = {};
-      multiply<kTiles1, kQ1 / kStep>(
-          sums, left, by_n<kX>(b + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane)));
+      const u32 right = b + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane);
+      Base::template multiply<kTiles1, kQ1 / kStep>(sums, left, Base::template by_n<kX>(right, lane.index));
 #pragma unroll
       for (auto& four : sums)
 #pragma unroll
         for (Real& sum : four) sum *= scale;
-      if constexpr (kSize == 2)
-        store_pieces(sums, column, to);
-      else
-        store_sums(sums, column, to);
+      Base::template store_tile<P0, P1, P1, kP0 == P0 && kP1 == P1>(
+          sums, first, column, to, d_t + kBytesT + thread / 32 * 16 * kStaged * kSize, lane);
     }
   }
-  DEVICE void store_sums(const Real (&sums)[kTiles1][4], int column, Element* to) const {
-#pragma unroll
-    for (int n = 0; n < kTiles1; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = first + lane.g + i * 8, c = column + n * 8 + lane.t * 2;
-        if ((kP0 == P0 || row < P0) && (kP1 == P1 || c < P1))
-          store_two<P1 % 2 == 0>(to + row * P1 + c, sums[n][i * 2], sums[n][i * 2 + 1], c + 1 < P1);
-      }
-  }
-  DEVICE void store_pieces(const Real (&sums)[kTiles1][4], int column, Element* to) const {
-    const u32 staged = d_t + kBytesT + thread / 32 * 16 * kStaged * kSize;
-#pragma unroll
-    for (int n = 0; n < kTiles1; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        store_shared(staged + ((lane.g + i * 8) * kStaged + n * 8 + lane.t * 2) * kSize,
-                     Pair<Element>(sums[n][i * 2], sums[n][i * 2 + 1]));
-    __syncwarp();
-    constexpr int kBytes = access(P1), kEach = kBytes / kSize, kRow = kTiles1 * 8 / kEach;
-#pragma unroll 4
-    for (int j = lane.index; j < 16 * kRow; j += 32) {
-      const int row = j / kRow, c = j % kRow * kEach;
-      if ((kP0 == P0 || first + row < P0) && (kP1 == P1 || column + c < P1))
-        store_words<kBytes>(to + (first + row) * P1 + column + c, load_words<kBytes>(staged + (row * kStaged + c) * kSize));
-    }
-    __syncwarp();
-  }
-
   // All groups' sums, of dA all parts' as well, to where this block's belong.
   DEVICE void store(const SumsA& d_a, const SumsB& d_b) const {
     constexpr bool kPaired = P0 % 2 == 0 && P1 % 2 == 0;
