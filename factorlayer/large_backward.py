@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import Gpu
-from factorlayer.gradient import BlockSums
+from factorlayer.gradient import PART_BYTES, BlockSums
 from factorlayer.resident import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = 128
 LEAST = 24  # of a size that fills the matrix unit
 BARRIER_BYTES = 1024
 STATE_BYTES = 128 * 128 * 2  # whatever the sizes are
-UNIT_US = 1.5  # of waits and conversions, which nothing hides
+START_US = 4.0  # with the weights and the first unit on their way
+UNIT_US = 1.3  # of waits and conversions, which nothing hides
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def _time(plan: LargeBackward, batch: int) -> float:
     p0, p1, q0, q1 = plan.sizes
     memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
     _, p1, q0, q1 = (round_up(n, 16) for n in plan.sizes)
-    products = 128 * (3 * p1 * q1 + 2 * q0 * q1) / (0.3 * plan.gpu.flops[plan.dtype])
-    units = max(1.0, batch * plan.units_per_sample / plan.gpu.sms)
-    return 6.0 + units * max(memory, products + UNIT_US)
+    products = 128 * (3 * p1 * q1 + 2 * q0 * q1) / (0.4 * plan.gpu.flops[plan.dtype])
+    units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
+    ends = plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes
+    return START_US + units * max(memory, products + UNIT_US) + ends

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import BlockSums
+from factorlayer.gradient import PART_BYTES, BlockSums
 from factorlayer.resident import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows
 MOST_GROUPS = 12
-UNIT_US = 0.8  # from a unit's last copy to its store, where no other group hides them
+START_US = 4.0  # with the weights and the first unit on their way
+UNIT_US = 0.5  # from a unit's last copy to its store, where no other group hides them
+HIDDEN = {8: 0.8, 4: 0.0, 2: 0.3}  # by bytes of an element: how much of reading operands is behind products
 OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "float16": 48}
 
 
@@ -33,6 +36,9 @@ class PairBackward(OfTwoModes, BlockSums):
     slots: int
     gpu: Gpu
     us: float = 0.0
+
+    split = 1
+    units_per_block = 1  # so that few units have a multiprocessor each
 
     @property
     def size(self) -> int:
@@ -89,14 +95,6 @@ class PairBackward(OfTwoModes, BlockSums):
         a = q0 * of_a
         return (q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))) * self.size
 
-    @property
-    def split(self) -> int:
-        return 1
-
-    @property
-    def units_per_block(self) -> int:
-        return self.groups
-
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
@@ -131,7 +129,7 @@ def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Itera
             continue
         if ELEMENT_BYTES[dtype] == 2 and (both[1].p % 2 or both[1].q % 2):
             continue
-        if columns > 1 and (max(sizes) <= 32 * ELEMENT_BYTES[dtype] < 256 or 8 * columns > min(both[1].p, both[1].q)):
+        if columns > 1 and 8 * columns > min(both[1].p, both[1].q):
             continue
         rows = -(-both[0].p // 16)
         for groups, slots, more in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2, 1), (0, 1, 2)):
@@ -142,7 +140,8 @@ def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Itera
 
 
 def _time(plan: PairBackward, batch: int) -> float:
-    """Predicted microseconds: for each unit what it moves, its products, or their operands from shared memory."""
+    """Predicted microseconds: for units what they move, or products, operands from shared memory and what groups wait
+    for; in the end the sums of all groups."""
     gpu = plan.gpu
     p0, p1, q0, q1 = plan.sizes
     memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
@@ -150,8 +149,13 @@ def _time(plan: PairBackward, batch: int) -> float:
     turns = -(-q1 // (16 * plan.rows))
     rate = (0.25 if plan.size == 2 else 0.5) * gpu.flops[plan.dtype]  # of multiply-adds; mma.sync has half of wgmma's
     products = (2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + turns * 16 * plan.rows * p0 * p1) / rate
-    operands = plan.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) * plan.size / gpu.shared_bytes
-    busy = max(products, operands) * max(1.0, 8 / plan.warps)
-    waits = (UNIT_US + (memory if plan.slots == 1 else 0)) / plan.groups
-    units = max(1.0, batch * plan.units_per_sample / gpu.sms)
-    return 6.0 + UNIT_US + units * max(memory, busy + waits)
+    operands = plan.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) + plan.parts * p0 * (p1 + 2 * q1)
+    units = math.ceil(batch * plan.units_per_sample / gpu.sms)
+    warps = plan.rows * plan.parts * min(plan.groups, units)
+    busy = (products + (1 - HIDDEN[plan.size]) * operands * plan.size / gpu.shared_bytes) * max(1.0, 8 / warps)
+    waits = (UNIT_US + (memory if plan.slots == 1 else 0)) * math.ceil(units / plan.groups)
+    part_bytes = PART_BYTES[plan.dtype]
+    sums = plan.groups * (plan.parts * p0 * q0 + turns * 16 * plan.rows * p1) * part_bytes
+    ends = 2 * sums / gpu.shared_bytes + plan.weights * part_bytes / gpu.l2_bytes
+    both = units * memory, units * busy + waits
+    return START_US + max(both) + 0.1 * min(both) + ends  # one does not hide all of the other
