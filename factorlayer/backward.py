@@ -188,7 +188,9 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit
                 end = longer
         returns = bool(wanted & 1) or any(learns[:at])
         weights = tuple(sorted(c.weight for c in steps[at:end]))
-        made.append(Visit(_part(chain, steps[at:end]), weights, learns[at], returns, learns[at] and end > at + 1))
+        part = _part(chain, steps[at:end])
+        at_once = learns[at] and (end > at + 1 or (returns and fits(replace(part, backward=True))))
+        made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
     return tuple(made)
 

@@ -11,16 +11,19 @@ from dataclasses import dataclass, replace
 from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.emit import can_be_made, weight_functions
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import PART_BYTES, BlockSums
+from factorlayer.gradient import (
+    HIDDEN,
+    MOST_GROUPS,
+    OTHER_REGISTERS,
+    PART_BYTES,
+    START_US,
+    UNIT_US,
+    BlockSums,
+)
 from factorlayer.resident import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows
-MOST_GROUPS = 12
-START_US = 4.0  # with the weights and the first unit on their way
-UNIT_US = 0.5  # from a unit's last copy to its store, where no other group hides them
-HIDDEN = {8: 0.8, 4: 0.0, 2: 0.3}  # by bytes of an element: how much of reading operands is behind products
-OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "float16": 48}
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,9 @@ class PairBackward(OfTwoModes, BlockSums):
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
-        return kernel(headers("sums.cuh", "operands.cuh", "pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1)
+        return kernel(
+            headers("sums.cuh", "operands.cuh", "pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1
+        )
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:

@@ -13,7 +13,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer import dense, dense_backward, gradient, large_backward, pair, pair_backward, streamed, wide
+from factorlayer import (
+    dense,
+    dense_backward,
+    gradient,
+    large_backward,
+    pair,
+    pair_backward,
+    single_backward,
+    streamed,
+    wide,
+)
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
@@ -25,6 +35,7 @@ from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.resident import Mode, Resident, Work
+from factorlayer.single_backward import SingleBackward
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
 from factorlayer.tiling import tile
@@ -40,7 +51,20 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
-Pass = Dense | Gradient | LargeBackward | Pair | PairBackward | Parts | Reduction | Resident | Streamed | Turn | Wide
+Pass = (
+    Dense
+    | Gradient
+    | LargeBackward
+    | Pair
+    | PairBackward
+    | Parts
+    | Reduction
+    | Resident
+    | SingleBackward
+    | Streamed
+    | Turn
+    | Wide
+)
 
 
 class PlanError(ValueError):
@@ -71,7 +95,7 @@ class Plan:
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of the first two buffers for one sample, and of the third."""
         first = self.passes[0]
-        if isinstance(first, DenseBackward | Gradient | LargeBackward | PairBackward):
+        if isinstance(first, DenseBackward | Gradient | LargeBackward | PairBackward | SingleBackward):
             return 0, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
@@ -203,7 +227,12 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, .
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    if chain.rank == 1 and all(c.tied for c in chain.contractions):
+    first, *more = chain.contractions
+    if first.tied and not more:
+        single = single_backward.tile(first, dtype, batch, gpu)
+        if single:
+            return single, Reduction(single)
+    elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
         families = (pair_backward, large_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]

@@ -269,6 +269,63 @@ def test_all_gradients_at_once(
         np.testing.assert_array_equal(grad_x[fine], before[fine])
 
 
+# Of one weight and x at once, p to q between outer and inner: by columns and by rows, several units of a row, padding
+# in every size, parts of columns, weights held in registers and not
+SINGLE = [
+    ((1, 64, 64, 128), "bfloat16", 3, 90),
+    ((2, 20, 36, 48), "float16", 5, 80),
+    ((1, 128, 120, 32), "bfloat16", 5, 90),
+    ((3, 8, 9, 64), "tf32", 7, 90),
+    ((1, 31, 17, 64), "tf32", 5, 86),
+    ((1, 100, 128, 64), "float32", 3, 90),
+    ((2, 33, 20, 32), "float64", 4, 90),
+    ((64, 24, 40, 1), "bfloat16", 5, 90),
+    ((32, 128, 112, 1), "float16", 7, 90),
+    ((64, 128, 128, 1), "tf32", 3, 90),
+    ((16, 21, 43, 1), "tf32", 9, 80),
+    ((32, 67, 34, 1), "float32", 5, 90),
+    ((32, 20, 31, 1), "float64", 5, 90),
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch", "architecture"), SINGLE, ids=str)
+def test_both_gradients_of_one_factor_at_once(
+    sizes: tuple[int, int, int, int], dtype: str, batch: int, architecture: int, emulator: Emulator
+) -> None:
+    outer, p, q, inner = sizes
+    chain = Chain((Contraction(0, outer, p, q, inner, tied=True),), backward=True)
+    found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
+    assert type(found.passes[0]).__name__ == "SingleBackward"
+    kernels = emulator.compile(found)
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    x, grad, weight = draw(batch, outer * p * inner), draw(batch, outer * q * inner), draw(q, p) / 8
+    sick = batch // 2
+    healthy: Array | None = None
+    for seed, value in enumerate((None, np.inf)):
+        if value is not None:
+            grad = grad.copy()
+            grad[sick, 1] = value
+        outputs, errors = emulator.run(found, kernels, x, [weight, grad], None, blocks=2, seed=seed)
+        assert not errors
+        grad_x = outputs[0].reshape(batch, -1)
+        with np.errstate(invalid="ignore"):
+            states, behind = x.reshape(batch, outer, p, inner), grad.reshape(batch, outer, q, inner)
+            right = [np.einsum("qp,noqi->nopi", weight, behind), np.einsum("noqi,nopi->qp", behind, states)]
+        for part, expected in zip((grad_x, outputs[-1]), right, strict=True):
+            part, expected = part.ravel(), expected.ravel()
+            finite = np.isfinite(expected)
+            assert not np.isfinite(part[~finite]).any()
+            error = np.linalg.norm(part[finite] - expected[finite])
+            assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
+        healthy = grad_x if healthy is None else healthy
+        fine = np.arange(batch) != sick
+        np.testing.assert_array_equal(grad_x[fine], healthy[fine])
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [

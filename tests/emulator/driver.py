@@ -26,6 +26,7 @@ from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, _output_bytes
 from factorlayer.resident import Resident
+from factorlayer.single_backward import SingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 
@@ -77,7 +78,7 @@ class Kernel:
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = (
             grid_x * p.part_bytes // p.most
-            if isinstance(p, DenseBackward | Gradient | LargeBackward | PairBackward)
+            if isinstance(p, DenseBackward | Gradient | LargeBackward | PairBackward | SingleBackward)
             else 0
         )
         numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
@@ -98,6 +99,8 @@ class Kernel:
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
         if isinstance(p, Parts):
             return p.weights * ELEMENT_BYTES[p.dtype]
+        if isinstance(p, SingleBackward):
+            return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
         if isinstance(p, LargeBackward | PairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         return batch * _output_bytes(p)
