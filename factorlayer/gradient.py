@@ -27,6 +27,8 @@ START_US = 4.0  # with the weights and the first unit on their way
 UNIT_US = 0.5  # from a unit's last copy to its store, where no other group hides them
 HIDDEN = {8: 0.8, 4: 0.0, 2: 0.3}  # by bytes of an element: how much of reading operands is behind products
 OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "float16": 48}
+REDUCTION_US = 3.0  # of a second kernel, beside what it moves
+FILLED = 1 << 17  # threads that fill a GPU
 PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
 # Warp tiles, in 16 q's and 8 p's, and registers that they need beside the runs.
 TILES = {
@@ -52,6 +54,7 @@ class Gradient:
     bk: int
     registers: int
     gpu: Gpu
+    batch: int
     us: float = 0.0
 
     @property
@@ -132,12 +135,18 @@ class Gradient:
     @property
     def most(self) -> int:
         """Blocks for a tile."""
-        return max(1, self.gpu.sms * self.blocks // self.tiles)
+        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
+        return max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its blocks write gradients: a tile never has several."""
+        return self.most == 1
 
     @property
     def part_bytes(self) -> int:
-        """Of what all blocks write, at most."""
-        return self.most * self.weights * PART_BYTES[self.dtype]
+        """Of the sums that all blocks write, at most."""
+        return 0 if self.is_whole else self.most * self.weights * PART_BYTES[self.dtype]
 
     def __str__(self) -> str:
         c = self.contraction
@@ -145,8 +154,9 @@ class Gradient:
         return (
             f"gradient: {c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups")
-            + f", {self.threads // 32} warps, chunks of {self.bk}, at most {self.most} blocks for a tile, "
-            f"{self.shared} bytes of shared memory"
+            + f", {self.threads // 32} warps, chunks of {self.bk}, "
+            + ("one block" if self.is_whole else f"at most {self.most} blocks")
+            + f" for a tile, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -156,6 +166,7 @@ class Gradient:
         numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
         numbers |= {"RUN": self.run}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"using Result = {'Element' if self.is_whole else 'Sum<Element>'};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
         return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
@@ -179,6 +190,11 @@ class BlockSums:
         return int(self.most * self.weights * PART_BYTES[self.dtype])
 
 
+def most_samples(batch: int) -> int:
+    """Of the batches that have one plan: csrc/runtime's classes."""
+    return next((most for most in (64, 2048) if batch <= most), 1 << 40)
+
+
 class Summing(Protocol):
     """A pass whose blocks, `most` at most for each weight, write sums."""
 
@@ -200,16 +216,27 @@ class Reduction:
 
     of: Summing
     in_place: bool = False  # sums that another pass reads, in the first block's place
-    us: float = 3.0
+    us: float = REDUCTION_US
 
     threads = 256
-    shared = 256 * 8
+    shared = 256 * 16
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
 
     @property
+    def vector(self) -> int:
+        """Sums of a thread: 16 bytes, unless there are so few that more threads are worth more."""
+        whole = 16 // PART_BYTES[self.of.dtype]
+        return whole if self.of.weights % whole == 0 and self.of.weights * 8 >= whole * FILLED // 2 else 1
+
+    @property
+    def ways(self) -> int:
+        """Threads that share the blocks' sums."""
+        return next((n for n in (1, 2, 4) if n * self.of.weights >= self.vector * FILLED), 8)
+
+    @property
     def split(self) -> int:
-        return min(-(-self.of.weights // 32), MOST_BLOCKS)
+        return min(-(-self.of.weights * self.ways // (self.vector * self.threads)), MOST_BLOCKS)
 
     def __str__(self) -> str:
         return f"reduction: of {self.of.weights} sums"
@@ -217,21 +244,20 @@ class Reduction:
     def source(self, name: str) -> str:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
+        numbers |= {"MOST": of.most, "WAYS": self.ways, "VECTOR": self.vector}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in (numbers | {"MOST": of.most}).items()]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
         return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 4)
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:
     """The fastest tiling by prediction."""
-    us, plan = min(
-        ((_time(plan, batch), plan) for plan in _tilings(contraction, dtype, gpu)), key=lambda found: found[0]
-    )
-    return replace(plan, us=us)
+    tilings = [replace(plan, us=_time(plan)) for plan in _tilings(contraction, dtype, batch, gpu)]
+    return min(tilings, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US))
 
 
-def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[Gradient]:
+def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradient]:
     size = ELEMENT_BYTES[dtype]
     by_groups = not c.tied and c.inner > 1
     run = math.gcd(16 // size, c.inner)
@@ -240,7 +266,7 @@ def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[Gradient]:
             for wg in (run, 2 * run) if by_groups else (1,):
                 if warps % (wm * wg):
                     continue
-                plan = Gradient(c, dtype, mt, nt, wm, warps // (wm * wg), wg, bk, 0, gpu)
+                plan = Gradient(c, dtype, mt, nt, wm, warps // (wm * wg), wg, bk, 0, gpu, batch)
                 if plan.runs > MOST_RUNS or plan.shared > gpu.shared or max(plan.bm, plan.bn) > 128:
                     continue
                 plan = replace(plan, registers=registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS))
@@ -248,10 +274,10 @@ def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[Gradient]:
                     yield plan
 
 
-def _time(plan: Gradient, batch: int) -> float:
+def _time(plan: Gradient) -> float:
     """Microseconds: what a multiprocessor reads and multiplies for its chunks, then the sums of all."""
     c, gpu = plan.contraction, plan.gpu
-    chunks = -(-batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
+    chunks = -(-plan.batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
     blocks = min(-(-chunks // LEAST_CHUNKS), plan.most) * plan.tiles
     each = -(-blocks // (gpu.sms * plan.blocks)) * plan.blocks * -(-chunks * plan.tiles // blocks)
     states = plan.wg * plan.bk * (plan.bm + plan.bn)
@@ -261,4 +287,4 @@ def _time(plan: Gradient, batch: int) -> float:
     issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
     chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
     parts = min(blocks // plan.tiles, plan.most) * plan.weights * PART_BYTES[plan.dtype]
-    return 5.0 + each * chunk_us + 2 * parts / (gpu.l2_bytes * gpu.sms)
+    return 5.0 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))

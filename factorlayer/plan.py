@@ -116,7 +116,7 @@ class Plan:
             in_place = isinstance(p, Reduction) and p.in_place
             return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
         if isinstance(p, Gradient):
-            return "x", "s2"
+            return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1
         return "x" if i == 0 else f"s{(i - 1) % 2}", "y" if last else f"s{i % 2}"
 
@@ -193,8 +193,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.gradient:
         (c,) = chain.contractions
         c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
-        summing = gradient.tile(c, dtype, batch, gpu)
-        return Plan(chain, dtype, batch, gpu, (summing, Reduction(summing)))
+        return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
     if chain.backward:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
     if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
@@ -224,6 +223,11 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, .
     turned = (turn, *_one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
+
+
+def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    summing = gradient.tile(contraction, dtype, batch, gpu)
+    return (summing,) if summing.is_whole else (summing, Reduction(summing))
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

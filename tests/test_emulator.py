@@ -17,10 +17,12 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION
 from torch import Tensor
 
+from factorlayer import gradient
 from factorlayer.activations import ACTIVATIONS, activate
 from factorlayer.backward import Ops, gradients, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
+from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack
 from factorlayer.spec import Contraction, LayerSpec
@@ -168,14 +170,15 @@ SUMMED = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "batch"), SUMMED, ids=str)
-def test_gradients_are_right_in_any_order(
-    sizes: tuple[int, int, int, int, bool], dtype: str, batch: int, emulator: Emulator
-) -> None:
-    """Two processors, whose blocks take several chunks each; and infinite where they have to be."""
+def gradient_of(sizes: tuple[int, int, int, int, bool], dtype: str, batch: int, processors: int = 2) -> Plan:
     *numbers, tied = sizes
-    c = Contraction(0, *numbers, tied=tied)
-    found = plan(Chain((c,), gradient=True), dtype, batch, Gpu(90, 2, 232448))
+    chain = Chain((Contraction(0, *numbers, tied=tied),), gradient=True)
+    return plan(chain, dtype, batch, Gpu(90, processors, 232448))
+
+
+def check_gradient(found: Plan, emulator: Emulator) -> None:
+    """And infinite where it has to be."""
+    (c,), dtype, batch = found.chain.contractions, found.dtype, found.batch
     kernels = emulator.compile(found)
     random = np.random.default_rng(1)
     x, grad = (
@@ -188,14 +191,52 @@ def test_gradients_are_right_in_any_order(
             x[batch // 2, 0] = value
         with np.errstate(invalid="ignore"):
             states = grad.reshape(batch, c.outer, c.q, c.inner), x.reshape(batch, c.outer, c.p, c.inner)
-            right = np.einsum("noqi,nopi->qp" if tied else "noqi,nopi->oiqp", *states).ravel()
-        outputs, errors = emulator.run(found, kernels, x, [grad], None, blocks=2)
+            right = np.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", *states).ravel()
+        outputs, errors = emulator.run(found, kernels, x, [grad], None, blocks=found.gpu.sms)
         assert not errors
         summed = outputs[-1]
         fine = np.isfinite(right)
         np.testing.assert_array_equal(summed[~fine], right[~fine])
         error = np.linalg.norm(summed[fine] - right[fine]) / np.linalg.norm(right[fine])
-        assert error <= 2 * EPS[dtype]
+        longest = batch * c.inner * (c.outer if c.tied else 1)
+        assert error <= 2 * EPS[dtype] + EPS["float64" if dtype == "float64" else "float32"] * longest**0.5
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch"), SUMMED, ids=str)
+def test_gradients_are_right_in_any_order(
+    sizes: tuple[int, int, int, int, bool], dtype: str, batch: int, emulator: Emulator
+) -> None:
+    """Two processors, whose blocks take several chunks each."""
+    check_gradient(gradient_of(sizes, dtype, batch), emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "filled", "ways", "vector"),
+    [
+        ((16, 16, 32, 1, True), "float64", 256, 1, 2),
+        ((16, 16, 32, 1, True), "tf32", 256, 2, 4),
+        ((16, 16, 24, 1, True), "bfloat16", 256, 4, 4),
+        ((2, 20, 20, 2, False), "float32", 2048, 8, 4),
+        ((16, 15, 23, 1, True), "float16", 256, 1, 1),
+        ((16, 16, 8, 1, True), "float32", 1 << 17, 8, 1),
+    ],
+    ids=str,
+)
+def test_sums_are_added_up_by_as_many_as_fill_the_gpu(
+    sizes: tuple[int, int, int, int, bool],
+    dtype: str,
+    filled: int,
+    ways: int,
+    vector: int,
+    emulator: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient, "FILLED", filled)
+    found = gradient_of(sizes, dtype, 70, processors=20)
+    reduction = found.passes[1]
+    assert isinstance(reduction, Reduction) and reduction.of.most > 2
+    assert (reduction.ways, reduction.vector) == (ways, vector)
+    check_gradient(found, emulator)
 
 
 # Of both weights and x at once: several groups and slots, padding in every size, parts of columns, odd rows, few units,

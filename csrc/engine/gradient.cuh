@@ -4,9 +4,10 @@
 // (row, inner); of untied ones rows are samples, and each (outer, inner) is a group with a weight of its own. A block has a
 // tile of q x p for WG neighbouring groups, WM x WN warps for each, and every gridDim.x-th chunk of BK k's. It reads chunks
 // by runs of RUN elements, whatever these count (p and q, k's, or groups), into shared memory as [k][q] and [k][p]. Blocks
-// with the same tile write their sums side by side; a second kernel adds them up, always in the same order.
+// with the same tile write their sums side by side; a second kernel adds them up, always in the same order. Where there is but
+// one block for a tile, it writes elements.
 //
-// Pass:  Math, Element, WEIGHT (the parameter that G is), P, Q, INNER, ROWS (of a sample), OUTER (of groups), TIED; WM, WN, WG,
+// Pass:  Math, Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, INNER, ROWS (of a sample), OUTER (of groups), TIED; WM, WN, WG,
 //        MT, NT, BK, RUN; LEAST (chunks for a block), MOST (blocks for a tile)
 #pragma once
 #include "mma.cuh"
@@ -139,7 +140,8 @@ template <class Pass> struct Gradient {
   }
 
   DEVICE void store(const Sums& y) const {
-    Sum<Element>* to = static_cast<Sum<Element>*>(params.y) + blockIdx.x * kWeights;
+    using Result = typename Pass::Result;
+    Result* to = static_cast<Result*>(params.y) + blockIdx.x * kWeights;
     const int group = Pass::TIED ? 0 : outer * INNER + inner + part;
     if (kGroups && INNER % WG && inner + part >= INNER) return;
 #pragma unroll
@@ -147,9 +149,16 @@ template <class Pass> struct Gradient {
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = q + row + m * 16 + lane.g + i / 2 * 8, c = p + column + n * 8 + lane.t * 2 + i % 2;
-          if (r < Q && c < P) store_global(to + (i64(group) * Q + r) * P + c, y[m][n][i]);
+        for (int i = 0; i < 4; i += 2) {
+          const int r = q + row + m * 16 + lane.g + i / 2 * 8, c = p + column + n * 8 + lane.t * 2;
+          Result* here = to + (i64(group) * Q + r) * P + c;
+          if constexpr (P % 2 == 0) {
+            const Pair<Result> both(y[m][n][i], y[m][n][i + 1]);
+            if (r < Q && c < P) store_words<sizeof both>(here, *reinterpret_cast<const Words<sizeof both>*>(&both));
+          } else {
+            if (r < Q && c < P) store_global(here, narrow<Result>(y[m][n][i]));
+            if (r < Q && c + 1 < P) store_global(here + 1, narrow<Result>(y[m][n][i + 1]));
+          }
         }
   }
 
@@ -181,36 +190,55 @@ template <class Pass> struct Gradient {
   }
 };
 
-// What the blocks of each tile have summed, added up in their order. Pass: Element, COUNT (of weights), and what makes the
-// number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Result: what is written, sums where they come from or elements.
+// What the blocks of each tile have summed, added up in their order. A thread has VECTOR sums side by side, and every WAYS-th
+// block's; many weights fill the GPU by themselves, of few several threads share one. Pass: Element, COUNT (of weights), WAYS,
+// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Result: what is written, sums where
+// they come from or elements.
 template <class Pass> struct Reduction {
-  static constexpr int kWarps = 8;
+  using Element = typename Pass::Element;
+  using Result = typename Pass::Result;
+  using Part = Sum<Element>;
+  static constexpr int WAYS = Pass::WAYS, VECTOR = Pass::VECTOR, kLanes = 256 / WAYS;
+  static constexpr i64 kCount = Pass::COUNT / VECTOR;
+  template <class T> struct __align__(VECTOR * sizeof(T)) Some { T x[VECTOR]; };
   const Params& params;
   DEVICE Reduction(const Params& given) : params(given) {}
   static DEVICE float load(u32 from, float) { return __uint_as_float(load_u32(from)); }
   static DEVICE double load(u32 from, double) { return load_f64(from); }
+  static DEVICE void add(Some<Part>& sum, const Some<Part>* from) {
+    const auto words = *reinterpret_cast<const Words<sizeof(Some<Part>)>*>(from);
+    const Part* further = reinterpret_cast<const Part*>(&words);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) sum.x[i] += further[i];
+  }
   DEVICE void run() const {
-    using Element = typename Pass::Element;
-    using Result = typename Pass::Result;
-    using Part = Sum<Element>;
     const u32 sums = shared_address(shared_memory);
     const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
-    const int parts = int(min(blocks, i64(Pass::MOST))), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Part* x = static_cast<const Part*>(params.x);
-    Result* y = static_cast<Result*>(params.y);
-    for (i64 first = i64(blockIdx.y) * 32; first < Pass::COUNT; first += i64(gridDim.y) * 32) {
+    const int parts = int(min(blocks, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const auto* x = static_cast<const Some<Part>*>(params.x);
+    auto* y = static_cast<Some<Result>*>(params.y);
+    for (i64 first = i64(blockIdx.y) * kLanes; first < kCount; first += i64(gridDim.y) * kLanes) {
       const i64 at = first + lane;
-      Part sum = 0;
-      if (at < Pass::COUNT)
+      Some<Part> sum = {};
+      if (at < kCount)
 #pragma unroll 4
-        for (int part = warp; part < parts; part += kWarps) sum += x[part * i64(Pass::COUNT) + at];
-      store_shared(sums + threadIdx.x * sizeof(Part), sum);
-      __syncthreads();
-      if (warp == 0 && at < Pass::COUNT) {
-        for (int other = 1; other < kWarps; ++other) sum += load(sums + (other * 32 + lane) * sizeof(Part), sum);
-        store_global(y + at, narrow<Result>(sum));
+        for (int part = way; part < parts; part += WAYS) add(sum, x + part * kCount + at);
+      if constexpr (WAYS > 1) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) store_shared(sums + (i * 256 + threadIdx.x) * sizeof(Part), sum.x[i]);
+        __syncthreads();
+        for (int other = 1; way == 0 && other < WAYS; ++other)
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i)
+            sum.x[i] += load(sums + (i * 256 + other * kLanes + lane) * sizeof(Part), sum.x[i]);
       }
-      __syncthreads();
+      if (way == 0 && at < kCount) {
+        Some<Result> result;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) result.x[i] = narrow<Result>(sum.x[i]);
+        store_global(y + at, result);
+      }
+      if constexpr (WAYS > 1) __syncthreads();
     }
   }
 };

@@ -94,7 +94,7 @@ class Kernel:
         """Without sums."""
         p = self.planned
         if isinstance(p, Gradient):
-            return 0
+            return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
         if isinstance(p, Parts):
