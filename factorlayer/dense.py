@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from factorlayer.chain import Chain
 from factorlayer.device import ELEMENT, MATH, hopper_headers, kernel, wgmma
@@ -27,6 +28,8 @@ class Dense:
     groups: int  # of four warps, each with samples of its own
     gpu: Gpu
     us: float = 0.0
+
+    headers: ClassVar[tuple[str, ...]] = ("dense.cuh",)
 
     @property
     def size(self) -> int:
@@ -143,10 +146,8 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
         head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
-    backward = template != "DenseLayers"
-    further = ("dense.cuh", "sums.cuh", "dense_backward.cuh") if backward else ("dense.cuh",)
-    products = "".join(wgmma(plan.dtype, n, backward) for n in sorted(widths))
-    return kernel(hopper_headers(products, *further), name, template, head + body, plan.threads)
+    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers") for n in sorted(widths))
+    return kernel(hopper_headers(products, *plan.headers), name, template, head + body, plan.threads)
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | None:

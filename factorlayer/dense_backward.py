@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense, function, write
@@ -23,6 +24,8 @@ OTHER_REGISTERS = 40
 @dataclass(frozen=True)
 class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
+
+    headers: ClassVar[tuple[str, ...]] = ("dense.cuh", "sums.cuh", "dense_backward.cuh")
 
     def columns(self, i: int) -> tuple[int, int]:
         p, q = self.sizes[i]

@@ -13,7 +13,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer import dense, dense_backward, gradient, large_backward, pair, pair_backward, streamed, wide
+from factorlayer import (
+    dense,
+    dense_backward,
+    gradient,
+    large_backward,
+    layer_backward,
+    pair,
+    pair_backward,
+    streamed,
+    wide,
+)
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
@@ -156,7 +166,9 @@ def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
 
 def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False) -> Plan:
     """Of layers that one pass takes, or that makes all their gradients."""
-    found = (dense_backward if backward else dense).tile(layers, dtype, batch, gpu)
+    families = (dense_backward, layer_backward) if backward else (dense,)
+    tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
+    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")

@@ -435,6 +435,11 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([13, 45, 63, 5], "float16", "silu", "identity", 150),
         ([2, 20, 20, 1], "bfloat16", "sine", "sigmoid", 131),
         ([96, 40], "float16", "identity", "square", 65),
+        ([128, 128], "bfloat16", "identity", "relu", 300),
+        ([100, 66], "float16", "identity", "gelu", 131),
+        ([127, 127], "bfloat16", "identity", "softplus", 300),
+        ([44, 127], "float16", "identity", "identity", 129),
+        ([1, 65], "bfloat16", "identity", "sine", 2),
     ],
     ids=str,
 )
@@ -536,4 +541,23 @@ def test_finds_what_is_missing_of_all_gradients(
     kernels = emulator.compile(found, {old: new})
     x = np.ones((30 if size == 32 else 3, size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_copies<0>();", "", "has not landed"),
+        ("fence_copy_engine();\n      __syncthreads();  // samples", "__syncthreads();  //", "no fence: a matrix unit"),
+        ("__syncthreads();  // samples", "//", "race"),
+        ("fence_copy_engine();\n        __syncthreads();", "__syncthreads();", "no fence: a matrix unit"),
+        ("fence_copy_engine();\n        __syncthreads();", "fence_copy_engine();", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: str, emulator: Emulator) -> None:
+    (layer,) = stack_of([128, 128], "bfloat16", "identity", "relu")
+    found = plan_stack((layer,), "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
+    kernels = emulator.compile(replace(found, passes=found.passes[:1]), {old: new})
+    x, tensors = np.ones((600, 128)), [np.ones((128, 128)), np.ones(128), np.ones((600, 128))]
+    _, errors = emulator.run(replace(found, passes=found.passes[:1]), kernels, x, tensors, None, blocks=1)
     assert any(said in error for error in errors), errors

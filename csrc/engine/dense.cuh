@@ -110,8 +110,8 @@ template <class Pass> struct DenseLayers {
     }
   }
 
-  // z = x W' + b
-  template <class L> DEVICE void multiply(u32 (&a)[L::K / kStep][4], float (&d)[L::N / 2]) const {
+  // What sums begin with, if the layer has a bias
+  template <class L> DEVICE void begin(float (&d)[L::N / 2]) const {
     if constexpr (L::BIAS >= 0) {
 #pragma unroll
       for (int n = 0; n < L::N / 8; n += 2) {
@@ -121,6 +121,10 @@ template <class Pass> struct DenseLayers {
         for (int i = 0; i < (n + 1 < L::N / 8 ? 8 : 4); ++i) d[n * 4 + i] = __uint_as_float(bias[i / 4 * 2 + i % 2]);
       }
     }
+  }
+  // z = x W' + b
+  template <class L> DEVICE void multiply(u32 (&a)[L::K / kStep][4], float (&d)[L::N / 2]) const {
+    begin<L>(d);
 #pragma unroll
     for (int s = 0; s < kSteps<L>; ++s) settle(a[s]);
     if constexpr (L::BIAS >= 0) touch(d);
