@@ -387,11 +387,16 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   return y;
 }
 
-// Of a stack that one kernel takes, as the planner knows.
+// Of a stack that one kernel takes, as the planner knows, or of a single layer.
 Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   for_layers(stack, x, tensors, [](auto&...) {});
+  if (stack.layers.size() == 1) {  // whose plan is a chain's
+    const bool has_bias = stack.layers[0].bias;
+    const std::optional<Tensor> bias = has_bias ? std::optional<Tensor>(tensors.back()) : std::nullopt;
+    return forward_cuda(x, {tensors.begin(), tensors.end() - has_bias}, bias, text);
+  }
   STD_TORCH_CHECK(tensors.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights and biases at most, the stack has ", tensors.size());
   const int64_t batch = x.size(0), out = stack.layers.back().out_features();

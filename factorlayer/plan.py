@@ -155,6 +155,25 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
         return False
 
 
+def cut(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:
+    """Runs of a stack's layers, from one number up to another, each of which one pass makes all gradients of: those by
+    which most layers are in one, and of these the fastest by prediction."""
+    layers, gpu = stack.split(" | "), Gpu(arch, sms, shared)
+    best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
+    for begin in reversed(range(len(layers))):
+        outside, us, found = best[begin + 1]
+        ways = [(outside + 1, us, found)]
+        for end in range(begin + 1, len(layers) + 1):
+            try:
+                run = _plan_of(" | ".join([*layers[begin:end], "backward"]), dtype, len(BATCHES) - 1, gpu)
+            except PlanError:
+                continue
+            outside, us, found = best[end]
+            ways.append((outside, us + run.us, ((begin, end), *found)))
+        best[begin] = min(ways)
+    return best[0][2]
+
+
 def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     *parts, last = (part.strip() for part in text.split("|"))
     layers = tuple(map(Chain.parse, parts if last == "backward" and parts else [*parts, last]))

@@ -1,11 +1,13 @@
 """v3 of a stack of layers: the raw ops stack_forward and stack_backward, and what PyTorch has to know about them.
 
 tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, and one for all
-gradients of fewer; what cannot be run so is run layer by layer (factorlayer/stack.py).
+gradients of fewer. To be trained, a stack is cut into runs of layers that have both; what is left is run layer by layer
+(factorlayer/stack.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.fused import (
+    gpu_limits,
     has_kernel,
     missing_extension,
     raise_better,
@@ -27,6 +30,7 @@ from factorlayer.fused import (
     transforms_active,
     why_not_fused,
 )
+from factorlayer.runtime import dtype_name
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -49,8 +53,12 @@ class Stack:
         return self.tf32_text if runs_in_tf32(x) else self.text
 
 
+# Of a stack's layers: from which number up to which, and their text. A tuple, as torch.compile takes it for a constant.
+Run = tuple[int, int, str]
+
+
 def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
-    """Why x does not go through all layers at once, or None; `recorded` for a backward pass."""
+    """Why x goes through no layers at once, or None; `recorded` for a backward pass."""
     reason = why_not_fused(x)
     if reason is not None:
         return reason
@@ -58,18 +66,41 @@ def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
         return "torch.func takes it layer by layer"
     if type(x).__name__ == "DTensor":
         return "nobody has said how it is sharded"
-    if x.is_cuda:
-        text, device = stack.text_for(x), x.get_device()
-        if not has_kernel(text, x.dtype, device):
-            return "there is no kernel that takes all of them"
-        if recorded and not has_kernel(f"{text} | backward", x.dtype, device):
-            return "there is no kernel that makes all their gradients"
+    if not runs(stack, x, recorded):
+        return f"there is no kernel that {'makes gradients of any' if recorded else 'takes all'} of them"
     return None
 
 
-def fused_stack(stack: Stack, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
-    """x [N, in] -> [N, out]"""
+def runs(stack: Stack, x: Tensor, recorded: bool) -> tuple[Run, ...]:
+    """What goes through layers at once, if anything does; layers between runs are left to themselves."""
     text = stack.text_for(x)
+    if x.is_cuda:
+        return _runs_on_gpu(text, x.dtype, x.get_device(), recorded)
+    return ((0, len(stack.layers), text),)
+
+
+def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> tuple[Run, ...]:
+    return _find_runs(text, dtype, device, recorded)
+
+
+_runs_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]  # which a function with a cache cannot be
+
+
+@functools.lru_cache(1024)
+def _find_runs(text: str, dtype: torch.dtype, device: int, recorded: bool) -> tuple[Run, ...]:
+    layers = text.split(" | ")
+    if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
+        return ((0, len(layers), text),)
+    if not recorded:
+        return ()
+    from factorlayer.plan import cut  # not needed for kernels that are known
+
+    found = cut(text, dtype_name(dtype), *gpu_limits(device))
+    return tuple((begin, end, " | ".join(layers[begin:end])) for begin, end in found)
+
+
+def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
+    """x [N, in] -> [N, out], through the layers of a run's text."""
     if recorded and is_compiling():  # torch.compile wants every input of a Function once
         tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
     y: Tensor
