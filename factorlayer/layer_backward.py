@@ -52,7 +52,7 @@ class LayerBackward(DenseBackward):
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"GRAD_Y": 1 + self.layers[0].bias, "SUMS": self.weights}
+        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights}
         numbers |= {"ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [slope(self.layers[0].activation, "Slope0")]

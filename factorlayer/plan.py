@@ -176,17 +176,21 @@ def cut(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple
 
 def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     *parts, last = (part.strip() for part in text.split("|"))
-    layers = tuple(map(Chain.parse, parts if last == "backward" and parts else [*parts, last]))
+    layers = tuple(map(Chain.parse, parts if last in ("backward", "states") and parts else [*parts, last]))
     dtype = "tf32" if dtype == "float32" and layers[0].tf32 else dtype
     if parts:
-        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward")
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward", last == "states")
     return plan(layers[0], dtype, BATCHES[batch_class], gpu)
 
 
-def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False) -> Plan:
-    """Of layers that one pass takes, or that makes all their gradients."""
-    families = (dense_backward, layer_backward) if backward else (dense,)
-    tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
+def plan_stack(
+    layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False, states: bool = False
+) -> Plan:
+    """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients."""
+    if backward:
+        tiled = [family.tile(layers, dtype, batch, gpu) for family in (dense_backward, layer_backward)]
+    else:
+        tiled = [dense.tile(layers, dtype, batch, gpu, states)]
     found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"

@@ -347,6 +347,13 @@ STACKS = [
 ]
 
 
+STORED = [
+    ([128, 128, 128, 128], "bfloat16", "relu"),
+    ([24, 127, 66, 44, 9], "float16", "gelu"),
+    ([5, 17, 80, 3], "bfloat16", "softplus"),
+]
+
+
 def stack_of(widths: list[int], dtype: str, activation: str, last: str = "identity") -> list[Chain]:
     """Dense layers, every other with a bias."""
     layers = []
@@ -393,6 +400,29 @@ def test_stacks_are_right_and_keep_samples_apart(
     others = np.arange(batch) != batch // 2
     assert not errors
     np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation"), STORED, ids=str)
+def test_states_of_stacks(widths: list[int], dtype: str, activation: str, emulator: Emulator) -> None:
+    """Stored beside the outputs."""
+    layers, batch = stack_of(widths, dtype, activation, "relu"), 136
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    x, tensors = draw(batch, widths[0]), []
+    for layer in layers:
+        (c,) = layer.contractions
+        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
+    (made,), errors = emulator.run(planned, emulator.compile(planned), x, tensors, None, blocks=1)
+    assert not errors
+    y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[1:-2])]))
+    for count, state in enumerate([*states, y], 1):
+        used = sum(1 + layer.bias for layer in layers[:count])
+        right = run_in_torch(layers[:count], torch.from_numpy(x), [torch.from_numpy(t) for t in tensors[:used]])
+        assert np.linalg.norm(state - right.numpy().ravel()) <= 3 * EPS[dtype] * count * torch.linalg.norm(right)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,21 +14,31 @@ import factorlayer.stack
 from factorlayer import FactorMLP
 from factorlayer.chain import Chain
 from factorlayer.spec import LayerSpec
-from factorlayer.stacked import Run, Stack, _runs_on_gpu
+from factorlayer.stacked import STATES, Run, Stack, _runs_on_gpu, _tensors
 
 CUTS = [((0, 2), (2, 4)), ((0, 1), (1, 2), (2, 4)), ((1, 3),), ((0, 1), (3, 4)), ((3, 4),)]
+CUTS.append(())  # each layer for itself, whose states one kernel stores
 cuts = pytest.mark.parametrize("cut", CUTS, ids=str)
 H100 = (90, 132, 232448)
 
 
 def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) -> list[str]:
     """As if a GPU had kernels for these runs alone. Returns the texts of those that are asked for, as they are."""
-    asked = []
+    asked: list[str] = []
     right = factorlayer.stack.fused_stack
 
     def runs(stack: Stack, x: Tensor, recorded: bool) -> tuple[Run, ...]:
         layers = stack.text.split(" | ")
+        if not cut:
+            return ((0, len(layers), stack.text + STATES),)
         return tuple((begin, end, " | ".join(layers[begin:end])) for begin, end in cut)
+
+    def states(x: Tensor, tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+        made, at = [x], 0
+        for layer, count in zip(text.split(" | "), _tensors(text), strict=True):
+            made.append(torch.ops.factorlayer.stack_forward(made[-1], tensors[at : at + count], layer))
+            at += count
+        return made[1:]
 
     def fused_stack(text: str, *rest: object) -> Tensor:
         asked.append(text)
@@ -35,6 +46,7 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) ->
 
     monkeypatch.setattr(factorlayer.stack, "runs", runs)
     monkeypatch.setattr(factorlayer.stack, "fused_stack", fused_stack)
+    monkeypatch.setattr(factorlayer.stacked, "_states", states)
     return asked
 
 
@@ -62,7 +74,8 @@ def test_runs_make_the_same_numbers(
     right = gradients(mlp, x)
     asked = cut_by(monkeypatch, cut)
     found = gradients(mlp, x)
-    assert asked == [" | ".join(mlp._stacks[0][0]._stack.text.split(" | ")[slice(*run)]) for run in cut] * 2
+    text = mlp._stacks[0][0]._stack.text
+    assert asked == 2 * [" | ".join(text.split(" | ")[slice(*run)]) for run in cut] if cut else 2 * [text + STATES]
     torch.testing.assert_close(found, right)
 
 
@@ -123,8 +136,11 @@ def test_a_stack_that_one_kernel_trains_is_one_run(hopper: int) -> None:
 def test_others_are_cut_where_they_are_trained(hopper: int) -> None:
     text = dense(*[128] * 7)
     assert _runs_on_gpu(text, torch.bfloat16, hopper, False) == ((0, 6, text),)
-    found = _runs_on_gpu(text, torch.bfloat16, hopper, True)
-    assert found == tuple((i, i + 1, dense(128, 128)) for i in range(6))
+    assert _runs_on_gpu(text, torch.bfloat16, hopper, True) == ((0, 6, text + STATES),)
+    found = _runs_on_gpu(dense(128, 256, 128, 128), torch.bfloat16, hopper, True)
+    assert found == ((2, 3, dense(128, 128)),)
+    found = _runs_on_gpu(dense(64, 64, 64, 128, 128), torch.bfloat16, hopper, True)
+    assert [run[:2] for run in found] == [(0, 2), (2, 3), (3, 4)]
     assert not _runs_on_gpu(text, torch.float64, hopper, False)
     assert not _runs_on_gpu(text, torch.float32, hopper, True)
 
