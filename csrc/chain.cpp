@@ -117,9 +117,10 @@ static Stack parse_stack(const std::string& text) {
   int64_t features = 0;  // of all states, which may be in memory at a time
   for (size_t from = 0, to = 0; to != std::string::npos; from = to + between.size()) {
     to = text.find(between, from);
-    if (to == std::string::npos && !stack.layers.empty() && text.substr(from) == "backward") {
-      stack.backward = true;
-      break;
+    if (to == std::string::npos && !stack.layers.empty()) {
+      stack.backward = text.substr(from) == "backward";
+      stack.states = text.substr(from) == "states";
+      if (stack.backward || stack.states) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
     if (layer.gradient || layer.backward || layer.x_turned || layer.turned)

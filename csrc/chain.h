@@ -49,7 +49,7 @@ struct Chain {
 // Layers one behind another, in the text with " | " between them; " | backward" at the end makes it all their gradients.
 struct Stack {
   std::vector<Chain> layers;
-  bool backward = false;
+  bool backward = false, states = false;
 };
 
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.

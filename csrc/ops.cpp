@@ -1,4 +1,4 @@
-// The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward and stack_backward: tensors of any
+// The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward, stack_states and stack_backward: tensors of any
 // strides in, contiguous ones out, no memory shared between in and out. The only file that sees torch, through its stable
 // ABI. Callers are factorlayer/fused.py and exported graphs; shapes were checked in Python, so the checks here only keep
 // memory safe.
@@ -117,7 +117,8 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
 
 // f(layer, its weights, its bias) for all layers, checked.
 template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
-  STD_TORCH_CHECK(!stack.backward, "factorlayer: a stack with \"backward\" is no text for an op; leave that word out");
+  STD_TORCH_CHECK(!stack.backward && !stack.states,
+                  "factorlayer: a stack with \"backward\" or \"states\" is no text for an op; leave that word out");
   size_t count = 0;
   for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
   STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
@@ -387,27 +388,49 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   return y;
 }
 
-// Of a stack that one kernel takes, as the planner knows.
-Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
-  const Stack& stack = find_stack(text.value);
-  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  for_layers(stack, x, tensors, [](auto&...) {});
-  STD_TORCH_CHECK(tensors.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
-                  " weights and biases at most, the stack has ", tensors.size());
-  const int64_t batch = x.size(0), out = stack.layers.back().out_features();
-  Tensor y = new_matrix(x, batch, out);
-  if (!batch) return y;
+// Of layers that one kernel takes, as the planner knows: what the last one makes, or what each does.
+std::vector<Tensor> run_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, const Text& text,
+                               bool states) {
+  const size_t first = states ? 0 : stack.layers.size() - 1, used = tensors.size() + stack.layers.size() - 1 - first;
+  STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights, biases and states at most, the stack has ", used);
+  const int64_t batch = x.size(0);
+  std::vector<Tensor> made;
+  for (size_t i = first; i < stack.layers.size(); ++i) made.push_back(new_matrix(x, batch, stack.layers[i].out_features()));
+  if (!batch) return made;
 
   std::vector<Tensor> kept;
   kept.reserve(tensors.size() + 4);
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params{};
   params.x = address(x);
-  params.y = y.mutable_data_ptr();
+  params.y = made.back().mutable_data_ptr();
   params.batch = batch;
   for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
-  run_on_cuda(text, &stack, x, out, params, kept);
-  return y;
+  for (size_t i = 0; i + 1 < made.size(); ++i) params.weights[tensors.size() + i] = made[i].mutable_data_ptr();
+  run_on_cuda(text, &find_stack(text.value), x, stack.layers.back().out_features(), params, kept);
+  return made;
+}
+
+// Of a stack that one kernel takes, or of a single layer.
+Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  for_layers(stack, x, tensors, [](auto&...) {});
+  if (stack.layers.size() == 1) {  // whose plan is a chain's
+    const bool has_bias = stack.layers[0].bias;
+    const std::optional<Tensor> bias = has_bias ? std::optional<Tensor>(tensors.back()) : std::nullopt;
+    return forward_cuda(x, {tensors.begin(), tensors.end() - has_bias}, bias, text);
+  }
+  return run_layers(stack, x, tensors, text, false).back();
+}
+
+// What each layer makes, of a stack that one kernel takes.
+std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  for_layers(stack, x, tensors, [](auto&...) {});
+  return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
 }
 
 // Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction.
@@ -638,6 +661,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
+  m.def("stack_states(Tensor x, Tensor[] tensors, str stack) -> Tensor[]");
   m.def("stack_backward(Tensor grad_y, Tensor x, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, bool bias) -> Tensor[]");
@@ -665,6 +689,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
+  m.impl("stack_states", TORCH_BOX(&factorlayer::stack_states_cuda));
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));

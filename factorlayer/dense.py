@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from factorlayer.chain import Chain
 from factorlayer.device import ELEMENT, MATH, hopper_headers, kernel, wgmma
@@ -16,6 +17,7 @@ from factorlayer.resident import round_up
 WIDEST = 256  # of the matrix unit's sums
 START_US = 3.0
 OTHER_REGISTERS = 34
+MOST_TENSORS = 61  # that a kernel is given, and one more for the gradient behind them
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Dense:
     groups: int  # of four warps, each with samples of its own
     gpu: Gpu
     us: float = 0.0
+    states: bool = False  # stored as well, those between layers
+
+    headers: ClassVar[tuple[str, ...]] = ("dense.cuh",)
 
     @property
     def size(self) -> int:
@@ -76,6 +81,11 @@ class Dense:
         return steps[0] + max(most, both) + OTHER_REGISTERS
 
     @property
+    def tensors(self) -> int:
+        """Weights and biases"""
+        return sum(1 + chain.bias for chain in self.layers)
+
+    @property
     def split(self) -> int:
         return 1
 
@@ -95,7 +105,8 @@ class Dense:
 
     def __str__(self) -> str:
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
-        return f"dense layers: {widths}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
+        states = ", states between them stored" if self.states else ""
+        return f"dense layers: {widths}{states}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         """What the kernel is told of layer i."""
@@ -105,7 +116,7 @@ class Dense:
         weight = sum(1 + chain.bias for chain in self.layers[:i])
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": weight}
         told |= {"BIAS": weight + 1 if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
-        return told | {"FIRST": i == 0, "LAST": i == len(self.layers) - 1}
+        return told | {"FIRST": i == 0 or self.states, "LAST": i == len(self.layers) - 1 or self.states}
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
@@ -115,6 +126,8 @@ class Dense:
             calls += [f"float d{i}[L{i}::N / 2];", f"c.template multiply<L{i}>(a{i}, d{i});"]
             calls += [f"u32 a{i + 1}[L{i + 1}::K / C::kStep][4];"]
             calls += [f"c.template hand_on<L{i}, L{i + 1}>(d{i}, a{i + 1});"]
+            if self.states:
+                calls += [f"c.template save<L{i}::Q>(c.params.weights[{self.tensors + i}], a{i + 1}, tile);"]
         calls += [f"float d{last}[L{last}::N / 2];", f"c.template multiply<L{last}>(a{last}, d{last});"]
         calls += [f"c.template store<L{last}::Q, L{last}::Activation>(c.params.y, d{last}, tile);"]
         body = function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
@@ -143,22 +156,22 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
         head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
-    backward = template != "DenseLayers"
-    further = ("dense.cuh", "sums.cuh", "dense_backward.cuh") if backward else ("dense.cuh",)
-    products = "".join(wgmma(plan.dtype, n, backward) for n in sorted(widths))
-    return kernel(hopper_headers(products, *further), name, template, head + body, plan.threads)
+    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers") for n in sorted(widths))
+    return kernel(hopper_headers(products, *plan.headers), name, template, head + body, plan.threads)
 
 
-def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Dense | None:
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:
     """None where this family has no kernel."""
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
+    if gpu.arch != 90 or dtype not in (("bfloat16", "float16") if states else ("bfloat16", "float16", "tf32")):
         return None
     for chain in layers:
         c = chain.contractions[0]
         if not chain.is_dense or chain.rank > 1 or chain.parameters or max(c.p, c.q) > WIDEST:
             return None
+    if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
+        return None
     for groups in (4, 3, 2, 1):
-        plan = Dense(tuple(layers), dtype, groups, gpu)
+        plan = Dense(tuple(layers), dtype, groups, gpu, states=states)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
             return replace(plan, us=_time(plan, batch))
     return None
@@ -171,6 +184,7 @@ def _time(plan: Dense, batch: int) -> float:
     columns = [plan.columns(i) for i in range(len(plan.sizes))]
     products = sum(2 * 64 * k * n for k, n in columns) / rate
     sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions
-    memory = 64 * (plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    moved = plan.sizes[0][0] + (sum(q for _, q in plan.sizes) if plan.states else plan.sizes[-1][1])
+    memory = 64 * moved * plan.size / (0.9 * plan.gpu.memory_bytes)
     alone = 0.35 * len(plan.layers) + products  # of a tile that nothing runs beside
     return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense, function, write
@@ -23,6 +24,8 @@ OTHER_REGISTERS = 40
 @dataclass(frozen=True)
 class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
+
+    headers: ClassVar[tuple[str, ...]] = ("dense.cuh", "sums.cuh", "dense_backward.cuh")
 
     def columns(self, i: int) -> tuple[int, int]:
         p, q = self.sizes[i]
@@ -94,7 +97,7 @@ class DenseBackward(BlockSums, Dense):
         """Self-contained CUDA C++ of the kernel `name`."""
         last = len(self.layers) - 1
         own_at = self.places[-1][0] + SLAB
-        numbers = {"GRAD_Y": sum(1 + chain.bias for chain in self.layers), "SUMS": self.weights, "own_at": own_at}
+        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "own_at": own_at}
         numbers |= {"ones_at": own_at - SLAB, "own_bytes": self.own["all"]}
         numbers |= {"behind_at": self.own["behind"], "behind_bytes": self.own["each"]}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]

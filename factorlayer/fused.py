@@ -98,9 +98,6 @@ def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
     return has_plan(text, dtype_name(dtype), *gpu_limits(device))
 
 
-has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def gpu_limits(device: int) -> tuple[int, int, int]:
     """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
     gpu = torch.cuda.get_device_properties(device)

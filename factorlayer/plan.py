@@ -18,6 +18,7 @@ from factorlayer import (
     dense_backward,
     gradient,
     large_backward,
+    layer_backward,
     pair,
     pair_backward,
     single_backward,
@@ -169,18 +170,43 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
         return False
 
 
+def cut(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:
+    """Runs of a stack's layers, from one number up to another, each of which one pass makes all gradients of: those by
+    which most layers are in one, and of these the fastest by prediction."""
+    layers, gpu = stack.split(" | "), Gpu(arch, sms, shared)
+    best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
+    for begin in reversed(range(len(layers))):
+        outside, us, found = best[begin + 1]
+        ways = [(outside + 1, us, found)]
+        for end in range(begin + 1, len(layers) + 1):
+            try:
+                run = _plan_of(" | ".join([*layers[begin:end], "backward"]), dtype, len(BATCHES) - 1, gpu)
+            except PlanError:
+                continue
+            outside, us, found = best[end]
+            ways.append((outside, us + run.us, ((begin, end), *found)))
+        best[begin] = min(ways)
+    return best[0][2]
+
+
 def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     *parts, last = (part.strip() for part in text.split("|"))
-    layers = tuple(map(Chain.parse, parts if last == "backward" and parts else [*parts, last]))
+    layers = tuple(map(Chain.parse, parts if last in ("backward", "states") and parts else [*parts, last]))
     dtype = "tf32" if dtype == "float32" and layers[0].tf32 else dtype
     if parts:
-        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward")
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward", last == "states")
     return plan(layers[0], dtype, BATCHES[batch_class], gpu)
 
 
-def plan_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False) -> Plan:
-    """Of layers that one pass takes, or that makes all their gradients."""
-    found = (dense_backward if backward else dense).tile(layers, dtype, batch, gpu)
+def plan_stack(
+    layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False, states: bool = False
+) -> Plan:
+    """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients."""
+    if backward:
+        tiled = [family.tile(layers, dtype, batch, gpu) for family in (dense_backward, layer_backward)]
+    else:
+        tiled = [dense.tile(layers, dtype, batch, gpu, states)]
+    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")

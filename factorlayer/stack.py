@@ -17,7 +17,7 @@ from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError
 from factorlayer.spec import LayerSpec
-from factorlayer.stacked import Stack, fused_stack, why_not_stacked
+from factorlayer.stacked import Run, Stack, fused_stack, runs, why_not_stacked
 from factorlayer.stages import activation_of, scalars
 
 LARGEST_DENSE = (
@@ -68,7 +68,8 @@ def run_stack(
         left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
         if left is None and why_not_stacked(stack, cast, recorded) is None:  # which may have to ask the planner
             try:
-                y = fused_stack(stack, cast.reshape(-1, cast.shape[-1]), given, recorded)
+                rows = cast.reshape(-1, cast.shape[-1])
+                y = _run_by_run(runs(stack, cast, recorded), layers, rows, given, implementation, who)
                 return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
             except (CompileError, torch.OutOfMemoryError):
                 raise
@@ -87,6 +88,27 @@ def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
     if any(layer.is_dense and layer.contractions[0].weight_size > LARGEST_DENSE for layer in stack.layers):
         return "products with a weight this large are left to PyTorch"
     return None
+
+
+def _run_by_run(
+    found: Sequence[Run],
+    layers: Sequence[Layer],
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    implementation: str,
+    who: Sequence[str],
+) -> Tensor:
+    """Each run at once, and layers outside of them one by one."""
+    at = first = 0  # among layers, and among tensors
+    for begin, end, text in (*found, (len(layers), len(layers), "")):
+        behind = first + sum(layer.tensors for layer in layers[at:begin])
+        x = _one_by_one(layers[at:begin], x, tensors[first:behind], implementation, who[at:begin])
+        first = behind + sum(layer.tensors for layer in layers[begin:end])
+        own = tensors[behind:first]
+        if text:
+            x = fused_stack(text, x, own, torch.is_grad_enabled() and any_requires_grad(x, None, own))
+        at = end
+    return x
 
 
 def _one_by_one(

@@ -1,14 +1,16 @@
-"""v3 of a stack of layers: the raw ops stack_forward and stack_backward, and what PyTorch has to know about them.
+"""v3 of a stack of layers: the raw ops stack_forward, _states and _backward, and what PyTorch has to know about them.
 
 tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, and one for all
-gradients of fewer; what cannot be run so is run layer by layer (factorlayer/stack.py).
+gradients of fewer. To be trained, a stack is cut into runs of layers that have both; what is left is run layer by layer
+(factorlayer/stack.py). If each layer is a run, one kernel forward stores what each makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.fused import (
+    gpu_limits,
     has_kernel,
     missing_extension,
     raise_better,
@@ -27,10 +30,14 @@ from factorlayer.fused import (
     transforms_active,
     why_not_fused,
 )
+from factorlayer.runtime import dtype_name
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
+    _states = torch.ops.factorlayer.stack_states.default
     _backward = torch.ops.factorlayer.stack_backward.default
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,14 @@ class Stack:
         return self.tf32_text if runs_in_tf32(x) else self.text
 
 
+# Of a stack's layers: from which number up to which, and their text, behind which stands STATES if gradients are made
+# layer by layer. A tuple, as torch.compile takes it for a constant.
+Run = tuple[int, int, str]
+STATES = " | states"
+
+
 def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
-    """Why x does not go through all layers at once, or None; `recorded` for a backward pass."""
+    """Why x goes through no layers at once, or None; `recorded` for a backward pass."""
     reason = why_not_fused(x)
     if reason is not None:
         return reason
@@ -58,22 +71,53 @@ def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
         return "torch.func takes it layer by layer"
     if type(x).__name__ == "DTensor":
         return "nobody has said how it is sharded"
-    if x.is_cuda:
-        text, device = stack.text_for(x), x.get_device()
-        if not has_kernel(text, x.dtype, device):
-            return "there is no kernel that takes all of them"
-        if recorded and not has_kernel(f"{text} | backward", x.dtype, device):
-            return "there is no kernel that makes all their gradients"
+    if not runs(stack, x, recorded):
+        return f"there is no kernel that {'makes gradients of any' if recorded else 'takes all'} of them"
     return None
 
 
-def fused_stack(stack: Stack, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
-    """x [N, in] -> [N, out]"""
+def runs(stack: Stack, x: Tensor, recorded: bool) -> tuple[Run, ...]:
+    """What goes through layers at once, if anything does; layers between runs are left to themselves."""
     text = stack.text_for(x)
+    if x.is_cuda:
+        return _runs_on_gpu(text, x.dtype, x.get_device(), recorded)
+    return ((0, len(stack.layers), text),)
+
+
+def known(function: Callable[..., T]) -> Callable[..., T]:
+    """The same with a cache, and a constant for torch.compile, which what lru_cache returns cannot be."""
+    cached = functools.lru_cache(1024)(function)
+
+    def call(*args: Hashable) -> T:
+        return cached(*args)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call
+
+
+@known
+def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> tuple[Run, ...]:
+    layers = text.split(" | ")
+    if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
+        return ((0, len(layers), text),)
+    if not recorded:
+        return ()
+    from factorlayer.plan import cut  # not needed for kernels that are known
+
+    found = cut(text, dtype_name(dtype), *gpu_limits(device))
+    if len(found) == len(layers) > 1 and has_kernel(text + STATES, dtype, device):
+        return ((0, len(layers), text + STATES),)
+    return tuple((begin, end, " | ".join(layers[begin:end])) for begin, end in found)
+
+
+def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
+    """x [N, in] -> [N, out], through the layers of a run's text."""
     if recorded and is_compiling():  # torch.compile wants every input of a Function once
         tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
     y: Tensor
     try:
+        if not recorded:
+            text = text.removesuffix(STATES)
         y = _Stack.apply(text, x, *tensors) if recorded else _forward(x, tensors, text)
     except RuntimeError as error:
         raise_better(error, text, x)
@@ -85,18 +129,25 @@ class _Stack(Function):
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.text = text
-        ctx.save_for_backward(x, *tensors)
-        y: Tensor = _forward(x, tensors, text)
-        return y
+        layers = text.removesuffix(STATES)
+        *states, y = [_forward(x, tensors, text)] if layers == text else _states(x, tensors, layers)
+        ctx.save_for_backward(*states, x, *tensors)
+        ctx.states = len(states)
+        result: Tensor = y
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
         many = not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad_y)  # vectors at once
-        again = torch.is_grad_enabled() or many
-        run = _differentiable_backward if again else _raw_backward
-        found = iter(run(ctx.text, wanted, grad_y, *ctx.saved_tensors))
+        states, given = ctx.saved_tensors[: ctx.states], ctx.saved_tensors[ctx.states :]
+        if torch.is_grad_enabled() or many:
+            found = iter(_differentiable_backward(ctx.text.removesuffix(STATES), wanted, grad_y, *given))
+        elif states:
+            found = iter(_backward_by_layers(ctx.text.removesuffix(STATES), wanted, grad_y, states, *given))
+        else:
+            found = iter(_raw_backward(ctx.text, wanted, grad_y, *given))
         return None, *(next(found) if need else None for need in needs)
 
 
@@ -122,6 +173,25 @@ def _raw_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple
         raise
 
 
+def _backward_by_layers(
+    text: str, wanted: tuple[int, ...], grad: Tensor, states: Sequence[Tensor], x: Tensor, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """From what each layer but the last one made"""
+    found: dict[int, Tensor] = {}
+    end = len(tensors) + 1
+    for layer, count, read in reversed(list(zip(text.split(" | "), _tensors(text), (x, *states), strict=True))):
+        begin = end - count
+        own = tuple(place for place in wanted if begin <= place < end)
+        goes_on = any(place < begin for place in wanted)
+        places = (0,) * goes_on + tuple(place - begin + 1 for place in own)
+        made = _raw_backward(layer, places, grad, read, *tensors[begin - 1 : end - 1])
+        found.update(zip(own, made[goes_on:], strict=True))
+        if not goes_on:
+            break
+        grad, end = made[0], begin
+    return tuple(found[place] if place else grad for place in wanted)
+
+
 def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
     """The stack by operations that PyTorch can differentiate."""
     at = 0
@@ -132,6 +202,12 @@ def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
         x = activate(layer.activation, y + tensors[end] if layer.bias else y, tensors[at + count : end])
         at = end + layer.bias
     return x
+
+
+@known
+def _tensors(text: str) -> tuple[int, ...]:
+    """Of each layer"""
+    return tuple(len(layer.contractions) + layer.parameters + layer.bias for layer in _layers(text))
 
 
 def _layers(text: str) -> tuple[Chain, ...]:
@@ -149,6 +225,11 @@ def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
         if tensor.dtype != x.dtype or tensor.device != x.device:
             raise RuntimeError("factorlayer: weights and biases must have x's dtype and device")
     return x.new_empty(x.shape[0], layers[-1].out_features)
+
+
+def _states_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> list[Tensor]:
+    _forward_fake(x, tensors, stack)
+    return [x.new_empty(x.shape[0], layer.out_features) for layer in _layers(stack)]
 
 
 def _backward_fake(
@@ -177,6 +258,8 @@ def _backward_flops(
 
 if missing_extension is None:
     torch.library.register_fake("factorlayer::stack_forward")(_forward_fake)
+    torch.library.register_fake("factorlayer::stack_states")(_states_fake)
     torch.library.register_fake("factorlayer::stack_backward")(_backward_fake)
     register_flop_formula(torch.ops.factorlayer.stack_forward)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_states)(_forward_flops)
     register_flop_formula(torch.ops.factorlayer.stack_backward)(_backward_flops)

@@ -447,6 +447,13 @@ STACKS = [
 ]
 
 
+STORED = [
+    ([128, 128, 128, 128], "bfloat16", "relu"),
+    ([24, 127, 66, 44, 9], "float16", "gelu"),
+    ([5, 17, 80, 3], "bfloat16", "softplus"),
+]
+
+
 def stack_of(widths: list[int], dtype: str, activation: str, last: str = "identity") -> list[Chain]:
     """Dense layers, every other with a bias."""
     layers = []
@@ -495,6 +502,29 @@ def test_stacks_are_right_and_keep_samples_apart(
     np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
 
 
+@pytest.mark.parametrize(("widths", "dtype", "activation"), STORED, ids=str)
+def test_states_of_stacks(widths: list[int], dtype: str, activation: str, emulator: Emulator) -> None:
+    """Stored beside the outputs."""
+    layers, batch = stack_of(widths, dtype, activation, "relu"), 136
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    x, tensors = draw(batch, widths[0]), []
+    for layer in layers:
+        (c,) = layer.contractions
+        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
+    (made,), errors = emulator.run(planned, emulator.compile(planned), x, tensors, None, blocks=1)
+    assert not errors
+    y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[1:-2])]))
+    for count, state in enumerate([*states, y], 1):
+        used = sum(1 + layer.bias for layer in layers[:count])
+        right = run_in_torch(layers[:count], torch.from_numpy(x), [torch.from_numpy(t) for t in tensors[:used]])
+        assert np.linalg.norm(state - right.numpy().ravel()) <= 3 * EPS[dtype] * count * torch.linalg.norm(right)
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype", "batch", "size"),
     [
@@ -535,6 +565,11 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([13, 45, 63, 5], "float16", "silu", "identity", 150),
         ([2, 20, 20, 1], "bfloat16", "sine", "sigmoid", 131),
         ([96, 40], "float16", "identity", "square", 65),
+        ([128, 128], "bfloat16", "identity", "relu", 300),
+        ([100, 66], "float16", "identity", "gelu", 131),
+        ([127, 127], "bfloat16", "identity", "softplus", 300),
+        ([44, 127], "float16", "identity", "identity", 129),
+        ([1, 65], "bfloat16", "identity", "sine", 2),
     ],
     ids=str,
 )
@@ -636,4 +671,23 @@ def test_finds_what_is_missing_of_all_gradients(
     kernels = emulator.compile(found, {old: new})
     x = np.ones((30 if size == 32 else 3, size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_copies<0>();", "", "has not landed"),
+        ("fence_copy_engine();\n      __syncthreads();  // samples", "__syncthreads();  //", "no fence: a matrix unit"),
+        ("__syncthreads();  // samples", "//", "race"),
+        ("fence_copy_engine();\n        __syncthreads();", "__syncthreads();", "no fence: a matrix unit"),
+        ("fence_copy_engine();\n        __syncthreads();", "fence_copy_engine();", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: str, emulator: Emulator) -> None:
+    (layer,) = stack_of([128, 128], "bfloat16", "identity", "relu")
+    found = plan_stack((layer,), "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
+    kernels = emulator.compile(replace(found, passes=found.passes[:1]), {old: new})
+    x, tensors = np.ones((600, 128)), [np.ones((128, 128)), np.ones(128), np.ones((600, 128))]
+    _, errors = emulator.run(replace(found, passes=found.passes[:1]), kernels, x, tensors, None, blocks=1)
     assert any(said in error for error in errors), errors

@@ -189,14 +189,17 @@ class StackCase:
     activation: str = "relu"
     architecture: str = "sm_90a"
     batch: int = BATCHES[2]
+    last: str = "identity"
+    backward: bool = False
 
     def __str__(self) -> str:
-        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{self.activation}"
+        behind = f"-{self.last}{'-backward' if self.backward else ''}"
+        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{self.activation}{behind}"
 
     @property
     def layers(self) -> tuple[Chain, ...]:
         sizes = list(itertools.pairwise(self.widths))
-        activations = [self.activation] * (len(sizes) - 1) + ["identity"]
+        activations = [self.activation] * (len(sizes) - 1) + [self.last]
         return tuple(
             Chain.of(kronecker((p,), (q,)), i % 2 == 0, activation)
             for i, ((p, q), activation) in enumerate(zip(sizes, activations, strict=True))
@@ -210,6 +213,10 @@ STACKS = [
     StackCase((64, 128, 128, 1), "bfloat16", "gelu"),
     StackCase((13, 45, 63, 127, 5), "tf32", "silu"),
     StackCase((3, 256, 256, 3), "float16", "sine"),
+    StackCase((32, 64, 64, 64, 64, 16), "bfloat16", backward=True),
+    StackCase((128, 128), "bfloat16", last="relu", backward=True),
+    StackCase((127, 127), "float16", last="gelu", backward=True),
+    StackCase((44, 65), "bfloat16", last="silu", backward=True),
 ]
 
 
@@ -235,7 +242,7 @@ class Kernel:
 def compile_case(case: AnyCase) -> list[Kernel]:
     gpu = Gpu.of(ARCHITECTURES[case.architecture])
     if isinstance(case, StackCase):
-        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu), case.architecture)
+        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, case.backward), case.architecture)
     if isinstance(case, BackwardCase):
         chain = all_gradients_of(case.spec)
     elif isinstance(case, GradientCase):
@@ -316,7 +323,7 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("case", STACKS, ids=str)
 def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 32)
+    check(compiled[case].result(), case, 48 if case.backward else 32)
 
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)

@@ -22,7 +22,7 @@ from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
-from factorlayer.plan import BATCHES, Plan, PlanError, plan, plan_text
+from factorlayer.plan import BATCHES, Plan, PlanError, cut, plan, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import LayerSpec
 from factorlayer.streamed import Streamed
@@ -240,6 +240,27 @@ def test_plans_are_the_same_for_the_same_question() -> None:
         first = plan(chain_of(spec), dtype, 1024, Gpu.of(90)).text()
         plan.cache_clear()
         assert plan(chain_of(spec), dtype, 1024, Gpu.of(90)).text() == first
+
+
+@pytest.mark.parametrize(
+    ("widths", "activation", "right"),
+    [
+        ((32, 64, 64, 16), "relu", [(0, 3)]),
+        ((128, 128, 127, 128), "relu", [(0, 1), (1, 2), (2, 3)]),
+        ((64, 64, 64, 64, 64, 64, 64, 64, 64), "tanh", [(0, 2), (2, 5), (5, 8)]),
+        ((48, 512, 256, 128, 12), "elu", [(3, 4)]),
+        ((128, 256, 256, 128), "relu", []),
+        ((64, 64, 64), "p0,x,mul:0:1/:0/:1", []),
+    ],
+    ids=str,
+)
+def test_stacks_are_cut_into_runs_that_have_kernels(
+    widths: tuple[int, ...], activation: str, right: list[tuple[int, int]]
+) -> None:
+    layers = [Chain.of(kronecker((p,), (q,)), True, activation).text for p, q in itertools.pairwise(widths)]
+    assert list(cut(" | ".join(layers), "bfloat16", 90, 132, 232448)) == right
+    assert not cut(" | ".join(layers), "float32", 90, 132, 232448)
+    assert not cut(" | ".join(layers), "bfloat16", 80, 132, 232448)
 
 
 def test_less_shared_memory_than_any_gpu_of_today() -> None:

@@ -475,7 +475,8 @@ WRONG_CALLS = {
     ),
     "gradient": (dict(stack=f"{FIRST} | {LAST}; gradient"), '"gradient" and "backward" make no layer'),
     "backward": (dict(stack="tied 0 1 6 6 1; backward | tied 0 1 6 3 1"), '"gradient" and "backward" make no layer'),
-    "all gradients": (dict(stack=f"{FIRST} | {LAST} | backward"), '"backward" is no text for an op'),
+    "all gradients": (dict(stack=f"{FIRST} | {LAST} | backward"), '"backward" or "states" is no text for an op'),
+    "states": (dict(stack=f"{FIRST} | {LAST} | states"), '"backward" or "states" is no text for an op'),
     "states-too-large": (
         dict(stack=" | ".join(["tied 0 1 1 1 140737488355328"] * 2)),
         "its states are more than memory can hold",

@@ -7,7 +7,7 @@
 //
 // Pass: Math, Element, GROUPS (warpgroups), First and Last (layers), layers(c, a, tile), which calls each layer, and
 //       load_weights(c). Layer: P, Q, K and N (these in whole steps and tiles), WEIGHT, BIAS (parameters; -1 without a bias),
-//       FIRST, LAST, Activation, weight_at, bias_at (bytes).
+//       FIRST, LAST (whether memory has what it reads, and what it makes), Activation, weight_at, bias_at (bytes).
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -110,8 +110,8 @@ template <class Pass> struct DenseLayers {
     }
   }
 
-  // z = x W' + b
-  template <class L> DEVICE void multiply(u32 (&a)[L::K / kStep][4], float (&d)[L::N / 2]) const {
+  // What sums begin with, if the layer has a bias
+  template <class L> DEVICE void begin(float (&d)[L::N / 2]) const {
     if constexpr (L::BIAS >= 0) {
 #pragma unroll
       for (int n = 0; n < L::N / 8; n += 2) {
@@ -121,6 +121,29 @@ template <class Pass> struct DenseLayers {
         for (int i = 0; i < (n + 1 < L::N / 8 ? 8 : 4); ++i) d[n * 4 + i] = __uint_as_float(bias[i / 4 * 2 + i % 2]);
       }
     }
+  }
+  // The other way: what `load` would read
+  template <int FEATURES, int STEPS> DEVICE void save(const void* given, const u32 (&x)[STEPS][4], i64 tile) const {
+    constexpr int kRow = FEATURES * kSize, kWide = kRow % 16 == 0 ? 16 : kRow % 8 == 0 ? 8 : kRow % 4 == 0 ? 4 : 2;
+#pragma unroll
+    for (int s = 0; s < STEPS; s += 2) {
+      const bool lone = s + 1 == STEPS;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const i64 sample = tile * 64 + row + h * 8;
+        const int feature = s * kStep + lane.t * (lone ? kEach / 2 : kEach);
+        u32 word[4] = {};
+#pragma unroll
+        for (int i = 0; i < (lone ? 2 : 4); ++i) word[i] = x[s + i / 2][i % 2 * 2 + h];
+        Element* to = static_cast<Element*>(const_cast<void*>(given)) + sample * FEATURES + feature;
+        if (sample < params.batch) store_words_of<FEATURES, kWide>(to, feature, word, lone ? 8 : 16);
+      }
+    }
+  }
+
+  // z = x W' + b
+  template <class L> DEVICE void multiply(u32 (&a)[L::K / kStep][4], float (&d)[L::N / 2]) const {
+    begin<L>(d);
 #pragma unroll
     for (int s = 0; s < kSteps<L>; ++s) settle(a[s]);
     if constexpr (L::BIAS >= 0) touch(d);

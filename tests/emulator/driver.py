@@ -6,6 +6,7 @@ beside this.
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
@@ -83,6 +85,9 @@ class Kernel:
         )
         numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
         numbers += [int(bias), weights, self.output_bytes(batch)]
+        if isinstance(p, Dense) and p.states:  # behind y
+            sizes = [batch * q * p.size for _, q in p.sizes]
+            numbers += itertools.accumulate(sizes[:-2], initial=sizes[-1])
         return [str(self.program), str(folder), *map(str, numbers)]
 
     def dtype(self, plan: Plan) -> str:
@@ -103,6 +108,8 @@ class Kernel:
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
         if isinstance(p, LargeBackward | PairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
+        if isinstance(p, Dense) and p.states:
+            return batch * sum(q for _, q in p.sizes) * p.size
         return batch * _output_bytes(p)
 
 

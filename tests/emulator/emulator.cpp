@@ -1,10 +1,10 @@
 // Runs one kernel on a CPU and says what is wrong with it: called by driver.py, which builds it with the kernel.
 //
-//     emulator FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS SUMS
+//     emulator FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS SUMS STATE...
 //
 // reads x, bias, w0 ... from the folder, writes y there, and prints a line for each kind of error. Where a kernel has sums
-// beside its output, they are its bytes from SUMS on. Blocks run one after the other (two at once, if they are a cluster),
-// their warps in random order.
+// beside its output, they are its bytes from SUMS on; states that it stores as well begin at STATE. Blocks run one after the
+// other (two at once, if they are a cluster), their warps in random order.
 #include <sys/mman.h>
 
 #include <fstream>
@@ -130,7 +130,7 @@ void run_blocks(u8* stacks) {
 }  // namespace
 }  // namespace emulator
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
   using namespace emulator;
   const std::string folder = arguments[1];
   const auto number = [&](int i) { return atoll(arguments[i]); };
@@ -146,6 +146,7 @@ int main(int, char** arguments) {
   for (int i = 0; i < number(11); ++i) params.weights[i] = map_tensor(folder + "/w" + std::to_string(i), 0);
   params.y = map_tensor("", bytes);
   params.sums = static_cast<u8*>(params.y) + number(12);
+  for (int i = 13; i < count; ++i) params.weights[number(11) + i - 13] = static_cast<u8*>(params.y) + number(i);
   times_written.assign(bytes, 0);
 
   u8* stacks = map(kStack * threads);

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from factorlayer import FactorMLP, fuse
 from factorlayer.fused import has_kernel
-from factorlayer.stacked import Stack, fused_stack, why_not_stacked
+from factorlayer.stacked import STATES, Stack, fused_stack, runs, why_not_stacked
 
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
 
@@ -47,6 +47,7 @@ NETS = [
     Net((2, *[20] * 8, 1), "tanh", 20_000),
     Net((13, 45, 63, 127, 5), "silu", 777),
     Net((128, 127, 127, 128), "relu", 3000),
+    Net((128,) * 7, "relu", 30_001),
     Net((64, 128, 128, 1), "sine", 64, "sigmoid"),
     Net((63, 256, 256, 4), "relu", 1000),
     Net((48, 512, 256, 128, 12), "elu", 4096),
@@ -100,7 +101,7 @@ def test_one_kernel_takes_all_layers() -> None:
     torch.cuda.synchronize()
     cuda = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=cuda, acc_events=True) as profile, torch.no_grad():
-        fused_stack(stack, x, list(mlp.parameters()), False)
+        fused_stack(stack.text, x, list(mlp.parameters()), False)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len([name for name in names if name.startswith("factorlayer")]) == 1
@@ -157,3 +158,23 @@ def test_a_tensor_elsewhere_is_refused_by_its_layers_name() -> None:
     x, _ = drawn(NETS[0], "bfloat16")
     with pytest.raises(TypeError, match=r"FactorMLP: layer layers\.2: x and bias should be on one device"):
         mlp(x)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("widths", [(128,) * 7, (128, 127, 127, 128)], ids=str)
+def test_layers_that_no_kernel_trains_together_have_one_each_on_the_way_back(widths: tuple[int, ...]) -> None:
+    net = next(net for net in NETS if net.widths == widths)
+    mlp = net.block("bfloat16")
+    x, grad_y = drawn(net, "bfloat16")
+    stack = Stack(tuple(layer.chain for layer in mlp._stacks[0][0].layers))
+    assert runs(stack, x, True) == ((0, len(widths) - 1, stack.text + STATES),)
+    results(mlp, x, grad_y)
+    torch.cuda.synchronize()
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
+        results(mlp, x, grad_y)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in names if name.startswith("factorlayer")]) == 1 + 2 * (len(widths) - 1)
