@@ -91,20 +91,21 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib import pyplot
 
     panels: dict[tuple[str, int | None], list[Row]] = {}
+    places: dict[str, int] = {}  # of workloads, in all panels: not every one has all
     for row in results.rows:
         if row.speedup("forward") is not None:
             panels.setdefault((row.dtype, row.threads), []).append(row)
+            places.setdefault(row.workload, len(places))
     if not panels:
         raise ValueError("a plot needs rows with times of v2 and v3; these results have none")
     columns = len({dtype for dtype, _ in panels})
     lines = -(-len(panels) // columns)
-    most = max(map(len, panels.values()))
     # The salt makes the ids in the file the same each time.
     with pyplot.rc_context({"font.size": 9, "svg.hashsalt": "benches"}):
         figure, axes = pyplot.subplots(
             lines,
             columns,
-            figsize=(9.4, lines * (0.36 * most + 1.0) + 0.5),
+            figsize=(9.4, lines * (0.36 * len(places) + 1.0) + 0.5),
             sharex=True,
             sharey=True,
             squeeze=False,
@@ -114,11 +115,11 @@ def draw(results: Results, path: Path) -> None:
         for axis, ((dtype, threads), rows) in zip(axes.flat, panels.items(), strict=False):
             for shift, of_pass in ((-0.2, "forward"), (0.2, "forward_backward")):
                 speedups = [row.speedup(of_pass) or 0 for row in rows]
-                places = [i + shift for i in range(len(rows))]
                 label = f"v3 over v2, {PASS_NAMES[of_pass]}"
-                bars = axis.barh(places, speedups, height=0.38, color=COLORS[of_pass], label=label)
+                at = [places[row.workload] + shift for row in rows]
+                bars = axis.barh(at, speedups, height=0.38, color=COLORS[of_pass], label=label)
                 axis.bar_label(bars, [f"{s:.1f}x" if s else "-" for s in speedups], padding=2, fontsize=7.5)
-            axis.set_yticks(range(len(rows)), [row.workload for row in rows])
+            axis.set_yticks(list(places.values()), list(places))
             axis.axvline(1, color="#444444", linewidth=1)
             axis.set_title(tables.where(dtype, threads), fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)

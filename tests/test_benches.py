@@ -311,6 +311,15 @@ def test_report_writes_a_section_and_check_sees_a_stale_one(tmp_path: Path) -> N
     assert CliRunner().invoke(report.app, [*options, "--check"]).exit_code == 1
 
 
+def test_a_plot_names_workloads_that_only_some_panels_have(tmp_path: Path) -> None:
+    rows = [made_up(), made_up(3.0), made_up(4.0, "float64")]
+    rows[0].workload, rows[1].workload, rows[2].workload = "one", "two", "two"
+    report.draw(made_up_results(*rows), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "<!-- one -->" in drawn
+    assert "<!-- two -->" in drawn
+
+
 def test_report_without_markers_or_results_says_so(tmp_path: Path) -> None:
     readme, folder = tmp_path / "README.md", tmp_path / "results"
     readme.write_text("# Title\n")
