@@ -2,7 +2,8 @@
 
 floor = max(bytes / copy bandwidth, FLOPs / arithmetic rate), every input read once and every output written
 once, FLOPs of the cheapest order of contraction. Backward reads x, grad_y and the weights, writes their
-gradients and does twice the forward's FLOPs; forward+backward is the sum of the two floors. Efficiency is
+gradients and does twice the forward's FLOPs; forward+backward is the sum of the two floors. What a block has
+between its layers is not counted: it need not leave the chip, nor be kept for the backward. Efficiency is
 floor / time. The ceilings are measured in the same run, by ceilings.py.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from factorlayer.spec import LayerSpec
+from benches.workloads import Workload
 
 DTYPES = {
     "float32": torch.float32,
@@ -51,18 +52,18 @@ class Work:
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
 
-def layer_work(spec: LayerSpec, batch: int, itemsize: int) -> tuple[Work, Work]:
-    """Forward and backward of a structured layer."""
-    return _work(spec.in_features, spec.out_features, spec.parameter_count, spec.flops(batch), batch, itemsize)
+def work(workload: Workload, itemsize: int) -> tuple[Work, Work]:
+    """Forward and backward."""
+    return _work(workload, *workload.costs, itemsize)
 
 
-def dense_work(spec: LayerSpec, batch: int, itemsize: int) -> tuple[Work, Work]:
-    """Forward and backward of the nn.Linear with the same features."""
-    size = spec.in_features * spec.out_features
-    return _work(spec.in_features, spec.out_features, size, 2 * batch * size, batch, itemsize)
+def dense_work(workload: Workload, itemsize: int) -> tuple[Work, Work]:
+    """Forward and backward of what PyTorch has in its place."""
+    return _work(workload, *workload.dense_costs, itemsize)
 
 
-def _work(inputs: int, outputs: int, parameters: int, flops: int, batch: int, itemsize: int) -> tuple[Work, Work]:
+def _work(workload: Workload, parameters: int, flops: int, itemsize: int) -> tuple[Work, Work]:
+    (inputs, outputs), batch = workload.features, workload.batch
     forward = Work((batch * (inputs + outputs) + parameters) * itemsize, flops)
     backward = Work((batch * (2 * inputs + outputs) + 2 * parameters) * itemsize, 2 * flops)
     return forward, backward
@@ -84,7 +85,7 @@ class Ceilings:
 
 def refuse_impossible(who: str, seconds: float, passes: tuple[Work, ...], dtype: str, ceilings: Ceilings) -> None:
     """Raises if that time needs more than the datasheet has, or, without one, is well below the floor."""
-    work = sum(passes[1:], passes[0])
+    total = sum(passes[1:], passes[0])
     if ceilings.datasheet is None:
         if ceilings.floor(*passes) > MOST_EFFICIENT * seconds:
             raise ImpossibleFigureError(
@@ -93,8 +94,8 @@ def refuse_impossible(who: str, seconds: float, passes: tuple[Work, ...], dtype:
             )
         return
     for unit, done, most in (
-        ("bytes", work.bytes, ceilings.datasheet["memory"]),
-        ("FLOPs", work.flops, ceilings.datasheet[dtype]),
+        ("bytes", total.bytes, ceilings.datasheet["memory"]),
+        ("FLOPs", total.flops, ceilings.datasheet[dtype]),
     ):
         if done > most * seconds:
             raise ImpossibleFigureError(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benches.workloads import Workload
+from benches.workloads import Layer, Workload
 
 Fast = tuple[Callable[[Tensor], Tensor], list[Tensor], str]
 
@@ -32,7 +32,7 @@ def fastkron(workload: Workload, x: Tensor, weights: list[Tensor]) -> Fast:
     library = _library()
     if library is None:
         raise NotForFastKronError("pyfastkron cannot be imported; pip install pyfastkron")
-    if workload.structure != "kronecker" or workload.rank != 1:
+    if not isinstance(workload, Layer) or workload.structure != "kronecker" or workload.rank != 1:
         raise NotForFastKronError("pyfastkron has Kronecker products of rank 1 only")
     if x.dtype not in (torch.float32, torch.float64):
         raise NotForFastKronError("pyfastkron has float32 and float64 only")

@@ -39,8 +39,8 @@ def main(
         if not check:
             readme.write_text(after)
             for path in _files(folder):
-                if _has_speedups(results := Results.load(path)):
-                    draw(results, path.with_suffix(".svg"))
+                if _with_speedups((results := Results.load(path)).rows):
+                    draw(results, path)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"benches.report: {error}", err=True)
         raise typer.Exit(2) from None
@@ -70,19 +70,37 @@ def updated(text: str, readme: Path, folder: Path) -> str:
 
 
 def section(path: Path, readme: Path) -> list[str]:
-    """The table, and the plot where there is a speed-up to draw."""
+    """Of layers and of blocks: their means, the plot where there is a speed-up to draw, and the table."""
     results = Results.load(path)
-    lines = [in_words(results.machine) + ".", "", *tables.means(results)]
-    if _has_speedups(results):
-        plot = path.with_suffix(".svg").resolve()
-        root = readme.resolve().parent
-        link = plot.relative_to(root).as_posix() if plot.is_relative_to(root) else plot.as_posix()
-        lines += [f"![Speed-up of v3 over v2, {path.stem}]({link})", ""]
-    return [*lines, "<details><summary>All rows</summary>", "", *tables.markdown(results), "", "</details>"]
+    lines = [in_words(results.machine) + "."]
+    for rows in results.kinds:
+        lines += ["", *tables.means(rows)]
+        if _with_speedups(rows):
+            plot = plot_path(path, rows).resolve()
+            root = readme.resolve().parent
+            link = plot.relative_to(root).as_posix() if plot.is_relative_to(root) else plot.as_posix()
+            lines += [f"![Speed-up of v3 over {rows[0].rival}, {plot.stem}]({link})", ""]
+        summary = f"<details><summary>{'Blocks' if rows[0].is_block else 'Layers'}</summary>"
+        lines += [summary, "", *tables.markdown(rows), "", "</details>"]
+    return lines
+
+
+def plot_path(path: Path, rows: list[Row]) -> Path:
+    """Beside the results file."""
+    return path.with_name(f"{path.stem}{'-blocks' if rows[0].is_block else ''}.svg")
 
 
 def draw(results: Results, path: Path) -> None:
-    """Bars of v3's speed-up over v2, a panel for each dtype and thread count."""
+    """The plots of the results file at that path, one of layers and one of blocks."""
+    drawn = [rows for rows in map(_with_speedups, results.kinds) if rows]
+    if not drawn:
+        raise ValueError("a plot needs rows with times of v3 and of v2 or dense; these results have none")
+    for rows in drawn:
+        _draw(rows, in_words(results.machine), plot_path(path, rows))
+
+
+def _draw(rows: list[Row], title: str, path: Path) -> None:
+    """Bars of v3's speed-up over its rival, a panel for each dtype and thread count."""
     try:
         import matplotlib
     except ImportError:
@@ -92,12 +110,9 @@ def draw(results: Results, path: Path) -> None:
 
     panels: dict[tuple[str, int | None], list[Row]] = {}
     places: dict[str, int] = {}  # of workloads, in all panels: not every one has all
-    for row in results.rows:
-        if row.speedup("forward") is not None:
-            panels.setdefault((row.dtype, row.threads), []).append(row)
-            places.setdefault(row.workload, len(places))
-    if not panels:
-        raise ValueError("a plot needs rows with times of v2 and v3; these results have none")
+    for row in rows:
+        panels.setdefault((row.dtype, row.threads), []).append(row)
+        places.setdefault(row.workload, len(places))
     columns = len({dtype for dtype, _ in panels})
     lines = -(-len(panels) // columns)
     # The salt makes the ids in the file the same each time.
@@ -112,11 +127,11 @@ def draw(results: Results, path: Path) -> None:
             facecolor="white",
             layout="constrained",
         )
-        for axis, ((dtype, threads), rows) in zip(axes.flat, panels.items(), strict=False):
+        for axis, ((dtype, threads), some) in zip(axes.flat, panels.items(), strict=False):
             for shift, of_pass in ((-0.2, "forward"), (0.2, "forward_backward")):
-                speedups = [row.speedup(of_pass) or 0 for row in rows]
-                label = f"v3 over v2, {PASS_NAMES[of_pass]}"
-                at = [places[row.workload] + shift for row in rows]
+                speedups = [row.speedup(of_pass) or 0 for row in some]
+                label = f"v3 over {rows[0].rival}, {PASS_NAMES[of_pass]}"
+                at = [places[row.workload] + shift for row in some]
                 bars = axis.barh(at, speedups, height=0.38, color=COLORS[of_pass], label=label)
                 axis.bar_label(bars, [f"{s:.1f}x" if s else "-" for s in speedups], padding=2, fontsize=7.5)
             axis.set_yticks(list(places.values()), list(places))
@@ -127,13 +142,13 @@ def draw(results: Results, path: Path) -> None:
         axes[0][0].invert_yaxis()  # shared: the first workload on top, in every panel
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-        figure.suptitle(in_words(results.machine), fontsize=8, color="#444444")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.suptitle(title, fontsize=8, color="#444444")
+        figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
 
 
-def _has_speedups(results: Results) -> bool:
-    return any(row.speedup("forward") for row in results.rows)
+def _with_speedups(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.speedup("forward") is not None]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -35,15 +35,21 @@ class Row:
     kernels: int | None = None  # that v3 launches on a GPU for a forward pass
     notes: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
+    is_block: bool = False
 
     def us(self, subject: str, of_pass: str) -> float | None:
         timing = self.times.get(subject, {}).get(of_pass)
         return None if timing is None else timing.us
 
+    @property
+    def rival(self) -> str:
+        """The best that PyTorch alone does. Of a block, nn.Linear: unlike v2, it adds the bias as it multiplies."""
+        return "dense" if self.is_block else "v2"
+
     def speedup(self, of_pass: str) -> float | None:
-        """Of v3 over v2."""
-        v2, v3 = self.us("v2", of_pass), self.us("v3", of_pass)
-        return None if v2 is None or v3 is None else v2 / v3
+        """Of v3 over its rival."""
+        rival, v3 = self.us(self.rival, of_pass), self.us("v3", of_pass)
+        return None if rival is None or v3 is None else rival / v3
 
     def lead(self, of_pass: str) -> float | None:
         """Of v3 over the best published time."""
@@ -52,7 +58,7 @@ class Row:
 
     @property
     def is_kronecker(self) -> bool:
-        return "blocks" not in self.shape
+        return not self.is_block and "blocks" not in self.shape
 
     def efficiency(self, of_pass: str) -> float | None:
         """Floor over v3's time."""
@@ -67,6 +73,12 @@ class Results:
     machine: dict[str, Any]
     ceilings: dict[str, Any]
     rows: list[Row]
+
+    @property
+    def kinds(self) -> list[list[Row]]:
+        """The rows of layers and those of blocks, as far as there are any: their tables and means are not mixed."""
+        kinds = ([row for row in self.rows if row.is_block == is_block] for is_block in (False, True))
+        return [rows for rows in kinds if rows]
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +101,7 @@ class Results:
 
 
 def geometric_means(rows: Iterable[Row]) -> dict[tuple[str, int | None], dict[str, float]]:
-    """Of v3's speed-ups over v2, by dtype and threads, then by pass."""
+    """Of v3's speed-ups, by dtype and threads, then by pass."""
     speedups: dict[tuple[str, int | None], dict[str, list[float]]] = {}
     for row in rows:
         for of_pass in PASS_NAMES:
@@ -105,21 +117,22 @@ def geometric_means(rows: Iterable[Row]) -> dict[tuple[str, int | None], dict[st
 LONG_FLOOR_US = 5  # from which on efficiency says more of a kernel than of its launch
 
 
-def efficiency_means(rows: Iterable[Row]) -> dict[str, float]:
-    """Forward, by dtype: the geometric mean over Kronecker rows whose floor is long enough."""
+def efficiency_means(rows: Iterable[Row], of_pass: str = "forward") -> dict[str, float]:
+    """By dtype: the geometric mean over Kronecker rows and blocks whose forward floor is long enough."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        efficiency = row.efficiency("forward")
-        if efficiency is not None and row.is_kronecker and row.floor_us["forward"] >= LONG_FLOOR_US:
+        efficiency = row.efficiency(of_pass)
+        long = row.floor_us["forward"] >= LONG_FLOOR_US
+        if efficiency is not None and (row.is_kronecker or row.is_block) and long:
             found.setdefault(row.dtype, []).append(efficiency)
     return {dtype: statistics.geometric_mean(values) for dtype, values in found.items()}
 
 
-def lead_means(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
-    """Of v3's forward over the best published time, by dtype: the geometric mean and the least."""
+def lead_means(rows: Iterable[Row], of_pass: str = "forward") -> dict[str, tuple[float, float]]:
+    """Of v3 over the best published time, by dtype: the geometric mean and the least."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        lead = row.lead("forward")
+        lead = row.lead(of_pass)
         if lead is not None:
             found.setdefault(row.dtype, []).append(lead)
     return {dtype: (statistics.geometric_mean(values), min(values)) for dtype, values in found.items()}

@@ -1,7 +1,8 @@
 """Who is timed: v1, v2, v3, the dense layer, v2 under torch.compile, and pyfastkron, all on the same tensors.
 
 `build` returns a Call for a name and a set of tensors, or raises UnavailableError with the reason, which
-the tables show. No subject has a bias: the floor counts none.
+the tables show. Layers have no bias: the floor counts none. Of a block, dense is nn.Linear and the activations
+one by one, with the block's own weights.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 
 from benches import peers
 from benches.floor import DTYPES
-from benches.workloads import Workload
-from factorlayer import FactorLinear, factor_linear
+from benches.workloads import Block, Workload
 from factorlayer.fused import why_not_fused
 
 OURS = ("v1", "v2", "v3")
 SUBJECTS = (*OURS, "dense", "compile", "fastkron")
 LARGEST_DENSE = 1 << 30  # bytes of its weight
-# Of relative differences from v2 (Frobenius) in y and grad_x: far above rounding, far below a wrong answer.
+# Of relative differences from v2 (Frobenius): far above rounding, far below a wrong answer.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
+EPS = {**{name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()}, "tf32": 2.0**-10}
 
 
 class UnavailableError(Exception):
@@ -42,13 +43,18 @@ class Tensors:
 
     @classmethod
     def random(cls, workload: Workload, dtype: str) -> Tensors:
-        spec, batch = workload.spec, workload.batch
+        inputs, outputs = workload.features
         to: dict[str, Any] = {"dtype": DTYPES[dtype], "device": workload.device}
-        x = torch.randn(batch, spec.in_features, **to).requires_grad_()
-        grad_y = torch.randn(batch, spec.out_features, **to)
+        x = torch.randn(workload.batch, inputs, **to).requires_grad_()
+        grad_y = torch.randn(workload.batch, outputs, **to)
         # Scaled by the summands of each contraction: no dtype overflows.
-        weights = [torch.randn(s, **to).div_(math.sqrt(s[-1])).requires_grad_() for s in spec.weight_shapes]
+        weights = [torch.randn(s, **to).div_(math.sqrt(s[-1])).requires_grad_() for s in _shapes(workload)]
         return cls(x, grad_y, weights)
+
+
+@functools.cache
+def _shapes(workload: Workload) -> list[torch.Size]:
+    return [parameter.shape for parameter in workload.make("v2").parameters()]
 
 
 @dataclass
@@ -74,9 +80,11 @@ def build(name: str, workload: Workload, tensors: Tensors) -> Call:
     x, weights, note = tensors.x, tensors.weights, ""
     function: Callable[[Tensor], Tensor]
     if name in OURS:
+        if name == "v1" and isinstance(workload, Block):
+            raise UnavailableError("for dense layers it is the same as v2")
         if name == "v3" and (reason := why_not_fused(x)) is not None:
             raise UnavailableError(reason)
-        function = _layer(workload, name, weights)
+        function = _holding(workload.make(name), weights)
     elif name == "compile":
         compiled = _compiled(workload, x.dtype)
         function = functools.partial(_apply_compiled, compiled, weights)
@@ -86,16 +94,31 @@ def build(name: str, workload: Workload, tensors: Tensors) -> Call:
         except peers.NotForFastKronError as reason:
             raise UnavailableError(str(reason)) from None
     else:
-        linear = _dense(workload, x)
-        function, weights = linear, [linear.weight]
+        function, weights = _dense(workload, x, weights)
     return Call(function, x, tensors.grad_y, weights, note)
 
 
-def disagreement(call: Call, reference: tuple[Tensor, ...]) -> float:
-    """The largest relative difference of y, with and without gradients wanted, and of grad_x from v2's."""
-    y, grad_x = reference[:2]
-    found = (*call.run("forward"), *call.run("forward_backward")[:2])
-    return max(_difference(a, b) for a, b in zip(found, (y, y, grad_x), strict=True))
+def disagreement(call: Call, reference: tuple[Tensor, ...]) -> tuple[float, float]:
+    """The largest relative differences from v2's: of y, with and without gradients wanted, and of the gradients that
+    the reference has."""
+    y, *gradients = reference
+    with_gradients, *found = call.run("forward_backward")
+    of_y = max(_difference(a, y) for a in (*call.run("forward"), with_gradients))
+    return of_y, max(_difference(a, b) for a, b in zip(found, gradients, strict=False))
+
+
+def tolerances(workload: Workload, dtype: str) -> tuple[float, float]:
+    """Of y and of gradients. Rounding moves about eps of what enters a relu across zero, where the derivative jumps,
+    and a share s of other values makes a difference of sqrt(s)."""
+    return TOLERANCES[dtype], TOLERANCES[dtype] + math.sqrt(workload.jumps * EPS[dtype])
+
+
+def wrong(call: Call, reference: tuple[Tensor, ...], allowed: tuple[float, float]) -> str | None:
+    """By how much it differs from v2, if by more than allowed of y or of the gradients."""
+    of_y, of_gradients = disagreement(call, reference)
+    if of_y <= allowed[0] and of_gradients <= allowed[1]:
+        return None
+    return f"differs from v2 by {of_y:.1e}, in gradients by {of_gradients:.1e}"
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -104,31 +127,30 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _layer(workload: Workload, implementation: str, weights: list[Tensor]) -> FactorLinear:
-    spec = workload.spec
-    layer = FactorLinear(
-        spec.in_features,
-        spec.out_features,
-        bias=False,
-        structure=spec.structure,
-        factors=(spec.in_factors, spec.out_factors),
-        rank=spec.rank,
-        implementation=implementation,
-        device="meta",
-    )
-    for i, weight in enumerate(weights):
-        delattr(layer, f"weight_{i}")
-        setattr(layer, f"weight_{i}", weight)  # a plain tensor, shared by all layers, that wants a gradient
-    return layer
+def _holding(module: nn.Module, weights: list[Tensor]) -> nn.Module:
+    """Plain tensors, shared by all subjects, that want a gradient, in the place of the parameters."""
+    for name, weight in zip(_names(module), weights, strict=True):
+        owner, _, own = name.rpartition(".")
+        part = module.get_submodule(owner)
+        delattr(part, own)
+        setattr(part, own, weight)
+    return module
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters()]
 
 
 @functools.lru_cache(maxsize=1)
 def _compiled(workload: Workload, dtype: torch.dtype) -> Callable[..., Tensor]:
     """v2 under torch.compile, once for all sets of tensors; the reset avoids the recompilation limit."""
     torch._dynamo.reset()
+    module = workload.make("v2")
+    names = _names(module)
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
-        return factor_linear(x, weights, structure=workload.structure, implementation="v2")
+        y: Tensor = torch.func.functional_call(module, dict(zip(names, weights, strict=True)), x)
+        return y
 
     return torch.compile(function, dynamic=False)
 
@@ -137,9 +159,12 @@ def _apply_compiled(compiled: Callable[..., Tensor], weights: list[Tensor], x: T
     return compiled(x, *weights)
 
 
-def _dense(workload: Workload, x: Tensor) -> nn.Linear:
-    spec = workload.spec
-    size = spec.in_features * spec.out_features * x.element_size()
+def _dense(workload: Workload, x: Tensor, weights: list[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    if isinstance(workload, Block):
+        return _holding(workload.dense(), weights), weights
+    size = workload.dense_costs[0] * x.element_size()
     if size > LARGEST_DENSE:
         raise UnavailableError(f"its weight would take {size / 2**30:.1f} GiB")
-    return nn.Linear(spec.in_features, spec.out_features, bias=False, device=x.device, dtype=x.dtype)
+    linear = workload.dense().to(x.dtype).to_empty(device=x.device)
+    linear.reset_parameters()
+    return linear, [linear.weight]

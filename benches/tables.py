@@ -1,6 +1,6 @@
 """Results as tables: for the terminal with rich, and as the lines of README's markdown.
 
-Where there are published peers, README compares v3 with them too.
+Layers and blocks have one each. Where there are published peers, README compares v3 with them too.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from benches.subjects import SUBJECTS
 
 
 def show(results: Results, console: Console) -> None:
-    """The table of a run, its geometric means, and everything that needs a second look."""
+    """The tables of a run, their geometric means, and everything that needs a second look."""
     rows = results.rows
     subjects = [name for name in SUBJECTS if any(name in row.times or name in row.notes for row in rows)]
-    console.print(_table(results, subjects))
-    for (dtype, threads), means in geometric_means(rows).items():
-        words = ", ".join(f"{PASS_NAMES[of_pass]} {mean:.2f}x" for of_pass, mean in means.items())
-        console.print(f"v3 over v2, geometric mean, {where(dtype, threads)}: {words}")
+    for some in results.kinds:
+        console.print(_table(results, some, subjects))
+        for (dtype, threads), means in geometric_means(some).items():
+            words = ", ".join(f"{PASS_NAMES[of_pass]} {mean:.2f}x" for of_pass, mean in means.items())
+            console.print(f"v3 over {some[0].rival}, geometric mean, {where(dtype, threads)}: {words}")
     for row in rows:
         for of_pass, pass_name in PASS_NAMES.items():
             if (speedup := row.speedup(of_pass)) is not None and speedup < 1:
-                console.print(f"slower than v2: {_label(row)} {pass_name}, {speedup:.2f}x", style="red")
+                console.print(f"slower than {row.rival}: {_label(row)} {pass_name}, {speedup:.2f}x", style="red")
         for message in row.broken:
             console.print(f"broken: {message}", style="bold red", markup=False)
     notes: dict[str, list[str]] = {}
@@ -36,8 +37,7 @@ def show(results: Results, console: Console) -> None:
         console.print(f"{note} ({'all' if len(labels) == len(rows) else '; '.join(labels)})", markup=False)
 
 
-def _table(results: Results, subjects: list[str]) -> Table:
-    rows = results.rows
+def _table(results: Results, rows: list[Row], subjects: list[str]) -> Table:
     threaded = any(row.threads for row in rows)
     has_published = any(row.published for row in rows)
     eager = any(timing.eager_us for row in rows for passes in row.times.values() for timing in passes.values())
@@ -47,7 +47,7 @@ def _table(results: Results, subjects: list[str]) -> Table:
     for heading in ("dtype", *(["threads"] if threaded else []), "pass"):
         table.add_column(heading)
     extra = ["published"] if has_published else []
-    for heading in ("floor", *subjects, *extra, "v2/v3", "efficiency", "peak MB v2/v3"):
+    for heading in ("floor", *subjects, *extra, f"{rows[0].rival}/v3", "efficiency", "peak MB v2/v3"):
         table.add_column(heading, justify="right")
     for row in rows:
         for of_pass, pass_name in PASS_NAMES.items():
@@ -69,50 +69,85 @@ def _table(results: Results, subjects: list[str]) -> Table:
     return table
 
 
-def markdown(results: Results) -> list[str]:
-    """README's table."""
-    rows = results.rows
-    threaded = any(row.threads for row in rows)
+def markdown(rows: list[Row]) -> list[str]:
+    """README's table of one kind of rows."""
+    return (_blocks if rows[0].is_block else _layers)(rows)
+
+
+def _layers(rows: list[Row]) -> list[str]:
     has_published = any(row.published for row in rows)
-    names = ["workload", "dtype", *(["threads"] if threaded else [])]
     headings = ["v2 µs", "v3 µs", "speed-up fwd", "speed-up fwd+bwd", "efficiency"]
     if has_published:
         headings = ["floor µs", "best published µs", *headings[:2], "over published", *headings[2:4], "efficiency fwd"]
         headings.append("kernels")
-    lines = ["Forward unless a column says fwd+bwd; medians.", ""]
-    lines.append("| " + " | ".join(names + headings) + " |")
-    lines.append("|" + "|".join([" --- "] * len(names) + [" ---: "] * len(headings)) + "|")
+    lines = ["Forward unless a column says fwd+bwd; medians.", "", *_heading(rows, [], headings)]
     for row in rows:
-        cells = [f"{row.workload} ({row.shape})" if "blocks" in row.shape else row.workload, row.dtype]
-        cells += [str(row.threads)] if threaded else []
         ours = [_us(row.us("v2", "forward")), _us(row.us("v3", "forward"))]
         speedups = [_times(row.speedup(of_pass)) for of_pass in PASS_NAMES]
         if has_published:
-            cells += [_us(row.floor_us["forward"]), _published(row), *ours, _times(row.lead("forward")), *speedups]
-            cells += [_number(row.efficiency("forward")), str(row.kernels or "-")]
+            cells = [_us(row.floor_us["forward"]), _published(row, "forward"), *ours, _times(row.lead("forward"))]
+            cells += [*speedups, _number(row.efficiency("forward")), str(row.kernels or "-")]
         else:
-            cells += [*ours, *speedups, " / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)]
-        lines.append("| " + " | ".join(cells) + " |")
+            cells = [*ours, *speedups, " / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)]
+        name = f"{row.workload} ({row.shape})" if "blocks" in row.shape else row.workload
+        lines.append(_line(row, name, cells))
     return lines
 
 
-def _published(row: Row) -> str:
-    peer = row.published.get("forward", {})
+def _blocks(rows: list[Row]) -> list[str]:
+    has_published = any(row.published for row in rows)
+    headings = ["floor µs", "nn.Linear µs", "v3 µs", "speed-up", "efficiency"]
+    if has_published:
+        headings += ["best published µs", "over published", "kernels"]
+    lines = ["Medians; speed-up is over nn.Linear and the activations one by one.", ""]
+    lines += _heading(rows, ["pass"], headings)
+    for row in rows:
+        for of_pass, pass_name in PASS_NAMES.items():
+            first = of_pass == "forward"
+            cells = [pass_name, _us(row.floor_us[of_pass]), _us(row.us(row.rival, of_pass)), _us(row.us("v3", of_pass))]
+            cells += [_times(row.speedup(of_pass)), _number(row.efficiency(of_pass))]
+            if has_published:
+                cells += [_published(row, of_pass), _times(row.lead(of_pass))]
+                cells.append(str(row.kernels or "-") if first else "")
+            lines.append(_line(row, f"{row.workload} ({row.shape})" if first else "", cells))
+    return lines
+
+
+def _heading(rows: list[Row], further_names: list[str], headings: list[str]) -> list[str]:
+    names = ["workload", "dtype", *(["threads"] if any(row.threads for row in rows) else []), *further_names]
+    ruler = [" --- "] * len(names) + [" ---: "] * len(headings)
+    return ["| " + " | ".join(names + headings) + " |", "|" + "|".join(ruler) + "|"]
+
+
+def _line(row: Row, name: str, cells: list[str]) -> str:
+    return "| " + " | ".join([name, row.dtype, *([str(row.threads)] if row.threads else []), *cells]) + " |"
+
+
+def _published(row: Row, of_pass: str) -> str:
+    peer = row.published.get(of_pass, {})
     return f"{_us(peer['us'])} ({peer['who']})" if peer else "-"
 
 
-def means(results: Results) -> list[str]:
-    """README's sentences on the geometric means, if there is a v3 to have them."""
+def means(rows: list[Row]) -> list[str]:
+    """README's sentences on the geometric means of one kind of rows, if there is a v3 to have them."""
+    is_block = rows[0].is_block
+    v3, rival, long_rows = ("Blocks, v3", "nn.Linear", "blocks") if is_block else ("v3", "v2", "Kronecker rows")
     lines = []
-    for (dtype, threads), found in geometric_means(results.rows).items():
+    for (dtype, threads), found in geometric_means(rows).items():
         words = " and ".join(f"{mean:.2f}x {PASS_NAMES[of_pass]}" for of_pass, mean in found.items())
-        lines += [f"v3 over v2, geometric mean, {where(dtype, threads)}: {words}.", ""]
-    if leads := lead_means(results.rows):
-        words = ", ".join(f"{dtype} {mean:.2f}x (least {least:.2f}x)" for dtype, (mean, least) in leads.items())
-        lines += [f"v3 over the best published, forward, geometric mean: {words}.", ""]
-    if leads and (found := efficiency_means(results.rows)):
-        words = ", ".join(f"{dtype} {mean:.2f}" for dtype, mean in found.items())
-        lines += [f"Efficiency, forward, Kronecker rows with a floor of {LONG_FLOOR_US} µs and more: {words}.", ""]
+        lines += [f"{v3} over {rival}, geometric mean, {where(dtype, threads)}: {words}.", ""]
+    passes = {"forward": "forward", "forward_backward": "forward+backward"} if is_block else {"forward": "forward"}
+    for of_pass, pass_words in passes.items():
+        leads = lead_means(rows, of_pass)
+        if leads:
+            words = ", ".join(f"{dtype} {mean:.2f}x (least {least:.2f}x)" for dtype, (mean, least) in leads.items())
+            lines += [f"{v3} over the best published, {pass_words}, geometric mean: {words}.", ""]
+        if leads and (efficiencies := efficiency_means(rows, of_pass)):
+            words = ", ".join(f"{dtype} {mean:.2f}" for dtype, mean in efficiencies.items())
+            lines += [
+                f"Efficiency, {pass_words}, {long_rows} with a floor of {LONG_FLOOR_US} µs and more: {words}.",
+                "",
+            ]
     return lines
 
 

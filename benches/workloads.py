@@ -1,19 +1,23 @@
-"""The registry of workloads: one row per layer, batch and device, with the dtypes it is measured in.
+"""The registry of workloads: one row per layer or block, batch and device, with the dtypes it is measured in.
 
 CPU rows are named BATCH:FACTORS as the command line has them; CUDA rows carry the names under which
-peers.json keeps the best time that anybody's published code reached on them. `source` says where a shape
-comes from. Adding a workload is adding a row.
+peers.json keeps the best time that anybody's published code reached on them; blocks have mlp- in theirs. `source`
+says where a shape comes from. Adding a workload is adding a row.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from torch import nn
+
+from factorlayer import FactorLinear, FactorMLP
 from factorlayer.spec import LayerSpec, resolve
 
 PASSES = ("forward", "forward_backward")
@@ -23,10 +27,14 @@ NO_DOUBLE = ("float32", "tf32", "bfloat16", "float16")
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 Factors = tuple[int, ...]
+NGP_64X4 = (32, 64, 64, 64, 64, 16)
+PINN = (2, *(20,) * 8, 1)
+POLICY = (48, 512, 256, 128, 12)
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "elu": nn.ELU, "gelu": nn.GELU}
 
 
 @dataclass(frozen=True)
-class Workload:
+class Layer:
     """A structured layer without bias on `batch` samples. tf32 is float32 with PyTorch's TF32 switch on."""
 
     name: str
@@ -38,6 +46,7 @@ class Workload:
     dtypes: tuple[str, ...]
     source: str
     rank: int = 1
+    jumps: ClassVar = 0
 
     @property
     def spec(self) -> LayerSpec:
@@ -52,10 +61,92 @@ class Workload:
         spec = self.spec
         return f"{spec.in_features}>{spec.out_features}, blocks {spec.blocks}, rank {spec.rank}"
 
+    @property
+    def features(self) -> tuple[int, int]:
+        """In and out."""
+        return self.spec.in_features, self.spec.out_features
 
-def _cpu(name: str, in_factors: Factors, source: str, out_factors: Factors | None = None) -> Workload:
+    @property
+    def costs(self) -> tuple[int, int]:
+        """Parameters, and FLOPs of a forward pass."""
+        return self.spec.parameter_count, self.spec.flops(self.batch)
+
+    @property
+    def dense_costs(self) -> tuple[int, int]:
+        """The same of the nn.Linear in its place."""
+        size = self.spec.in_features * self.spec.out_features
+        return size, 2 * self.batch * size
+
+    def make(self, implementation: str) -> nn.Module:
+        """On the meta device, as dense() does."""
+        spec = self.spec
+        return FactorLinear(
+            spec.in_features,
+            spec.out_features,
+            bias=False,
+            structure=spec.structure,
+            factors=(spec.in_factors, spec.out_factors),
+            rank=spec.rank,
+            implementation=implementation,
+            device="meta",
+        )
+
+    def dense(self) -> nn.Linear:
+        """What PyTorch has in its place."""
+        return nn.Linear(*self.features, bias=False, device="meta")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Dense layers with biases, and activations between them, on `batch` samples."""
+
+    name: str
+    widths: tuple[int, ...]
+    activation: str
+    batch: int
+    device: str
+    dtypes: tuple[str, ...]
+    source: str
+
+    @property
+    def shape(self) -> str:
+        """In words: 48-512-256-128-12, elu."""
+        return f"{'-'.join(map(str, self.widths))}, {self.activation}"
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.widths[0], self.widths[-1]
+
+    @property
+    def jumps(self) -> int:
+        """Of activations whose derivative jumps: how many are passed."""
+        return len(self.widths) - 2 if self.activation == "relu" else 0
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        sizes = sum(p * q for p, q in itertools.pairwise(self.widths))
+        return sizes + sum(self.widths[1:]), 2 * self.batch * sizes
+
+    @property
+    def dense_costs(self) -> tuple[int, int]:
+        return self.costs
+
+    def make(self, implementation: str) -> nn.Module:
+        return FactorMLP(self.widths, activation=self.activation, implementation=implementation, device="meta")
+
+    def dense(self) -> nn.Sequential:
+        parts: list[nn.Module] = []
+        for p, q in itertools.pairwise(self.widths):
+            parts += [nn.Linear(p, q, device="meta"), ACTIVATIONS[self.activation]()]
+        return nn.Sequential(*parts[:-1])
+
+
+Workload = Layer | Block
+
+
+def _cpu(name: str, in_factors: Factors, source: str, out_factors: Factors | None = None) -> Layer:
     batch = int(name.split(":")[0])
-    return Workload(name, "kronecker", batch, in_factors, out_factors or in_factors, "cpu", CPU_DTYPES, source)
+    return Layer(name, "kronecker", batch, in_factors, out_factors or in_factors, "cpu", CPU_DTYPES, source)
 
 
 def _cuda(
@@ -65,19 +156,23 @@ def _cuda(
     dtypes: tuple[str, ...],
     source: str,
     out_factors: Factors | None = None,
-) -> Workload:
-    return Workload(name, "kronecker", batch, in_factors, out_factors or in_factors, "cuda", dtypes, source)
+) -> Layer:
+    return Layer(name, "kronecker", batch, in_factors, out_factors or in_factors, "cuda", dtypes, source)
 
 
 def _monarch(
     name: str, batch: int, features: Factors, blocks: Factors, rank: int, source: str, device: str = "cuda"
-) -> Workload:
+) -> Layer:
     spec = resolve(features[0], features[1], "monarch", blocks=blocks, rank=rank)
     dtypes = CPU_DTYPES if device == "cpu" else NO_DOUBLE
-    return Workload(name, "monarch", batch, spec.in_factors, spec.out_factors, device, dtypes, source, rank)
+    return Layer(name, "monarch", batch, spec.in_factors, spec.out_factors, device, dtypes, source, rank)
 
 
-WORKLOADS = (
+def _block(name: str, widths: tuple[int, ...], activation: str, batch: int, source: str, device: str = "cuda") -> Block:
+    return Block(name, widths, activation, batch, device, CPU_DTYPES if device == "cpu" else NO_DOUBLE[1:], source)
+
+
+WORKLOADS: tuple[Workload, ...] = (
     _cpu("16:32^2", (32, 32), "faclin README, check and bench"),
     _cpu("32:128^2", (128, 128), "faclin README, bench"),
     _cpu("1024:32^2", (32, 32), "a batch of training at the size of faclin's example"),
@@ -94,6 +189,9 @@ WORKLOADS = (
     _cpu("2048:84.124", (84, 124), "sizes that only 4 divides, features near LLaMA-7B's 11008"),
     _monarch("512:gpt2s_fc1", 512, (768, 3072), (4, 4), 48, "fly configs gpt2_mlp_cfg/bflyblockdiag.yaml", "cpu"),
     _monarch("256:sqrt4096", 256, (4096, 4096), (64, 64), 1, "square sqrt(n) Monarch; fly tests, log_n=12", "cpu"),
+    _block("16384:mlp-ngp_64x4", NGP_64X4, "relu", 16384, "instant-ngp's bench network, 64x4", "cpu"),
+    _block("20000:mlp-pinn_20x8", PINN, "tanh", 20000, "Raissi PINN Burgers: 8 hidden layers of 20, tanh", "cpu"),
+    _block("4096:mlp-rl_act", POLICY, "elu", 4096, "legged_gym policy [512,256,128] ELU, 4096 envs", "cpu"),
     _cuda("seed-32^2", 16, (32, 32), ALL_DTYPES, "faclin README, check and bench"),
     _cuda("seed-128^2", 32, (128, 128), ALL_DTYPES, "faclin README, bench"),
     _cuda("fk-64^2", 1024, (64, 64), ALL_DTYPES, "FastKron performance.md"),
@@ -127,6 +225,22 @@ WORKLOADS = (
     _monarch("llama_decode", 16, (4096, 11008), (16, 16), 16, "LLaMA-7B gate/up at decode, batch 16"),
     _monarch("sqrt4096", 8192, (4096, 4096), (64, 64), 1, "square sqrt(n) Monarch; fly tests, log_n=12"),
     _monarch("btt_r4", 16384, (768, 3072), (32, 48), 4, "compute-better-spent build_btt, tt_rank 4"),
+    _block("mlp-ngp_density", (32, 64, 16), "relu", 262144, "instant-ngp configs/nerf/base.json: 8x4 grid -> 64x1"),
+    _block("mlp-ngp_64x4", NGP_64X4, "relu", 2097152, "instant-ngp frequency/tcnn bench: 64x4, batch 2^21"),
+    _block(
+        "mlp-thesis_128x6",
+        (128,) * 7,
+        "relu",
+        1305600,
+        "DaShi-Git train_model.py 6 x Linear(128,128), 13056*100 samples",
+    ),
+    _block("mlp-thesis_odd", (128, 127, 127, 128), "relu", 262144, "DaShi-Git train_model.py: 8*16-1 widths"),
+    _block("mlp-nerf_256x8", (63, *(256,) * 8, 4), "relu", 196608, "NeRF: 1024 rays x 192 samples"),
+    _block("mlp-pinn_20x8", PINN, "tanh", 20000, "Raissi PINN Burgers: 8 hidden layers of 20, tanh"),
+    _block("mlp-rl_act", POLICY, "elu", 4096, "legged_gym policy [512,256,128] ELU, 4096 envs"),
+    _block("mlp-dlrm_bottom", (13, 512, 256, 128), "relu", 32768, "MLPerf DLRM bottom MLP 13-512-256-128"),
+    _block("mlp-mixer_token", (196, 384, 196), "gelu", 49152, "MLP-Mixer B/16 token mixing, 64 images x 768 channels"),
+    _block("mlp-ffn_768", (768, 3072, 768), "gelu", 8192, "BERT/GPT-2 FFN 768-3072, 16 x 512 tokens"),
 )
 
 
