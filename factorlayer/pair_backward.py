@@ -112,7 +112,9 @@ class PairBackward(OfTwoModes, BlockSums):
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
-        return kernel(headers("sums.cuh", "operands.cuh", "pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1)
+        return kernel(
+            headers("sums.cuh", "operands.cuh", "pair_backward.cuh"), name, "PairBackward", lines, self.threads, 1
+        )
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
