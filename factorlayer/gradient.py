@@ -40,8 +40,59 @@ TILES = {
 TILES["float16"] = TILES["bfloat16"]
 
 
+def most_samples(batch: int) -> int:
+    """Of the batches that have one plan: csrc/runtime's classes."""
+    return next((most for most in (64, 2048) if batch <= most), 1 << 40)
+
+
+class TileSums:
+    """What passes have in common whose blocks each have a tile of one contraction's weights."""
+
+    contraction: Contraction
+    dtype: str
+    gpu: Gpu
+    batch: int
+    blocks: Any  # at once on a multiprocessor
+    tiles: Any
+    units_per_sample: Any
+    units_per_block: Any
+
+    @property
+    def weights(self) -> int:
+        return self.contraction.weight_size
+
+    @property
+    def split(self) -> int:
+        return int(self.tiles)
+
+    @property
+    def most(self) -> int:
+        """Blocks for a tile."""
+        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
+        return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its blocks write gradients: a tile never has several."""
+        return self.most == 1
+
+    @property
+    def result(self) -> str:
+        """What is written, in C++."""
+        return "Element" if self.is_whole else "Sum<Element>"
+
+    @property
+    def part_bytes(self) -> int:
+        """Of the sums that all blocks write, at most."""
+        return 0 if self.is_whole else self.most * self.weights * PART_BYTES[self.dtype]
+
+    @property
+    def for_a_tile(self) -> str:
+        return f"{'one block' if self.is_whole else f'at most {self.most} blocks'} for a tile"
+
+
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(TileSums):
     """A pass over the states, tiled. `us` is the time predicted."""
 
     contraction: Contraction
@@ -98,11 +149,6 @@ class Gradient:
         return max(1, min(65536 // (self.threads * self.registers), fit, 8))
 
     @property
-    def weights(self) -> int:
-        c = self.contraction
-        return c.p * c.q * (1 if c.tied else c.outer * c.inner)
-
-    @property
     def rows(self) -> int:
         """Of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
@@ -120,10 +166,6 @@ class Gradient:
         return min(1 << (c.inner - 1).bit_length(), self.bk) if c.tied else 1
 
     @property
-    def split(self) -> int:
-        return self.tiles
-
-    @property
     def units_per_sample(self) -> int:
         c = self.contraction
         return self.rows * (-(-c.inner // self._inner_here) if c.tied else 1)
@@ -132,31 +174,14 @@ class Gradient:
     def units_per_block(self) -> int:
         return LEAST_CHUNKS * (self.bk // self._inner_here)
 
-    @property
-    def most(self) -> int:
-        """Blocks for a tile."""
-        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
-        return max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its blocks write gradients: a tile never has several."""
-        return self.most == 1
-
-    @property
-    def part_bytes(self) -> int:
-        """Of the sums that all blocks write, at most."""
-        return 0 if self.is_whole else self.most * self.weights * PART_BYTES[self.dtype]
-
     def __str__(self) -> str:
         c = self.contraction
         kind = "columns" if c.inner == 1 else "inner" if c.tied else "groups"
         return (
             f"gradient: {c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups")
-            + f", {self.threads // 32} warps, chunks of {self.bk}, "
-            + ("one block" if self.is_whole else f"at most {self.most} blocks")
-            + f" for a tile, {self.shared} bytes of shared memory"
+            + f", {self.threads // 32} warps, chunks of {self.bk}, {self.for_a_tile}, "
+            f"{self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -166,7 +191,7 @@ class Gradient:
         numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
         numbers |= {"RUN": self.run}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"using Result = {'Element' if self.is_whole else 'Sum<Element>'};"]
+        lines += [f"using Result = {self.result};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
         return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
@@ -188,11 +213,6 @@ class BlockSums:
     def part_bytes(self) -> int:
         """Of what all blocks write, at most."""
         return int(self.most * self.weights * PART_BYTES[self.dtype])
-
-
-def most_samples(batch: int) -> int:
-    """Of the batches that have one plan: csrc/runtime's classes."""
-    return next((most for most in (64, 2048) if batch <= most), 1 << 40)
 
 
 class Summing(Protocol):

@@ -24,13 +24,14 @@ from factorlayer import (
     single_backward,
     streamed,
     wide,
+    wide_gradient,
 )
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import LARGEST_NORMALISED, source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient, Reduction
+from factorlayer.gradient import Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
@@ -42,6 +43,7 @@ from factorlayer.streamed import Product, Streamed
 from factorlayer.tiling import tile
 from factorlayer.turn import Turn
 from factorlayer.wide import Wide
+from factorlayer.wide_gradient import WideGradient
 
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
@@ -65,6 +67,7 @@ Pass = (
     | Streamed
     | Turn
     | Wide
+    | WideGradient
 )
 
 
@@ -96,7 +99,7 @@ class Plan:
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of the first two buffers for one sample, and of the third."""
         first = self.passes[0]
-        if isinstance(first, DenseBackward | Gradient | LargeBackward | PairBackward | SingleBackward):
+        if isinstance(first, DenseBackward | LargeBackward | PairBackward | SingleBackward | TileSums):
             return 0, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
@@ -116,7 +119,7 @@ class Plan:
         if isinstance(p, Reduction | Parts):
             in_place = isinstance(p, Reduction) and p.in_place
             return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
-        if isinstance(p, Gradient):
+        if isinstance(p, TileSums):
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1
         return "x" if i == 0 else f"s{(i - 1) % 2}", "y" if last else f"s{i % 2}"
@@ -128,7 +131,7 @@ class Plan:
             read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Streamed | Turn) else p.blocks if isinstance(p, Gradient) else 1
+            most = 0 if isinstance(p, Streamed | Turn) else p.blocks if isinstance(p, TileSums) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
@@ -252,8 +255,9 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, .
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    summing = gradient.tile(contraction, dtype, batch, gpu)
-    return (summing,) if summing.is_whole else (summing, Reduction(summing))
+    tiled = [family.tile(contraction, dtype, batch, gpu) for family in (gradient, wide_gradient)]
+    ways: list[tuple[Pass, ...]] = [(p,) if p.is_whole else (p, Reduction(p)) for p in tiled if p]
+    return min(ways, key=lambda passes: sum(p.us for p in passes))
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

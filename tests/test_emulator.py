@@ -27,6 +27,7 @@ from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
+from factorlayer.wide_gradient import WideGradient
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -157,6 +158,7 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
 
 
 # Of gradients: outer, p, q, inner, tied. Columns, k's or groups lie side by side in memory, in whole runs or not.
+Sizes = tuple[int, int, int, int, bool]
 SUMMED = [
     ((3, 16, 32, 1, True), "float64", 33),
     ((2, 13, 9, 1, True), "bfloat16", 20),
@@ -170,7 +172,7 @@ SUMMED = [
 ]
 
 
-def gradient_of(sizes: tuple[int, int, int, int, bool], dtype: str, batch: int, processors: int = 2) -> Plan:
+def gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int = 2) -> Plan:
     *numbers, tied = sizes
     chain = Chain((Contraction(0, *numbers, tied=tied),), gradient=True)
     return plan(chain, dtype, batch, Gpu(90, processors, 232448))
@@ -203,11 +205,48 @@ def check_gradient(found: Plan, emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "batch"), SUMMED, ids=str)
-def test_gradients_are_right_in_any_order(
-    sizes: tuple[int, int, int, int, bool], dtype: str, batch: int, emulator: Emulator
-) -> None:
+def test_gradients_are_right_in_any_order(sizes: Sizes, dtype: str, batch: int, emulator: Emulator) -> None:
     """Two processors, whose blocks take several chunks each."""
     check_gradient(gradient_of(sizes, dtype, batch), emulator)
+
+
+# The same on the warpgroup instructions, with wm, wn, height, n and least: rows that fill no chunk, one of them; sizes
+# that fill no slab, or tile; several tiles, groups and parts; rings that turn.
+WIDE_SUMMED = [
+    ((1, 64, 64, 1, True), "bfloat16", 64, 1, (1, 1, 1, 64, 1)),
+    ((3, 40, 72, 1, True), "bfloat16", 100, 2, (2, 1, 1, 48, 1)),
+    ((2, 136, 200, 1, False), "float16", 70, 8, (1, 2, 2, 64, 1)),
+    ((4, 24, 40, 1, False), "bfloat16", 700, 1, (1, 1, 1, 32, 2)),
+    ((2, 192, 192, 1, False), "float16", 300, 4, (3, 1, 1, 192, 2)),
+    ((1, 264, 136, 1, True), "bfloat16", 1100, 8, (2, 1, 1, 192, 4)),
+    ((1, 8, 8, 1, True), "float16", 1, 2, (1, 1, 1, 16, 2)),
+]
+
+
+Tiling = tuple[int, int, int, int, int]
+
+
+def wide_gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling) -> Plan:
+    found = gradient_of(sizes, dtype, batch, processors)
+    summing = WideGradient(found.chain.contractions[0], dtype, *tiling, gpu=found.gpu, batch=batch)
+    return replace(found, passes=(summing,) if summing.is_whole else (summing, Reduction(summing)))
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch", "processors", "tiling"), WIDE_SUMMED, ids=str)
+def test_gradients_of_warpgroups_are_right_in_any_order(
+    sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling), emulator)
+
+
+def test_cases_have_one_block_for_a_tile_and_several() -> None:
+    plans = [gradient_of(*case) for case in SUMMED]
+    assert {(type(found.passes[0]).__name__, len(found.passes)) for found in plans} >= {
+        ("Gradient", 1),
+        ("Gradient", 2),
+    }
+    plans = [wide_gradient_of(*case) for case in WIDE_SUMMED]
+    assert {len(found.passes) for found in plans} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +262,7 @@ def test_gradients_are_right_in_any_order(
     ids=str,
 )
 def test_sums_are_added_up_by_as_many_as_fill_the_gpu(
-    sizes: tuple[int, int, int, int, bool],
+    sizes: Sizes,
     dtype: str,
     filled: int,
     ways: int,
@@ -643,9 +682,26 @@ def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulat
     assert any(said in error for error in errors), errors
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a matrix unit"),
+        ("fence_copy_engine();\n      multiply", "multiply", "no fence: a matrix unit"),
+        ("wait_for_products<1>();\n", "", "race: a matrix unit"),
+        ("wait_for_bytes(memory + kFull + stage * 8, phase);", "", "has not landed"),
+    ],
+)
+def test_finds_what_is_missing_of_a_gradient_of_warpgroups(old: str, new: str, said: str, emulator: Emulator) -> None:
+    found = wide_gradient_of((1, 64, 64, 1, True), "bfloat16", 1500, 1, (1, 1, 1, 64, 1))
+    kernels = emulator.compile(found, {old: new})
+    states = np.ones((1500, 64))
+    _, errors = emulator.run(found, kernels, states, [states], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
 def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
     c = Contraction(0, 3, 16, 32, 1, tied=True)
-    found = plan(Chain((c,), gradient=True), "bfloat16", 100, Gpu(90, 1, 232448))
+    found = plan(Chain((c,), gradient=True), "tf32", 100, Gpu(90, 1, 232448))
     put = "if (more) put_both(stage);"
     kernels = emulator.compile(found, {f"{put}\n      __syncthreads();": put})
     states = (np.ones((100, c.outer * n)) for n in (c.p, c.q))

@@ -20,7 +20,7 @@ import torch
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION
 
-from factorlayer import runtime
+from factorlayer import runtime, wide_gradient
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
@@ -97,6 +97,13 @@ SUMMED = [
     (2, 13, 11, 9, False),
     (1, 1, 1, 1, True),
 ]
+# For Hopper's warpgroups: of whole tiles, and of others
+WIDE_SUMMED = [
+    (1, 1024, 4096, 1, True),
+    (2, 1024, 1024, 1, False),
+    (4, 192, 768, 1, False),
+    (3, 40, 72, 1, False),
+]
 
 
 BACK = [
@@ -163,6 +170,8 @@ def summed() -> Iterator[GradientCase]:
             if architecture != "sm_90a":
                 for k in range(2):
                     yield GradientCase(SUMMED[(3 * i + 2 * j + 5 * k) % len(SUMMED)], dtype, architecture, BATCHES[2])
+    for contraction, dtype, batch in itertools.product(WIDE_SUMMED, ("bfloat16", "float16"), BATCHES):
+        yield GradientCase(contraction, dtype, "sm_90a", batch)
 
 
 def activated() -> Iterator[Case]:
@@ -321,6 +330,20 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 24)
 
 
+def test_no_tiling_of_a_gradient_of_warpgroups_spills(compiled: Compiled) -> None:
+    """With as many sums as a thread may have; those that planned cases do not have, too."""
+    gpu, seen = Gpu.of(90), set()
+    for tiled in wide_gradient.tilings(Contraction(0, 1, 1000, 2008, 1, tied=True), "bfloat16", 16384, gpu):
+        tiling = (tiled.wm, tiled.wn, tiled.height, tiled.n)
+        if tiling in seen or tiled.height * tiled.n < 192:
+            continue
+        seen.add(tiling)
+        _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
+        check([kernel], GradientCase((1, 1000, 2008, 1, True), "bfloat16", "sm_90a", 16384), 0)
+    assert len(seen) > 8
+
+
 @pytest.mark.parametrize("case", STACKS, ids=str)
 def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 48 if case.backward else 32)
@@ -363,6 +386,12 @@ def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.M
         assert all(entry.whole and entry.architecture == "sm_80" for entry in entries)
 
 
+def gradients_one_by_one(chain: Chain) -> Iterator[Chain]:
+    for c in chain.contractions:
+        alone = replace(c, weight=0)
+        yield Chain((alone,), gradient=True, x_turned=not c.tied and c.inner > 1)
+
+
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
@@ -375,15 +404,18 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
             continue
         found |= {"rank"} if case.chain.rank > 1 else set()
         for each in (case.chain, all_gradients_of(case.spec)) if case.trained else (case.chain,):
+            planned_for = BATCHES[0 if case.batch <= 64 else 1]
             try:
-                planned = plan(each, case.dtype, BATCHES[0 if case.batch <= 64 else 1], Gpu.of(90))
-            except PlanError:
-                continue  # these gradients are made one by one
-            found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
-            found |= {" ".join(type(p).__name__ for p in planned.passes)}
-            passes = planned.text().split("\npass ")[1:]
-            found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
+                plans = [plan(each, case.dtype, planned_for, Gpu.of(90))]
+            except PlanError:  # these gradients are made one by one
+                plans = [plan(one, case.dtype, planned_for, Gpu.of(90)) for one in gradients_one_by_one(each)]
+            for planned in plans:
+                found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
+                found |= {" ".join(type(p).__name__ for p in planned.passes)}
+                passes = planned.text().split("\npass ")[1:]
+                found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "LargeBackward Reduction", "PairBackward Reduction Parts"} <= found
+    assert {"Gradient", "Gradient Reduction", "WideGradient Reduction"} <= found
     assert {"block in tf32", "block in bfloat16, trained", "block in float16, trained"} <= found
     assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found

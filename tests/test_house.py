@@ -19,7 +19,7 @@ FLOORS = {
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2,
     "tiling": 2, "tracing": 2, "turn": 2,
     "dense_backward": 3, "large_backward": 3, "pair": 3, "pair_backward": 3, "parts": 3, "stages": 3, "wide": 3,
-    "single_backward": 3,
+    "single_backward": 3, "wide_gradient": 3,
     "layer_backward": 4,
     "plan": 5,
     "fused": 6,
@@ -102,6 +102,7 @@ def test_imports_point_downwards(path: Path) -> None:
         "streamed",
         "turn",
         "wide",
+        "wide_gradient",
         "plan",
     ],
 )

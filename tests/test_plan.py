@@ -20,13 +20,15 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 from factorlayer import runtime
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
+from factorlayer.gradient import Gradient
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.plan import BATCHES, Plan, PlanError, cut, plan, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
-from factorlayer.spec import LayerSpec
+from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
 from factorlayer.wide import Wide
+from factorlayer.wide_gradient import WideGradient
 
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
@@ -279,6 +281,58 @@ def test_a_state_that_fits_stays_on_chip() -> None:
     for dtype, batch in itertools.product(DTYPES, BATCHES):
         found = plan(chain_of(kronecker((32, 32), (32, 32))), dtype, batch, Gpu.of(90))
         assert len(found.passes) == 1, str(found)
+
+
+# Gradients of one weight: outer, p, q, inner, tied
+
+
+def gradient_of(*sizes: int, tied: bool, dtype: str = "bfloat16", batch: int = 16384, arch: int = 90) -> Plan:
+    chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=True)
+    found = plan(chain, dtype, batch, Gpu.of(arch))
+    buffers = [(p.read, p.written) for p in read_text(found.text()).passes]
+    assert buffers == ([("x", "y")] if len(found.passes) == 1 else [("x", "s2"), ("s2", "y")])
+    assert (found.scratch[2] > 0) == (len(found.passes) == 2)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tied", "batch", "most_us"),
+    [
+        ((1, 1024, 4096, 1), True, 16384, 275),
+        ((2, 1024, 1024, 1), False, 16384, 138),
+        ((8, 256, 1024, 1), True, 4096, 45),
+        ((4, 192, 192, 1), False, 16384, 25),
+    ],
+)
+def test_gradients_of_large_products_are_for_warpgroups(
+    sizes: tuple[int, int, int, int], tied: bool, batch: int, most_us: float
+) -> None:
+    for dtype in DTYPES:
+        found = gradient_of(*sizes, tied=tied, dtype=dtype, batch=batch)
+        wide = isinstance(found.passes[0], WideGradient)
+        assert wide == (dtype in ("bfloat16", "float16"))
+        assert not wide or found.us <= most_us
+    for arch in GENERATIONS:
+        found = gradient_of(*sizes, tied=tied, batch=batch, arch=arch)
+        assert isinstance(found.passes[0], WideGradient) == (arch == 90)
+
+
+def test_gradients_of_warpgroups_need_rows_of_whole_pieces() -> None:
+    assert isinstance(gradient_of(1, 1024, 1024, 1, tied=True).passes[0], WideGradient)
+    for sizes in ((1, 1028, 1024, 1), (1, 1024, 1028, 1), (1, 1024, 1024, 2)):
+        for tied in (True, False):
+            assert isinstance(gradient_of(*sizes, tied=tied).passes[0], Gradient)
+
+
+@dtypes
+def test_sums_of_few_samples_are_not_written_in_parts(dtype: str) -> None:
+    """Nor those of so many weights that there are blocks enough."""
+    for sizes, tied in (((4, 192, 768, 1), False), ((1, 100, 100, 4), False), ((1, 64, 64, 1), True)):
+        found = gradient_of(*sizes, tied=tied, dtype=dtype, batch=16)
+        assert len(found.passes) == 1
+    found = gradient_of(16, 1024, 1024, 1, tied=False, dtype=dtype)
+    assert len(found.passes) == 1
+    assert len(gradient_of(1, 64, 64, 1, tied=True, dtype=dtype).passes) == 2
 
 
 # Banks of shared memory: 32 of 4 bytes. An access of 4, 8 or 16 bytes for each lane is served to 32, 16 or 8 lanes at

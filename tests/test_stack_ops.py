@@ -473,8 +473,11 @@ WRONG_CALLS = {
         dict(stack=f"{FIRST} | rank 2; {LAST}"),
         "a weight must be .* 120 elements, it has 60",
     ),
-    "gradient": (dict(stack=f"{FIRST} | {LAST}; gradient"), '"backward", "turned" and "turn" make no layer'),
-    "backward": (dict(stack="tied 0 1 6 6 1; backward | tied 0 1 6 3 1"), '"backward", "turned" and "turn" make no layer'),
+    "gradient": (dict(stack=f"{FIRST} | {LAST}; gradient"), '"turned" and "turn" make no layer'),
+    "backward": (
+        dict(stack="tied 0 1 6 6 1; backward | tied 0 1 6 3 1"),
+        '"backward", "turned" and "turn" make no layer',
+    ),
     "all gradients": (dict(stack=f"{FIRST} | {LAST} | backward"), '"backward" or "states" is no text for an op'),
     "states": (dict(stack=f"{FIRST} | {LAST} | states"), '"backward" or "states" is no text for an op'),
     "states-too-large": (

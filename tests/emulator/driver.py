@@ -22,7 +22,7 @@ from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
-from factorlayer.gradient import PART_BYTES, Gradient, Reduction
+from factorlayer.gradient import PART_BYTES, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -74,13 +74,13 @@ class Kernel:
         p = self.planned
         grid_y = p.split
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
-        if isinstance(p, Gradient):
+        if isinstance(p, TileSums):
             blocks *= p.blocks
         if not isinstance(p, Streamed | Turn):
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = (
             grid_x * p.part_bytes // p.most
-            if isinstance(p, DenseBackward | Gradient | LargeBackward | PairBackward | SingleBackward)
+            if isinstance(p, DenseBackward | LargeBackward | PairBackward | SingleBackward | TileSums)
             else 0
         )
         numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
@@ -98,7 +98,7 @@ class Kernel:
     def output_bytes(self, batch: int) -> int:
         """Without sums."""
         p = self.planned
-        if isinstance(p, Gradient):
+        if isinstance(p, TileSums):
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]

@@ -79,7 +79,8 @@ TRAINED = [
     ("kronecker", "3x2 12x16 16x8", 72, "bfloat16"),
     ("kronecker", "5x4 6x7", 5, "float64"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
-    ("monarch", "8x6 9x10", 70, "tf32 bfloat16"),
+    ("monarch", "8x6 9x10", 70, "tf32"),
+    ("monarch", "4 72", 70, "bfloat16"),
 ]  # fmt: skip
 # Widths of a block's layers, the activation between them, samples, dtype, and whether gradients are made
 BLOCKS = [

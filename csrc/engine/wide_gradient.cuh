@@ -1,0 +1,170 @@
+// The gradient of one contraction's weight, as gradient.cuh makes it, where nothing lies behind the mode: in 16 bits, on the
+// warpgroup instructions of sm_90a,
+//
+//     dW[q, p] = sum_r G[r, q] X[r, p]      r: samples (of tied weights: samples and outer)
+//
+// Both operands lie in shared memory as they do in memory, rows below each other: the matrix unit turns them. A block has a
+// tile of q x p of one group, and every gridDim.x-th chunk of 64 rows. A warpgroup of producers fills a ring of STAGES
+// chunks, in slabs of 64 columns; WM x WN consumers have 64 HEIGHT q's and N p's each. Blocks with the same tile write their
+// sums side by side, for Reduction; where there is but one, it writes elements. factorlayer/wide_gradient.py writes the
+// constants:
+//
+// Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
+//        HEIGHT, N, STAGES, MORE and FEWER (registers of consumers and producers; 0: as they are)
+#pragma once
+#include "mma.cuh"
+#include "params.cuh"
+#include "wgmma.cuh"
+
+template <class Pass> struct WideGradient {
+  using Element = typename Pass::Element;
+  using Result = typename Pass::Result;
+  static_assert(sizeof(Element) == 2);
+  static constexpr int P = Pass::P, Q = Pass::Q, WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N;
+  static constexpr int kConsumers = 128 * WM * WN, kChunk = 64, kSlab = kChunk * 128;
+  static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs
+  static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN);
+  static constexpr int kStageBytes = (kLeft + kRight) * kSlab;
+  static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;  // barriers behind the stages
+  static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS, kWeights = i64(P) * Q * Pass::GROUPS;
+  static_assert(P % 8 == 0 && Q % 8 == 0 && N % 16 == 0, "pieces of 16 bytes, and pairs of sums that change places");
+  static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
+  static_assert(WN == 1 || N % 64 == 0, "slabs belong to one warpgroup");
+
+  const Params& params;
+  const u32 memory;
+  const int warpgroup;
+  const i64 rows;
+  const int chunks;
+
+  DEVICE WideGradient(const Params& given)
+      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
+        rows(given.batch * Pass::ROWS), chunks(int((rows + kChunk - 1) / kChunk)) {}
+
+  struct Tile { int q, p, group; };
+  static DEVICE Tile tile() {
+    const int n = blockIdx.y;
+    return {n % kTilesQ * BM, n / kTilesQ % kTilesP * BN, n / (kTilesQ * kTilesP)};
+  }
+
+  // Eight threads take the pieces of a row, and each of them every 16th row. `from` is a thread's first piece, `rows_left` and
+  // `left` count from there; what is not there is zero.
+  template <int SLABS, i64 ROW> DEVICE void copy(u32 to, const Element* from, int rows_left, int left) const {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+      for (int i = 0; i < kChunk / 16; ++i)
+        copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows_left && slab * 64 < left);
+  }
+  DEVICE void produce(int thread) const {
+    const int row = thread / 8, piece = thread % 8;
+    const u32 place = memory + swizzled(row, piece);
+    const auto [q, p, group] = tile();
+    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (row * kRowG + i64(group) * Q + q + piece * 8);
+    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + piece * 8);
+    int left_q = Q - q - piece * 8, left_p = P - p - piece * 8;
+    int stage = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+      const i64 first = i64(chunk) * kChunk;
+      const int rows_left = int(min(rows - first, i64(kChunk))) - row;
+      const u32 to = place + stage * kStageBytes;
+      stay_here(left_q, left_p);
+      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      copy<kLeft, kRowG>(to, g + first * kRowG, rows_left, left_q);
+      copy<kRight, kRowX>(to + kLeft * kSlab, x + first * kRowX, rows_left, left_p);
+      arrive_with_copies(memory + kFull + stage * 8);
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+  }
+
+  using Sums = float[HEIGHT][N / 2];
+  DEVICE void multiply(Sums& sums, u32 stage, bool add) const {
+    const u64 left = turned_operand(stage + warpgroup % WM * HEIGHT * kSlab, kSlab);
+    const u64 right = turned_operand(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab, kSlab);
+    open_products();
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step)
+#pragma unroll
+      for (int h = 0; h < HEIGHT; ++h)
+        Wgmma<Element, N>::multiply_turned(sums[h], left + h * (kSlab / 16) + step * 128, right + step * 128,
+                                            add || step > 0);
+    commit_products();
+  }
+  // One thread says that its warp's products have read a chunk.
+  DEVICE void release(int stage) const {
+    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+  }
+  DEVICE void consume() const {
+    Sums sums;
+    int stage = 0, last = -1;
+    u32 phase = 0;
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+      wait_for_bytes(memory + kFull + stage * 8, phase);
+      fence_copy_engine();
+      multiply(sums, memory + stage * kStageBytes, last >= 0);
+      wait_for_products<1>();
+      if (last >= 0) release(last);
+      last = stage;
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+    wait_for_products<0>();
+#pragma unroll
+    for (auto& some : sums) touch(some);
+    store(sums);
+  }
+
+  // Sums fill whole sectors of L2; elements do once neighbouring threads have exchanged two of four.
+  DEVICE void store(const Sums& sums) const {
+    const Tile at = tile();
+    const int lane_q = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int q = at.q + warpgroup % WM * HEIGHT * 64 + lane_q, p = at.p + warpgroup / WM * N;
+    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kWeights + (i64(at.group) * Q + q) * P);
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int down = h * 64 + half * 8;
+        if (q + down < Q) store_row(sums[h], half, to + i64(down) * P, p, t);  // for 8 rows of a warp, or none
+      }
+  }
+  DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t) const {
+    if constexpr (is_same<Result, Element>) {
+      const int odd = t & 1;
+#pragma unroll
+      for (int n = 0; n < N / 8; n += 2) {
+        const float* near = &sums[n * 4 + half * 2];
+        const u32 first = Pair<Element>(near[0], near[1]).bits, second = Pair<Element>(near[4], near[5]).bits;
+        const u32 given = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
+        const u32 words[2] = {odd ? given : first, odd ? second : given};
+        const int c = p + (n + odd) * 8 + t / 2 * 4;
+        if (c < P) store_global<8>(to + c, words);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        const float* near = &sums[n * 4 + half * 2];
+        const u32 words[2] = {__float_as_uint(near[0]), __float_as_uint(near[1])};
+        const int c = p + n * 8 + t * 2;
+        if (c < P) store_global<8>(to + c, words);
+      }
+    }
+  }
+
+  DEVICE void run() const {
+    if (threadIdx.x < Pass::STAGES) {
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, WM * WN * 4);
+    }
+    __syncthreads();
+    if (threadIdx.x < kConsumers) {
+      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      consume();
+    } else {
+      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      produce(threadIdx.x - kConsumers);
+    }
+  }
+};

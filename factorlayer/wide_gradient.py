@@ -1,0 +1,142 @@
+"""Gradients of weights on Hopper's warpgroup instructions: csrc/engine/wide_gradient.cuh, its tiles and source.
+
+In 16 bits, and where nothing lies behind the mode, so that the rows of both states are contiguous. All others, and rows
+that are no multiple of 16 bytes, are left to gradient.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.gpu import Gpu
+from factorlayer.gradient import MOST_BLOCKS, PART_BYTES, REDUCTION_US, TileSums
+from factorlayer.spec import Contraction
+
+DTYPES = ("bfloat16", "float16")
+CHUNK = 64  # rows
+PRODUCERS = 128  # threads
+MOST_STAGES = 8
+CYCLES = 1.65e3  # in a microsecond
+# By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
+REGISTERS = {1: (0, 0, 192), 2: (232, 40, 192), 3: (152, 40, 96)}
+
+
+@dataclass(frozen=True)
+class WideGradient(TileSums):
+    """A pass, tiled: `wm` x `wn` warpgroups have 64 `height` q's and n p's each, and a block at least `least` chunks,
+    where there are enough. `us` is the time predicted."""
+
+    contraction: Contraction
+    dtype: str
+    wm: int
+    wn: int
+    height: int
+    n: int
+    least: int
+    gpu: Gpu
+    batch: int
+    us: float = 0.0
+
+    blocks = 1  # at once on a multiprocessor
+
+    @property
+    def bm(self) -> int:
+        return 64 * self.height * self.wm
+
+    @property
+    def bn(self) -> int:
+        return self.n * self.wn
+
+    @property
+    def consumers(self) -> int:
+        return self.wm * self.wn
+
+    @property
+    def stage_bytes(self) -> int:
+        return 128 * CHUNK * (self.bm // 64 + -(-self.bn // 64))
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - 1024) // (self.stage_bytes + 16))
+
+    @property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        return self.stages * (self.stage_bytes + 16) + 1024
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + PRODUCERS
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        c = self.contraction
+        return -(-c.q // self.bm) * -(-c.p // self.bn) * (1 if c.tied else c.outer)
+
+    @property
+    def units_per_sample(self) -> int:
+        """Rows."""
+        return self.contraction.outer if self.contraction.tied else 1
+
+    @property
+    def units_per_block(self) -> int:
+        return self.least * CHUNK
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return (
+            f"wide gradient: {c.q}×{c.p}, tiles of {self.bm}×{self.bn} sums"
+            + ("" if c.tied else f" of {c.outer} groups")
+            + f", {self.stages} stages of {CHUNK}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        more, fewer, _ = REGISTERS[self.consumers]
+        numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
+        numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
+        numbers |= {"MORE": more, "FEWER": fewer}
+        lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        code = hopper_headers(wgmma(self.dtype, self.n, turned=True), "wide_gradient.cuh")
+        return kernel(code, name, "WideGradient", lines, self.threads)
+
+
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> WideGradient | None:
+    """The fastest tiling by prediction; None if this is no contraction for it."""
+    timed = (replace(plan, us=_time(plan)) for plan in tilings(contraction, dtype, batch, gpu))
+    return min(timed, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
+
+
+def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[WideGradient]:
+    if gpu.arch != 90 or dtype not in DTYPES or c.inner > 1 or c.p % 8 or c.q % 8:
+        return
+    whole = -(-c.p // 16) * 16
+    for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 4), (1, 2, 4, 8, 16)):
+        widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
+        for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
+            plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch)
+            if height * n // 2 <= REGISTERS[plan.consumers][2] and plan.stages >= 3 and plan.tiles <= MOST_BLOCKS:
+                yield plan
+
+
+def _time(plan: WideGradient) -> float:
+    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+    c, gpu = plan.contraction, plan.gpu
+    rows = plan.batch * plan.units_per_sample
+    chunks = -(-rows // CHUNK)
+    parts = min(-(-chunks // plan.least), plan.most)
+    load = 0.12 + plan.stage_bytes / 100e3
+    products = 2.3 * plan.consumers * plan.height * plan.n / CYCLES
+    read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
+    chunk = max(load, products, 1.15 * read / 128 / CYCLES)
+    store = plan.bm * plan.bn * PART_BYTES[plan.dtype] / 40e3
+    busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
+    memory = 2 * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
+    sums = 0 if plan.is_whole else parts * plan.weights * PART_BYTES[plan.dtype]
+    return 3.0 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)
