@@ -53,17 +53,27 @@ template <class Pass> struct DenseLayers {
 
   template <class L> DEVICE void load_layer() const {
     const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT]);
-#pragma unroll 8
-    for (int j = threadIdx.x; j < L::N * L::K; j += kThreads) {
-      const int n = j / L::K, k = j % L::K, q = feature_out<L>(n), p = feature_in<L>(k);
-      // Of 32 bits, a lane's k's are t and t + 4, where its sums were 2t and 2t + 1.
-      const int at = (kSize == 2 ? k : k / 8 * 8 + k % 2 * 4 + k % 8 / 2) * kSize;
-      const u32 to = memory + L::weight_at + at / 128 * (L::N * 128) + swizzled(n, at % 128 / 16) + at % 16;
-      const Element w = q < L::Q && p < L::P ? weight[q * L::P + p] : Element{};
-      if constexpr (kSize == 4)
-        store_shared(to, tf32_of(__float_as_uint(w)));
-      else
-        store_shared(to, w);
+    constexpr int kAll = ceil_div(L::N * L::K, kThreads), kTogether = kAll < 16 ? kAll : 16;  // on their way to a thread
+#pragma unroll 1
+    for (int first = threadIdx.x; first < L::N * L::K; first += kTogether * kThreads) {
+      Element w[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int j = first + i * kThreads, q = feature_out<L>(j / L::K), p = feature_in<L>(j % L::K);
+        w[i] = j < L::N * L::K && q < L::Q && p < L::P ? weight[q * L::P + p] : Element{};
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int j = first + i * kThreads, n = j / L::K, k = j % L::K;
+        if (j >= L::N * L::K) break;
+        // Of 32 bits, a lane's k's are t and t + 4, where its sums were 2t and 2t + 1.
+        const int at = (kSize == 2 ? k : k / 8 * 8 + k % 2 * 4 + k % 8 / 2) * kSize;
+        const u32 to = memory + L::weight_at + at / 128 * (L::N * 128) + swizzled(n, at % 128 / 16) + at % 16;
+        if constexpr (kSize == 4)
+          store_shared(to, tf32_of(__float_as_uint(w[i])));
+        else
+          store_shared(to, w[i]);
+      }
     }
     if constexpr (L::BIAS >= 0) {
       const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);

@@ -127,11 +127,9 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
 
   DEVICE void run() const {
     Pass::load_weights(*this);
-    // Ones for the sums of biases; features that padding leaves in a slab are multiplied, but not looked at.
+    // Ones for the sums of biases. What padding leaves in a slab is multiplied, but not looked at: any will do.
     for (int at = threadIdx.x * 4; at < kTile; at += Layers::kThreads * 4)
       store_shared(memory + Pass::ones_at + at, Pair<Element>(1.f, 1.f).bits);
-    for (int at = threadIdx.x * 4; at < Pass::own_bytes * Pass::GROUPS; at += Layers::kThreads * 4)
-      store_shared(memory + Pass::own_at + at, 0u);
     fence_copy_engine();
     __syncthreads();
     Pass::run(*this);

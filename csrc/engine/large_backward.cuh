@@ -70,10 +70,13 @@ template <class Pass> struct LargeBackward {
     for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
       copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
   }
+  // What copies leave of steps of 16; what lies behind these is multiplied, but not looked at.
   template <int ROWS, int COLUMNS, int THREADS> DEVICE void clear_padding(u32 at) const {
-    if constexpr (ROWS < kRows || COLUMNS < 128)
-      for (int j = threadIdx.x % THREADS; j < kRows * 16; j += THREADS)
-        if (j / 16 >= ROWS || j % 16 * 8 >= COLUMNS) store_u32x4(at + place(j / 16, j % 16 * 8), {});
+    constexpr int kWidth = round_up(COLUMNS, 16), kRow = kWidth / 8;
+    if constexpr (COLUMNS < kWidth)
+      for (int row = threadIdx.x % THREADS; row < ROWS; row += THREADS) store_u32x4(at + place(row, COLUMNS), {});
+    for (int j = threadIdx.x % THREADS; j < (round_up(ROWS, 16) - ROWS) * kRow; j += THREADS)
+      store_u32x4(at + place(ROWS + j / kRow, j % kRow * 8), {});
   }
   // By the warpgroups that need it: copied, or made, several elements at a time on their way.
   template <int FACTOR, int Q, int P, class At> DEVICE void load_weight(u32 to, At at) const {
@@ -82,17 +85,20 @@ template <class Pass> struct LargeBackward {
       commit_copies();
       clear_padding<Q, P, 256>(to);
     } else {
-      constexpr int kTogether = 8;
+      constexpr int kWidth = round_up(P, 16), kAll = round_up(Q, 16) * kWidth, kTogether = 16;
 #pragma unroll 1
-      for (int from = threadIdx.x; from < kRows * 128; from += 256 * kTogether) {
+      for (int from = threadIdx.x; from < kAll; from += 256 * kTogether) {
         Element x[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const int q = from / 128 + i * 2, p = from % 128;
+          const int q = (from + i * 256) / kWidth, p = (from + i * 256) % kWidth;
           x[i] = q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
         }
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) store_shared(to + place(from / 128 + i * 2, from % 128), x[i]);
+        for (int i = 0; i < kTogether; ++i) {
+          const int j = from + i * 256;
+          if (j < kAll) store_shared(to + place(j / kWidth, j % kWidth), x[i]);
+        }
       }
     }
   }

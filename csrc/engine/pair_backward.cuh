@@ -84,7 +84,8 @@ struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass
       Base::template copy<Q, P, STRIDE, kBlock>(static_cast<const Element*>(params.weights[FACTOR]), to);
       Base::template clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
     } else {
-      constexpr int kTogether = 8;
+      constexpr int kAll = ceil_div(HEIGHT * WIDTH, kBlock), kTogether = kAll < 16 ? kAll : 16;
+#pragma unroll 1
       for (int from = threadIdx.x; from < HEIGHT * WIDTH; from += kTogether * kBlock) {
         Element x[kTogether];
 #pragma unroll

@@ -37,25 +37,30 @@ template <int N, int THREADS, int MEMBERS, int BYTES, class Real, class SumOf, c
 DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place) {
   constexpr int kFour = 4 * sizeof(Real), kFit = BYTES / (THREADS * kFour), kAtOnce = kFit < N ? kFit : N;
   static_assert(kFit > 0 && THREADS % MEMBERS == 0);
+  if constexpr (THREADS == MEMBERS) {
 #pragma unroll
-  for (int first = 0; first < N; first += kAtOnce) {
-    __syncthreads();
+    for (int n = 0; n < N; ++n) place(n, threadIdx.x, sum_of(n));
+  } else {
 #pragma unroll
-    for (int n = first; n < first + kAtOnce && n < N; ++n)
-      put_sums(memory + ((n - first) * THREADS + threadIdx.x) * kFour, sum_of(n));
-    __syncthreads();
+    for (int first = 0; first < N; first += kAtOnce) {
+      __syncthreads();
+#pragma unroll
+      for (int n = first; n < first + kAtOnce && n < N; ++n)
+        put_sums(memory + ((n - first) * THREADS + threadIdx.x) * kFour, sum_of(n));
+      __syncthreads();
 #pragma unroll 1
-    for (int j = threadIdx.x; j < (N - first < kAtOnce ? N - first : kAtOnce) * MEMBERS; j += THREADS) {
-      const u32 from = memory + (j / MEMBERS * THREADS + j % MEMBERS) * kFour;
-      Real sum[4] = {};
+      for (int j = threadIdx.x; j < (N - first < kAtOnce ? N - first : kAtOnce) * MEMBERS; j += THREADS) {
+        const u32 from = memory + (j / MEMBERS * THREADS + j % MEMBERS) * kFour;
+        Real sum[4] = {};
 #pragma unroll
-      for (int group = 0; group < THREADS / MEMBERS; ++group) {
-        Real more[4];
-        get_sums(from + group * MEMBERS * kFour, more);
+        for (int group = 0; group < THREADS / MEMBERS; ++group) {
+          Real more[4];
+          get_sums(from + group * MEMBERS * kFour, more);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += more[i];
+          for (int i = 0; i < 4; ++i) sum[i] += more[i];
+        }
+        place(first + j / MEMBERS, j % MEMBERS, sum);
       }
-      place(first + j / MEMBERS, j % MEMBERS, sum);
     }
   }
 }
