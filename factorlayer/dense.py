@@ -78,7 +78,8 @@ class Dense:
         steps, sums = [k // self.step * 4 for k, _ in columns], [n // 2 for _, n in columns]
         most = max(s + max(d, n) for s, d, n in zip(steps, sums, [*steps[1:], 0], strict=True))
         both = max(d + n for d, n in zip(sums, [*steps[1:], 0], strict=True))
-        return steps[0] + max(most, both) + OTHER_REGISTERS
+        storing = 16 * self.states  # four of an operand's registers are in another order than four of a row's
+        return steps[0] + max(most, both) + storing + OTHER_REGISTERS
 
     @property
     def tensors(self) -> int:

@@ -53,11 +53,10 @@ class LayerBackward(DenseBackward):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights}
-        numbers |= {"ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
+        numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [slope(self.layers[0].activation, "Slope0")]
-        dealt = f"static constexpr int BIAS = -1, weight_at = {self.weight_bytes}; static constexpr bool FIRST = true;"
-        return write(self, name, "LayerBackward", lines, [f"struct Dealt : L0 {{ {dealt} }};"], {8, *self.columns(0)})
+        return write(self, name, "LayerBackward", lines, [], {8, *self.columns(0)})
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBackward | None:

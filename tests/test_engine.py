@@ -200,9 +200,10 @@ class StackCase:
     batch: int = BATCHES[2]
     last: str = "identity"
     backward: bool = False
+    states: bool = False
 
     def __str__(self) -> str:
-        behind = f"-{self.last}{'-backward' if self.backward else ''}"
+        behind = f"-{self.last}{'-backward' * self.backward}{'-states' * self.states}"
         return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{self.activation}{behind}"
 
     @property
@@ -223,6 +224,9 @@ STACKS = [
     StackCase((13, 45, 63, 127, 5), "tf32", "silu"),
     StackCase((3, 256, 256, 3), "float16", "sine"),
     StackCase((32, 64, 64, 64, 64, 16), "bfloat16", backward=True),
+    StackCase((128,) * 7, "bfloat16", states=True),
+    StackCase((100,) * 6, "float16", "gelu", states=True),
+    StackCase((128, 127, 66, 127), "bfloat16", "tanh", states=True),
     StackCase((128, 128), "bfloat16", last="relu", backward=True),
     StackCase((127, 127), "float16", last="gelu", backward=True),
     StackCase((44, 65), "bfloat16", last="silu", backward=True),
@@ -251,7 +255,9 @@ class Kernel:
 def compile_case(case: AnyCase) -> list[Kernel]:
     gpu = Gpu.of(ARCHITECTURES[case.architecture])
     if isinstance(case, StackCase):
-        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, case.backward), case.architecture)
+        return compile_plan(
+            plan_stack(case.layers, case.dtype, case.batch, gpu, case.backward, case.states), case.architecture
+        )
     if isinstance(case, BackwardCase):
         chain = all_gradients_of(case.spec)
     elif isinstance(case, GradientCase):
@@ -346,7 +352,7 @@ def test_no_tiling_of_a_gradient_of_warpgroups_spills(compiled: Compiled) -> Non
 
 @pytest.mark.parametrize("case", STACKS, ids=str)
 def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 48 if case.backward else 32)
+    check(compiled[case].result(), case, 64 if case.backward or case.states else 32)
 
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)

@@ -135,13 +135,15 @@ template <class Pass> struct DenseLayers {
   // The other way: what `load` would read
   template <int FEATURES, int STEPS> DEVICE void save(const void* given, const u32 (&x)[STEPS][4], i64 tile) const {
     constexpr int kRow = FEATURES * kSize, kWide = kRow % 16 == 0 ? 16 : kRow % 8 == 0 ? 8 : kRow % 4 == 0 ? 4 : 2;
+    int first = row, t = lane.t;
+    stay_here(first, t);  // or places are kept from state to state, in registers that products need
 #pragma unroll
     for (int s = 0; s < STEPS; s += 2) {
       const bool lone = s + 1 == STEPS;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const i64 sample = tile * 64 + row + h * 8;
-        const int feature = s * kStep + lane.t * (lone ? kEach / 2 : kEach);
+        const i64 sample = tile * 64 + first + h * 8;
+        const int feature = s * kStep + t * (lone ? kEach / 2 : kEach);
         u32 word[4] = {};
 #pragma unroll
         for (int i = 0; i < (lone ? 2 : 4); ++i) word[i] = x[s + i / 2][i % 2 * 2 + h];

@@ -6,7 +6,7 @@
 // then each makes its rows of the weight's gradient of all 128, and what its own samples' x gets.
 //
 // Pass: as DenseLayers has it, of one layer, which is neither FIRST nor LAST; GRAD_Y (parameter), SUMS of a block; in bytes
-//       ones_at, slabs_at. Layer: also Slope. Dealt: the same without a bias, FIRST, which has a weight_at of its own.
+//       dealt_at (the weight again), ones_at, slabs_at. Layer: also Slope.
 #pragma once
 #include "dense.cuh"
 
@@ -14,7 +14,6 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
   using Layers = DenseLayers<Pass>;
   using typename Layers::Element;
   using L = typename Pass::First;
-  using Dealt = typename Pass::Dealt;
   using Layers::group;
   using Layers::lane;
   using Layers::memory;
@@ -113,7 +112,7 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
 #pragma unroll
     for (int s = 0; s < L::N / 16; ++s)
       Wgmma<Element, L::K>::multiply_right_turned(d, operand(own + s / 4 * kTile) + s % 4 * 2,
-                                                  turned_operand(memory + Dealt::weight_at, L::N * 128) + s * 128, s > 0);
+                                                  turned_operand(memory + Pass::dealt_at, L::N * 128) + s * 128, s > 0);
     commit_products();
 #pragma unroll
     for (int of_group = 0; of_group < 2; ++of_group) {
@@ -136,14 +135,23 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
     if constexpr (L::BIAS >= 0) touch(sums.bias);
   }
 
+  // Columns of what x gets are dealt to sums as `store` wants them.
+  DEVICE void deal_weight() const {
+    const auto place = [](int n, int k) { return k / 64 * (L::N * 128) + swizzled(n, k % 64 / 8) + k % 8 * 2; };
+    for (int j = threadIdx.x; j < L::N * L::K / 2; j += Layers::kThreads) {
+      const int n = j / (L::K / 2), k = j % (L::K / 2) * 2, from = place(n, Layers::template dealt_feature<L::K / 8>(k));
+      store_shared(memory + Pass::dealt_at + place(n, k), load_u32(memory + L::weight_at + from));
+    }
+  }
+
   DEVICE void run() const {
     Pass::load_weights(*this);
-    this->template load_layer<Dealt>();
     for (int at = threadIdx.x * 4; at < 16 * 128; at += Layers::kThreads * 4)
       store_shared(memory + Pass::ones_at + at, Pair<Element>(1.f, 1.f).bits);
     for (int at = threadIdx.x * 4; at < 4 * kBoth; at += Layers::kThreads * 4)  // what copies leave out
       store_shared(memory + Pass::slabs_at + at, 0u);
     __syncthreads();
+    deal_weight();
     const i64 pairs = (params.batch + 127) / 128;
     i64 pair = blockIdx.x;
     fetch_both(pair * 2 + group, 0);
