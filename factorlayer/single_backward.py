@@ -146,7 +146,7 @@ def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:
         for groups, slots in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2)):
             plan = SingleBackward(c, dtype, span, rows, parts, groups, slots, gpu)
             most = 65536 // (128 * round_up(plan.registers, 8)) * 4  # warps: registers are dealt to quarters of four
-            exact = plan.columns == span or c.inner == 1
+            exact = plan.columns == span or (c.inner == 1 and groups > 1)  # one group alone waits more than it moves
             if exact and plan.registers <= 255 and plan.warps <= most and plan.shared <= gpu.shared:
                 yield plan
 

@@ -18,11 +18,12 @@ from factorlayer.activations import ACTIVATIONS
 from factorlayer.backward import Ops, Visit, gradients, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
-from factorlayer.gradient import PART_BYTES, Gradient
+from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, PlanError, plan
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.turn import Turn
+from factorlayer.wide_gradient import WideGradient
 
 
 def turned(x: Tensor, outer: int, rows: int, columns: int) -> Tensor:
@@ -189,18 +190,20 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) 
         assert not turn or (not c.tied and c.inner > 1 and list(map(type, turn)) == [Turn])
         found = plan(Chain((c,), gradient=True), dtype, batch, gpu)
         text = read_text(found.text())
-        (summing, adding), made = text.passes, found.passes[0]
-        assert isinstance(made, Gradient)
-        assert (summing.read, summing.written, adding.read, adding.written) == ("x", "s2", "s2", "y")
+        (summing, *adding), made = text.passes, found.passes[0]
+        assert isinstance(made, Gradient | WideGradient)
+        buffers = [(p.read, p.written) for p in text.passes]
+        assert buffers == [("x", "s2"), ("s2", "y")] if adding else buffers == [("x", "y")] and made.most == 1
         assert text.chunk == 0 and text.scratch[:2] == (0, 0)
         for p in text.passes:
             assert p.threads in range(32, 1025, 32) and p.shared <= gpu.shared and 1 <= p.grid_y <= LARGEST_GRID_Y
-        weights = c.p * c.q * (1 if c.tied else c.outer * c.inner)
-        tiles = -(-c.q // made.bm) * -(-c.p // made.bn) * (1 if c.tied else c.outer * -(-c.inner // made.wg))
-        assert summing.grid_y == tiles
+        if isinstance(made, Gradient):
+            groups = 1 if c.tied else c.outer * -(-c.inner // made.wg)
+            assert summing.grid_y == -(-c.q // made.bm) * -(-c.p // made.bn) * groups
         # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
-        most = max(1, summing.blocks_per_processor * gpu.sms // tiles)
-        assert text.scratch[2] == most * weights * PART_BYTES[dtype]
+        units = -(-most_samples(batch) * summing.units_per_sample // summing.units_per_block)
+        most = min(units, max(1, summing.blocks_per_processor * gpu.sms // summing.grid_y))
+        assert text.scratch[2] == (most * c.weight_size * PART_BYTES[dtype] if adding else 0)
 
 
 @dtypes

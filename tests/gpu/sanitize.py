@@ -10,8 +10,8 @@ own, whose ends memcheck knows.
 Two tools do not get all cases. initcheck does not see what the copy engine writes (cp.async.bulk). racecheck takes an
 mbarrier as order for what the arriving threads did themselves, not for the warp that one of them speaks for: where
 warps read slabs of a ring by ldmatrix, tests/emulator, which follows that, has to do. Nor does it take the block's
-barrier as order between groups of warps that have passed barriers of their own unequally often, so gradients are made
-of as many samples as give each group one.
+barrier as order between groups of warps that have passed barriers of their own unequally often: between one that had a
+unit, where it adds up its sums of gradients, and one that had none. There the emulator has to do as well.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from factorlayer import FactorMLP  # noqa: E402
+from factorlayer.backward import texts  # noqa: E402
 from factorlayer.chain import Chain  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.gpu import Gpu  # noqa: E402
-from factorlayer.plan import BATCHES, plan  # noqa: E402
+from factorlayer.pair_backward import PairBackward  # noqa: E402
+from factorlayer.plan import BATCHES, has_plan, plan  # noqa: E402
+from factorlayer.single_backward import SingleBackward  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
 
@@ -197,8 +200,19 @@ def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:
     planned = plan(case.chain, case.dtype, BATCHES[0 if case.batch <= 64 else 1], gpu)
     if tool == "initcheck":
         return "BULK_STORE = true" not in planned.text()
+    if tool != "racecheck":
+        return True
     by_rows = case.dtype in ("float32", "tf32") and any(isinstance(p, Wide) for p in planned.passes)
-    return tool != "racecheck" or not by_rows
+    return not by_rows and not (case.trained and any(_groups_part(case.chain, case.dtype, gpu)))
+
+
+def _groups_part(chain: Chain, dtype: str, gpu: Gpu) -> Iterator[bool]:
+    def fits(chain: Chain) -> bool:
+        return has_plan(chain.text, dtype, gpu.arch, gpu.sms, gpu.shared)
+
+    for text in texts(chain.text, fits):
+        for made in plan(Chain.parse(text), dtype, BATCHES[0], gpu).passes:
+            yield isinstance(made, PairBackward | SingleBackward) and made.groups > 1
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
