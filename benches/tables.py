@@ -78,17 +78,19 @@ def _layers(rows: list[Row]) -> list[str]:
     has_published = any(row.published for row in rows)
     headings = ["v2 µs", "v3 µs", "speed-up fwd", "speed-up fwd+bwd", "efficiency"]
     if has_published:
-        headings = ["floor µs", "best published µs", *headings[:2], "over published", *headings[2:4], "efficiency fwd"]
+        headings = ["floor µs", "best published µs", *headings[:2], "v3 fwd+bwd µs", "over published", *headings[2:]]
         headings.append("kernels")
-    lines = ["Forward unless a column says fwd+bwd; medians.", "", *_heading(rows, [], headings)]
+    lines = ["Forward unless a column says fwd+bwd, or has both; medians.", "", *_heading(rows, [], headings)]
     for row in rows:
         ours = [_us(row.us("v2", "forward")), _us(row.us("v3", "forward"))]
         speedups = [_times(row.speedup(of_pass)) for of_pass in PASS_NAMES]
+        efficiency = " / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)
         if has_published:
-            cells = [_us(row.floor_us["forward"]), _published(row, "forward"), *ours, _times(row.lead("forward"))]
-            cells += [*speedups, _number(row.efficiency("forward")), str(row.kernels or "-")]
+            cells = [_us(row.floor_us["forward"]), _published(row, "forward"), *ours]
+            leads = " / ".join(_times(row.lead(of_pass)) for of_pass in PASS_NAMES)
+            cells += [_us(row.us("v3", "forward_backward")), leads, *speedups, efficiency, str(row.kernels or "-")]
         else:
-            cells = [*ours, *speedups, " / ".join(_number(row.efficiency(of_pass)) for of_pass in PASS_NAMES)]
+            cells = [*ours, *speedups, efficiency]
         name = f"{row.workload} ({row.shape})" if "blocks" in row.shape else row.workload
         lines.append(_line(row, name, cells))
     return lines
@@ -136,7 +138,7 @@ def means(rows: list[Row]) -> list[str]:
     for (dtype, threads), found in geometric_means(rows).items():
         words = " and ".join(f"{mean:.2f}x {PASS_NAMES[of_pass]}" for of_pass, mean in found.items())
         lines += [f"{v3} over {rival}, geometric mean, {where(dtype, threads)}: {words}.", ""]
-    passes = {"forward": "forward", "forward_backward": "forward+backward"} if is_block else {"forward": "forward"}
+    passes = {"forward": "forward", "forward_backward": "forward+backward"}
     for of_pass, pass_words in passes.items():
         leads = lead_means(rows, of_pass)
         if leads:

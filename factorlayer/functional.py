@@ -108,6 +108,8 @@ def _run_in_torch(
     chosen: str, spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor:
     count = len(weights) - chain.parameters
+    if chosen == "batched" and chain.is_dense and chain.rank == 1:  # the bias on the way, as nn.Linear adds it
+        return activate(chain.activation, torch.nn.functional.linear(x, weights[0], bias), weights[count:])
     y = naive(spec, x, weights[:count]) if chosen == "naive" else batched(chain, x, weights[:count])
     return activate(chain.activation, y if bias is None else y + bias, weights[count:])
 

@@ -470,7 +470,7 @@ def test_markdown_without_v3_shows_the_published_peer() -> None:
     del row.times["v3"]
     row.published = {"forward": {"us": 42.0, "who": "FastKron"}}
     lines = markdown([row])
-    assert "| 16:32^2 | float32 | 1 | 25.0 | 42.0 (FastKron) | 100 | - | - | - | - | - | - |" in lines
+    assert "| 16:32^2 | float32 | 1 | 25.0 | 42.0 (FastKron) | 100 | - | - | - / - | - | - | - / - | - |" in lines
 
 
 # From one run to another.
