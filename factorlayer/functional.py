@@ -108,10 +108,20 @@ def _run_in_torch(
     chosen: str, spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor:
     count = len(weights) - chain.parameters
-    if chosen == "batched" and chain.is_dense and chain.rank == 1:  # the bias on the way, as nn.Linear adds it
-        return activate(chain.activation, torch.nn.functional.linear(x, weights[0], bias), weights[count:])
-    y = naive(spec, x, weights[:count]) if chosen == "naive" else batched(chain, x, weights[:count])
-    return activate(chain.activation, y if bias is None else y + bias, weights[count:])
+    if chosen == "batched":
+        y = batched_sums(chain, x, weights[:count], bias)
+    else:
+        y = naive(spec, x, weights[:count])
+        y = y if bias is None else y + bias
+    return activate(chain.activation, y, weights[count:])
+
+
+def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """What the activation takes. A dense layer's bias is added on the way, as nn.Linear does."""
+    if chain.is_dense and chain.rank == 1:
+        return torch.nn.functional.linear(x, weights[0], bias)
+    y = batched(chain, x, weights)
+    return y if bias is None else y + bias
 
 
 def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, recorded: bool) -> None:

@@ -412,12 +412,12 @@ def test_tolerances_are_wider_only_where_rounding_decides_derivatives(dtype: str
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_check_notices_a_wrong_layer_of_an_mlp(layer: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = factorlayer.functional.batched
+    right = factorlayer.functional.batched_sums
 
     def wrong(chain: Chain, *arguments: Any) -> torch.Tensor:
         return right(chain, *arguments) * (1 + 1e-4 * (chain.in_features == (5, 9)[layer]))
 
-    monkeypatch.setattr(factorlayer.functional, "batched", wrong)
+    monkeypatch.setattr(factorlayer.functional, "batched_sums", wrong)
     result = run(f"--mlp --activation {activation} 16 5 9 4 check")
     assert result.exit_code == 1
     assert {"y", "grad_x", f"grad_layers.{layer}.weight"} <= differing(result.stdout)
@@ -426,14 +426,14 @@ def test_check_notices_a_wrong_layer_of_an_mlp(layer: int, activation: str, monk
 
 def test_check_notices_wrong_gradients_behind_relu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits rounding decides some of them, and the tolerance of gradients is wider."""
-    right = factorlayer.functional.batched
+    right = factorlayer.functional.batched_sums
 
     def wrong(*arguments: Any) -> torch.Tensor:
         y = right(*arguments)
         return y + 0.4 * (y - y.detach())
 
     assert run("--mlp --dtype b 256 32 64 64 8 check").exit_code == 0
-    monkeypatch.setattr(factorlayer.functional, "batched", wrong)
+    monkeypatch.setattr(factorlayer.functional, "batched_sums", wrong)
     result = run("--mlp --dtype b 256 32 64 64 8 check")
     assert result.exit_code == 1
     assert "v1_y == v2_y: True" in result.stdout and "grad_layers.0.weight" in differing(result.stdout)

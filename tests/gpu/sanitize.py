@@ -197,21 +197,22 @@ def cases() -> Iterator[Case]:
 def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:
     if case.chain is None:
         return True
-    planned = plan(case.chain, case.dtype, BATCHES[0 if case.batch <= 64 else 1], gpu)
+    batch = BATCHES[0 if case.batch <= 64 else 1]
+    planned = plan(case.chain, case.dtype, batch, gpu)
     if tool == "initcheck":
         return "BULK_STORE = true" not in planned.text()
     if tool != "racecheck":
         return True
     by_rows = case.dtype in ("float32", "tf32") and any(isinstance(p, Wide) for p in planned.passes)
-    return not by_rows and not (case.trained and any(_groups_part(case.chain, case.dtype, gpu)))
+    return not by_rows and not (case.trained and any(_groups_part(case.chain, case.dtype, batch, gpu)))
 
 
-def _groups_part(chain: Chain, dtype: str, gpu: Gpu) -> Iterator[bool]:
+def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[bool]:
     def fits(chain: Chain) -> bool:
         return has_plan(chain.text, dtype, gpu.arch, gpu.sms, gpu.shared)
 
     for text in texts(chain.text, fits):
-        for made in plan(Chain.parse(text), dtype, BATCHES[0], gpu).passes:
+        for made in plan(Chain.parse(text), dtype, batch, gpu).passes:
             yield isinstance(made, PairBackward | SingleBackward) and made.groups > 1
 
 
