@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from factorlayer.device import ELEMENT, headers, kernel
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 
-TILE_BYTES = 8192
+TILE_BYTES = 16384
 
 
 @dataclass(frozen=True)
