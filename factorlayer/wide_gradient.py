@@ -1,7 +1,7 @@
 """Gradients of weights on Hopper's warpgroup instructions: csrc/engine/wide_gradient.cuh, its tiles and source.
 
-In 16 bits, and where nothing lies behind the mode, so that the rows of both states are contiguous. All others, and rows
-that are no multiple of 16 bytes, are left to gradient.py.
+Where nothing lies behind the mode, so that the rows of both states are contiguous. All others, and rows that are no
+multiple of 16 bytes, are left to gradient.py, as doubles are.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device import ELEMENT, hopper_headers, kernel, wgmma
-from factorlayer.gpu import Gpu
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import MOST_BLOCKS, PART_BYTES, REDUCTION_US, TileSums
 from factorlayer.spec import Contraction
 
-DTYPES = ("bfloat16", "float16")
-CHUNK = 64  # rows
+DTYPES = ("float32", "tf32", "bfloat16", "float16")
+SLAB_BYTES = 64 * 128  # of 64 columns
 PRODUCERS = 128  # threads
+MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_STAGES = 8
 CYCLES = 1.65e3  # in a microsecond
-# By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
-REGISTERS = {1: (0, 0, 192), 2: (232, 40, 192), 3: (152, 40, 96)}
+LATENCY_US = 0.8  # of loads
+# By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
+# get; at most for sums.
+REGISTERS = {
+    2: {1: (0, 0, 192), 2: (232, 40, 192), 3: (152, 40, 96)},
+    4: {1: (0, 0, 192), 2: (0, 0, 128)},
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,29 @@ class WideGradient(TileSums):
     blocks = 1  # at once on a multiprocessor
 
     @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def chunk(self) -> int:
+        """Rows."""
+        return 128 // self.size
+
+    @property
+    def is_split(self) -> bool:
+        return self.dtype == "float32"
+
+    @property
+    def slabs(self) -> int:
+        """Of both states."""
+        return self.bm // 64 + -(-self.bn // 64)
+
+    @property
+    def sums(self) -> int:
+        """Of a thread, with those of one chunk."""
+        return self.height * self.n // 2 * (2 if self.is_split else 1)
+
+    @property
     def bm(self) -> int:
         return 64 * self.height * self.wm
 
@@ -57,7 +86,7 @@ class WideGradient(TileSums):
 
     @property
     def stage_bytes(self) -> int:
-        return 128 * CHUNK * (self.bm // 64 + -(-self.bn // 64))
+        return SLAB_BYTES * self.slabs * (2 if self.is_split else 1)
 
     @functools.cached_property
     def stages(self) -> int:
@@ -84,26 +113,27 @@ class WideGradient(TileSums):
 
     @property
     def units_per_block(self) -> int:
-        return self.least * CHUNK
+        return self.least * self.chunk
 
     def __str__(self) -> str:
         c = self.contraction
         return (
             f"wide gradient: {c.q}×{c.p}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" of {c.outer} groups")
-            + f", {self.stages} stages of {CHUNK}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            + f", {self.stages} stages of {self.chunk}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
-        more, fewer, _ = REGISTERS[self.consumers]
+        more, fewer, _ = REGISTERS[self.size][self.consumers]
         numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
         numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        code = hopper_headers(wgmma(self.dtype, self.n, turned=True), "wide_gradient.cuh")
+        lines += [f"static constexpr bool SPLIT = {str(self.is_split).lower()};"]
+        code = hopper_headers(wgmma(self.dtype, self.n, turned=self.size == 2), "wide_gradient.cuh")
         return kernel(code, name, "WideGradient", lines, self.threads)
 
 
@@ -114,14 +144,21 @@ def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> WideGrad
 
 
 def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[WideGradient]:
-    if gpu.arch != 90 or dtype not in DTYPES or c.inner > 1 or c.p % 8 or c.q % 8:
+    if gpu.arch != 90 or dtype not in DTYPES or c.inner > 1:
         return
-    whole = -(-c.p // 16) * 16
+    registers, piece = REGISTERS[ELEMENT_BYTES[dtype]], 16 // ELEMENT_BYTES[dtype]
+    if c.p % piece or c.q % piece:
+        return
+    step = 16 if piece == 8 else 32
+    whole = -(-c.p // step) * step
     for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 4), (1, 2, 4, 8, 16)):
+        if wm * wn not in registers:
+            continue
         widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
         for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
             plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch)
-            if height * n // 2 <= REGISTERS[plan.consumers][2] and plan.stages >= 3 and plan.tiles <= MOST_BLOCKS:
+            fits = plan.sums <= registers[plan.consumers][2] and (plan.size == 2 or plan.slabs <= MOST_LOADED)
+            if fits and plan.stages >= 3 and plan.tiles <= MOST_BLOCKS:
                 yield plan
 
 
@@ -129,14 +166,20 @@ def _time(plan: WideGradient) -> float:
     """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
     c, gpu = plan.contraction, plan.gpu
     rows = plan.batch * plan.units_per_sample
-    chunks = -(-rows // CHUNK)
+    chunks = -(-rows // plan.chunk)
     parts = min(-(-chunks // plan.least), plan.most)
     load = 0.12 + plan.stage_bytes / 100e3
     products = 2.3 * plan.consumers * plan.height * plan.n / CYCLES
     read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
+    if plan.size == 4:  # through registers, with one chunk on its way
+        load = LATENCY_US
+        read += SLAB_BYTES * plan.slabs
+    if plan.is_split:
+        products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / CYCLES
+        read += 256 * plan.consumers * plan.height * (64 + plan.n)
     chunk = max(load, products, 1.15 * read / 128 / CYCLES)
     store = plan.bm * plan.bn * PART_BYTES[plan.dtype] / 40e3
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
-    memory = 2 * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
+    memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
     sums = 0 if plan.is_whole else parts * plan.weights * PART_BYTES[plan.dtype]
     return 3.0 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)

@@ -210,8 +210,8 @@ def test_gradients_are_right_in_any_order(sizes: Sizes, dtype: str, batch: int, 
     check_gradient(gradient_of(sizes, dtype, batch), emulator)
 
 
-# The same on the warpgroup instructions, with wm, wn, height, n and least: rows that fill no chunk, one of them; sizes
-# that fill no slab, or tile; several tiles, groups and parts; rings that turn.
+# The same on the warpgroup instructions, with wm, wn, height, n and least: rows that fill no chunk, or no four of them,
+# one of them; sizes that fill no slab, or tile; several tiles, groups and parts; rings that turn.
 WIDE_SUMMED = [
     ((1, 64, 64, 1, True), "bfloat16", 64, 1, (1, 1, 1, 64, 1)),
     ((3, 40, 72, 1, True), "bfloat16", 100, 2, (2, 1, 1, 48, 1)),
@@ -220,6 +220,14 @@ WIDE_SUMMED = [
     ((2, 192, 192, 1, False), "float16", 300, 4, (3, 1, 1, 192, 2)),
     ((1, 264, 136, 1, True), "bfloat16", 1100, 8, (2, 1, 1, 192, 4)),
     ((1, 8, 8, 1, True), "float16", 1, 2, (1, 1, 1, 16, 2)),
+    ((3, 36, 76, 1, True), "tf32", 50, 2, (2, 1, 1, 96, 1)),
+    ((2, 132, 100, 1, False), "tf32", 35, 8, (1, 2, 2, 64, 1)),
+    ((1, 260, 136, 1, True), "tf32", 550, 8, (2, 1, 1, 256, 4)),
+    ((1, 4, 4, 1, True), "tf32", 1, 2, (1, 1, 1, 32, 2)),
+    ((3, 36, 76, 1, True), "float32", 50, 2, (2, 1, 1, 64, 1)),
+    ((2, 132, 100, 1, False), "float32", 35, 8, (1, 2, 1, 64, 1)),
+    ((4, 24, 44, 1, False), "float32", 351, 1, (1, 1, 1, 32, 2)),
+    ((1, 68, 192, 1, True), "float32", 397, 8, (1, 1, 2, 64, 4)),
 ]
 
 
@@ -683,16 +691,23 @@ def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulat
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("dtype", "old", "new", "said"),
     [
-        ("wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a matrix unit"),
-        ("fence_copy_engine();\n      multiply", "multiply", "no fence: a matrix unit"),
-        ("wait_for_products<1>();\n", "", "race: a matrix unit"),
-        ("wait_for_bytes(memory + kFull + stage * 8, phase);", "", "has not landed"),
+        ("bfloat16", "wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a matrix unit"),
+        ("bfloat16", "fence_copy_engine();\n      if", "if", "no fence: a matrix unit"),
+        ("bfloat16", "wait_for_products<1>();\n", "", "race: a matrix unit"),
+        ("bfloat16", "wait_for_bytes(memory + kFull + stage * 8, phase);", "", "has not landed"),
+        ("tf32", "wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a"),
+        ("float32", "wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a"),
+        ("tf32", "fence_copy_engine();\n      if", "if", "no fence: a matrix unit"),
+        ("float32", "wait_for_products<0>();\n", "", "nobody has waited for"),
+        ("float32", "wait_for_bytes(memory + kFull + stage * 8, phase);", "", "race: a matrix unit"),
     ],
 )
-def test_finds_what_is_missing_of_a_gradient_of_warpgroups(old: str, new: str, said: str, emulator: Emulator) -> None:
-    found = wide_gradient_of((1, 64, 64, 1, True), "bfloat16", 1500, 1, (1, 1, 1, 64, 1))
+def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
+    dtype: str, old: str, new: str, said: str, emulator: Emulator
+) -> None:
+    found = wide_gradient_of((1, 64, 64, 1, True), dtype, 1500, 1, (1, 1, 1, 64, 1))
     kernels = emulator.compile(found, {old: new})
     states = np.ones((1500, 64))
     _, errors = emulator.run(found, kernels, states, [states], None, blocks=1)

@@ -124,6 +124,12 @@ template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
 DEVICE void load_global(const void* from, u32 (&x)[4]) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
 }
+// Zeros, and nothing is read, if it is not `present`: branches would part many loads, each with an address of its own.
+DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+               "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)));
+}
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
   if constexpr (BYTES == 16)

@@ -1,16 +1,19 @@
-// The gradient of one contraction's weight, as gradient.cuh makes it, where nothing lies behind the mode: in 16 bits, on the
+// The gradient of one contraction's weight, as gradient.cuh makes it, where nothing lies behind the mode: on the
 // warpgroup instructions of sm_90a,
 //
 //     dW[q, p] = sum_r G[r, q] X[r, p]      r: samples (of tied weights: samples and outer)
 //
-// Both operands lie in shared memory as they do in memory, rows below each other: the matrix unit turns them. A block has a
-// tile of q x p of one group, and every gridDim.x-th chunk of 64 rows. A warpgroup of producers fills a ring of STAGES
-// chunks, in slabs of 64 columns; WM x WN consumers have 64 HEIGHT q's and N p's each. Blocks with the same tile write their
-// sums side by side, for Reduction; where there is but one, it writes elements. factorlayer/wide_gradient.py writes the
-// constants:
+// A block has a tile of q x p of one group, and every gridDim.x-th chunk of rows. A warpgroup of producers fills a ring of
+// STAGES chunks, in slabs of 64 columns; WM x WN consumers have 64 HEIGHT q's and N p's each. Blocks with the same tile
+// write their sums side by side, for Reduction; where there is but one, it writes elements.
+//
+// In 16 bits, both operands lie in shared memory as they do in memory, 64 rows below each other: the matrix unit turns
+// them. Of 32 bits it takes none that are turned. Chunks have 32 rows, which producers load into registers, a chunk ahead,
+// and store the other way, rounded to tf32 or split. factorlayer/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, STAGES, MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        HEIGHT, N, STAGES, MORE and FEWER (registers of consumers and producers; 0: as they are), SPLIT (float as three
+//        products of tf32)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -19,15 +22,19 @@
 template <class Pass> struct WideGradient {
   using Element = typename Pass::Element;
   using Result = typename Pass::Result;
-  static_assert(sizeof(Element) == 2);
+  static constexpr bool kTurns = sizeof(Element) == 2;  // the matrix unit, not the producers
+  static_assert(kTurns || sizeof(Element) == 4);
   static constexpr int P = Pass::P, Q = Pass::Q, WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N;
-  static constexpr int kConsumers = 128 * WM * WN, kChunk = 64, kSlab = kChunk * 128;
+  static constexpr int kConsumers = 128 * WM * WN, kChunk = 128 / sizeof(Element), kSlab = 64 * 128;
+  static constexpr int kPiece = 16 / sizeof(Element);
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs
   static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN);
-  static constexpr int kStageBytes = (kLeft + kRight) * kSlab;
+  static constexpr int kLow = (kLeft + kRight) * kSlab;  // what high parts leave out of float, behind them
+  static constexpr int kStageBytes = Pass::SPLIT ? 2 * kLow : kLow;
   static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;  // barriers behind the stages
   static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS, kWeights = i64(P) * Q * Pass::GROUPS;
-  static_assert(P % 8 == 0 && Q % 8 == 0 && N % 16 == 0, "pieces of 16 bytes, and pairs of sums that change places");
+  static_assert(P % kPiece == 0 && Q % kPiece == 0 && N % (kTurns ? 16 : 32) == 0,
+                "pieces, and sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
   static_assert(WN == 1 || N % 64 == 0, "slabs belong to one warpgroup");
 
@@ -56,7 +63,7 @@ template <class Pass> struct WideGradient {
       for (int i = 0; i < kChunk / 16; ++i)
         copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows_left && slab * 64 < left);
   }
-  DEVICE void produce(int thread) const {
+  DEVICE void copy_chunks(int thread) const {
     const int row = thread / 8, piece = thread % 8;
     const u32 place = memory + swizzled(row, piece);
     const auto [q, p, group] = tile();
@@ -79,18 +86,117 @@ template <class Pass> struct WideGradient {
     }
   }
 
+  // Of 32 bits a thread has four rows' pieces of each slab, and stores the four columns in them as rows of shared memory.
+  // Column 4 i + j of 32 is row i + 8 j: eight threads side by side load 128 bytes, and meet in no bank.
+  using Square = u32[4][4];
+  template <i64 ROW> DEVICE void load(Square& x, const Element* from, int rows_left) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_global(from + i * ROW, x[i], i < rows_left);
+  }
+  DEVICE void put(const Square& x, u32 to) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Pass::SPLIT)
+          Split3::split(x[i][j], high[i], low[i]);
+        else
+          high[i] = tf32_of(x[i][j]);
+      }
+      store_u32x4(to + j * 1024, high);
+      if constexpr (Pass::SPLIT) store_u32x4(to + j * 1024 + kLow, low);
+    }
+  }
+  // While a chunk is stored, square by square, the next one is loaded to where it was.
+  DEVICE void turn_chunks(int thread) const {
+    const int row = thread / 8 % 8 * 4, half = thread / 64 * 32, column = half + thread % 8 * 4;
+    const u32 place = memory + swizzled(half + thread % 8, row / 4);
+    const auto [q, p, group] = tile();
+    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]);
+    g += row * kRowG + i64(group) * Q + q + column;
+    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + column);
+    int left_q = Q - q - column, left_p = P - p - column;
+    Square held[kLeft + kRight];
+    const auto load_slab = [&](int slab, int chunk) {
+      const i64 first = i64(chunk) * kChunk;
+      const int rows_left = chunk < chunks ? int(min(rows - first, i64(kChunk))) - row : 0, right = slab - kLeft;
+      if (right < 0)
+        load<kRowG>(held[slab], g + (first * kRowG + slab * 64), slab * 64 < left_q ? rows_left : 0);
+      else
+        load<kRowX>(held[slab], x + (first * kRowX + right * 64), right * 64 < left_p ? rows_left : 0);
+    };
+#pragma unroll
+    for (int slab = 0; slab < kLeft + kRight; ++slab) load_slab(slab, blockIdx.x);
+    int stage = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+      stay_here(left_q, left_p);
+      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+#pragma unroll
+      for (int slab = 0; slab < kLeft + kRight; ++slab) {
+        put(held[slab], place + stage * kStageBytes + slab * kSlab);
+        load_slab(slab, chunk + gridDim.x);
+      }
+      arrive(memory + kFull + stage * 8);
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+  }
+
   using Sums = float[HEIGHT][N / 2];
+  static DEVICE u64 slabs(u32 first) {
+    if constexpr (kTurns) return turned_operand(first, kSlab);
+    return operand(first);
+  }
   DEVICE void multiply(Sums& sums, u32 stage, bool add) const {
-    const u64 left = turned_operand(stage + warpgroup % WM * HEIGHT * kSlab, kSlab);
-    const u64 right = turned_operand(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab, kSlab);
+    const u64 left = slabs(stage + warpgroup % WM * HEIGHT * kSlab);
+    const u64 right = slabs(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab);
     open_products();
 #pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step)
+    for (int step = 0; step < 4; ++step)
 #pragma unroll
-      for (int h = 0; h < HEIGHT; ++h)
-        Wgmma<Element, N>::multiply_turned(sums[h], left + h * (kSlab / 16) + step * 128, right + step * 128,
-                                            add || step > 0);
+      for (int h = 0; h < HEIGHT; ++h) {
+        const u64 slab = left + h * (kSlab / 16);
+        if constexpr (kTurns)
+          Wgmma<Element, N>::multiply_turned(sums[h], slab + step * 128, right + step * 128, add || step > 0);
+        else
+          Wgmma<Element, N>::multiply(sums[h], slab + step * 2, right + step * 2, add || step > 0);
+      }
     commit_products();
+  }
+  // As exact as FMA (mma.cuh, Split3): products start from zero in each chunk, since the matrix unit truncates what it adds
+  // to, those of high parts apart from the others, which infinities make NaN: then they do not count.
+  DEVICE void multiply_split(Sums& sums, u32 stage) const {
+    const u64 left = operand(stage + warpgroup % WM * HEIGHT * kSlab);
+    const u64 right = operand(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab);
+    constexpr u64 low = kLow / 16;
+    Sums some;
+    open_products();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int h = 0; h < HEIGHT; ++h) {
+        const u64 slab = left + h * (kSlab / 16) + step * 2;
+        Wgmma<Element, N>::multiply(some[h], slab + low, right + step * 2, step > 0);
+        Wgmma<Element, N>::multiply(some[h], slab, right + low + step * 2);
+      }
+    commit_products();
+    wait_for_products<0>();
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h) {
+      touch(some[h]);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums[h][i] += fabsf(some[h][i]) <= 3.402823466e38f ? some[h][i] : 0.f;
+    }
+    multiply(some, stage, false);
+    wait_for_products<0>();
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h) {
+      touch(some[h]);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) sums[h][i] += some[h][i];
+    }
   }
   // One thread says that its warp's products have read a chunk.
   DEVICE void release(int stage) const {
@@ -100,14 +206,25 @@ template <class Pass> struct WideGradient {
     Sums sums;
     int stage = 0, last = -1;
     u32 phase = 0;
+    if constexpr (Pass::SPLIT) {
+#pragma unroll
+      for (auto& some : sums)
+#pragma unroll
+        for (float& sum : some) sum = 0;
+    }
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       wait_for_bytes(memory + kFull + stage * 8, phase);
       fence_copy_engine();
-      multiply(sums, memory + stage * kStageBytes, last >= 0);
-      wait_for_products<1>();
-      if (last >= 0) release(last);
-      last = stage;
+      if constexpr (Pass::SPLIT) {
+        multiply_split(sums, memory + stage * kStageBytes);
+        release(stage);
+      } else {
+        multiply(sums, memory + stage * kStageBytes, last >= 0);
+        wait_for_products<1>();
+        if (last >= 0) release(last);
+        last = stage;
+      }
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
     }
     wait_for_products<0>();
@@ -116,22 +233,34 @@ template <class Pass> struct WideGradient {
     store(sums);
   }
 
-  // Sums fill whole sectors of L2; elements do once neighbouring threads have exchanged two of four.
+  // Sums fill whole sectors of L2, as elements of 32 bits do; those of 16, once neighbours have exchanged two of four.
   DEVICE void store(const Sums& sums) const {
     const Tile at = tile();
-    const int lane_q = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int lane_q = kTurns ? warp * 16 + g : warp / 2 * 32 + g * 4 + warp % 2 * 2;
     const int q = at.q + warpgroup % WM * HEIGHT * 64 + lane_q, p = at.p + warpgroup / WM * N;
     Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kWeights + (i64(at.group) * Q + q) * P);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int down = h * 64 + half * 8;
+        const int down = h * 64 + half * (kTurns ? 8 : 1);
         if (q + down < Q) store_row(sums[h], half, to + i64(down) * P, p, t);  // for 8 rows of a warp, or none
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t) const {
-    if constexpr (is_same<Result, Element>) {
+    if constexpr (!kTurns) {
+#pragma unroll
+      for (int n = 0; n < N / 8; n += 4)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          u32 words[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
+          const int c = p + n * 8 + t * 8 + i * 4;
+          if (c < P) store_global<16>(to + c, words);
+        }
+    } else if constexpr (is_same<Result, Element>) {
       const int odd = t & 1;
 #pragma unroll
       for (int n = 0; n < N / 8; n += 2) {
@@ -164,7 +293,10 @@ template <class Pass> struct WideGradient {
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      produce(threadIdx.x - kConsumers);
+      if constexpr (kTurns)
+        copy_chunks(threadIdx.x - kConsumers);
+      else
+        turn_chunks(threadIdx.x - kConsumers);
     }
   }
 };

@@ -117,6 +117,10 @@ inline void load_global(const void* from, u32 (&x)[4]) {
   emulator::read_global(from, 16);
   memcpy(x, from, 16);
 }
+inline void load_global(const void* from, u32 (&x)[4], bool present) {
+  memset(x, 0, 16);
+  if (present) load_global(from, x);
+}
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
   emulator::copy(to, from, BYTES, present);
