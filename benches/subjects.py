@@ -110,7 +110,8 @@ def disagreement(call: Call, reference: tuple[Tensor, ...]) -> tuple[float, floa
 def tolerances(workload: Workload, dtype: str) -> tuple[float, float]:
     """Of y and of gradients. Rounding moves about eps of what enters a relu across zero, where the derivative jumps,
     and a share s of other values makes a difference of sqrt(s)."""
-    return TOLERANCES[dtype], TOLERANCES[dtype] + math.sqrt(workload.jumps * EPS[dtype])
+    rounded = TOLERANCES[dtype] * math.sqrt(workload.depth)
+    return rounded, rounded + math.sqrt(workload.jumps * EPS[dtype])
 
 
 def wrong(call: Call, reference: tuple[Tensor, ...], allowed: tuple[float, float]) -> str | None:

@@ -47,6 +47,7 @@ class Layer:
     source: str
     rank: int = 1
     jumps: ClassVar = 0
+    depth: ClassVar = 1
 
     @property
     def spec(self) -> LayerSpec:
@@ -116,6 +117,11 @@ class Block:
     @property
     def features(self) -> tuple[int, int]:
         return self.widths[0], self.widths[-1]
+
+    @property
+    def depth(self) -> int:
+        """Layers, each of which rounds."""
+        return len(self.widths) - 1
 
     @property
     def jumps(self) -> int:

@@ -222,10 +222,12 @@ def test_a_wrong_result_is_seen() -> None:
 
 
 def test_gradients_may_differ_where_rounding_crosses_a_relu() -> None:
-    assert tolerances(TINY_BLOCK, "bfloat16") == (5e-2, 5e-2 + math.sqrt(2 * 2.0**-7))
-    assert tolerances(TINY_BLOCK, "tf32") == (1e-2, 1e-2 + math.sqrt(2 * 2.0**-10))
+    three = math.sqrt(3)  # layers, which each round
+    assert tolerances(TINY_BLOCK, "bfloat16") == (5e-2 * three, 5e-2 * three + math.sqrt(2 * 2.0**-7))
+    assert tolerances(TINY_BLOCK, "tf32") == (1e-2 * three, 1e-2 * three + math.sqrt(2 * 2.0**-10))
     smooth = Block("8:mlp-smooth", (4, 6, 5, 3), "tanh", 8, "cpu", ("float32",), "this test")
-    assert tolerances(smooth, "bfloat16") == tolerances(TINY, "bfloat16") == (5e-2, 5e-2)
+    assert tolerances(smooth, "bfloat16") == (5e-2 * three, 5e-2 * three)
+    assert tolerances(TINY, "bfloat16") == (5e-2, 5e-2)
 
 
 def test_subjects_of_a_block_agree_in_all_gradients() -> None:

@@ -196,7 +196,7 @@ def cases() -> Iterator[Case]:
 
 def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:
     if case.chain is None:
-        return True
+        return tool != "racecheck" or not case.trained
     batch = BATCHES[0 if case.batch <= 64 else 1]
     planned = plan(case.chain, case.dtype, batch, gpu)
     if tool == "initcheck":
