@@ -49,7 +49,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
-FLOAT_GRADIENT = 2  # times what one of float is predicted to take on the warps' instructions
+FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
 STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to find in the L2
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
@@ -258,7 +258,7 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, .
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     tiled = [family.tile(contraction, dtype, batch, gpu) for family in (gradient, wide_gradient)]
     ways: list[tuple[Pass, ...]] = [(p,) if p.is_whole else (p, Reduction(p)) for p in tiled if p]
-    weight = FLOAT_GRADIENT if dtype == "float32" else 1
+    weight = FLOAT_GRADIENT if dtype == "float32" and batch > 64 else 1
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
 
 
