@@ -137,7 +137,7 @@ def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBa
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:
     size = ELEMENT_BYTES[dtype]
-    if max(c.p, c.q) > LARGEST or (c.inner == 1 and c.p * size % 4 + c.q * size % 4):
+    if max(c.p, c.q) > LARGEST or (c.inner == 1 and (c.p * size % 4 or c.q * size % 4)):
         return
     for span, parts in itertools.product(SPANS, (1, 2, 4)):
         if (c.inner if c.inner > 1 else c.outer) % span or 8 * parts > (span if c.inner > 1 else c.p):
@@ -158,17 +158,15 @@ def _time(plan: SingleBackward, batch: int) -> float:
     q, rows = round_up(c.q, 16), 16 * plan.rows
     rate = (0.25 if plan.size == 2 else 0.5) * gpu.flops[plan.dtype]
     if plan.by_columns:
-        products, operands = (
-            2 * q * rows * plan.columns,
-            plan.rows * q * plan.columns * 2 + plan.parts * rows * plan.columns,
-        )
+        products = 2 * q * rows * plan.columns
+        operands = plan.columns * (2 * plan.rows * q + plan.parts * rows)
     else:
         products = rows * plan.columns * (q + 16 * plan.rows * plan.turns)
         operands = plan.rows * plan.columns * (q + plan.turns * rows) + plan.parts * rows * 2 * q
     units = math.ceil(batch * plan.units_per_sample / gpu.sms)
     warps = plan.rows * plan.parts * min(plan.groups, units)
     busy = (products / rate + (1 - HIDDEN[plan.size]) * operands * plan.size / gpu.shared_bytes) * max(1.0, 8 / warps)
-    waits = (UNIT_US + (memory if plan.slots == 1 else 0)) * math.ceil(units / plan.groups)
+    waits = UNIT_US * math.ceil(units / plan.groups)
     sums = plan.weights * PART_BYTES[plan.dtype]
     ends = 2 * plan.groups * (plan.parts if plan.by_columns else 1) * sums / gpu.shared_bytes + sums / gpu.l2_bytes
     both = units * memory, units * busy + waits
