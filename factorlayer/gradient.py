@@ -21,12 +21,6 @@ MOST_RUNS = 16  # on their way to a thread, of both states together
 LEAST_CHUNKS = 4  # that are worth a block
 PLACE_REGISTERS = 3  # for where a run is read
 MOST_BLOCKS = 65535  # along y of a grid
-# Of passes that make all gradients of their units, by groups of warps
-MOST_GROUPS = 12
-START_US = 4.0  # with the weights and the first unit on their way
-UNIT_US = 0.5  # from a unit's last copy to its store, where no other group hides them
-HIDDEN = {8: 0.8, 4: 0.0, 2: 0.3}  # by bytes of an element: how much of reading operands is behind products
-OTHER_REGISTERS = {"float64": 60, "float32": 72, "tf32": 56, "bfloat16": 48, "float16": 48}
 REDUCTION_US = 3.0  # of a second kernel, beside what it moves
 FILLED = 1 << 17  # threads that fill a GPU
 PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}

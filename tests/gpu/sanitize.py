@@ -38,9 +38,8 @@ from factorlayer.backward import texts  # noqa: E402
 from factorlayer.chain import Chain  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.gpu import Gpu  # noqa: E402
-from factorlayer.pair_backward import PairBackward  # noqa: E402
+from factorlayer.grouped import Grouped  # noqa: E402
 from factorlayer.plan import BATCHES, has_plan, plan  # noqa: E402
-from factorlayer.single_backward import SingleBackward  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
 
@@ -213,7 +212,7 @@ def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[boo
 
     for text in texts(chain.text, fits):
         for made in plan(Chain.parse(text), dtype, batch, gpu).passes:
-            yield isinstance(made, PairBackward | SingleBackward) and made.groups > 1
+            yield isinstance(made, Grouped) and made.groups > 1
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
