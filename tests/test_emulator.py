@@ -7,6 +7,7 @@ instructions.cuh, which it replaces, and what the compilers for GPUs make of the
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,6 +96,16 @@ CASES = [
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),
 ]
+
+
+def drawing(dtype: str) -> Callable[..., Array]:
+    """Normal numbers of a shape, as the dtype has them."""
+    random = np.random.default_rng(1)
+
+    def draw(*shape: int) -> Array:
+        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+    return draw
 
 
 @pytest.fixture(scope="module")
@@ -326,11 +337,7 @@ def test_all_gradients_at_once(
     found = plan(all_gradients_of(spec), dtype, LARGE, gpu)
     assert type(found.passes[0]).__name__ == ("LargeBackward" if sizes in LARGE_PAIRS else "PairBackward")
     kernels = emulator.compile(found)
-    random = np.random.default_rng(1)
-
-    def draw(*shape: int) -> Array:
-        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
-
+    draw = drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     a, b = (draw(*shape) / 8 for shape in spec.weight_shapes)
     sick = {batch // 2, batch - 1}
@@ -385,11 +392,7 @@ def test_both_gradients_of_one_factor_at_once(
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
     assert type(found.passes[0]).__name__ == "SingleBackward"
     kernels = emulator.compile(found)
-    random = np.random.default_rng(1)
-
-    def draw(*shape: int) -> Array:
-        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
-
+    draw = drawing(dtype)
     x, grad, weight = draw(batch, outer * p * inner), draw(batch, outer * q * inner), draw(q, p) / 8
     sick = batch // 2
     healthy: Array | None = None
@@ -510,6 +513,15 @@ def stack_of(widths: list[int], dtype: str, activation: str, last: str = "identi
     return layers
 
 
+def drawn_tensors(layers: list[Chain], draw: Callable[..., Array]) -> list[Array]:
+    """Each layer's weight, and its bias if it has one."""
+    tensors = []
+    for layer in layers:
+        (c,) = layer.contractions
+        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+    return tensors
+
+
 def run_in_torch(layers: list[Chain], x: Tensor, tensors: list[Tensor]) -> Tensor:
     rest = iter(tensors)
     for layer in layers:
@@ -527,15 +539,8 @@ def test_stacks_are_right_and_keep_samples_apart(
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
     assert found.passes[0].threads >= 256
     kernels = emulator.compile(found)
-    random = np.random.default_rng(1)
-
-    def draw(*shape: int) -> Array:
-        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
-
-    x, tensors = draw(batch, widths[0]), []
-    for layer in layers:
-        (c,) = layer.contractions
-        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+    draw = drawing(dtype)
+    x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
     right = run_in_torch(layers, torch.from_numpy(x), [torch.from_numpy(t) for t in tensors])
     (y,), errors = emulator.run(found, kernels, x, tensors, None, blocks=1)
     assert not errors
@@ -553,15 +558,8 @@ def test_stacks_are_right_and_keep_samples_apart(
 def test_states_of_stacks(widths: list[int], dtype: str, activation: str, emulator: Emulator) -> None:
     """Stored beside the outputs."""
     layers, batch = stack_of(widths, dtype, activation, "relu"), 136
-    random = np.random.default_rng(1)
-
-    def draw(*shape: int) -> Array:
-        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
-
-    x, tensors = draw(batch, widths[0]), []
-    for layer in layers:
-        (c,) = layer.contractions
-        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+    draw = drawing(dtype)
+    x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
     planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
     (made,), errors = emulator.run(planned, emulator.compile(planned), x, tensors, None, blocks=1)
     assert not errors
@@ -627,11 +625,7 @@ def test_all_gradients_of_stacks(
     layers = stack_of(widths, dtype, activation, last)
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     kernels = emulator.compile(found)
-    random = np.random.default_rng(1)
-
-    def draw(*shape: int) -> Array:
-        return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
-
+    draw = drawing(dtype)
     x, grad, tensors = draw(batch, widths[0]), draw(batch, widths[-1]), []
     for layer in layers:
         (c,) = layer.contractions
