@@ -11,7 +11,6 @@ they contract get their states turned: by the pass that makes the state, or by o
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +48,8 @@ class Visit:
     learns: bool  # makes gradients of its weights
     returns: bool  # makes the gradient of what it reads
     at_once: bool
+    hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
+    hands_back: Turned | None = None  # and the gradient of what it reads for the one before
 
     @functools.cached_property
     def turned(self) -> bool:
@@ -61,9 +62,9 @@ class Visit:
         c = self.part.contractions[0]
         return (c.outer, c.q if is_grad else c.p, c.inner) if self.turned else None
 
-    def forward(self, following: Visit) -> str:
-        """To what the following visit reads."""
-        return replace(self.part, x_turned=self.turned, turn=following.turn(is_grad=False)).text
+    @functools.cached_property
+    def forward(self) -> str:
+        return replace(self.part, x_turned=self.turned, turn=self.hands_on).text
 
     @functools.cached_property
     def gradient(self) -> str:
@@ -72,10 +73,9 @@ class Visit:
             return replace(self.part, backward=True).text
         return replace(self.part, x_turned=self.turned, gradient=True).text
 
-    def back(self, before: Visit | None) -> str:
-        """To what the visit before it reads."""
-        turn = before.turn(is_grad=True) if before else None
-        return replace(_back(self.part), x_turned=self.turned, turn=turn).text
+    @functools.cached_property
+    def back(self) -> str:
+        return replace(_back(self.part), x_turned=self.turned, turn=self.hands_back).text
 
     def __str__(self) -> str:
         names = ", ".join(f"weight_{i}" for i in self.weights)
@@ -154,8 +154,8 @@ def _one_term(
     found: dict[int, Tensor] = {}
     states = [_turned(ops, x, planned[0].turn(is_grad=False))]  # that each visit reads
     last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
-    for visit, following in itertools.pairwise(planned[: last + 1]):
-        states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward(following)))
+    for visit in planned[:last]:
+        states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward))
     grad = _turned(ops, grad, planned[-1].turn(is_grad=True))
     for i in reversed(range(len(planned))):
         visit = planned[i]
@@ -166,8 +166,7 @@ def _one_term(
         elif visit.learns:
             found[visit.weights[0] + 2] = ops.weight_gradient(grad, states[i], visit.gradient).view(own[0].shape)
         if visit.returns and not visit.at_once:
-            before = planned[i - 1] if i else None
-            grad = ops.forward(grad, [_transposed(ops, w) for w in own], None, visit.back(before))
+            grad = ops.forward(grad, [_transposed(ops, w) for w in own], None, visit.back)
         del states[i:]
     return {**found, 0: grad} if wanted & 1 else found
 
@@ -192,7 +191,9 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit
         at_once = learns[at] and (end > at + 1 or (returns and fits(replace(part, backward=True))))
         made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
-    return tuple(made)
+    on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
+    back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
+    return tuple(replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True))
 
 
 @functools.lru_cache(1024)
@@ -231,4 +232,9 @@ def _transposed(ops: Ops, weight: Tensor) -> Tensor:
 
 
 def _turned(ops: Ops, x: Tensor, turn: Turned | None) -> Tensor:
-    return ops.forward(x, [], None, Chain((), turn=turn).text) if turn else x
+    return ops.forward(x, [], None, _turning(turn)) if turn else x
+
+
+@functools.lru_cache(1024)
+def _turning(turn: Turned) -> str:
+    return Chain((), turn=turn).text

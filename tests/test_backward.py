@@ -213,7 +213,7 @@ def test_what_is_passed_through_has_plans(spec: LayerSpec, dtype: str) -> None:
     text, k = Chain.of(spec, False, "identity").text, len(spec.weight_shapes)
     seen = {visit.part for wanted in (1, 4, 4 << (k - 1)) for visit in visits(text, wanted, nothing)}
     for part in seen:
-        for chain in (part, Chain.parse(Visit(part, (), False, True, False).back(None))):
+        for chain in (part, Chain.parse(Visit(part, (), False, True, False).back)):
             assert plan(chain, dtype, BATCHES[1], Gpu.of(90)).passes
 
 
