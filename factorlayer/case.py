@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from factorlayer.fused import why_not_fused
 from factorlayer.fusion import Fused, fuse
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP
-from factorlayer.stack import Layer, layer_of
+from factorlayer.stack import Layer, LayerStack, layer_of
 from factorlayer.subject import Own, Subject
 
 VERSIONS = {"v1": "naive", "v2": "batched", "v3": "fused"}
@@ -145,6 +146,16 @@ class Problem:
         inputs = self.inputs
         found = torch.autograd.grad(y, list(inputs.values()), self.grad_y, materialize_grads=True)
         return dict(zip(inputs, found, strict=True))
+
+    def stacks(self) -> Iterator[tuple[nn.Module, LayerStack]]:
+        """What v3 plans together, a layer that is in no stack by itself, each with the module that is called."""
+        module = self.modules["v3"]
+        stacks = [stack for part in module.modules() if isinstance(part, Fused | FactorMLP) for stack in part.stacks]
+        members = {id(member) for stack in stacks for member in stack.members}
+        yield from ((stack, stack) for stack in stacks)
+        for name, part in module.named_modules():
+            if isinstance(part, FactorLinear) and id(part) not in members and layer_of(part) is not None:
+                yield part, LayerStack([(name or "FactorLinear", part, None)], part.implementation, "v3")
 
     def unavailable(self) -> dict[str, str]:
         """The implementations that cannot run here, each with the reason."""

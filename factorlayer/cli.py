@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from factorlayer.arguments import EXAMPLE, CacheAction, CommandAnywhere, Version, refuse, takes_a_case, worded
+from factorlayer.arguments import (
+    EXAMPLE,
+    CacheAction,
+    CommandAnywhere,
+    Version,
+    refuse,
+    refuse_given,
+    takes_a_case,
+    worded,
+)
 
 if TYPE_CHECKING:
     from factorlayer.case import Case, Problem
@@ -119,6 +128,14 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", dir_okay=False, help="Also draw a bar chart (needs matplotlib)."),
     ] = None,
+    variants: Annotated[
+        bool,
+        typer.Option("--variants", help="Instead compare v3's ways to run it on a GPU: states, weights, tiles."),
+    ] = False,
+    arch: Annotated[
+        int | None,
+        typer.Option(metavar="80|86|89|90|100|120", help="With --variants on a CPU, which GPU; by default 90."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the implementations, forward and forward+backward."""
@@ -126,7 +143,16 @@ def bench(
 
     if plot is not None:
         require_plot(plot)
+    if variants:
+        refuse_given("--variants times v3 only", {"--implementation": implementation, "--plot": plot})
+    elif arch is not None:
+        refuse("--arch", "it says which GPU --variants is for; give --variants as well")
     problem = problem_of(case)
+    if variants:
+        found = variants_of(problem, arch, min_run_time, as_json)
+        if as_json:
+            print_json("bench", case, found)
+        return
     versions = list(dict.fromkeys(version.number for version in implementation or ()))
     require_available(problem, versions)
     missing = problem.unavailable()
@@ -205,6 +231,25 @@ def sources_of(problem: "Problem", arch: int | None, as_json: bool) -> dict[str,
     for each in found:
         typer.echo("\n".join(each.lines()), err=as_json)
     return {"architecture": gpu.architecture, "source": [asdict(each) for each in found]}
+
+
+def variants_of(problem: "Problem", arch: int | None, min_run_time: float, as_json: bool) -> dict[str, Any]:
+    """Prints what --variants asks for, and returns it for --json."""
+    from factorlayer.source import gpu_of
+    from factorlayer.variants import tables
+
+    require_available(problem, ["v3"])
+    if arch is not None and problem.x.is_cuda:
+        refuse("--arch", f"{problem.case.device} times its own kernels; leave it out, or give --device cpu")
+    gpu = worded("--arch", lambda: gpu_of(problem, arch))
+    timed = "" if problem.x.is_cuda else f"; predicted only, the case is on {problem.case.device}"
+    what = f"v3's ways on a GPU of compute capability {gpu.arch / 10}, {gpu.sms} multiprocessors"
+    typer.echo(what + timed, err=as_json)
+    found = []
+    for table in tables(problem, gpu, min_run_time):
+        typer.echo("\n".join(table.lines()), err=as_json)
+        found.append(asdict(table))
+    return {"architecture": gpu.architecture, "variants": found}
 
 
 def require_available(problem: "Problem", versions: Sequence[str]) -> None:

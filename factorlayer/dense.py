@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -162,20 +162,23 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:
-    """None where this family has no kernel."""
+    """With as many warpgroups as fit; None where this family has no kernel."""
+    return next(tilings(layers, dtype, batch, gpu, states), None)
+
+
+def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[Dense]:
     if gpu.arch != 90 or dtype not in (("bfloat16", "float16") if states else ("bfloat16", "float16", "tf32")):
-        return None
+        return
     for chain in layers:
         c = chain.contractions[0]
         if not chain.is_dense or chain.rank > 1 or chain.parameters or max(c.p, c.q) > WIDEST:
-            return None
+            return
     if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
-        return None
+        return
     for groups in (4, 3, 2, 1):
         plan = Dense(tuple(layers), dtype, groups, gpu, states=states)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            return replace(plan, us=_time(plan, batch))
-    return None
+            yield replace(plan, us=_time(plan, batch))
 
 
 def _time(plan: Dense, batch: int) -> float:

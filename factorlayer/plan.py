@@ -159,17 +159,17 @@ def _output_bytes(p: Pass) -> int:
 
 def plan_text(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
     """For csrc/runtime; PlanError says why there is none."""
-    return _plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).text()
+    return plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).text()
 
 
 def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
     """The same plan for people."""
-    return str(_plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
+    return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
 
 
 def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
     try:
-        return bool(_plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
+        return bool(plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
     except PlanError:
         return False
 
@@ -184,7 +184,7 @@ def cut(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple
         ways = [(outside + 1, us, found)]
         for end in range(begin + 1, len(layers) + 1):
             try:
-                run = _plan_of(" | ".join([*layers[begin:end], "backward"]), dtype, len(BATCHES) - 1, gpu)
+                run = plan_of(" | ".join([*layers[begin:end], "backward"]), dtype, len(BATCHES) - 1, gpu)
             except PlanError:
                 continue
             outside, us, found = best[end]
@@ -193,13 +193,18 @@ def cut(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple
     return best[0][2]
 
 
-def _plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
+def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     *parts, last = (part.strip() for part in text.split("|"))
-    layers = tuple(map(Chain.parse, parts if last in ("backward", "states") and parts else [*parts, last]))
-    dtype = "tf32" if dtype == "float32" and layers[0].tf32 else dtype
+    layers, dtype = parsed(" | ".join(parts) if last in ("backward", "states") and parts else text, dtype)
     if parts:
         return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward", last == "states")
     return plan(layers[0], dtype, BATCHES[batch_class], gpu)
+
+
+def parsed(text: str, dtype: str) -> tuple[tuple[Chain, ...], str]:
+    """The layers of a chain or stack, and what they are computed in."""
+    layers = tuple(Chain.parse(part.strip()) for part in text.split("|"))
+    return layers, "tf32" if dtype == "float32" and layers[0].tf32 else dtype
 
 
 def plan_stack(
@@ -230,7 +235,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
         return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu)))
     best: Plan | None = None
-    for passes in _cuts(chain, dtype):
+    for passes in cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best._weight:
             continue
         tiled = _tile_all(passes, batch, gpu)
@@ -240,17 +245,18 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         if best is None or found._weight < best._weight:
             best = found
     if best is None:
-        best = Plan(chain, dtype, batch, gpu, _one_by_one(chain, dtype, batch, gpu))
+        best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
     return best
 
 
-def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """A pass for each contraction, its weight streamed."""
     passes = tuple(_product_pass(product, batch, gpu) for product in streamed.products(chain, dtype))
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
     turn = Turn(first.outer, first.p, first.inner, dtype, batch, gpu)
-    turned = (turn, *_one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
+    turned = (turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
 
@@ -328,7 +334,7 @@ def _product_pass(product: Product, batch: int, gpu: Gpu) -> Streamed | Wide:
     return found if found and found.us < weight * narrow.us else narrow
 
 
-def _cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
+def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
     """Ways to cut the chain into passes: fewer passes first, more only while nothing fits."""
     if not all(c.tied for c in chain.contractions):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,10 @@ import torch
 from factorlayer import __version__, plan
 from factorlayer.case import Problem
 from factorlayer.fused import gpu_limits
-from factorlayer.fusion import Fused
 from factorlayer.gpu import LIMITS, Gpu
-from factorlayer.layers import FactorLinear
-from factorlayer.mlp import FactorMLP
 from factorlayer.plan import PlanError
 from factorlayer.runtime import cache_entries, cache_folder, dtype_name, fill_cache
-from factorlayer.stack import Layer, layer_of
-from factorlayer.stacked import Stack
+from factorlayer.stack import LayerStack
 
 
 @dataclass(frozen=True)
@@ -60,28 +56,16 @@ def sources(problem: Problem, gpu: Gpu) -> Iterator[Source]:
     dtype, batch_class = dtype_name(problem.x.dtype), torch.ops.factorlayer.batch_class(len(problem.x))
     limits = (gpu.arch, gpu.sms, gpu.shared)
 
-    def planned(names: Sequence[str], layers: Sequence[Layer]) -> Source:
-        chain = Stack(tuple(layer.chain for layer in layers)).text_for(problem.x)
+    def planned(stack: LayerStack) -> Source:
+        chain = stack.text_for(problem.x)
         text = plan.plan_text(chain, dtype, batch_class, *limits)
-        return Source(tuple(names), chain, plan.explain(chain, dtype, batch_class, *limits), _kernels(text))
+        return Source(stack.names, chain, plan.explain(chain, dtype, batch_class, *limits), _kernels(text))
 
-    for names, layers in _stacks(problem):
+    for _, stack in problem.stacks():
         try:
-            yield planned(names, layers)
+            yield planned(stack)
         except PlanError:
-            for name, layer in zip(names, layers, strict=True):
-                yield planned([name], [layer])
-
-
-def _stacks(problem: Problem) -> Iterator[tuple[Sequence[str], Sequence[Layer]]]:
-    module = problem.modules["v3"]
-    stacks = [stack for part in module.modules() if isinstance(part, Fused | FactorMLP) for stack in part.stacks]
-    members = {id(member) for stack in stacks for member in stack.members}
-    yield from ((stack.names, stack.layers) for stack in stacks)
-    for name, part in module.named_modules():
-        layer = layer_of(part)
-        if isinstance(part, FactorLinear) and id(part) not in members and layer is not None:
-            yield [name or "FactorLinear"], [layer]
+            yield from map(planned, stack.alone())
 
 
 def _kernels(text: str) -> tuple[Kernel, ...]:

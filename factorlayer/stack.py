@@ -133,6 +133,7 @@ class LayerStack(nn.Module):
         """Each with its name, and the activation behind it."""
         super().__init__()
         self.names, self.implementation = tuple(name for name, *_ in members), implementation
+        self._owner = who
         self._who = tuple(f"{who}: layer {name}" for name in self.names)
         self._members: list[_Member] = []  # no children, whose parameters would have two names
         self.layers: tuple[Layer, ...] = ()
@@ -158,6 +159,19 @@ class LayerStack(nn.Module):
     @property
     def members(self) -> list[nn.Module]:
         return [member.layer for member in self._members]
+
+    def text_for(self, x: Tensor) -> str:
+        """As the raw ops take it."""
+        return self._stack.text_for(x)
+
+    def run_by(self, implementation: str) -> LayerStack:
+        members = [(name, m.layer, m.activation) for name, m in zip(self.names, self._members, strict=True)]
+        return LayerStack(members, implementation, self._owner)
+
+    def alone(self) -> list[LayerStack]:
+        """Each of its layers by itself."""
+        members = zip(self.names, self._members, strict=True)
+        return [LayerStack([(name, m.layer, m.activation)], self.implementation, self._owner) for name, m in members]
 
     def explain(self) -> list[str]:
         return [f"{name}: {layer}" for name, layer in zip(self.names, self.layers, strict=True)]

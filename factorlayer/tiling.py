@@ -30,19 +30,18 @@ SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16"
 @functools.lru_cache(512)
 def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     """The fastest tiling by prediction, or None where the weights or one unit do not fit."""
-    found = [
-        candidate
-        for order in _orders(work)
-        for split in _splits(order, batch, gpu)
-        for chunk in _chunks(order)
-        for candidate in _tilings(order, chunk, split, batch, gpu)
-    ]
-    if not found:
-        return None
-    return Resident(*min(found, key=lambda candidate: candidate[0])[1])
+    found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
+    return Resident(*found[1]) if found else None
 
 
 Candidate = tuple[float, tuple[Any, ...]]  # predicted microseconds, and a Resident's fields
+
+
+def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+    for order in _orders(work):
+        for split in _splits(order, batch, gpu):
+            for chunk in _chunks(order):
+                yield from _tilings(order, chunk, split, batch, gpu)
 
 
 def _orders(work: Work) -> Iterator[Work]:

@@ -693,6 +693,33 @@ def test_bench_as_json_with_a_plot(tmp_path: Path) -> None:
     assert "multiply-adds" in result.stderr
 
 
+def test_variants_of_a_layer() -> None:
+    result = run("--device cpu --dtype b 1024 64 64 bench --variants --json")
+    (table,) = json.loads(result.stdout)["variants"]
+    ways = [(v["states"], v["weights"], v["kernels"]) for v in table["variants"]]
+    assert {("registers", "resident", 1), ("shared memory", "resident", 1), ("memory", "streamed", 2)} <= set(ways)
+    assert [v["chosen"] for v in table["variants"]].count(True) == 1
+    assert all(v["predicted_us"] > 0 and v["measured_us"] is None for v in table["variants"])
+    assert "compute capability 9.0, 132 multiprocessors; predicted only, the case is on cpu" in result.stderr
+    assert "(chosen)  registers" in result.stderr
+
+
+def test_variants_of_a_block_are_compared_with_layer_by_layer() -> None:
+    arguments = "--device cpu --mlp --dtype b 4096 32 64 64 16 bench --variants --json"
+    (table,) = json.loads(run(arguments).stdout)["variants"]
+    assert table["layers"] == ["layers.0", "layers.1", "layers.2"]
+    *whole, by_layer = table["variants"]
+    assert {v["samples"] for v in whole} >= {"64", "128"} and all(v["kernels"] == 1 for v in whole)
+    assert by_layer["weights"] == "layer by layer" and by_layer["kernels"] >= 3
+    each = json.loads(run(f"{arguments} --arch 80").stdout)["variants"]
+    assert [one["layers"] for one in each] == [["layers.0"], ["layers.1"], ["layers.2"]]
+
+
+def test_variants_of_a_model(models: Path) -> None:
+    found = json.loads(run("--device cpu --model nets.py:Net 16 bench --variants --json").stdout)["variants"]
+    assert {layer for one in found for layer in one["layers"]} >= {"a", "b", "factored"}
+
+
 def test_bench_without_samples() -> None:
     assert run("0 8 8 bench --min-run-time 0.001").exit_code == 0
 
@@ -753,6 +780,10 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
             "'--trace': the file should be in a folder that exists; there is no nowhere",
         ),
         ("16 4 4 bench --plot nowhere/t.png", "there is no nowhere"),
+        ("16 4 4 bench --arch 80", "'--arch': it says which GPU --variants is for; give --variants as well"),
+        ("16 4 4 bench --variants --arch 70", "'--arch': the compute capability should be one of 80, 86"),
+        ("16 4 4 bench --variants --plot t.png", "'--plot': it was given where it has no meaning"),
+        ("16 4 4 bench --variants --implementation v1", "'--implementation': it was given where it has no meaning"),
         ("16 4 4 bench --plot out.foo", "'--plot': the file's name should end in one of"),
     ],
 )

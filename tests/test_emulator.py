@@ -26,6 +26,7 @@ from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack
+from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
 from factorlayer.wide_gradient import WideGradient
@@ -166,6 +167,25 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     assert np.isnan(found[sick]).all()
     others = np.arange(case.batch) != sick
     np.testing.assert_array_equal(found[others], y[others])
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [(kronecker((32, 48), (48, 32)), "bfloat16"), (kronecker((4, 6, 5), (6, 4, 5)), "float64")],
+    ids=str,
+)
+def test_every_scheme_makes_the_same(spec: LayerSpec, dtype: str, emulator: Emulator) -> None:
+    case = Case(spec, dtype, 9, SMALL)
+    run = prepare(case, emulator)
+    right = run.right()
+    found = schemes(case.plan.chain.text, dtype, 0, Gpu.of(90))
+    assert {scheme.weights for scheme in found} == {"resident", "streamed"}
+    for scheme in found:
+        kernels = emulator.compile(scheme.plan)
+        y, errors = emulator.run(scheme.plan, kernels, run.x, run.weights, run.bias, case.processors)
+        assert not errors, scheme
+        distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
+        assert distance <= 2 * EPS[dtype] * len(spec.contractions) * np.linalg.norm(right), scheme
 
 
 # Of gradients: outer, p, q, inner, tied. Columns, k's or groups lie side by side in memory, in whole runs or not.

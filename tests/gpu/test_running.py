@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import pytest
 import torch
 from forward_rule import DTYPES, arithmetic
 from torch import Tensor
+from typer.testing import CliRunner
 
 import factorlayer.functional
 import factorlayer.fused
 from factorlayer import FactorLinear
+from factorlayer.cli import app
 
 # All on chip; through memory between passes; untied.
 LAYERS = {
@@ -353,6 +356,17 @@ def test_one_kernel_for_a_forward() -> None:
     assert len(names) == 1 and names[0].startswith("factorlayer"), names
     three = kernels_of(lambda: [forward(layer, x) for _ in range(3)])
     assert len(three) == 3 and set(three) == set(names)
+
+
+@pytest.mark.parametrize("arguments", ["--dtype b 512 64 64", "--dtype d 64 8 8 8", "--mlp --dtype h 4096 32 64 64 16"])
+def test_variants_are_timed_and_make_the_same(arguments: str) -> None:
+    command = [*arguments.split(), "bench", "--variants", "--json", "--min-run-time", "0.01"]
+    found = CliRunner().invoke(app, command)
+    (table,) = json.loads(found.stdout)["variants"]
+    assert len(table["variants"]) > 2 and any(v["chosen"] for v in table["variants"])
+    for variant in table["variants"]:
+        assert variant["failure"] is None and variant["measured_us"] > 0, variant
+        assert variant["differs_by"] < 1e-2, variant
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
