@@ -283,22 +283,25 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
 def _backward_on_cuda(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
 ) -> list[Tensor]:
+    ops = _cuda_ops(x.get_device(), x.dtype)
+    if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
+        return gradients(ops, grad_y, x, weights, bias, chain, wanted)
     with torch.no_grad():
-        return gradients(_cuda_ops(x.get_device(), x.dtype), grad_y, x, weights, bias, chain, wanted)
+        return gradients(ops, grad_y, x, weights, bias, chain, wanted)
 
 
 @functools.cache
 def _cuda_ops(device: int, dtype: torch.dtype) -> Ops:
-    """What gradients are made of on a GPU."""
+    """What gradients are made of on a GPU: ops without the Python call around them, which only torch.compile needs."""
 
     def fits(chain: Chain) -> bool:
         return has_kernel(chain.text, dtype, device)
 
     ops = torch.ops.factorlayer
     return Ops(
-        _explaining(ops.forward.default),
-        _explaining(ops.weight_gradient.default),
-        _explaining(ops.gradients.default),
+        _explaining(ops.forward.default._op),
+        _explaining(ops.weight_gradient.default._op),
+        _explaining(ops.gradients.default._op),
         fits,
     )
 
