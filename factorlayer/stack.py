@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,12 @@ from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError
 from factorlayer.spec import LayerSpec
-from factorlayer.stacked import Run, Stack, fused_stack, runs, why_not_stacked
+from factorlayer.stacked import Run, Stack, fused_stack, runs, why_no_stack
 from factorlayer.stages import activation_of, scalars
 
 LARGEST_DENSE = (
     1 << 19
 )  # elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,12 @@ class Layer:
 
     spec: LayerSpec
     chain: Chain
+    tensors: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def tensors(self) -> int:
-        """Weights, parameters of the activation, and the bias behind them."""
-        return len(self.spec.weight_shapes) + self.chain.parameters + self.chain.bias
+    def __post_init__(self) -> None:
+        """`tensors` are weights, parameters of the activation, and the bias behind them."""
+        count = len(self.spec.weight_shapes) + self.chain.parameters + self.chain.bias
+        object.__setattr__(self, "tensors", count)
 
     def ending_in(self, activation: str) -> Layer:
         return replace(self, chain=replace(self.chain, activation=activation))
@@ -66,11 +66,16 @@ def run_stack(
         cast, given, _ = autocast(x, tensors, None)
         recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
         left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-        if left is None and why_not_stacked(stack, cast, recorded) is None:  # which may have to ask the planner
+        found = runs(stack, cast, recorded) if left is None and why_no_stack(cast) is None else ()
+        if found:
+            is_matrix = len(cast.shape) == 2
+            rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
             try:
-                rows = cast.reshape(-1, cast.shape[-1])
-                y = _run_by_run(runs(stack, cast, recorded), layers, rows, given, implementation, who)
-                return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+                if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
+                    y = fused_stack(found[0][2], rows, given, recorded)
+                else:
+                    y = _run_by_run(found, layers, rows, given, implementation, who)
+                return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
             except (CompileError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
@@ -137,24 +142,45 @@ class LayerStack(nn.Module):
         self._who = tuple(f"{who}: layer {name}" for name in self.names)
         self._members: list[_Member] = []  # no children, whose parameters would have two names
         self.layers: tuple[Layer, ...] = ()
+        # What forward looks at: to find that at every call would take longer than all the rest of it.
+        self._watched: list[nn.Module] = []
+        self._places: list[tuple[nn.Module, str]] = []
+        self._is_given: list[bool] = []
+        self._have_scalars = False
         for _, member, activation in members:
             layer = layer_of(member)
             assert layer is not None
             stage, scalar_names = activation_of(activation)
-            self._members.append(_Member(member, activation, stage, scalar_names))
+            added = _Member(member, activation, stage, scalar_names)
+            self._members.append(added)
+            self._watched += [part for part in (member, activation) if isinstance(part, nn.Module)]
+            self._places += [(member, each) for each in added.names]
+            self._is_given += [True] * (len(added.names) - 1) + [layer.chain.bias]
+            self._have_scalars |= added.has_scalars
             self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
 
     def forward(self, x: Tensor) -> Tensor:
+        if any(map(is_hooked, self._watched)):
+            return self._one_by_one(x)
+        return run_stack(self._stack, self.layers, x, self._tensors(), self.implementation, self._who)
+
+    def _tensors(self) -> list[Tensor]:
+        """The members', layer by layer."""
+        if not self._have_scalars:
+            try:
+                own = [part._parameters[name] for part, name in self._places]
+            except KeyError:  # a parametrization has taken the place of a parameter
+                own = []
+            if [tensor is not None for tensor in own] == self._is_given:
+                return [tensor for tensor in own if tensor is not None]
         tensors: list[Tensor] = []
         for member, layer, who in zip(self._members, self.layers, self._who, strict=True):
-            if member.is_hooked():
-                return self._one_by_one(x)
             found = member.tensors()
             if len(found) != layer.tensors:
                 raise ValueError(f"{who} has got or lost its bias since; build or fuse what it is part of again")
             tensors += found
-        return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
+        return tensors
 
     @property
     def members(self) -> list[nn.Module]:
@@ -212,15 +238,19 @@ class _Member:
     stage: str  # what it is in a chain
     scalar_names: tuple[str, ...]
 
-    def is_hooked(self) -> bool:
-        return is_hooked(self.layer) or (isinstance(self.activation, nn.Module) and is_hooked(self.activation))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layer's own parameters."""
+        return (*(self.layer._weight_names if isinstance(self.layer, FactorLinear) else ("weight",)), "bias")
+
+    @property
+    def has_scalars(self) -> bool:
+        return bool(self.scalar_names or (isinstance(self.layer, FactorLinear) and self.layer._scalar_names))
 
     def tensors(self) -> list[Tensor]:
         """Weights, the activation's parameters, and the bias."""
-        layer = self.layer
-        own = layer._parameters
-        names = layer._weight_names if isinstance(layer, FactorLinear) else ("weight",)
-        *found, bias = (own[name] if name in own else getattr(layer, name) for name in (*names, "bias"))
+        own, layer = self.layer._parameters, self.layer
+        *found, bias = (own[name] if name in own else getattr(layer, name) for name in self.names)
         if isinstance(layer, FactorLinear):
             found += scalars(layer.activation, layer._scalar_names)
         if self.scalar_names:
@@ -231,4 +261,5 @@ class _Member:
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling it does something else than its class's forward."""
     own = module.__dict__  # an attribute of a module takes ten times as long
-    return any(own[hooks] for hooks in HOOKS) or "forward" in own
+    before = own["_forward_pre_hooks"] or own["_backward_pre_hooks"]
+    return bool(before or own["_forward_hooks"] or own["_backward_hooks"]) or "forward" in own

@@ -34,6 +34,7 @@ from factorlayer.runtime import dtype_name
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
+    _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
     _states = torch.ops.factorlayer.stack_states.default
     _backward = torch.ops.factorlayer.stack_backward.default
 
@@ -62,18 +63,14 @@ Run = tuple[int, int, str]
 STATES = " | states"
 
 
-def why_not_stacked(stack: Stack, x: Tensor, recorded: bool) -> str | None:
-    """Why x goes through no layers at once, or None; `recorded` for a backward pass."""
+def why_no_stack(x: Tensor) -> str | None:
+    """Why x goes through no layers at once, whatever they are, or None."""
     reason = why_not_fused(x)
     if reason is not None:
         return reason
     if transforms_active():
         return "torch.func takes it layer by layer"
-    if type(x).__name__ == "DTensor":
-        return "nobody has said how it is sharded"
-    if not runs(stack, x, recorded):
-        return f"there is no kernel that {'makes gradients of any' if recorded else 'takes all'} of them"
-    return None
+    return "nobody has said how it is sharded" if type(x).__name__ == "DTensor" else None
 
 
 def runs(stack: Stack, x: Tensor, recorded: bool) -> tuple[Run, ...]:
@@ -116,9 +113,11 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
         tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
     y: Tensor
     try:
-        if not recorded:
+        if recorded:
+            y = _Stack.apply(text, x, *tensors) if is_compiling() else _apply_stack(text, x, *tensors)
+        else:
             text = text.removesuffix(STATES)
-        y = _Stack.apply(text, x, *tensors) if recorded else _forward(x, tensors, text)
+            y = _forward(x, tensors, text) if is_compiling() else _forward_now(x, tensors, text)
     except RuntimeError as error:
         raise_better(error, text, x)
         raise
@@ -149,6 +148,9 @@ class _Stack(Function):
         else:
             found = iter(_raw_backward(ctx.text, wanted, grad_y, *given))
         return None, *(next(found) if need else None for need in needs)
+
+
+_apply_stack = super(Function, _Stack).apply  # without what torch.func needs, as in fused.py
 
 
 def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
