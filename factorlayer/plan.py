@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from factorlayer import (
     dense,
     dense_backward,
+    dense_streamed,
     gradient,
     large_backward,
     layer_backward,
@@ -215,6 +216,7 @@ def plan_stack(
         tiled = [family.tile(layers, dtype, batch, gpu) for family in (dense_backward, layer_backward)]
     else:
         tiled = [dense.tile(layers, dtype, batch, gpu, states)]
+        tiled += [] if states else [dense_streamed.tile(layers, dtype, batch, gpu)]
     found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"

@@ -22,6 +22,7 @@ from factorlayer import gradient
 from factorlayer.activations import ACTIVATIONS, activate
 from factorlayer.backward import Ops, gradients, visits
 from factorlayer.chain import Chain
+from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
@@ -517,6 +518,24 @@ STACKS = [
 ]
 
 
+# The same with weights streamed: a tiling's warpgroups and rows of a chunk. Widths in one pass of columns and in several,
+# in chunks side by side and of several slabs, rows copied 2 to 16 bytes at a time, layers that are alike, states that lie
+# where those before lay and not, batches that end within a tile, warpgroups without one.
+STREAMED_STACKS = [
+    ([13, 512, 256, 128], "bfloat16", "relu", 200, (2, 128)),
+    ([63, 256, 256, 256, 4], "bfloat16", "relu", 330, (2, 256)),
+    ([48, 512, 256, 128, 12], "float16", "elu", 70, (1, 256)),
+    ([196, 384, 196], "bfloat16", "gelu", 65, (2, 128)),
+    ([45, 63, 127, 5], "float16", "sigmoid", 130, (2, 64)),
+    ([24, 328, 300, 100], "bfloat16", "softplus", 131, (1, 128)),
+    ([63, 256, 256, 4], "tf32", "relu", 130, (2, 128)),
+    ([48, 512, 256, 12], "tf32", "elu", 70, (1, 128)),
+    ([45, 63, 127, 5], "tf32", "sigmoid", 200, (2, 256)),
+    ([10, 276, 268, 130], "tf32", "silu", 64, (1, 64)),
+    ([3, 3], "tf32", "sine", 1, (2, 64)),
+]
+
+
 STORED = [
     ([128, 128, 128, 128], "bfloat16", "relu"),
     ([24, 127, 66, 44, 9], "float16", "gelu"),
@@ -550,17 +569,11 @@ def run_in_torch(layers: list[Chain], x: Tensor, tensors: list[Tensor]) -> Tenso
     return x
 
 
-@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STACKS, ids=str)
-def test_stacks_are_right_and_keep_samples_apart(
-    widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator
-) -> None:
-    """One processor, whose warpgroups take several tiles."""
-    layers = stack_of(widths, dtype, activation)
-    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
-    assert found.passes[0].threads >= 256
+def check_stack(found: Plan, layers: list[Chain], batch: int, emulator: Emulator) -> None:
+    dtype = found.dtype
     kernels = emulator.compile(found)
     draw = drawing(dtype)
-    x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
+    x, tensors = draw(batch, layers[0].in_features), drawn_tensors(layers, draw)
     right = run_in_torch(layers, torch.from_numpy(x), [torch.from_numpy(t) for t in tensors])
     (y,), errors = emulator.run(found, kernels, x, tensors, None, blocks=1)
     assert not errors
@@ -572,6 +585,29 @@ def test_stacks_are_right_and_keep_samples_apart(
     others = np.arange(batch) != batch // 2
     assert not errors
     np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STACKS, ids=str)
+def test_stacks_are_right_and_keep_samples_apart(
+    widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator
+) -> None:
+    """One processor, whose warpgroups take several tiles."""
+    layers = stack_of(widths, dtype, activation)
+    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
+    assert found.passes[0].threads >= 256
+    check_stack(found, layers, batch, emulator)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch", "tiling"), STREAMED_STACKS, ids=str)
+def test_streamed_stacks_are_right_and_keep_samples_apart(
+    widths: list[int], dtype: str, activation: str, batch: int, tiling: tuple[int, int], emulator: Emulator
+) -> None:
+    """One processor, whose warpgroups take several tiles."""
+    groups, rows = tiling
+    layers = tuple(stack_of(widths, dtype, activation))
+    planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=rows)
+    found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
+    check_stack(found, list(layers), batch, emulator)
 
 
 @pytest.mark.parametrize(("widths", "dtype", "activation"), STORED, ids=str)

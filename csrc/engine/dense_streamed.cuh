@@ -1,0 +1,411 @@
+// Dense layers one behind another on sm_90a, with more weights than a block can hold: y = act(x W' + b) for each, 64 samples
+// at a time for a warpgroup.
+//
+// A warpgroup's states lie in shared memory, in slabs of 128 bytes of each row: its products read them there, and what becomes
+// of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
+// tiles again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds.
+// They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
+// lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row.
+//
+// Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), AHEAD (chunks on their way to
+//       who rounds them to tf32), STATE_BYTES (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of
+//       a thread who multiplies, or copies; 0: as they are), First, load_weights(c), layers(c, ring, tile) and
+//       weights(c, ring), which call each layer. Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by
+//       side), PASSES (of PARTS N columns), SLABS (of a chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST,
+//       IN_PLACE (its results lie where its x was), from, to (in a warpgroup's states), bias_at (bytes), Activation. Of layers
+//       that are all as one is, `number` of them come before.
+#pragma once
+#include "params.cuh"
+#include "pointwise.cuh"
+#include "wgmma.cuh"
+
+// Which feature row r of a chunk makes, column r of sums. What a row is that is the sum of multiples of different powers of
+// two, is the sum of what they are.
+enum class Dealt { in_order, by_words, by_16_bytes };
+template <int SIZE, Dealt DEALT> DEVICE constexpr int dealt_row(int r) {
+  if (DEALT == Dealt::by_16_bytes)
+    return SIZE == 2 ? r / 32 * 32 + r % 8 / 2 * 8 + r % 32 / 8 * 2 + r % 2 : r / 16 * 16 + r % 8 / 2 * 4 + r % 16 / 8 * 2 + r % 2;
+  return DEALT == Dealt::by_words ? r / 8 * 8 + r % 2 * 4 + r % 8 / 2 : r;
+}
+
+template <class Pass> struct DenseStreamed {
+  using Element = typename Pass::Element;
+  using First = typename Pass::First;
+  static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kStep = 32 / kSize;
+  static constexpr bool kRounds = kSize == 4;
+  static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
+  static constexpr int kXSlabs = ceil_div(First::K, kSlab);
+  static constexpr int kFull = Pass::barriers_at, kEmpty = kFull + Pass::STAGES * 8, kXFull = kEmpty + Pass::STAGES * 8;
+  static constexpr int kXEmpty = kXFull + 8, kMeeting = Pass::GROUPS + 1;  // of the producers
+  template <class L> static constexpr int kColumns = L::PARTS * L::N;      // of a pass
+  template <class L> using Sums = float[L::PARTS][L::N / 2];
+  template <class L>
+  static constexpr Dealt kDealt = L::LAST ? Dealt::by_16_bytes : kSize == 4 ? Dealt::by_words : Dealt::in_order;
+
+  const Params& params;
+  const int warpgroup, thread, g, t;
+  const u32 memory, states;  // this warpgroup's
+  const i64 tiles;
+
+  DEVICE DenseStreamed(const Params& given)
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
+        t(threadIdx.x % 4), memory(shared_address(shared_memory) + 1023 & ~1023u),
+        states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES), tiles((given.batch + 63) / 64) {}
+
+  // The stages in turns
+  struct Ring {
+    int stage = 0, last = 0;
+    u32 phase = 0;
+    DEVICE void advance() {
+      last = stage;
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+  };
+  // Those filled that have yet to be rounded, and their rows by 16, the last one's in the lowest byte
+  struct Filling : Ring {
+    int oldest = 0, waiting = 0;
+    u32 rows = 0;
+  };
+  DEVICE void wait(int barrier, const Ring& ring, u32 phase) const {
+    wait_for_bytes(memory + barrier + ring.stage * 8, phase);
+  }
+
+  template <class L> DEVICE void load_layer() const {
+    if constexpr (L::BIAS >= 0) {
+      const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);
+      for (int n = threadIdx.x; n < L::PASSES * kColumns<L>; n += kConsumers + 128) {
+        const int q = dealt_row<kSize, kDealt<L>>(n), at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
+        store_shared(memory + L::bias_at + at * 4, q < L::Q ? widen(bias[q]) : 0.f);
+      }
+    }
+  }
+
+  // Producers
+
+  static constexpr int width(int row) { return row % 16 == 0 ? 16 : row % 8 == 0 ? 8 : row % 4 == 0 ? 4 : 2; }
+  template <int P> static constexpr int kWide = width(P * kSize);  // of a copy
+  static constexpr int lanes(int copies) { return copies > 1 ? 2 * lanes((copies + 1) / 2) : 1; }
+  static constexpr int least(int x, int y) { return x < y ? x : y; }
+
+  // HEIGHT rows of a slab, of a matrix whose rows have P elements: `from` is where it begins, `rows` and `columns` are left of
+  // the matrix from there on. What lies outside is zero.
+  template <Dealt DEALT, int P, int HEIGHT>
+  DEVICE void copy_slab(u32 to, const Element* from, i64 rows, int columns) const {
+    constexpr int kLanes = lanes(least(128, round_up(P * kSize, 32)) / kWide<P>), kDown = 128 / kLanes;
+    constexpr int kCount = least(kWide<P> == 2 ? 32 : 16, ceil_div(HEIGHT, kDown)), kTogether = kCount * kDown;
+    static_assert(HEIGHT <= kTogether || kTogether % 32 == 0, "rows of what follows are dealt like the first ones");
+    const int r = thread / kLanes, at = thread % kLanes * kWide<P>, first_row = dealt_row<kSize, DEALT>(r);
+    const bool inside = at / kSize < columns;
+    from += i64(first_row) * P + at / kSize, rows -= first_row;
+    to += swizzled(r, at / 16) + at % 16;
+#pragma unroll 1
+    for (int first = 0; first < HEIGHT; first += kTogether) {
+      u16 x[kWide<P> == 2 ? kCount : 1];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int down = i * kDown, row = dealt_row<kSize, DEALT>(down);
+        const bool present = inside && row < rows;
+        if constexpr (kWide<P> == 2)
+          x[i] = present ? from[row * P].bits : u16(0);
+        else if (HEIGHT % kTogether == 0 || first + down + r < HEIGHT)
+          copy_async<kWide<P>>((to ^ (down & 7) << 4) + down * 128, from + row * P, present);
+      }
+      if constexpr (kWide<P> == 2)
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+          if (HEIGHT % kTogether == 0 || first + i * kDown + r < HEIGHT)
+            store_shared((to ^ (i * kDown & 7) << 4) + i * kDown * 128, x[i]);
+      from += i64(kTogether) * P, rows -= kTogether, to += kTogether * 128;
+    }
+  }
+  // All that lies there
+  DEVICE void round(u32 from, int rows_by_16) const {
+    constexpr int kTogether = 4;
+    from += thread * 16;
+#pragma unroll 1
+    for (int i = 0; i < rows_by_16; i += kTogether, from += kTogether * 2048) {
+      u32 x[kTogether][4];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+        if (i + j < rows_by_16) load_u32x4(from + j * 2048, x[j]);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (i + j >= rows_by_16) break;
+#pragma unroll
+        for (u32& word : x[j]) word = tf32_of(word);
+        store_u32x4(from + j * 2048, x[j]);
+      }
+    }
+  }
+  // `behind` it, others are waiting.
+  DEVICE void finish_oldest(Filling& at, int behind) const {
+    sync_threads<128>(kMeeting);
+    round(memory + at.oldest * kStageBytes, at.rows >> behind * 8 & 255);
+    arrive(memory + kFull + at.oldest * 8);
+    if (++at.oldest == Pass::STAGES) at.oldest = 0;
+  }
+  template <bool COPIED> DEVICE void finish_chunk(Filling& at, int rows) const {
+    if constexpr (kRounds) {
+      commit_copies();
+      at.rows = at.rows << 8 | rows / 16;
+      if (at.waiting < Pass::AHEAD)
+        ++at.waiting;
+      else
+        wait_for_copies<Pass::AHEAD>(), finish_oldest(at, Pass::AHEAD);
+    } else if constexpr (COPIED) {
+      arrive_with_copies(memory + kFull + at.stage * 8);
+    } else {
+      arrive(memory + kFull + at.stage * 8);
+    }
+    at.advance();
+  }
+  DEVICE void finish_all(Filling& at) const {
+    wait_for_copies<0>();
+    for (; at.waiting > 0; --at.waiting) finish_oldest(at, at.waiting - 1);
+  }
+
+  template <class L> DEVICE void stream(Filling& at, int number = 0) const {
+    static_assert(L::PASSES == 1 || kColumns<L> % kSlab == 0, "passes have slabs of their own");
+    constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
+    const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
+#pragma unroll 1
+    for (int pass = 0; pass < L::PASSES; ++pass)
+#pragma unroll 1
+      for (int k = 0; k < L::K; k += kSlab * L::SLABS)
+#pragma unroll 1
+        for (int part = 0; part < L::PARTS; ++part) {
+          const int q = pass * kColumns<L> + part * L::N;
+          wait(kEmpty, at, at.phase ^ 1);
+#pragma unroll 1
+          for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
+            const int p = k + s * kSlab;
+            const u32 to = memory + at.stage * kStageBytes + s * (L::N * 128);
+            copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
+          }
+          finish_chunk<(kWide<L::P> > 2)>(at, least(L::SLABS, ceil_div(L::K - k, kSlab)) * L::N);
+        }
+  }
+  // Of the tiles from `first` on, once the x before has been read
+  DEVICE void load_x(i64 first, u32 phase) const {
+    constexpr int P = First::P;
+    wait_for_bytes(memory + kXEmpty, phase ^ 1);
+#pragma unroll 1
+    for (int i = 0; i < Pass::GROUPS; ++i) {
+      const i64 sample = (first + i64(i) * gridDim.x) * 64;
+#pragma unroll 1
+      for (int s = 0; s < kXSlabs; ++s) {
+        const u32 to = memory + Pass::states_at + i * Pass::STATE_BYTES + s * 8192;
+        const Element* from = static_cast<const Element*>(params.x) + sample * P + s * kSlab;
+        copy_slab<Dealt::in_order, P, 64>(to, from, params.batch - sample, P - s * kSlab);
+      }
+    }
+    if constexpr (kRounds) {
+      commit_copies();
+      wait_for_copies<0>();
+      sync_threads<128>(kMeeting);
+#pragma unroll 1
+      for (int i = 0; i < Pass::GROUPS; ++i) round(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
+    }
+    if constexpr (kRounds || kWide<P> == 2)
+      arrive(memory + kXFull);
+    else
+      arrive_with_copies(memory + kXFull);
+  }
+  DEVICE void produce() const {
+    Filling at;
+    u32 phase = 0;
+    for (i64 first = blockIdx.x; first < tiles; first += i64(gridDim.x) * Pass::GROUPS, phase ^= 1) {
+      if constexpr (kRounds) finish_all(at);  // x cannot be free before they are used
+      load_x(first, phase);
+      Pass::weights(*this, at);
+    }
+    if constexpr (kRounds) finish_all(at);
+  }
+
+  // Consumers
+
+  // One thread says that its warp has read a stage, or x.
+  DEVICE void release(int barrier) const {
+    if (threadIdx.x % 32 == 0) arrive(memory + barrier);
+  }
+  DEVICE void meet() const { sync_threads<128>(1 + warpgroup); }
+
+  // What sums begin with, if the layer has a bias
+  template <class L> DEVICE void begin(Sums<L>& z, u32 bias) const {
+#pragma unroll
+    for (int part = 0; part < L::PARTS; ++part) {
+#pragma unroll
+      for (int n = 0; n < L::N / 8; n += 2) {
+        u32 words[4];  // of this lane's columns in two tiles of 8
+        load_u32x4(bias + (part * L::N + n * 8) * 4 + t * 16, words);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) z[part][n * 4 + i] = __uint_as_float(words[i / 4 * 2 + i % 2]);
+      }
+      touch(z[part]);
+    }
+  }
+  // The products of a chunk, STEPS of them; `going` are those before.
+  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Ring& ring, u64 left, bool add, bool going) const {
+    const int last = ring.last;
+    wait(kFull, ring, ring.phase);
+    fence_copy_engine();
+    const u64 right = operand(memory + ring.stage * kStageBytes);
+    ring.advance();
+    open_products();
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+      Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2), add || s > 0);
+    commit_products();
+    if (going) {
+      wait_for_products<1>();
+      release(kEmpty + last * 8);
+    }
+  }
+  // z = x W' + b
+  template <class L> DEVICE void multiply(Sums<L>& z, Ring& ring) const {
+    constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
+    const u64 left = operand(states + L::from);
+#pragma unroll 1
+    for (int c = 0; c < kWhole; ++c)
+#pragma unroll
+      for (int part = 0; part < L::PARTS; ++part)
+        take<L, kSteps>(z[part], ring, left + c * (L::SLABS * 512), L::BIAS >= 0 || c > 0, c > 0 || part > 0);
+    if constexpr (kRest > 0)
+#pragma unroll
+      for (int part = 0; part < L::PARTS; ++part)
+        take<L, kRest>(z[part], ring, left + kWhole * (L::SLABS * 512), L::BIAS >= 0 || kWhole > 0, kWhole > 0 || part > 0);
+    wait_for_products<0>();
+#pragma unroll
+    for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
+    release(kEmpty + ring.last * 8);
+  }
+  // Whether the layer has such features: an activation of 0, which padding has, may be anything.
+  template <class L> static DEVICE float finished(float z, int feature) {
+    const float y = L::Activation::of(z);
+    return L::Q == L::PASSES * kColumns<L> || feature < L::Q ? y : 0.f;
+  }
+  // Sums as the next layer's x
+  template <class L> DEVICE void hand_on(const Sums<L>& z, int pass) const {
+    constexpr int kTileBytes = 8 * kSize;  // of 8 features
+    const int before = pass * kColumns<L>;
+    const u32 to = states + L::to + before / kSlab * 8192 + swizzled(thread / 32 * 16 + g, 0) + t * 4;
+#pragma unroll
+    for (int n = 0; n < kColumns<L> / 8; ++n) {
+      const float* tile = z[n / (L::N / 8)] + n % (L::N / 8) * 4;
+      const int at = n * kTileBytes;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const u32 row = to + at / 128 * 8192 + h * 1024;
+        if constexpr (kSize == 2) {
+          const int feature = before + n * 8 + t * 2;
+          const Pair<Element> pair(finished<L>(tile[h * 2], feature), finished<L>(tile[h * 2 + 1], feature + 1));
+          store_shared(row ^ (at % 128), pair.bits);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float y = finished<L>(tile[h * 2 + i], before + n * 8 + i * 4 + t);
+            store_shared(row ^ (at % 128 + i * 16), tf32_of(__float_as_uint(y)));
+          }
+        }
+      }
+    }
+  }
+  // Sums to memory
+  template <class L> DEVICE void store(const Sums<L>& z, i64 tile, int pass) const {
+    constexpr int kEach = 16 / kSize, kTiles = kEach / 2;  // whose columns lie side by side
+    const int before = pass * kColumns<L>;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const i64 sample = tile * 64 + thread / 32 * 16 + g + h * 8;
+      if (sample >= params.batch) continue;
+      Element* to = static_cast<Element*>(params.y) + sample * L::Q + before + t * kEach;
+#pragma unroll
+      for (int n = 0; n < kColumns<L> / 8; n += kTiles) {
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          const float* sums = z[(n + i) / (L::N / 8)] + (n + i) % (L::N / 8) * 4 + h * 2;
+          const float a = L::Activation::of(sums[0]), b = L::Activation::of(sums[1]);
+          if constexpr (kSize == 2)
+            word[i] = Pair<Element>(a, b).bits;
+          else
+            word[i * 2] = __float_as_uint(a), word[i * 2 + 1] = __float_as_uint(b);
+        }
+        store_piece<kWide<L::Q>>(to + n * 8, L::Q - before - t * kEach - n * 8, word);
+      }
+    }
+  }
+  // 16 bytes of a row with `left` elements
+  template <int WIDE> static DEVICE void store_piece(Element* to, int left, const u32 (&word)[4]) {
+    if constexpr (WIDE == 2) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (i < left) store_global(to + i, Element{u16(word[i / 2] >> i % 2 * 16)});
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i += WIDE / 4)
+        if (i * 4 / kSize < left) store_global<WIDE>(to + i * 4 / kSize, word + i);
+    }
+  }
+
+  template <class L> DEVICE void layer(Ring& ring, i64 tile, int number = 0) const {
+    constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
+#pragma unroll 1
+    for (int pass = 0; pass < L::PASSES; ++pass) {
+      Sums<L> z;
+      if constexpr (L::BIAS >= 0) begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
+      multiply<L>(z, ring);
+      if constexpr (L::FIRST)
+        if (pass == L::PASSES - 1) release(kXEmpty);
+      if constexpr (L::LAST) {
+        store<L>(z, tile, pass);
+      } else {
+        if constexpr (L::FIRST || L::IN_PLACE) meet();  // all warps have read what was there
+        hand_on<L>(z, pass);
+      }
+    }
+    if constexpr (!L::LAST) {
+      fence_copy_engine();
+      meet();
+    }
+  }
+  // Without a tile
+  DEVICE void pass_by(Ring& ring) const {
+    release(kXEmpty);
+#pragma unroll 1
+    for (int i = 0; i < Pass::CHUNKS; ++i) {
+      wait(kFull, ring, ring.phase);
+      release(kEmpty + ring.stage * 8);
+      ring.advance();
+    }
+  }
+  DEVICE void consume() const {
+    Ring ring;
+    u32 phase = 0;
+    for (i64 first = blockIdx.x; first < tiles; first += i64(gridDim.x) * Pass::GROUPS, phase ^= 1) {
+      const i64 tile = first + i64(warpgroup) * gridDim.x;
+      wait_for_bytes(memory + kXFull, phase);
+      if (tile < tiles)
+        Pass::layers(*this, ring, tile);
+      else
+        pass_by(ring);
+    }
+  }
+
+  DEVICE void run() const {
+    if (threadIdx.x < Pass::STAGES) {
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::GROUPS * 4);
+    }
+    if (threadIdx.x == 0) init_barrier(memory + kXFull, 128), init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
+    Pass::load_weights(*this);
+    __syncthreads();
+    if (threadIdx.x < kConsumers) {
+      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      consume();
+    } else {
+      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      produce();
+    }
+  }
+};

@@ -1,0 +1,197 @@
+"""Passes of dense layers one behind another, their weights streamed: what csrc/engine/dense_streamed.cuh is told."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from factorlayer.chain import Chain
+from factorlayer.dense import MOST_TENSORS, START_US, Dense, function, write
+from factorlayer.gpu import Gpu
+from factorlayer.resident import round_up
+
+WIDEST = 256  # sums of a row that a warpgroup holds at once
+MOST_STAGES, LEAST_STAGES = 8, 3
+CYCLES = 1.65e3  # in a microsecond
+REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
+
+
+class Columns(NamedTuple):
+    """Of a layer: k's in whole steps; sums by chunk, by chunks side by side, and how often."""
+
+    k: int
+    n: int
+    parts: int
+    passes: int
+    slabs: int  # of a chunk
+
+    @property
+    def all(self) -> int:
+        return self.n * self.parts * self.passes
+
+
+@dataclass(frozen=True)
+class DenseStreamed(Dense):
+    """A pass, tiled. A chunk of a weight has at most `rows` of it."""
+
+    rows: int = WIDEST
+
+    headers: ClassVar[tuple[str, ...]] = ("dense_streamed.cuh",)
+
+    @property
+    def slab(self) -> int:
+        """k's"""
+        return 4 * self.step
+
+    @functools.cached_property
+    def tilings(self) -> tuple[Columns, ...]:
+        """Of each layer. As many rows as a stage holds of the largest chunk are filled by several slabs of smaller ones."""
+        found = [self._tiling(i) for i in range(len(self.sizes))]
+        rows = max(c.n for c in found)
+        return tuple(c._replace(slabs=max(1, min(-(-c.k // self.slab), rows // c.n))) for c in found)
+
+    def _tiling(self, i: int) -> Columns:
+        p, q = self.sizes[i]
+        is_last = i == len(self.sizes) - 1
+        unit = 32 if is_last and self.size == 2 else 16  # whose columns are dealt
+        passes = -(-q // WIDEST)
+        columns = round_up(-(-q // passes), self.slab) if passes > 1 else round_up(q, unit)
+        parts = -(-columns // self.rows)
+        return Columns(round_up(p, self.step), round_up(-(-columns // parts), unit), parts, passes, 1)
+
+    def columns(self, i: int) -> tuple[int, int]:
+        return self.tilings[i].k, self.tilings[i].n
+
+    @functools.cached_property
+    def state_places(self) -> tuple[int, ...]:
+        """Where x and what each layer but the last one makes begin in a warpgroup's bytes, and where all end. x has a place
+        of its own; what is made in several passes may not lie where they read, all else does."""
+        at = behind_x = end = self._state_bytes(self.tilings[0].k)
+        found, held = [0], 0
+        for i, tiling in enumerate(self.tilings[:-1]):
+            size = self._state_bytes(tiling.all)
+            if i and tiling.passes > 1:
+                at = behind_x if at - behind_x >= size else at + held
+            found.append(at)
+            held, end = size, max(end, at + size)
+        return (*found, end)
+
+    def _state_bytes(self, features: int) -> int:
+        return -(-features // self.slab) * 8192
+
+    @property
+    def stage_rows(self) -> int:
+        """Of 128 bytes"""
+        return max(c.n * c.slabs for c in self.tilings)
+
+    @property
+    def chunks(self) -> int:
+        return sum(c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.tilings)
+
+    @property
+    def bias_bytes(self) -> int:
+        return sum(4 * c.all for c, chain in zip(self.tilings, self.layers, strict=True) if chain.bias)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of shared memory, beside the stages: states, biases, barriers of x, and what it takes to begin at a multiple of 1024."""
+        return self.groups * self.state_places[-1] + self.bias_bytes + 16 + 1024
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - self.rest_bytes) // (128 * self.stage_rows + 16))
+
+    @property
+    def shared(self) -> int:
+        return self.stages * (128 * self.stage_rows + 16) + self.rest_bytes
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def __str__(self) -> str:
+        widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
+        return (
+            f"dense layers, weights streamed: {widths}, {self.groups} warpgroups, {self.stages} stages of "
+            f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
+        )
+
+    def struct(self, i: int) -> dict[str, int | bool | str]:
+        (p, q), c, last = self.sizes[i], self.tilings[i], len(self.layers) - 1
+        weight = sum(1 + chain.bias for chain in self.layers[:i])
+        biases = sum(4 * c.all for c, chain in zip(self.tilings[:i], self.layers, strict=False) if chain.bias)
+        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
+        told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}
+        told |= {"FIRST": i == 0, "LAST": i == last, "IN_PLACE": i > 0 and c.passes == 1}
+        told |= {"from": self.state_places[i], "to": self.state_places[i + 1] if i < last else 0}
+        return told | {"bias_at": self._biases_at + biases}
+
+    @property
+    def _biases_at(self) -> int:
+        return self.stages * 128 * self.stage_rows + self.groups * self.state_places[-1]
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        more, fewer = REGISTERS if self.groups > 1 else (0, 0)
+        numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": self.chunks}
+        numbers |= {"AHEAD": min(3, self.stages - 2), "STATE_BYTES": self.state_places[-1]}
+        numbers |= {"states_at": self.stages * 128 * self.stage_rows, "MORE": more, "FEWER": fewer}
+        numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        body = function("layers(const C& c, typename C::Ring& ring, i64 tile)", self._calls("layer", "ring, tile"))
+        body += function("weights(const C& c, typename C::Filling& ring)", self._calls("stream", "ring"))
+        return write(self, name, "DenseStreamed", lines, body, {c.n for c in self.tilings})
+
+    def _calls(self, what: str, given: str) -> list[str]:
+        """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
+        alike = [
+            (chain.bias, chain.activation, *(told[key] for key in told if key not in ("WEIGHT", "BIAS", "bias_at")))
+            for chain, told in zip(self.layers, map(self.struct, range(len(self.layers))), strict=True)
+        ]
+        calls, begin = [], 0
+        for _, run in itertools.groupby(alike):
+            count = len(list(run))
+            call = f"c.template {what}<L{begin}>({given}"
+            if count > 1:
+                calls += ["#pragma unroll 1", f"for (int i = 0; i < {count}; ++i) {call}, i);"]
+            else:
+                calls += [f"{call});"]
+            begin += count
+        return calls
+
+
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseStreamed | None:
+    """The fastest tiling by prediction; None where this family has no kernel."""
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32") or len(layers) < 2:
+        return None
+    if any(not chain.is_dense or chain.rank > 1 or chain.parameters for chain in layers):
+        return None
+    if sum(1 + chain.bias for chain in layers) > MOST_TENSORS:
+        return None
+    plans = [DenseStreamed(tuple(layers), dtype, g, gpu, rows=rows) for g in (2, 1) for rows in (256, 128, 64)]
+    timed = [replace(plan, us=_time(plan, batch)) for plan in plans if plan.stages >= LEAST_STAGES]
+    return min(timed, key=lambda plan: plan.us, default=None)
+
+
+def _time(plan: DenseStreamed, batch: int) -> float:
+    """Microseconds: by analogy to dense.py and wide.py, whose numbers were fitted."""
+    tiles = math.ceil(batch / 64)
+    groups = min(plan.groups, math.ceil(tiles / plan.gpu.sms))  # with tiles
+    load = products = read = 0.0
+    for (p, _), c in zip(plan.sizes, plan.tilings, strict=True):
+        columns, chunk = c.all, 128 * c.n * c.slabs
+        chunks = c.passes * c.parts * -(-c.k // (c.slabs * plan.slab))
+        whole = 1 if p * plan.size % 128 == 0 else 1.4 if p * plan.size % 16 == 0 else 3
+        load += chunks * max(whole * (0.12 + chunk / 100e3), 0.7 / (plan.stages - 1))
+        products += 2.3 * columns * c.k / plan.slab / CYCLES
+        read += 128 * c.k / plan.slab * (columns * (groups + (3 if plan.size == 4 else 1)) + 64 * groups * c.parts * c.passes)
+    sums = 64 * sum(c.all for c in plan.tilings) * 6 / 32 / plan.gpu.instructions
+    alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
+    store = 64 * plan.sizes[-1][1] * plan.size / 40e3
+    busy = max(load, groups * products + 0.3 * sums, alone + store, 1.15 * read / 128 / CYCLES, groups * sums) + 0.5
+    moved = 64 * groups * (plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, moved)
