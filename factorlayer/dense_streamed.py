@@ -49,7 +49,7 @@ class DenseStreamed(Dense):
 
     @functools.cached_property
     def tilings(self) -> tuple[Columns, ...]:
-        """Of each layer. As many rows as a stage holds of the largest chunk are filled by several slabs of smaller ones."""
+        """Of each layer. As many rows as the largest chunk has are filled by several slabs of smaller ones."""
         found = [self._tiling(i) for i in range(len(self.sizes))]
         rows = max(c.n for c in found)
         return tuple(c._replace(slabs=max(1, min(-(-c.k // self.slab), rows // c.n))) for c in found)
@@ -68,8 +68,8 @@ class DenseStreamed(Dense):
 
     @functools.cached_property
     def state_places(self) -> tuple[int, ...]:
-        """Where x and what each layer but the last one makes begin in a warpgroup's bytes, and where all end. x has a place
-        of its own; what is made in several passes may not lie where they read, all else does."""
+        """Where x and what each layer but the last one makes begin in a warpgroup's bytes, and where all end. x has a
+        place of its own; what is made in several passes may not lie where they read, all else does."""
         at = behind_x = end = self._state_bytes(self.tilings[0].k)
         found, held = [0], 0
         for i, tiling in enumerate(self.tilings[:-1]):
@@ -98,8 +98,8 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Of shared memory, beside the stages: states, biases, barriers of x, and what it takes to begin at a multiple of 1024."""
-        return self.groups * self.state_places[-1] + self.bias_bytes + 16 + 1024
+        """Beside the stages: states, biases, x's barrier, and what it takes to begin at a multiple of 1024."""
+        return self.groups * self.state_places[-1] + self.bias_bytes + 8 + 1024
 
     @functools.cached_property
     def stages(self) -> int:
@@ -142,7 +142,7 @@ class DenseStreamed(Dense):
         numbers |= {"states_at": self.stages * 128 * self.stage_rows, "MORE": more, "FEWER": fewer}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        body = function("layers(const C& c, typename C::Ring& ring, i64 tile)", self._calls("layer", "ring, tile"))
+        body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))
         body += function("weights(const C& c, typename C::Filling& ring)", self._calls("stream", "ring"))
         return write(self, name, "DenseStreamed", lines, body, {c.n for c in self.tilings})
 
@@ -188,7 +188,12 @@ def _time(plan: DenseStreamed, batch: int) -> float:
         whole = 1 if p * plan.size % 128 == 0 else 1.4 if p * plan.size % 16 == 0 else 3
         load += chunks * max(whole * (0.12 + chunk / 100e3), 0.7 / (plan.stages - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
-        read += 128 * c.k / plan.slab * (columns * (groups + (3 if plan.size == 4 else 1)) + 64 * groups * c.parts * c.passes)
+        read += (
+            128
+            * c.k
+            / plan.slab
+            * (columns * (groups + (3 if plan.size == 4 else 1)) + 64 * groups * c.parts * c.passes)
+        )
     sums = 64 * sum(c.all for c in plan.tilings) * 6 / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3

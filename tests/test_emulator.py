@@ -518,12 +518,12 @@ STACKS = [
 ]
 
 
-# The same with weights streamed: a tiling's warpgroups and rows of a chunk. Widths in one pass of columns and in several,
-# in chunks side by side and of several slabs, rows copied 2 to 16 bytes at a time, layers that are alike, states that lie
-# where those before lay and not, batches that end within a tile, warpgroups without one.
+# The same with weights streamed, and a tiling's warpgroups and rows of a chunk: columns in one pass and in several,
+# chunks side by side and of several slabs, rows copied 2 to 16 bytes at a time, layers that are alike, states that lie
+# where those before lay and not, batches that end within a tile, warpgroups without one
 STREAMED_STACKS = [
     ([13, 512, 256, 128], "bfloat16", "relu", 200, (2, 128)),
-    ([63, 256, 256, 256, 4], "bfloat16", "relu", 330, (2, 256)),
+    ([63, 256, 256, 256, 256, 4], "bfloat16", "relu", 330, (2, 256)),
     ([48, 512, 256, 128, 12], "float16", "elu", 70, (1, 256)),
     ([196, 384, 196], "bfloat16", "gelu", 65, (2, 128)),
     ([45, 63, 127, 5], "float16", "sigmoid", 130, (2, 64)),
@@ -581,7 +581,7 @@ def check_stack(found: Plan, layers: list[Chain], batch: int, emulator: Emulator
     assert np.linalg.norm(y - right.numpy()) <= 3 * EPS[dtype] * len(layers) * torch.linalg.norm(right)
     broken = x.copy()
     broken[batch // 2] = np.inf
-    (found_y,), errors = emulator.run(found, kernels, broken, tensors, None, blocks=1, seed=2)
+    (found_y,), errors = emulator.run(found, kernels, broken, tensors, None, blocks=2, seed=2)
     others = np.arange(batch) != batch // 2
     assert not errors
     np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
@@ -602,9 +602,9 @@ def test_stacks_are_right_and_keep_samples_apart(
 def test_streamed_stacks_are_right_and_keep_samples_apart(
     widths: list[int], dtype: str, activation: str, batch: int, tiling: tuple[int, int], emulator: Emulator
 ) -> None:
-    """One processor, whose warpgroups take several tiles."""
+    """One processor, whose warpgroups take several tiles. The second layer has no bias; those behind may be alike."""
     groups, rows = tiling
-    layers = tuple(stack_of(widths, dtype, activation))
+    layers = tuple(replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation)))
     planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=rows)
     found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
     check_stack(found, list(layers), batch, emulator)
@@ -761,6 +761,33 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
     kernels = emulator.compile(found, {old: new})
     states = np.ones((1500, 64))
     _, errors = emulator.run(found, kernels, states, [states], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "old", "new", "said"),
+    [
+        ("bfloat16", 192, "wait(kEmpty, at, at.phase ^ 1);", "", "race"),
+        ("bfloat16", 192, "wait(kFull, ring, ring.phase);\n    fence", "fence", "has not landed"),
+        ("bfloat16", 64, "wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);", "", "race"),
+        ("bfloat16", 192, "if constexpr (!L::LAST) meet();", "", "race: a matrix unit"),
+        ("bfloat16", 192, "ring.phase);\n    fence_copy_engine();", "ring.phase);", "no fence: a matrix unit"),
+        ("bfloat16", 192, "wait_for_products<1>();\n", "", "race"),
+        ("tf32", 192, "sync_threads<128>(kMeeting);\n    round_rows", "round_rows", "race"),
+        ("tf32", 192, "wait_for_copies<Pass::AHEAD>(), finish", "finish", "has not landed"),
+        ("tf32", 192, "wait_for_copies<0>();\n      sync", "sync", "has not landed"),
+    ],
+)
+def test_finds_what_is_missing_of_streamed_layers(
+    dtype: str, width: int, old: str, new: str, said: str, emulator: Emulator
+) -> None:
+    """Of 64, the ring has room for all that comes behind the first layer."""
+    layers = tuple(stack_of([192, width, width, 32], dtype, "relu"))
+    planned = DenseStreamed(layers, dtype, 2 if dtype == "bfloat16" else 1, Gpu(90, 1, 232448), rows=64)
+    found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
+    kernels = emulator.compile(found, {old: new})
+    tensors = drawn_tensors(list(layers), lambda *shape: np.ones(shape))
+    _, errors = emulator.run(found, kernels, np.ones((600, 192)), tensors, None, blocks=1)
     assert any(said in error for error in errors), errors
 
 

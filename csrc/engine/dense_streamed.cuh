@@ -3,13 +3,13 @@
 //
 // A warpgroup's states lie in shared memory, in slabs of 128 bytes of each row: its products read them there, and what becomes
 // of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
-// tiles again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds.
+// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds.
 // They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row.
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), AHEAD (chunks on their way to
 //       who rounds them to tf32), STATE_BYTES (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of
-//       a thread who multiplies, or copies; 0: as they are), First, load_weights(c), layers(c, ring, tile) and
+//       a thread who multiplies, or copies; 0: as they are), First, load_weights(c), layers(c, ring, round) and
 //       weights(c, ring), which call each layer. Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by
 //       side), PASSES (of PARTS N columns), SLABS (of a chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST,
 //       IN_PLACE (its results lie where its x was), from, to (in a warpgroup's states), bias_at (bytes), Activation. Of layers
@@ -35,9 +35,9 @@ template <class Pass> struct DenseStreamed {
   static constexpr bool kRounds = kSize == 4;
   static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
-  static constexpr int kFull = Pass::barriers_at, kEmpty = kFull + Pass::STAGES * 8, kXFull = kEmpty + Pass::STAGES * 8;
-  static constexpr int kXEmpty = kXFull + 8, kMeeting = Pass::GROUPS + 1;  // of the producers
-  template <class L> static constexpr int kColumns = L::PARTS * L::N;      // of a pass
+  static constexpr int kFull = Pass::barriers_at, kEmpty = kFull + Pass::STAGES * 8, kXEmpty = kEmpty + Pass::STAGES * 8;
+  static constexpr int kMeeting = Pass::GROUPS + 1;                    // of the producers
+  template <class L> static constexpr int kColumns = L::PARTS * L::N;  // of a pass
   template <class L> using Sums = float[L::PARTS][L::N / 2];
   template <class L>
   static constexpr Dealt kDealt = L::LAST ? Dealt::by_16_bytes : kSize == 4 ? Dealt::by_words : Dealt::in_order;
@@ -45,12 +45,16 @@ template <class Pass> struct DenseStreamed {
   const Params& params;
   const int warpgroup, thread, g, t;
   const u32 memory, states;  // this warpgroup's
-  const i64 tiles;
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4), memory(shared_address(shared_memory) + 1023 & ~1023u),
-        states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES), tiles((given.batch + 63) / 64) {}
+        states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
+
+  // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
+  static DEVICE i64 sample_of(int round, int group) {
+    return ((i64(round) * Pass::GROUPS + group) * gridDim.x + blockIdx.x) * 64;
+  }
 
   // The stages in turns
   struct Ring {
@@ -119,7 +123,7 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // All that lies there
-  DEVICE void round(u32 from, int rows_by_16) const {
+  DEVICE void round_rows(u32 from, int rows_by_16) const {
     constexpr int kTogether = 4;
     from += thread * 16;
 #pragma unroll 1
@@ -140,7 +144,7 @@ template <class Pass> struct DenseStreamed {
   // `behind` it, others are waiting.
   DEVICE void finish_oldest(Filling& at, int behind) const {
     sync_threads<128>(kMeeting);
-    round(memory + at.oldest * kStageBytes, at.rows >> behind * 8 & 255);
+    round_rows(memory + at.oldest * kStageBytes, at.rows >> behind * 8 & 255);
     arrive(memory + kFull + at.oldest * 8);
     if (++at.oldest == Pass::STAGES) at.oldest = 0;
   }
@@ -185,13 +189,13 @@ template <class Pass> struct DenseStreamed {
           finish_chunk<(kWide<L::P> > 2)>(at, least(L::SLABS, ceil_div(L::K - k, kSlab)) * L::N);
         }
   }
-  // Of the tiles from `first` on, once the x before has been read
-  DEVICE void load_x(i64 first, u32 phase) const {
+  // Once the x before has been read. That it is there is said with the first chunk.
+  DEVICE void load_x(int round) const {
     constexpr int P = First::P;
-    wait_for_bytes(memory + kXEmpty, phase ^ 1);
+    wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);
 #pragma unroll 1
     for (int i = 0; i < Pass::GROUPS; ++i) {
-      const i64 sample = (first + i64(i) * gridDim.x) * 64;
+      const i64 sample = sample_of(round, i);
 #pragma unroll 1
       for (int s = 0; s < kXSlabs; ++s) {
         const u32 to = memory + Pass::states_at + i * Pass::STATE_BYTES + s * 8192;
@@ -204,19 +208,14 @@ template <class Pass> struct DenseStreamed {
       wait_for_copies<0>();
       sync_threads<128>(kMeeting);
 #pragma unroll 1
-      for (int i = 0; i < Pass::GROUPS; ++i) round(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
+      for (int i = 0; i < Pass::GROUPS; ++i) round_rows(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
     }
-    if constexpr (kRounds || kWide<P> == 2)
-      arrive(memory + kXFull);
-    else
-      arrive_with_copies(memory + kXFull);
   }
   DEVICE void produce() const {
     Filling at;
-    u32 phase = 0;
-    for (i64 first = blockIdx.x; first < tiles; first += i64(gridDim.x) * Pass::GROUPS, phase ^= 1) {
-      if constexpr (kRounds) finish_all(at);  // x cannot be free before they are used
-      load_x(first, phase);
+    for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
+      if constexpr (kRounds) finish_all(at);  // x is not free before they have been used
+      load_x(round);
       Pass::weights(*this, at);
     }
     if constexpr (kRounds) finish_all(at);
@@ -311,12 +310,12 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // Sums to memory
-  template <class L> DEVICE void store(const Sums<L>& z, i64 tile, int pass) const {
+  template <class L> DEVICE void store(const Sums<L>& z, int round, int pass) const {
     constexpr int kEach = 16 / kSize, kTiles = kEach / 2;  // whose columns lie side by side
     const int before = pass * kColumns<L>;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 sample = tile * 64 + thread / 32 * 16 + g + h * 8;
+      const i64 sample = sample_of(round, warpgroup) + thread / 32 * 16 + g + h * 8;
       if (sample >= params.batch) continue;
       Element* to = static_cast<Element*>(params.y) + sample * L::Q + before + t * kEach;
 #pragma unroll
@@ -348,7 +347,7 @@ template <class Pass> struct DenseStreamed {
     }
   }
 
-  template <class L> DEVICE void layer(Ring& ring, i64 tile, int number = 0) const {
+  template <class L> DEVICE void layer(Ring& ring, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
@@ -358,20 +357,16 @@ template <class Pass> struct DenseStreamed {
       if constexpr (L::FIRST)
         if (pass == L::PASSES - 1) release(kXEmpty);
       if constexpr (L::LAST) {
-        store<L>(z, tile, pass);
+        store<L>(z, round, pass);
       } else {
         if constexpr (L::FIRST || L::IN_PLACE) meet();  // all warps have read what was there
         hand_on<L>(z, pass);
       }
     }
-    if constexpr (!L::LAST) {
-      fence_copy_engine();
-      meet();
-    }
+    if constexpr (!L::LAST) meet();
   }
-  // Without a tile
+  // Without samples, in the last round
   DEVICE void pass_by(Ring& ring) const {
-    release(kXEmpty);
 #pragma unroll 1
     for (int i = 0; i < Pass::CHUNKS; ++i) {
       wait(kFull, ring, ring.phase);
@@ -381,12 +376,9 @@ template <class Pass> struct DenseStreamed {
   }
   DEVICE void consume() const {
     Ring ring;
-    u32 phase = 0;
-    for (i64 first = blockIdx.x; first < tiles; first += i64(gridDim.x) * Pass::GROUPS, phase ^= 1) {
-      const i64 tile = first + i64(warpgroup) * gridDim.x;
-      wait_for_bytes(memory + kXFull, phase);
-      if (tile < tiles)
-        Pass::layers(*this, ring, tile);
+    for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
+      if (sample_of(round, warpgroup) < params.batch)
+        Pass::layers(*this, ring, round);
       else
         pass_by(ring);
     }
@@ -397,7 +389,7 @@ template <class Pass> struct DenseStreamed {
       init_barrier(memory + kFull + threadIdx.x * 8, 128);
       init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::GROUPS * 4);
     }
-    if (threadIdx.x == 0) init_barrier(memory + kXFull, 128), init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
+    if (threadIdx.x == 0) init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
     Pass::load_weights(*this);
     __syncthreads();
     if (threadIdx.x < kConsumers) {

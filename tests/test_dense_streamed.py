@@ -1,0 +1,98 @@
+"""factorlayer/dense_streamed.py: which stacks stream their weights, and that what they lie in holds them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from oracle import kronecker
+from test_plan import LANES, conflicts
+
+from factorlayer.chain import Chain
+from factorlayer.dense import Dense
+from factorlayer.dense_streamed import LEAST_STAGES, DenseStreamed, tile
+from factorlayer.gpu import Gpu
+from factorlayer.plan import BATCHES, PlanError, plan_stack
+
+HOPPER = Gpu.of(90)
+WIDTHS = [
+    (63, *[256] * 8, 4),
+    (48, 512, 256, 128, 12),
+    (13, 512, 256, 128),
+    (196, 384, 196),
+    (1, 300, 1),
+    (256, 512, 10),
+    (100, 456, 130, 7),
+    (33, 130, 600),
+]
+dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32"])
+
+
+def dense(*widths: int, activation: str = "relu") -> tuple[Chain, ...]:
+    return tuple(Chain.of(kronecker((p,), (q,)), True, activation) for p, q in itertools.pairwise(widths))
+
+
+@dtypes
+@pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
+def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...], dtype: str) -> None:
+    for batch in BATCHES:
+        (found,) = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
+        assert isinstance(found, DenseStreamed) and "weights streamed: " in str(found)
+    for arch in (80, 89, 100, 120):
+        with pytest.raises(PlanError, match="no pass takes all layers"):
+            plan_stack(dense(*widths), dtype, BATCHES[2], Gpu.of(arch))
+    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER).passes
+    assert type(small) is Dense
+
+
+def test_what_does_not_fit_or_is_another_kind_is_not_streamed() -> None:
+    wide, small = dense(768, 3072, 768), dense(300, 300, 300)
+    assert tile(wide, "bfloat16", 4096, HOPPER) is None
+    assert tile(small[:1], "bfloat16", 4096, HOPPER) is None, "one layer has passes of its own"
+    assert (
+        tile(small, "bfloat16", 4096, HOPPER)
+        and tile(small, "bfloat16", 4096, replace(HOPPER, shared=64 << 10)) is None
+    )
+    assert tile(small, "float32", 4096, HOPPER) is None and tile(small, "float64", 4096, HOPPER) is None
+    assert tile(dense(*[20] * 40), "bfloat16", 4096, HOPPER) is None, "a kernel is not given so many tensors"
+    factors = Chain.of(kronecker((30, 10), (30, 10)), True, "relu")
+    assert tile((*small, factors), "bfloat16", 4096, HOPPER) is None
+    assert tile((*small, replace(small[0], rank=2)), "bfloat16", 4096, HOPPER) is None
+
+
+@dtypes
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_all_columns_have_a_place(widths: tuple[int, ...], dtype: str) -> None:
+    """In chunks that a stage holds, sums that a thread has, and states that overlap where one replaces the other."""
+    layers, found = dense(*widths), 0
+    for groups, rows in itertools.product((1, 2), (64, 128, 256)):
+        plan = DenseStreamed(layers, dtype, groups, HOPPER, rows=rows)
+        if plan.stages < LEAST_STAGES:
+            continue
+        found += 1
+        assert plan.shared <= HOPPER.shared
+        told = [plan.struct(i) for i in range(len(layers))]
+        for (p, q), c, here in zip(plan.sizes, plan.tilings, told, strict=True):
+            assert c.k >= p and c.k % plan.step == 0 and c.all >= q
+            assert c.n * c.parts <= 256 and c.n * c.slabs <= plan.stage_rows and c.n % 16 == 0
+            assert c.passes == 1 or c.n * c.parts % plan.slab == 0
+            if here["LAST"]:
+                assert c.n % (64 // plan.size) == 0
+        for before, here, c in zip(told, told[1:], plan.tilings, strict=False):
+            read, written = (
+                range(int(at), int(at) + 8192 * -(-n // plan.slab))
+                for at, n in ((before["from"], c.k), (before["to"], c.all))
+            )
+            assert here["from"] == before["to"] and written.stop <= plan.state_places[-1]
+            assert (max(read.start, written.start) < min(read.stop, written.stop)) == before["IN_PLACE"]
+            assert written.start >= plan.state_places[1], "x has a place of its own"
+            assert int(here["K"]) <= c.all, "padding is written as well"
+    assert found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_states_are_written_without_bank_conflicts(size: int) -> None:
+    """csrc/engine/dense_streamed.cuh: hand_on"""
+    for piece in range(8):
+        assert conflicts([128 * g + (g ^ piece) * 16 + t * 4 for _, g, t in LANES], 4) == 1
