@@ -229,14 +229,14 @@ template <class Pass> struct DenseStreamed {
   }
   DEVICE void meet() const { sync_threads<128>(1 + warpgroup); }
 
-  // What sums begin with, if the layer has a bias
+  // What sums begin with: the bias, or zeros
   template <class L> DEVICE void begin(Sums<L>& z, u32 bias) const {
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) {
 #pragma unroll
       for (int n = 0; n < L::N / 8; n += 2) {
-        u32 words[4];  // of this lane's columns in two tiles of 8
-        load_u32x4(bias + (part * L::N + n * 8) * 4 + t * 16, words);
+        u32 words[4] = {};  // of this lane's columns in two tiles of 8
+        if constexpr (L::BIAS >= 0) load_u32x4(bias + (part * L::N + n * 8) * 4 + t * 16, words);
 #pragma unroll
         for (int i = 0; i < 8; ++i) z[part][n * 4 + i] = __uint_as_float(words[i / 4 * 2 + i % 2]);
       }
@@ -244,7 +244,7 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // The products of a chunk, STEPS of them; `going` are those before.
-  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Ring& ring, u64 left, bool add, bool going) const {
+  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Ring& ring, u64 left, bool going) const {
     const int last = ring.last;
     wait(kFull, ring, ring.phase);
     fence_copy_engine();
@@ -253,7 +253,7 @@ template <class Pass> struct DenseStreamed {
     open_products();
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
-      Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2), add || s > 0);
+      Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2));
     commit_products();
     if (going) {
       wait_for_products<1>();
@@ -268,11 +268,11 @@ template <class Pass> struct DenseStreamed {
     for (int c = 0; c < kWhole; ++c)
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kSteps>(z[part], ring, left + c * (L::SLABS * 512), L::BIAS >= 0 || c > 0, c > 0 || part > 0);
+        take<L, kSteps>(z[part], ring, left + c * (L::SLABS * 512), c > 0 || part > 0);
     if constexpr (kRest > 0)
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kRest>(z[part], ring, left + kWhole * (L::SLABS * 512), L::BIAS >= 0 || kWhole > 0, kWhole > 0 || part > 0);
+        take<L, kRest>(z[part], ring, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
     wait_for_products<0>();
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
@@ -287,23 +287,25 @@ template <class Pass> struct DenseStreamed {
   template <class L> DEVICE void hand_on(const Sums<L>& z, int pass) const {
     constexpr int kTileBytes = 8 * kSize;  // of 8 features
     const int before = pass * kColumns<L>;
-    const u32 to = states + L::to + before / kSlab * 8192 + swizzled(thread / 32 * 16 + g, 0) + t * 4;
+    int row = thread / 32 * 16 + g, lane = t;
+    stay_here(row, lane);  // or each layer's places are kept from round to round
+    const u32 to = states + L::to + before / kSlab * 8192 + swizzled(row, 0) + lane * 4;
 #pragma unroll
     for (int n = 0; n < kColumns<L> / 8; ++n) {
       const float* tile = z[n / (L::N / 8)] + n % (L::N / 8) * 4;
       const int at = n * kTileBytes;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const u32 row = to + at / 128 * 8192 + h * 1024;
+        const u32 there = to + at / 128 * 8192 + h * 1024;
         if constexpr (kSize == 2) {
-          const int feature = before + n * 8 + t * 2;
+          const int feature = before + n * 8 + lane * 2;
           const Pair<Element> pair(finished<L>(tile[h * 2], feature), finished<L>(tile[h * 2 + 1], feature + 1));
-          store_shared(row ^ (at % 128), pair.bits);
+          store_shared(there ^ (at % 128), pair.bits);
         } else {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float y = finished<L>(tile[h * 2 + i], before + n * 8 + i * 4 + t);
-            store_shared(row ^ (at % 128 + i * 16), tf32_of(__float_as_uint(y)));
+            const float y = finished<L>(tile[h * 2 + i], before + n * 8 + i * 4 + lane);
+            store_shared(there ^ (at % 128 + i * 16), tf32_of(__float_as_uint(y)));
           }
         }
       }
@@ -352,7 +354,7 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
-      if constexpr (L::BIAS >= 0) begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
+      begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
       multiply<L>(z, ring);
       if constexpr (L::FIRST)
         if (pass == L::PASSES - 1) release(kXEmpty);
