@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -48,13 +48,13 @@ class DenseStreamed(Dense):
         return 4 * self.step
 
     @functools.cached_property
-    def tilings(self) -> tuple[Columns, ...]:
+    def shapes(self) -> tuple[Columns, ...]:
         """Of each layer. As many rows as the largest chunk has are filled by several slabs of smaller ones."""
-        found = [self._tiling(i) for i in range(len(self.sizes))]
+        found = [self._shape(i) for i in range(len(self.sizes))]
         rows = max(c.n for c in found)
         return tuple(c._replace(slabs=max(1, min(-(-c.k // self.slab), rows // c.n))) for c in found)
 
-    def _tiling(self, i: int) -> Columns:
+    def _shape(self, i: int) -> Columns:
         p, q = self.sizes[i]
         is_last = i == len(self.sizes) - 1
         unit = 32 if is_last and self.size == 2 else 16  # whose columns are dealt
@@ -64,17 +64,17 @@ class DenseStreamed(Dense):
         return Columns(round_up(p, self.step), round_up(-(-columns // parts), unit), parts, passes, 1)
 
     def columns(self, i: int) -> tuple[int, int]:
-        return self.tilings[i].k, self.tilings[i].n
+        return self.shapes[i].k, self.shapes[i].n
 
     @functools.cached_property
     def state_places(self) -> tuple[int, ...]:
         """Where x and what each layer but the last one makes begin in a warpgroup's bytes, and where all end. x has a
         place of its own; what is made in several passes may not lie where they read, all else does."""
-        at = behind_x = end = self._state_bytes(self.tilings[0].k)
+        at = behind_x = end = self._state_bytes(self.shapes[0].k)
         found, held = [0], 0
-        for i, tiling in enumerate(self.tilings[:-1]):
-            size = self._state_bytes(tiling.all)
-            if i and tiling.passes > 1:
+        for i, shape in enumerate(self.shapes[:-1]):
+            size = self._state_bytes(shape.all)
+            if i and shape.passes > 1:
                 at = behind_x if at - behind_x >= size else at + held
             found.append(at)
             held, end = size, max(end, at + size)
@@ -86,15 +86,15 @@ class DenseStreamed(Dense):
     @property
     def stage_rows(self) -> int:
         """Of 128 bytes"""
-        return max(c.n * c.slabs for c in self.tilings)
+        return max(c.n * c.slabs for c in self.shapes)
 
     @property
     def chunks(self) -> int:
-        return sum(c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.tilings)
+        return sum(c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.shapes)
 
     @property
     def bias_bytes(self) -> int:
-        return sum(4 * c.all for c, chain in zip(self.tilings, self.layers, strict=True) if chain.bias)
+        return sum(4 * c.all for c, chain in zip(self.shapes, self.layers, strict=True) if chain.bias)
 
     @property
     def rest_bytes(self) -> int:
@@ -121,9 +121,9 @@ class DenseStreamed(Dense):
         )
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
-        (p, q), c, last = self.sizes[i], self.tilings[i], len(self.layers) - 1
+        (p, q), c, last = self.sizes[i], self.shapes[i], len(self.layers) - 1
         weight = sum(1 + chain.bias for chain in self.layers[:i])
-        biases = sum(4 * c.all for c, chain in zip(self.tilings[:i], self.layers, strict=False) if chain.bias)
+        biases = sum(4 * c.all for c, chain in zip(self.shapes[:i], self.layers, strict=False) if chain.bias)
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
         told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}
         told |= {"FIRST": i == 0, "LAST": i == last, "IN_PLACE": i > 0 and c.passes == 1}
@@ -144,7 +144,7 @@ class DenseStreamed(Dense):
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))
         body += function("weights(const C& c, typename C::Filling& ring)", self._calls("stream", "ring"))
-        return write(self, name, "DenseStreamed", lines, body, {c.n for c in self.tilings})
+        return write(self, name, "DenseStreamed", lines, body, {c.n for c in self.shapes})
 
     def _calls(self, what: str, given: str) -> list[str]:
         """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
@@ -166,15 +166,20 @@ class DenseStreamed(Dense):
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
+    return min(tilings(layers, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+
+
+def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Iterator[DenseStreamed]:
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32") or len(layers) < 2:
-        return None
+        return
     if any(not chain.is_dense or chain.rank > 1 or chain.parameters for chain in layers):
-        return None
+        return
     if sum(1 + chain.bias for chain in layers) > MOST_TENSORS:
-        return None
-    plans = [DenseStreamed(tuple(layers), dtype, g, gpu, rows=rows) for g in (2, 1) for rows in (256, 128, 64)]
-    timed = [replace(plan, us=_time(plan, batch)) for plan in plans if plan.stages >= LEAST_STAGES]
-    return min(timed, key=lambda plan: plan.us, default=None)
+        return
+    for groups, rows in itertools.product((2, 1), (256, 128, 64)):
+        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, rows=rows)
+        if plan.stages >= LEAST_STAGES:
+            yield replace(plan, us=_time(plan, batch))
 
 
 def _time(plan: DenseStreamed, batch: int) -> float:
@@ -182,7 +187,7 @@ def _time(plan: DenseStreamed, batch: int) -> float:
     tiles = math.ceil(batch / 64)
     groups = min(plan.groups, math.ceil(tiles / plan.gpu.sms))  # with tiles
     load = products = read = 0.0
-    for (p, _), c in zip(plan.sizes, plan.tilings, strict=True):
+    for (p, _), c in zip(plan.sizes, plan.shapes, strict=True):
         columns, chunk = c.all, 128 * c.n * c.slabs
         chunks = c.passes * c.parts * -(-c.k // (c.slabs * plan.slab))
         whole = 1 if p * plan.size % 128 == 0 else 1.4 if p * plan.size % 16 == 0 else 3
@@ -194,7 +199,7 @@ def _time(plan: DenseStreamed, batch: int) -> float:
             / plan.slab
             * (columns * (groups + (3 if plan.size == 4 else 1)) + 64 * groups * c.parts * c.passes)
         )
-    sums = 64 * sum(c.all for c in plan.tilings) * 6 / 32 / plan.gpu.instructions
+    sums = 64 * sum(c.all for c in plan.shapes) * 6 / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3
     busy = max(load, groups * products + 0.3 * sums, alone + store, 1.15 * read / 128 / CYCLES, groups * sums) + 0.5

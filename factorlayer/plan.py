@@ -175,21 +175,28 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
         return False
 
 
-def cut(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:
-    """Runs of a stack's layers, from one number up to another, each of which one pass makes all gradients of: those by
-    which most layers are in one, and of these the fastest by prediction."""
+def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool) -> tuple[tuple[int, int], ...]:
+    """Runs of a stack's layers, from one number up to another, each of which one pass takes. Backward, it makes all
+    gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
     layers, gpu = stack.split(" | "), Gpu(arch, sms, shared)
+    runs: dict[tuple[int, int], float] = {}
+    for begin, end in itertools.combinations(range(len(layers) + 1), 2):
+        if not backward and end == begin + 1:
+            continue
+        try:
+            text = " | ".join([*layers[begin:end], "backward"] if backward else layers[begin:end])
+            runs[begin, end] = plan_of(text, dtype, len(BATCHES) - 1, gpu).us
+        except PlanError:
+            continue
+    alone = [0.0 if backward or not runs else plan_of(layer, dtype, len(BATCHES) - 1, gpu).us for layer in layers]
     best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
         outside, us, found = best[begin + 1]
-        ways = [(outside + 1, us, found)]
+        ways = [(outside + backward, us + alone[begin], found)]
         for end in range(begin + 1, len(layers) + 1):
-            try:
-                run = plan_of(" | ".join([*layers[begin:end], "backward"]), dtype, len(BATCHES) - 1, gpu)
-            except PlanError:
-                continue
-            outside, us, found = best[end]
-            ways.append((outside, us + run.us, ((begin, end), *found)))
+            if (begin, end) in runs:
+                outside, us, found = best[end]
+                ways.append((outside, us + runs[begin, end], ((begin, end), *found)))
         best[begin] = min(ways)
     return best[0][2]
 
@@ -216,13 +223,21 @@ def plan_stack(
         tiled = [family.tile(layers, dtype, batch, gpu) for family in (dense_backward, layer_backward)]
     else:
         tiled = [dense.tile(layers, dtype, batch, gpu, states)]
-        tiled += [] if states else [dense_streamed.tile(layers, dtype, batch, gpu)]
+        tiled += [dense_streamed.tile(layers, dtype, batch, gpu)] if not states and _streams(layers, dtype, gpu) else []
     found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")
     passes = (found, Reduction(found)) if isinstance(found, DenseBackward) else (found,)
     return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, passes)
+
+
+@functools.lru_cache(256)
+def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
+    """Whether a pass that streams their weights is predicted to be faster than layer by layer, for many samples: layers
+    that have a kernel for these have one for few as well."""
+    found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu)
+    return found is not None and found.us < sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
 
 
 @functools.lru_cache(256)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import dense, pair, tiling
+from factorlayer import dense, dense_streamed, pair, tiling
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.pair import Pair
@@ -54,6 +54,8 @@ def schemes(text: str, dtype: str, batch_class: int, gpu: Gpu) -> list[Scheme]:
 def _of_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme]:
     for tiled in dense.tilings(layers, dtype, batch, gpu):
         yield Scheme(REGISTERS, RESIDENT, str(64 * tiled.groups), Plan(layers[0], dtype, batch, gpu, (tiled,)))
+    for streamed in dense_streamed.tilings(layers, dtype, batch, gpu):
+        yield Scheme(SHARED, STREAMED, str(64 * streamed.groups), Plan(layers[0], dtype, batch, gpu, (streamed,)))
 
 
 def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme]:

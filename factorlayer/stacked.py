@@ -97,11 +97,9 @@ def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> 
     layers = text.split(" | ")
     if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
         return ((0, len(layers), text),)
-    if not recorded:
-        return ()
     from factorlayer.plan import cut  # not needed for kernels that are known
 
-    found = cut(text, dtype_name(dtype), *gpu_limits(device))
+    found = cut(text, dtype_name(dtype), *gpu_limits(device), backward=recorded)
     if len(found) == len(layers) > 1 and has_kernel(text + STATES, dtype, device):
         return ((0, len(layers), text + STATES),)
     return tuple((begin, end, " | ".join(layers[begin:end])) for begin, end in found)

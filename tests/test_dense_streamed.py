@@ -73,13 +73,13 @@ def test_all_columns_have_a_place(widths: tuple[int, ...], dtype: str) -> None:
         found += 1
         assert plan.shared <= HOPPER.shared
         told = [plan.struct(i) for i in range(len(layers))]
-        for (p, q), c, here in zip(plan.sizes, plan.tilings, told, strict=True):
+        for (p, q), c, here in zip(plan.sizes, plan.shapes, told, strict=True):
             assert c.k >= p and c.k % plan.step == 0 and c.all >= q
             assert c.n * c.parts <= 256 and c.n * c.slabs <= plan.stage_rows and c.n % 16 == 0
             assert c.passes == 1 or c.n * c.parts % plan.slab == 0
             if here["LAST"]:
                 assert c.n % (64 // plan.size) == 0
-        for before, here, c in zip(told, told[1:], plan.tilings, strict=False):
+        for before, here, c in zip(told, told[1:], plan.shapes, strict=False):
             read, written = (
                 range(int(at), int(at) + 8192 * -(-n // plan.slab))
                 for at, n in ((before["from"], c.k), (before["to"], c.all))

@@ -260,9 +260,27 @@ def test_stacks_are_cut_into_runs_that_have_kernels(
     widths: tuple[int, ...], activation: str, right: list[tuple[int, int]]
 ) -> None:
     layers = [Chain.of(kronecker((p,), (q,)), True, activation).text for p, q in itertools.pairwise(widths)]
-    assert list(cut(" | ".join(layers), "bfloat16", 90, 132, 232448)) == right
-    assert not cut(" | ".join(layers), "float32", 90, 132, 232448)
-    assert not cut(" | ".join(layers), "bfloat16", 80, 132, 232448)
+    assert list(cut(" | ".join(layers), "bfloat16", 90, 132, 232448, backward=True)) == right
+    assert not cut(" | ".join(layers), "float32", 90, 132, 232448, backward=True)
+    assert not cut(" | ".join(layers), "bfloat16", 80, 132, 232448, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("widths", "right"),
+    [
+        ((768, 3072, 768), []),
+        ((48, 512, 256, 128, 12), [(0, 4)]),
+        ((3072, 128, 256, 64, 3072), [(1, 4)]),
+        ((768, 3072, 128, 256, 64, 3072, 768), [(2, 5)]),
+    ],
+    ids=str,
+)
+def test_stacks_are_cut_forward_where_one_pass_takes_several(
+    widths: tuple[int, ...], right: list[tuple[int, int]]
+) -> None:
+    stack = " | ".join(chain_of(kronecker((p,), (q,)), activation="relu").text for p, q in itertools.pairwise(widths))
+    assert list(cut(stack, "bfloat16", 90, 132, 232448, backward=False)) == right
+    assert not cut(stack, "bfloat16", 80, 132, 232448, backward=False)
 
 
 def test_less_shared_memory_than_any_gpu_of_today() -> None:

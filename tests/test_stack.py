@@ -141,6 +141,8 @@ def test_others_are_cut_where_they_are_trained(hopper: int) -> None:
     assert found == ((2, 3, dense(128, 128)),)
     found = _runs_on_gpu(dense(64, 64, 64, 128, 128), torch.bfloat16, hopper, True)
     assert [run[:2] for run in found] == [(0, 2), (2, 3), (3, 4)]
+    wide = dense(3072, 128, 256, 64, 3072)
+    assert _runs_on_gpu(wide, torch.bfloat16, hopper, False) == ((1, 4, dense(128, 256, 64, 3072)),)
     assert not _runs_on_gpu(text, torch.float64, hopper, False)
     assert not _runs_on_gpu(text, torch.float32, hopper, True)
 

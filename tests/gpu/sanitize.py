@@ -90,6 +90,8 @@ BLOCKS = [
     ("13 21 21 5", "gelu", 128, "float16", True),
     ("24 40 8", "relu", 70, "tf32", False),
     ("64 128 128 1", "sine", 70, "bfloat16", False),
+    ("13 300 40", "silu", 200, "bfloat16", False),
+    ("48 264 256 12", "elu", 200, "tf32", False),
 ]
 
 

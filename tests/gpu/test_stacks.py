@@ -51,6 +51,7 @@ NETS = [
     Net((64, 128, 128, 1), "sine", 64, "sigmoid"),
     Net((63, 256, 256, 4), "relu", 1000),
     Net((48, 512, 256, 128, 12), "elu", 4096),
+    Net((196, 384, 196), "gelu", 20_000),
 ]
 each = pytest.mark.parametrize("net", NETS, ids=str)
 
@@ -68,6 +69,24 @@ def drawn(net: Net, dtype: str) -> tuple[Tensor, Tensor]:
         for n in (net.widths[0], net.widths[-1])
     )
     return x, grad_y
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32"])
+@pytest.mark.parametrize("net", NETS[-3:], ids=str)
+def test_layers_that_no_block_can_hold_are_one_kernel(net: Net, dtype: str) -> None:
+    """Without gradients"""
+    mlp, exact = net.block(dtype), net.block(dtype, "batched").double()
+    exact.load_state_dict(mlp.state_dict())
+    x, _ = drawn(net, dtype)
+    stack = Stack(tuple(layer.chain for layer in mlp._stacks[0][0].layers))
+    with arithmetic(dtype), torch.no_grad():
+        assert [run[:2] for run in runs(stack, x, False)] == [(0, len(net.widths) - 1)]
+        found, plain, right = mlp(x), net.block(dtype, "batched")(x), exact(x.double())
+    of_fused, of_plain = (float((y.double() - right).norm() / right.norm()) for y in (found, plain))
+    assert of_fused <= 2 * of_plain + 4 * EPS[dtype], (of_fused, of_plain)
 
 
 @each
