@@ -365,7 +365,7 @@ template <class Pass> struct DenseStreamed {
         hand_on<L>(z, pass);
       }
     }
-    if constexpr (!L::LAST) meet();
+    if constexpr (!L::LAST) fence_copy_engine(), meet();  // what was written is there for products of all warps
   }
   // Without samples, in the last round
   DEVICE void pass_by(Ring& ring) const {
