@@ -114,9 +114,10 @@ def test_a_wrong_weight_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         mlp(torch.randn(2, 6, dtype=torch.float64))
 
 
-def dense(*widths: int) -> str:
+def dense(*widths: int, tf32: bool = False) -> str:
     specs = [LayerSpec("kronecker", (p,), (q,)) for p, q in itertools.pairwise(widths)]
-    return " | ".join(Chain.of(spec, True, "relu").text for spec in specs)
+    chains = [Chain.of(spec, True, "relu") for spec in specs]
+    return " | ".join(chain.tf32_text if tf32 else chain.text for chain in chains)
 
 
 @pytest.fixture
@@ -143,6 +144,18 @@ def test_others_are_cut_where_they_are_trained(hopper: int) -> None:
     assert [run[:2] for run in found] == [(0, 2), (2, 3), (3, 4)]
     assert not _runs_on_gpu(text, torch.float64, hopper, False)
     assert not _runs_on_gpu(text, torch.float32, hopper, True)
+
+
+def test_in_tf32_each_layer_is_trained_by_itself(hopper: int) -> None:
+    text = dense(32, 64, 64, 64, 64, 16, tf32=True)
+    assert _runs_on_gpu(text, torch.float32, hopper, False) == ((0, 5, text),)
+    assert _runs_on_gpu(text, torch.float32, hopper, True) == ((0, 5, text + STATES),)
+    wide = dense(*[128] * 7, tf32=True)  # whose weights no kernel has all of
+    layer = dense(128, 128, tf32=True)
+    assert _runs_on_gpu(wide, torch.float32, hopper, True) == tuple((i, i + 1, layer) for i in range(6))
+    found = _runs_on_gpu(dense(48, 512, 128, 12, tf32=True), torch.float32, hopper, True)
+    assert found == ((2, 3, dense(128, 12, tf32=True)),)
+    assert not _runs_on_gpu(dense(32, 64, 64, 16), torch.float32, hopper, True)
 
 
 def test_a_graph_knows_the_runs(hopper: int) -> None:
