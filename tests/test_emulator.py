@@ -657,11 +657,20 @@ def test_all_gradients_of_stacks(
     widths: list[int], dtype: str, activation: str, last: str, batch: int, emulator: Emulator
 ) -> None:
     """One processor, whose warpgroups take several tiles."""
-    layers = stack_of(widths, dtype, activation, last)
+    check_all_gradients(stack_of(widths, dtype, activation, last), dtype, batch, emulator)
+
+
+@pytest.mark.parametrize(("p", "q"), [(64, 40), (128, 104)])
+def test_all_gradients_of_a_layer_without_a_bias_in_tf32(p: int, q: int, emulator: Emulator) -> None:
+    (layer,) = stack_of([p, q], "tf32", "identity", "silu")
+    check_all_gradients([replace(layer, bias=False)], "tf32", 150, emulator)
+
+
+def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: Emulator) -> None:
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     kernels = emulator.compile(found)
     draw = drawing(dtype)
-    x, grad, tensors = draw(batch, widths[0]), draw(batch, widths[-1]), []
+    x, grad, tensors = draw(batch, layers[0].in_features), draw(batch, layers[-1].out_features), []
     for layer in layers:
         (c,) = layer.contractions
         weight = decode(encode(draw(c.q, c.p) * c.p**-0.5, dtype), dtype).reshape(c.q, c.p)

@@ -241,10 +241,20 @@ template <class Pass> struct LayerBackward32 : DenseLayers<Pass> {
       const int at = (k / 8 * 8 + k % 2 * 4 + k % 8 / 2) * 4;
       return at / 128 * (rows * 128) + swizzled(r, at % 128 / 16) + at % 16;
     };
-#pragma unroll 8
-    for (int j = threadIdx.x; j < L::N * L::K; j += Layers::kThreads) {
-      const int n = j % L::N, k = j / L::N;
-      store_shared(memory + Pass::back_at + place(L::K, k, n), load_u32(memory + L::weight_at + place(L::N, n, k)));
+    constexpr int kTogether = 8;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < L::N * L::K; first += kTogether * Layers::kThreads) {
+      u32 w[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int j = first + i * Layers::kThreads;
+        w[i] = j < L::N * L::K ? load_u32(memory + L::weight_at + place(L::N, j % L::N, j / L::N)) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int j = first + i * Layers::kThreads;
+        if (j < L::N * L::K) store_shared(memory + Pass::back_at + place(L::K, j / L::N, j % L::N), w[i]);
+      }
     }
   }
 
