@@ -157,7 +157,7 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
         head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
-    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers") for n in sorted(widths))
+    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
     return kernel(hopper_headers(products, *plan.headers), name, template, head + body, plan.threads)
 
 
@@ -167,7 +167,7 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool
 
 
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[Dense]:
-    if gpu.arch != 90 or dtype not in (("bfloat16", "float16") if states else ("bfloat16", "float16", "tf32")):
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
         return
     for chain in layers:
         c = chain.contractions[0]

@@ -20,6 +20,7 @@ from factorlayer import (
     gradient,
     large_backward,
     layer_backward,
+    layer_backward32,
     pair,
     pair_backward,
     single_backward,
@@ -220,7 +221,8 @@ def plan_stack(
 ) -> Plan:
     """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients."""
     if backward:
-        tiled = [family.tile(layers, dtype, batch, gpu) for family in (dense_backward, layer_backward)]
+        families = (dense_backward, layer_backward, layer_backward32)
+        tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
     else:
         tiled = [dense.tile(layers, dtype, batch, gpu, states)]
         tiled += [dense_streamed.tile(layers, dtype, batch, gpu)] if not states and _streams(layers, dtype, gpu) else []

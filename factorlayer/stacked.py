@@ -2,7 +2,7 @@
 
 tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, and one for all
 gradients of fewer. To be trained, a stack is cut into runs of layers that have both; what is left is run layer by layer
-(factorlayer/stack.py). If each layer is a run, one kernel forward stores what each makes.
+(factorlayer/stack.py). Of layers that are runs by themselves, one kernel forward stores what each makes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Stack:
         return self.tf32_text if runs_in_tf32(x) else self.text
 
 
-# Of a stack's layers: from which number up to which, and their text, behind which stands STATES if gradients are made
-# layer by layer. A tuple, as torch.compile takes it for a constant.
+# Of a stack's layers: from which number up to which, and their text, behind which stands STATES if their gradients are
+# made layer by layer. A tuple, as torch.compile takes it for a constant.
 Run = tuple[int, int, str]
 STATES = " | states"
 
@@ -99,10 +99,17 @@ def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> 
         return ((0, len(layers), text),)
     from factorlayer.plan import cut  # not needed for kernels that are known
 
-    found = cut(text, dtype_name(dtype), *gpu_limits(device), backward=recorded)
-    if len(found) == len(layers) > 1 and has_kernel(text + STATES, dtype, device):
-        return ((0, len(layers), text + STATES),)
-    return tuple((begin, end, " | ".join(layers[begin:end])) for begin, end in found)
+    found: list[Run] = []
+    for begin, end in cut(text, dtype_name(dtype), *gpu_limits(device), backward=recorded):
+        if found and end - begin == 1:  # one more layer for itself, behind others
+            first, before, _ = found[-1]
+            joined = " | ".join(layers[first:end]) + STATES
+            alone = before - first == 1 or found[-1][2].endswith(STATES)
+            if before == begin and alone and has_kernel(joined, dtype, device):
+                found[-1] = (first, end, joined)
+                continue
+        found.append((begin, end, " | ".join(layers[begin:end])))
+    return tuple(found)
 
 
 def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:

@@ -540,6 +540,8 @@ STORED = [
     ([128, 128, 128, 128], "bfloat16", "relu"),
     ([24, 127, 66, 44, 9], "float16", "gelu"),
     ([5, 17, 80, 3], "bfloat16", "softplus"),
+    ([32, 64, 64, 16], "tf32", "gelu"),
+    ([13, 45, 66, 1], "tf32", "tanh"),
 ]
 
 
@@ -671,6 +673,19 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([127, 127], "bfloat16", "identity", "softplus", 300),
         ([44, 127], "float16", "identity", "identity", 129),
         ([1, 65], "bfloat16", "identity", "sine", 2),
+        ([32, 64], "tf32", "identity", "elu", 200),
+        ([64, 16], "tf32", "identity", "identity", 530),
+        ([64, 64], "tf32", "identity", "gelu", 63),
+        ([128, 128], "tf32", "identity", "elu", 330),
+        ([127, 127], "tf32", "identity", "silu", 200),
+        ([128, 127], "tf32", "identity", "identity", 63),
+        ([128, 64], "tf32", "identity", "tanh", 130),
+        ([72, 72], "tf32", "identity", "sigmoid", 200),
+        ([2, 20], "tf32", "identity", "tanh", 300),
+        ([20, 1], "tf32", "identity", "square", 1),
+        ([13, 45], "tf32", "identity", "softplus", 63),
+        ([128, 1], "tf32", "identity", "gelu_tanh", 200),
+        ([1, 128], "tf32", "identity", "sine", 200),
     ],
     ids=str,
 )
@@ -678,11 +693,20 @@ def test_all_gradients_of_stacks(
     widths: list[int], dtype: str, activation: str, last: str, batch: int, emulator: Emulator
 ) -> None:
     """One processor, whose warpgroups take several tiles."""
-    layers = stack_of(widths, dtype, activation, last)
+    check_all_gradients(stack_of(widths, dtype, activation, last), dtype, batch, emulator)
+
+
+@pytest.mark.parametrize(("p", "q"), [(64, 40), (128, 104)])
+def test_all_gradients_of_a_layer_without_a_bias_in_tf32(p: int, q: int, emulator: Emulator) -> None:
+    (layer,) = stack_of([p, q], "tf32", "identity", "silu")
+    check_all_gradients([replace(layer, bias=False)], "tf32", 150, emulator)
+
+
+def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: Emulator) -> None:
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     kernels = emulator.compile(found)
     draw = drawing(dtype)
-    x, grad, tensors = draw(batch, widths[0]), draw(batch, widths[-1]), []
+    x, grad, tensors = draw(batch, layers[0].in_features), draw(batch, layers[-1].out_features), []
     for layer in layers:
         (c,) = layer.contractions
         weight = decode(encode(draw(c.q, c.p) * c.p**-0.5, dtype), dtype).reshape(c.q, c.p)
@@ -838,4 +862,30 @@ def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: s
     kernels = emulator.compile(replace(found, passes=found.passes[:1]), {old: new})
     x, tensors = np.ones((600, 128)), [np.ones((128, 128)), np.ones(128), np.ones((600, 128))]
     _, errors = emulator.run(replace(found, passes=found.passes[:1]), kernels, x, tensors, None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("size", "old", "new", "said"),
+    [
+        (64, "sync_group<4, 16>(group + 1);  // the samples", "//", "race"),
+        (64, "fence_copy_engine();\n      sync_group", "sync_group", "no fence: a matrix unit"),
+        (64, "fence_copy_engine();\n      sync_group<4, 16>(group + 1);", "fence_copy_engine();", "race"),
+        (64, "wait_for_products<0>();\n      touch_sums(sums);", "", "race"),
+        (128, "wait_for_bytes(full(), before & 1);", "", "race: a matrix unit"),
+        (128, "wait_for_bytes(full(), before + 1 & 1);", "", "race: a matrix unit"),
+        (128, "wait_for_bytes(free(), before & 1);", "", "race: a write"),
+        (128, "if (before > 0) wait_for_bytes(free(), before - 1 & 1);", "", "race: a write"),
+        (128, "fence_copy_engine();\n        arrive(full());", "arrive(full());", "no fence: a matrix unit"),
+    ],
+)
+def test_finds_what_is_missing_of_a_layers_gradients_in_tf32(
+    size: int, old: str, new: str, said: str, emulator: Emulator
+) -> None:
+    (layer,) = stack_of([size, size], "tf32", "identity", "relu")
+    found = plan_stack((layer,), "tf32", LARGE, Gpu(90, 1, 232448), backward=True)
+    found = replace(found, passes=found.passes[:1])
+    kernels = emulator.compile(found, {old: new})
+    x, tensors = np.ones((800, size)), [np.ones((size, size)), np.ones(size), np.ones((800, size))]
+    _, errors = emulator.run(found, kernels, x, tensors, None, blocks=1)
     assert any(said in error for error in errors), errors

@@ -236,9 +236,20 @@ STACKS = [
     StackCase((128,) * 7, "bfloat16", states=True),
     StackCase((100,) * 6, "float16", "gelu", states=True),
     StackCase((128, 127, 66, 127), "bfloat16", "tanh", states=True),
+    StackCase((32, 64, 64, 64, 64, 16), "tf32", states=True),
+    StackCase((128, 127, 66, 24), "tf32", "gelu", states=True),
     StackCase((128, 128), "bfloat16", last="relu", backward=True),
     StackCase((127, 127), "float16", last="gelu", backward=True),
     StackCase((44, 65), "bfloat16", last="silu", backward=True),
+    StackCase((32, 64), "tf32", last="relu", backward=True),
+    StackCase((64, 64), "tf32", last="gelu", backward=True),
+    StackCase((20, 20), "tf32", last="tanh", backward=True),
+    StackCase((72, 72), "tf32", last="silu", backward=True),
+    StackCase((100, 66), "tf32", last="sine", backward=True),
+    StackCase((64, 128), "tf32", last="softplus", backward=True),
+    StackCase((128, 127), "tf32", last="relu", backward=True),
+    StackCase((128, 128), "tf32", last="gelu", backward=True),
+    StackCase((128, 128), "tf32", backward=True),
 ]
 
 
@@ -433,5 +444,6 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "LargeBackward Reduction", "PairBackward Reduction Parts"} <= found
     assert {"Gradient", "Gradient Reduction", "WideGradient Reduction"} <= found
-    assert {"block in tf32", "block in bfloat16, trained", "block in float16, trained"} <= found
+    trained = {f"block in {dtype}, trained" for dtype in ("bfloat16", "float16", "tf32")}
+    assert {"block in bfloat16", *trained} <= found
     assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found

@@ -21,9 +21,10 @@ from factorlayer import runtime
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient
+from factorlayer.layer_backward32 import LayerBackward32
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
-from factorlayer.plan import BATCHES, Plan, PlanError, cut, plan, plan_text
+from factorlayer.plan import BATCHES, Plan, PlanError, cut, plan, plan_stack, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
@@ -281,6 +282,41 @@ def test_stacks_are_cut_forward_where_one_pass_takes_several(
     stack = " | ".join(chain_of(kronecker((p,), (q,)), activation="relu").text for p, q in itertools.pairwise(widths))
     assert list(cut(stack, "bfloat16", 90, 132, 232448, backward=False)) == right
     assert not cut(stack, "bfloat16", 80, 132, 232448, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "groups", "together"),
+    [
+        (32, 64, 3, False),
+        (64, 64, 3, False),
+        (64, 16, 4, False),
+        (20, 1, 4, False),
+        (72, 72, 2, False),
+        (128, 128, 2, True),
+        (127, 127, 2, True),
+        (128, 64, 2, True),
+        (64, 128, 2, True),
+    ],
+)
+def test_layers_in_tf32_have_warpgroups_alone_or_together(p: int, q: int, groups: int, together: bool) -> None:
+    gpu, chain = Gpu.of(90), Chain.of(kronecker((p,), (q,)), True, "relu")
+    found = plan_stack((chain,), "tf32", 1 << 20, gpu, backward=True)
+    first = found.passes[0]
+    assert isinstance(first, LayerBackward32) and (first.groups, first.together) == (groups, together)
+    assert first.shared <= gpu.shared and first.threads * first.registers_needed <= 65536
+    floor = (1 << 20) * (2 * p + q) * 4 / gpu.sms / gpu.memory_bytes
+    assert floor < found.us < 4 * floor + 10
+    assert found.scratch == (0, 0, 132 * (p * q + q) * 4)
+
+
+def test_layers_in_tf32_are_no_wider_than_their_sums() -> None:
+    for p, q in ((129, 64), (64, 129)):
+        with pytest.raises(PlanError, match="no pass makes all gradients"):
+            plan_stack((Chain.of(kronecker((p,), (q,)), True, "relu"),), "tf32", 1024, Gpu.of(90), backward=True)
+    narrow = (Chain.of(kronecker((64,), (64,)), True, "relu"),)
+    for arch, dtype in ((100, "tf32"), (80, "tf32"), (90, "float32"), (90, "float64")):
+        with pytest.raises(PlanError, match="no pass makes all gradients"):
+            plan_stack(narrow, dtype, 1024, Gpu.of(arch), backward=True)
 
 
 def test_less_shared_memory_than_any_gpu_of_today() -> None:

@@ -79,6 +79,17 @@ def test_runs_make_the_same_numbers(
     torch.testing.assert_close(found, right)
 
 
+def test_some_of_the_runs_may_store_their_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = block(), torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    right = gradients(mlp, x)
+    asked = cut_by(monkeypatch, ())
+    layers = mlp._stacks[0][0]._stack.text.split(" | ")
+    parts = [(0, 2, " | ".join(layers[:2]) + STATES), (2, 3, layers[2])]
+    monkeypatch.setattr(factorlayer.stack, "runs", lambda *_: tuple(parts))
+    torch.testing.assert_close(gradients(mlp, x), right)
+    assert asked == 2 * [text for _, _, text in parts]
+
+
 @cuts
 def test_runs_can_be_differentiated_twice(cut: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, x = block(), torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
@@ -114,9 +125,10 @@ def test_a_wrong_weight_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         mlp(torch.randn(2, 6, dtype=torch.float64))
 
 
-def dense(*widths: int) -> str:
+def dense(*widths: int, tf32: bool = False) -> str:
     specs = [LayerSpec("kronecker", (p,), (q,)) for p, q in itertools.pairwise(widths)]
-    return " | ".join(Chain.of(spec, True, "relu").text for spec in specs)
+    chains = [Chain.of(spec, True, "relu") for spec in specs]
+    return " | ".join(chain.tf32_text if tf32 else chain.text for chain in chains)
 
 
 @pytest.fixture
@@ -140,11 +152,26 @@ def test_others_are_cut_where_they_are_trained(hopper: int) -> None:
     found = _runs_on_gpu(dense(128, 256, 128, 128), torch.bfloat16, hopper, True)
     assert found == ((2, 3, dense(128, 128)),)
     found = _runs_on_gpu(dense(64, 64, 64, 128, 128), torch.bfloat16, hopper, True)
-    assert [run[:2] for run in found] == [(0, 2), (2, 3), (3, 4)]
+    assert found == ((0, 2, dense(64, 64, 64)), (2, 4, dense(64, 128, 128) + STATES))
     wide = dense(3072, 128, 256, 64, 3072)
     assert _runs_on_gpu(wide, torch.bfloat16, hopper, False) == ((1, 4, dense(128, 256, 64, 3072)),)
     assert not _runs_on_gpu(text, torch.float64, hopper, False)
     assert not _runs_on_gpu(text, torch.float32, hopper, True)
+
+
+def test_in_tf32_each_layer_is_trained_by_itself(hopper: int) -> None:
+    text = dense(32, 64, 64, 64, 64, 16, tf32=True)
+    assert _runs_on_gpu(text, torch.float32, hopper, False) == ((0, 5, text),)
+    assert _runs_on_gpu(text, torch.float32, hopper, True) == ((0, 5, text + STATES),)
+    wide, three = (
+        dense(*[128] * 8, tf32=True),
+        dense(*[128] * 4, tf32=True) + STATES,
+    )  # whose weights are all a kernel has
+    found = _runs_on_gpu(wide, torch.float32, hopper, True)
+    assert found == ((0, 3, three), (3, 6, three), (6, 7, dense(128, 128, tf32=True)))
+    found = _runs_on_gpu(dense(48, 512, 128, 12, tf32=True), torch.float32, hopper, True)
+    assert found == ((2, 3, dense(128, 12, tf32=True)),)
+    assert not _runs_on_gpu(dense(32, 64, 64, 16), torch.float32, hopper, True)
 
 
 def test_a_graph_knows_the_runs(hopper: int) -> None:

@@ -132,7 +132,8 @@ template <class Pass> struct DenseLayers {
       }
     }
   }
-  // The other way: what `load` would read
+  // The other way: what `load` would read; of 32 bits as the next layer multiplies it, rounded, so that a backward pass that
+  // reads it finds the same sums.
   template <int FEATURES, int STEPS> DEVICE void save(const void* given, const u32 (&x)[STEPS][4], i64 tile) const {
     constexpr int kRow = FEATURES * kSize, kWide = kRow % 16 == 0 ? 16 : kRow % 8 == 0 ? 8 : kRow % 4 == 0 ? 4 : 2;
     int first = row, t = lane.t;

@@ -130,6 +130,8 @@ DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
                "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)));
 }
+// A line of 128 bytes on its way to L2
+DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
   if constexpr (BYTES == 16)

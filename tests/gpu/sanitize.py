@@ -88,7 +88,7 @@ TRAINED = [
 BLOCKS = [
     ("24 40 8", "silu", 128, "bfloat16", True),
     ("13 21 21 5", "gelu", 128, "float16", True),
-    ("24 40 8", "relu", 70, "tf32", False),
+    ("24 128 100 8", "silu", 200, "tf32", True),
     ("64 128 128 1", "sine", 70, "bfloat16", False),
     ("13 300 40", "silu", 200, "bfloat16", False),
     ("48 264 256 12", "elu", 200, "tf32", False),
