@@ -123,13 +123,14 @@ inline void load_global(const void* from, u32 (&x)[4], bool present) {
 }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
-  emulator::copy(to, from, BYTES, present);
+  emulator::copy(to, from, BYTES, present ? BYTES : 0);
 }
+inline void copy_async_first(u32 to, const void* from, int bytes) { emulator::copy(to, from, 16, bytes); }
 template <int BYTES, class Element>
 inline void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {
   if (!wanted) return;
   if constexpr (BYTES >= 4)
-    emulator::copy(to, from, BYTES, present);
+    emulator::copy(to, from, BYTES, present ? BYTES : 0);
   else
     store_shared(to, present ? from->bits : u16(0));
 }
