@@ -514,13 +514,19 @@ STACKS = [
     ([13, 24, 5], "tf32", "gelu", 130),
     ([48, 40, 128, 12], "tf32", "sigmoid", 65),
     ([100, 200, 36], "float16", "sine", 64),
+    ([127, 20, 13], "bfloat16", "relu", 65),
+    ([13, 45, 127], "float16", "tanh", 200),
+    ([63, 12, 9], "tf32", "relu", 63),
+    ([126, 1], "bfloat16", "silu", 1),
 ]
 
 
 STORED = [
-    ([128, 128, 128, 128], "bfloat16", "relu"),
-    ([24, 127, 66, 44, 9], "float16", "gelu"),
-    ([5, 17, 80, 3], "bfloat16", "softplus"),
+    ([128, 128, 128, 128], "bfloat16", "relu", 136),
+    ([24, 127, 66, 44, 9], "float16", "gelu", 136),
+    ([5, 17, 80, 3], "bfloat16", "softplus", 136),
+    ([45, 127, 63, 13], "bfloat16", "relu", 201),
+    ([127, 20, 1, 127], "float16", "identity", 63),
 ]
 
 
@@ -574,10 +580,10 @@ def test_stacks_are_right_and_keep_samples_apart(
     np.testing.assert_array_equal(found_y.reshape(batch, -1)[others], y[others])
 
 
-@pytest.mark.parametrize(("widths", "dtype", "activation"), STORED, ids=str)
-def test_states_of_stacks(widths: list[int], dtype: str, activation: str, emulator: Emulator) -> None:
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
+def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
     """Stored beside the outputs."""
-    layers, batch = stack_of(widths, dtype, activation, "relu"), 136
+    layers = stack_of(widths, dtype, activation, "relu")
     draw = drawing(dtype)
     x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
     planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
@@ -635,6 +641,13 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([127, 127], "bfloat16", "identity", "softplus", 300),
         ([44, 127], "float16", "identity", "identity", 129),
         ([1, 65], "bfloat16", "identity", "sine", 2),
+        ([63, 45, 13], "bfloat16", "relu", "tanh", 65),
+        ([45, 20, 127], "float16", "tanh", "identity", 63),
+        ([127, 127], "float16", "identity", "relu", 65),
+        ([128, 127], "bfloat16", "identity", "relu", 200),
+        ([127, 128], "float16", "identity", "tanh", 63),
+        ([126, 70], "bfloat16", "identity", "identity", 1),
+        ([3, 125], "float16", "identity", "relu", 64),
     ],
     ids=str,
 )

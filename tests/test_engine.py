@@ -230,6 +230,11 @@ STACKS = [
     StackCase((128, 128), "bfloat16", last="relu", backward=True),
     StackCase((127, 127), "float16", last="gelu", backward=True),
     StackCase((44, 65), "bfloat16", last="silu", backward=True),
+    StackCase((127, 127, 63), "bfloat16", "gelu"),
+    StackCase((45, 127, 250), "float16", "relu", states=True),
+    StackCase((13, 45, 63, 5), "bfloat16", "tanh", last="sine", backward=True),
+    StackCase((126, 126), "bfloat16", last="tanh", backward=True),
+    StackCase((128, 127), "float16", last="relu", backward=True),
 ]
 
 

@@ -3,13 +3,16 @@
 // A layer's sums, activated and rounded, are as they stand the left operand of the next layer's products. So states stay
 // in registers; weights and biases stay in shared memory for all samples of a block, and no warpgroup waits for another.
 // In which order k's are summed is free: those of x are taken as 16 bytes of a row lie in memory, and the last layer's
-// columns are so dealt to sums that a lane's lie side by side. Weights are put where that wants them.
+// columns are so dealt to sums that a lane's lie side by side. Weights are put where that wants them. Rows that accesses of
+// 8 bytes do not fit pass through shared memory (packed.cuh), where each warp has room for its own.
 //
 // Pass: Math, Element, GROUPS (warpgroups), First and Last (layers), layers(c, a, tile), which calls each layer, and
-//       load_weights(c). Layer: P, Q, K and N (these in whole steps and tiles), WEIGHT, BIAS (parameters; -1 without a bias),
-//       FIRST, LAST (whether memory has what it reads, and what it makes), Activation, weight_at, bias_at (bytes).
+//       load_weights(c); in bytes packed_at, packed_bytes (a warp's), and among these packed_x. Layer: P, Q, K and N (these in
+//       whole steps and tiles), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST (whether memory has what it reads,
+//       and what it makes), Activation, weight_at, bias_at (bytes).
 #pragma once
 #include "mma.cuh"
+#include "packed.cuh"
 #include "params.cuh"
 #include "pointwise.cuh"
 #include "wgmma.cuh"
@@ -84,6 +87,61 @@ template <class Pass> struct DenseLayers {
     }
   }
 
+  // Shorter rows than a lane takes lie side by side for lanes as they are.
+  template <int FEATURES> static constexpr bool kPacked = FEATURES * kSize % 8 != 0 && FEATURES * kSize > 16;
+  // This warp's rows: where half of a tile's lie packed on their way to memory, and how many bytes of ROWS there are.
+  DEVICE u32 packed() const { return memory + Pass::packed_at + threadIdx.x / 32 * Pass::packed_bytes; }
+  template <int FEATURES, int ROWS> DEVICE int bytes_of(i64 first) const {
+    return first < params.batch ? int(min(i64(ROWS), params.batch - first)) * (FEATURES * kSize) : 0;
+  }
+
+  // Rows of a tile to come, asynchronously: to `next`, or packed to shared memory. Then they are taken from there.
+  template <int FEATURES, int STEPS>
+  DEVICE void prefetch(const void* from, i64 tile, u32 to, u32 (&next)[STEPS][4]) const {
+    if constexpr (kPacked<FEATURES>) {
+      if (tile * 64 >= params.batch) return;
+      const i64 first = tile * 64 + threadIdx.x / 32 % 4 * 16;
+      fetch_run<16 * FEATURES * kSize, 32>(to, static_cast<const Element*>(from) + first * FEATURES,
+                                           bytes_of<FEATURES, 16>(first), lane.index);
+      commit_copies();
+    } else {
+      load<FEATURES>(from, tile, next);
+    }
+  }
+  template <int FEATURES, int STEPS>
+  DEVICE void receive(u32 from, const u32 (&next)[STEPS][4], u32 (&x)[STEPS][4]) const {
+    if constexpr (kPacked<FEATURES>) {
+      wait_for_copies<0>();
+      __syncwarp();
+#pragma unroll
+      for (int s = 0; s < STEPS; s += 2) {
+        const bool lone = s + 1 == STEPS;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int feature = s * kStep + lane.t * (lone ? kEach / 2 : kEach);
+          u32 word[4] = {};
+          take_words<Element, FEATURES>(from + (lane.g + h * 8) * (FEATURES * kSize), feature,
+                                        (s + (lone ? 1 : 2)) * kStep <= FEATURES, lone ? 2 : 4, word);
+#pragma unroll
+          for (int i = 0; i < (lone ? 2 : 4); ++i) x[s + i / 2][i % 2 * 2 + h] = word[i];
+        }
+      }
+      __syncwarp();
+    } else {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[s][i] = next[s][i];
+    }
+  }
+  template <int FEATURES> DEVICE void send(void* y, i64 tile, int half) const {
+    const i64 first = tile * 64 + threadIdx.x / 32 % 4 * 16 + half * 8;
+    __syncwarp();
+    send_run<8 * FEATURES * kSize, 32>(static_cast<Element*>(y) + first * FEATURES, packed(), bytes_of<FEATURES, 8>(first),
+                                       lane.index);
+    __syncwarp();
+  }
+
   // A lane's part of rows of FEATURES as left operands; what lies outside is zero.
   template <int FEATURES, int STEPS> DEVICE void load(const void* from, i64 tile, u32 (&x)[STEPS][4]) const {
 #pragma unroll
@@ -134,23 +192,31 @@ template <class Pass> struct DenseLayers {
   }
   // The other way: what `load` would read
   template <int FEATURES, int STEPS> DEVICE void save(const void* given, const u32 (&x)[STEPS][4], i64 tile) const {
-    constexpr int kRow = FEATURES * kSize, kWide = kRow % 16 == 0 ? 16 : kRow % 8 == 0 ? 8 : kRow % 4 == 0 ? 4 : 2;
+    void* y = const_cast<void*>(given);
     int first = row, t = lane.t;
     stay_here(first, t);  // or places are kept from state to state, in registers that products need
 #pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {
-      const bool lone = s + 1 == STEPS;
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const i64 sample = tile * 64 + first + h * 8;
+      for (int s = 0; s < STEPS; s += 2) {
+        const bool lone = s + 1 == STEPS;
         const int feature = s * kStep + t * (lone ? kEach / 2 : kEach);
         u32 word[4] = {};
 #pragma unroll
         for (int i = 0; i < (lone ? 2 : 4); ++i) word[i] = x[s + i / 2][i % 2 * 2 + h];
-        Element* to = static_cast<Element*>(const_cast<void*>(given)) + sample * FEATURES + feature;
-        if (sample < params.batch) store_words_of<FEATURES, kWide>(to, feature, word, lone ? 8 : 16);
+        store_part<FEATURES>(y, tile * 64 + first + h * 8, feature, (s + (lone ? 1 : 2)) * kStep, word, lone ? 8 : 16);
       }
+      if constexpr (kPacked<FEATURES>) send<FEATURES>(y, tile, h);
     }
+  }
+  // `bytes` of a sample's row from `feature` on, of which no lane's reach beyond `end`; packed, if `send` follows.
+  template <int FEATURES>
+  DEVICE void store_part(void* y, i64 sample, int feature, int end, const u32 (&word)[4], int bytes) const {
+    constexpr int kRow = FEATURES * kSize, kWide = kRow % 16 == 0 ? 16 : kRow % 8 == 0 ? 8 : kRow % 4 == 0 ? 4 : 2;
+    if constexpr (kPacked<FEATURES>)
+      put_words<Element, FEATURES>(packed() + lane.g * kRow, feature, end <= FEATURES, bytes / 4, word);
+    else if (sample < params.batch)
+      store_words_of<FEATURES, kWide>(static_cast<Element*>(y) + sample * FEATURES + feature, feature, word, bytes);
   }
 
   // z = x W' + b
@@ -194,12 +260,11 @@ template <class Pass> struct DenseLayers {
 
   // Sums of rows of FEATURES to memory, by what becomes of them
   template <int FEATURES, class Activation, int SUMS> DEVICE void store(void* y, const float (&d)[SUMS], i64 tile) const {
-    constexpr int TILES = SUMS / 4, kRow = FEATURES * kSize, kWide = kRow % 16 == 0 ? 16 : kRow % 8 == 0 ? 8 : kRow % 4 == 0 ? 4 : 2;
+    constexpr int TILES = SUMS / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 sample = tile * 64 + row + h * 8;
-      if (sample >= params.batch) continue;
-      Element* to = static_cast<Element*>(y) + sample * FEATURES;
+      if (!kPacked<FEATURES> && sample >= params.batch) continue;
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         if (dealt_from<TILES>(n) != n) continue;
@@ -213,8 +278,9 @@ template <class Pass> struct DenseLayers {
           else
             word[i * 2] = __float_as_uint(a), word[i * 2 + 1] = __float_as_uint(b);
         }
-        store_words_of<FEATURES, kWide>(to + feature, feature, word, dealt<TILES>(n) * 2 * kSize);
+        store_part<FEATURES>(y, sample, feature, (n + dealt<TILES>(n)) * 8, word, dealt<TILES>(n) * 2 * kSize);
       }
+      if constexpr (kPacked<FEATURES>) send<FEATURES>(y, tile, h);
     }
   }
   // `bytes` of a row, by accesses as wide as rows are aligned
@@ -246,16 +312,18 @@ template <class Pass> struct DenseLayers {
     __syncthreads();
     const i64 tiles = (params.batch + 63) / 64, step = i64(gridDim.x) * Pass::GROUPS;
     i64 tile = i64(group) * gridDim.x + blockIdx.x;
+    const u32 packed_x = packed() + Pass::packed_x;
     u32 next[kSteps<First>][4];
-    load<First::P>(params.x, tile, next);
+    prefetch<First::P>(params.x, tile, packed_x, next);
 #pragma unroll 1
     for (; tile < tiles; tile += step) {
       u32 x[kSteps<First>][4];
+      receive<First::P>(packed_x, next, x);
+      prefetch<First::P>(params.x, tile + step, packed_x, next);
 #pragma unroll
       for (int s = 0; s < kSteps<First>; ++s)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[s][i] = kSize == 4 ? tf32_of(next[s][i]) : next[s][i];
-      load<First::P>(params.x, tile + step, next);
+        for (int i = 0; i < 4; ++i) x[s][i] = kSize == 4 ? tf32_of(x[s][i]) : x[s][i];
       Pass::layers(*this, x, tile);
     }
   }
