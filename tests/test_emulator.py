@@ -789,3 +789,39 @@ def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: s
     x, tensors = np.ones((600, 128)), [np.ones((128, 128)), np.ones(128), np.ones((600, 128))]
     _, errors = emulator.run(replace(found, passes=found.passes[:1]), kernels, x, tensors, None, blocks=1)
     assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_copies<0>();\n      __syncwarp();", "__syncwarp();", "has not landed"),
+        ("wait_for_copies<0>();\n      __syncwarp();", "wait_for_copies<0>();", "race"),
+        ("__syncwarp();\n    } else", "} else", "race: a copy"),
+        ("__syncwarp();\n    send_run", "send_run", "race: a read"),
+        ("lane.index);\n    __syncwarp();", "lane.index);", "race: a write"),
+        ("left > at ? min(left - at, 16) : 0", "16", "outside of the tensors"),
+        ("rest < left", "rest < left - 2", "not written"),
+    ],
+)
+def test_finds_what_is_missing_of_packed_rows(old: str, new: str, said: str, emulator: Emulator) -> None:
+    layers = stack_of([127, 127], "bfloat16", "identity")
+    found = plan_stack(tuple(layers), "bfloat16", LARGE, Gpu(90, 1, 232448))
+    x, tensors = np.ones((601, 127)), [np.ones((127, 127)), np.ones(127)]
+    _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("take_apart();\n        fence_copy_engine();", "take_apart();", "no fence: a matrix unit"),
+        ("take_apart();\n        fence_copy_engine();\n        __syncthreads();", "take_apart();", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_landed_rows(old: str, new: str, said: str, emulator: Emulator) -> None:
+    (layer,) = stack_of([127, 127], "bfloat16", "identity", "relu")
+    found = plan_stack((layer,), "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
+    found = replace(found, passes=found.passes[:1])
+    x, tensors = np.ones((601, 127)), [np.ones((127, 127)), np.ones(127), np.ones((601, 127))]
+    _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None, blocks=1)
+    assert any(said in error for error in errors), errors
