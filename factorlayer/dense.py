@@ -152,6 +152,22 @@ class Dense:
         told |= {"BIAS": weight + 1 if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
         return told | {"FIRST": i == 0 or self.states, "LAST": i == len(self.layers) - 1 or self.states}
 
+    def loading(self) -> list[str]:
+        """Calls that bring weights to shared memory, those of several layers at once as far as registers have them."""
+        calls: list[str] = []
+        ends: list[str] = []
+        coming = 0
+        for i in range(len(self.layers)):
+            k, n = self.columns(i)
+            steps = k // self.step
+            elements = min(-(-n // (self.threads // self.step)) * steps, 64)
+            if coming + elements > 64:
+                calls, ends, coming = calls + ends, [], 0
+            calls += [f"typename C::template Coming<L{i}> w{i};", f"c.template begin_layer<L{i}>(w{i});"]
+            ends += [f"c.template end_layer<L{i}>(w{i});"]
+            coming += elements
+        return calls + ends
+
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         last = len(self.layers) - 1
@@ -192,7 +208,7 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
         fields = [_field(key, value) for key, value in plan.struct(i).items()]
         head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
-    head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
+    head += function("load_weights(const C& c)", plan.loading())
     products = "".join(wgmma(plan.dtype, n, template != "DenseLayers") for n in sorted(widths))
     return kernel(hopper_headers(products, *plan.headers), name, template, head + body, plan.threads)
 

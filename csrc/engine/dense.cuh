@@ -54,36 +54,69 @@ template <class Pass> struct DenseLayers {
   template <class L> static DEVICE int feature_in(int k) { return L::FIRST ? dealt_feature<L::K / 8>(k) : k; }
   template <class L> static DEVICE int feature_out(int n) { return L::LAST ? dealt_feature<L::N / 8>(n) : n; }
 
-  template <class L> DEVICE void load_layer() const {
+  // A layer's weight comes by 32 bytes of its rows, a lane an element of each; kAtOnce rounds of rows are on their way.
+  static constexpr int kRowsAtOnce = kThreads / kStep;
+  template <class L> static constexpr int kRounds = ceil_div(L::N, kRowsAtOnce);
+  template <class L> static constexpr int kAtOnce = kRounds<L> * kSteps<L> < 64 ? kRounds<L> : ceil_div(64, kSteps<L>);
+  template <class L> struct Coming {
+    Element weight[kAtOnce<L>][kSteps<L>];
+    Element bias[ceil_div(L::N, kThreads)];
+  };
+  template <class L> DEVICE void take_weight(Coming<L>& coming, int first) const {
     const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT]);
-    constexpr int kAll = ceil_div(L::N * L::K, kThreads), kTogether = kAll < 16 ? kAll : 16;  // on their way to a thread
-#pragma unroll 1
-    for (int first = threadIdx.x; first < L::N * L::K; first += kTogether * kThreads) {
-      Element w[kTogether];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int j = first + i * kThreads, q = feature_out<L>(j / L::K), p = feature_in<L>(j % L::K);
-        w[i] = j < L::N * L::K && q < L::Q && p < L::P ? weight[q * L::P + p] : Element{};
-      }
+    for (int i = 0; i < kAtOnce<L>; ++i) {
+      const int n = (first + i) * kRowsAtOnce + threadIdx.x / kStep, q = feature_out<L>(n);
+      const bool row = (L::N % (kAtOnce<L> * kRowsAtOnce) == 0 || n < L::N) && (L::Q == L::N || q < L::Q);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int j = first + i * kThreads, n = j / L::K, k = j % L::K;
-        if (j >= L::N * L::K) break;
-        // Of 32 bits, a lane's k's are t and t + 4, where its sums were 2t and 2t + 1.
-        const int at = (kSize == 2 ? k : k / 8 * 8 + k % 2 * 4 + k % 8 / 2) * kSize;
-        const u32 to = memory + L::weight_at + at / 128 * (L::N * 128) + swizzled(n, at % 128 / 16) + at % 16;
-        if constexpr (kSize == 4)
-          store_shared(to, tf32_of(__float_as_uint(w[i])));
-        else
-          store_shared(to, w[i]);
+      for (int s = 0; s < kSteps<L>; ++s) {
+        const int p = feature_in<L>(s * kStep + threadIdx.x % kStep);
+        coming.weight[i][s] = row && (L::P == L::K || p < L::P) ? weight[q * L::P + p] : Element{};
       }
     }
+  }
+  template <class L> DEVICE void put_weight(const Coming<L>& coming, int first) const {
+    // Of 32 bits, a lane's k's are t and t + 4, where its sums were 2t and 2t + 1.
+    const int k = threadIdx.x % kStep, at = (kSize == 2 ? k : k % 2 * 4 + k / 2) * kSize;
+#pragma unroll
+    for (int i = 0; i < kAtOnce<L>; ++i) {
+      const int n = (first + i) * kRowsAtOnce + threadIdx.x / kStep;
+      if (L::N % (kAtOnce<L> * kRowsAtOnce) != 0 && n >= L::N) break;
+#pragma unroll
+      for (int s = 0; s < kSteps<L>; ++s) {
+        const u32 to = memory + L::weight_at + s / 4 * (L::N * 128) + swizzled(n, s % 4 * 2 + at / 16) + at % 16;
+        if constexpr (kSize == 4)
+          store_shared(to, tf32_of(__float_as_uint(coming.weight[i][s])));
+        else
+          store_shared(to, coming.weight[i][s]);
+      }
+    }
+  }
+  template <class L> DEVICE void begin_layer(Coming<L>& coming) const {
+    take_weight<L>(coming, 0);
     if constexpr (L::BIAS >= 0) {
       const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);
-      for (int n = threadIdx.x; n < L::N; n += kThreads) {
-        const int q = feature_out<L>(n), at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // a lane's of two tiles together
-        store_shared(memory + L::bias_at + at * 4, q < L::Q ? widen(bias[q]) : 0.f);
+#pragma unroll
+      for (int i = 0; i < ceil_div(L::N, kThreads); ++i) {
+        const int n = i * kThreads + threadIdx.x, q = feature_out<L>(n);
+        coming.bias[i] = n < L::N && q < L::Q ? bias[q] : Element{};
       }
+    }
+  }
+  template <class L> DEVICE void end_layer(Coming<L>& coming) const {
+    put_weight<L>(coming, 0);
+    if constexpr (L::BIAS >= 0) {
+#pragma unroll
+      for (int i = 0; i < ceil_div(L::N, kThreads); ++i) {
+        const int n = i * kThreads + threadIdx.x;
+        const int at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // a lane's of two tiles together
+        if (n < L::N) store_shared(memory + L::bias_at + at * 4, widen(coming.bias[i]));
+      }
+    }
+#pragma unroll 1
+    for (int first = kAtOnce<L>; first < kRounds<L>; first += kAtOnce<L>) {
+      take_weight<L>(coming, first);
+      put_weight<L>(coming, first);
     }
   }
 
@@ -307,14 +340,14 @@ template <class Pass> struct DenseLayers {
   }
 
   DEVICE void run() const {
-    Pass::load_weights(*this);
-    fence_copy_engine();
-    __syncthreads();
     const i64 tiles = (params.batch + 63) / 64, step = i64(gridDim.x) * Pass::GROUPS;
     i64 tile = i64(group) * gridDim.x + blockIdx.x;
     const u32 packed_x = packed() + Pass::packed_x;
     u32 next[kSteps<First>][4];
     prefetch<First::P>(params.x, tile, packed_x, next);
+    Pass::load_weights(*this);
+    fence_copy_engine();
+    __syncthreads();
 #pragma unroll 1
     for (; tile < tiles; tile += step) {
       u32 x[kSteps<First>][4];
