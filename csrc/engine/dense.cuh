@@ -130,7 +130,7 @@ template <class Pass> struct DenseLayers {
 
   // Rows of a tile to come, asynchronously: to `next`, or packed to shared memory. Then they are taken from there.
   template <int FEATURES, int STEPS>
-  DEVICE void prefetch(const void* from, i64 tile, u32 to, u32 (&next)[STEPS][4]) const {
+  DEVICE void begin_rows(const void* from, i64 tile, u32 to, u32 (&next)[STEPS][4]) const {
     if constexpr (kPacked<FEATURES>) {
       if (tile * 64 >= params.batch) return;
       const i64 first = tile * 64 + threadIdx.x / 32 % 4 * 16;
@@ -142,7 +142,7 @@ template <class Pass> struct DenseLayers {
     }
   }
   template <int FEATURES, int STEPS>
-  DEVICE void receive(u32 from, const u32 (&next)[STEPS][4], u32 (&x)[STEPS][4]) const {
+  DEVICE void end_rows(u32 from, const u32 (&next)[STEPS][4], u32 (&x)[STEPS][4]) const {
     if constexpr (kPacked<FEATURES>) {
       wait_for_copies<0>();
       __syncwarp();
@@ -344,15 +344,15 @@ template <class Pass> struct DenseLayers {
     i64 tile = i64(group) * gridDim.x + blockIdx.x;
     const u32 packed_x = packed() + Pass::packed_x;
     u32 next[kSteps<First>][4];
-    prefetch<First::P>(params.x, tile, packed_x, next);
+    begin_rows<First::P>(params.x, tile, packed_x, next);
     Pass::load_weights(*this);
     fence_copy_engine();
     __syncthreads();
 #pragma unroll 1
     for (; tile < tiles; tile += step) {
       u32 x[kSteps<First>][4];
-      receive<First::P>(packed_x, next, x);
-      prefetch<First::P>(params.x, tile + step, packed_x, next);
+      end_rows<First::P>(packed_x, next, x);
+      begin_rows<First::P>(params.x, tile + step, packed_x, next);
 #pragma unroll
       for (int s = 0; s < kSteps<First>; ++s)
 #pragma unroll

@@ -141,16 +141,16 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
     i64 tile = i64(this->group) * gridDim.x + blockIdx.x;
     const u32 packed_x = this->packed() + Pass::packed_x, packed_y = this->packed() + Pass::packed_y;
     u32 next_x[First::K / 16][4], next_y[Last::N / 16][4];
-    this->template prefetch<First::P>(params.x, tile, packed_x, next_x);
-    this->template prefetch<Last::Q>(grad_y, tile, packed_y, next_y);
+    this->template begin_rows<First::P>(params.x, tile, packed_x, next_x);
+    this->template begin_rows<Last::Q>(grad_y, tile, packed_y, next_y);
     int turn = 0;
 #pragma unroll 1
     for (; tile < tiles; tile += step) {
       u32 x[First::K / 16][4], y[Last::N / 16][4];
-      this->template receive<First::P>(packed_x, next_x, x);
-      this->template receive<Last::Q>(packed_y, next_y, y);
-      this->template prefetch<First::P>(params.x, tile + step, packed_x, next_x);
-      this->template prefetch<Last::Q>(grad_y, tile + step, packed_y, next_y);
+      this->template end_rows<First::P>(packed_x, next_x, x);
+      this->template end_rows<Last::Q>(packed_y, next_y, y);
+      this->template begin_rows<First::P>(params.x, tile + step, packed_x, next_x);
+      this->template begin_rows<Last::Q>(grad_y, tile + step, packed_y, next_y);
       sync();  // products of the tile before have read its states
       Pass::tile(*this, x, y, sums, tile, turn);
     }
