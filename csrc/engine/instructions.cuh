@@ -45,6 +45,13 @@ DEVICE u32 tf32_of(u32 x) {
   return y;
 }
 
+// The larger one, or NaN if either is.
+DEVICE float larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // What is the same for a whole warp, so that the compiler keeps it, and what follows from it, in uniform registers: the matrix
 // unit's descriptors have to be there.
 DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }

@@ -65,6 +65,7 @@ inline u32 bf16x2_of(float x, float y) { return emulator::bf16_of(x) | u32(emula
 inline u32 f16x2_of(float x, float y) { return emulator::f16_of(x) | u32(emulator::f16_of(y)) << 16; }
 inline u32 tf32_of(u32 x) { return (x >> 23 & 255) == 255 ? x : emulator::truncated_to_tf32(x + 0x1000); }
 
+inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline int uniform(int x) { return x; }
 inline void stay_here(int&, int&) {}
 inline void settle(u32 (&)[4]) {}
