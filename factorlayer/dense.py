@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ class Dense:
     us: float = 0.0
     states: bool = False  # stored as well, those between layers
 
-    headers: ClassVar[tuple[str, ...]] = ("dense.cuh",)
+    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh")
 
     @property
     def size(self) -> int:
@@ -69,7 +70,40 @@ class Dense:
 
     @property
     def shared(self) -> int:
-        return self.places[-1][0]
+        return self.places[-1][0] + self.packed_bytes
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Features of the rows that warps take from memory."""
+        return (self.sizes[0][0],)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return tuple(q for _, q in self.sizes) if self.states else (self.sizes[-1][1],)
+
+    @functools.cached_property
+    def packed(self) -> tuple[int, ...]:
+        """Of a warp's bytes in shared memory: where rows that pass through it lie, those stored, 8 at once, behind them
+        each kind of those taken, 16 at once, and where they end."""
+        rows = (8 * self._packed_row(n) for n in self.stored)
+        sizes = [max(rows, default=0), *(16 * self._packed_row(n) for n in self.taken)]
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+    def _packed_row(self, features: int) -> int:
+        """Its bytes, if it is one of those."""
+        row = features * self.size
+        return row if row % 8 and row > 16 else 0
+
+    @property
+    def packing_us(self) -> float:
+        """What a tile's rows cost that pass through shared memory: 14 instructions for 16 bytes of each lane."""
+        rows = sum(map(self._packed_row, (*self.taken, *self.stored)))
+        return 64 * rows / 512 * 14 / self.gpu.instructions
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all warps"""
+        return 4 * self.groups * self.packed[-1]
 
     @property
     def registers_needed(self) -> int:
@@ -119,6 +153,22 @@ class Dense:
         told |= {"BIAS": weight + 1 if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
         return told | {"FIRST": i == 0 or self.states, "LAST": i == len(self.layers) - 1 or self.states}
 
+    def loading(self) -> list[str]:
+        """Calls that bring weights to shared memory, those of several layers at once as far as registers have them."""
+        calls: list[str] = []
+        ends: list[str] = []
+        coming = 0
+        for i in range(len(self.layers)):
+            k, n = self.columns(i)
+            steps = k // self.step
+            elements = min(-(-n // (self.threads // self.step)) * steps, 64)
+            if coming + elements > 64:
+                calls, ends, coming = calls + ends, [], 0
+            calls += [f"typename C::template Coming<L{i}> w{i};", f"c.template begin_layer<L{i}>(w{i});"]
+            ends += [f"c.template end_layer<L{i}>(w{i});"]
+            coming += elements
+        return calls + ends
+
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         last = len(self.layers) - 1
@@ -152,11 +202,14 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
     last = len(plan.layers) - 1
     head = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
     head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
+    numbers = {"packed_at": plan.shared - plan.packed_bytes, "packed_bytes": plan.packed[-1]}
+    numbers |= dict(zip(("packed_x", "packed_y"), plan.packed[1:-1], strict=False))
+    head += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
     for i, chain in enumerate(plan.layers):
         fields = [_field(key, value) for key, value in plan.struct(i).items()]
         head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
-    head += function("load_weights(const C& c)", [f"c.template load_layer<L{i}>();" for i in range(last + 1)])
+    head += function("load_weights(const C& c)", plan.loading())
     products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
     return kernel(hopper_headers(products, *plan.headers), name, template, head + body, plan.threads)
 
@@ -187,8 +240,8 @@ def _time(plan: Dense, batch: int) -> float:
     rate = 0.6 * plan.gpu.flops["bfloat16"] * (0.5 if plan.dtype == "tf32" else 1.0)
     columns = [plan.columns(i) for i in range(len(plan.sizes))]
     products = sum(2 * 64 * k * n for k, n in columns) / rate
-    sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions
+    sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions + plan.packing_us
     moved = plan.sizes[0][0] + (sum(q for _, q in plan.sizes) if plan.states else plan.sizes[-1][1])
     memory = 64 * moved * plan.size / (0.9 * plan.gpu.memory_bytes)
-    alone = 0.35 * len(plan.layers) + products  # of a tile that nothing runs beside
+    alone = 0.35 * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
     return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))

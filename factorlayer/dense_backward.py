@@ -25,7 +25,7 @@ OTHER_REGISTERS = 40
 class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
 
-    headers: ClassVar[tuple[str, ...]] = ("dense.cuh", "sums.cuh", "dense_backward.cuh")
+    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh", "sums.cuh", "dense_backward.cuh")
 
     def columns(self, i: int) -> tuple[int, int]:
         p, q = self.sizes[i]
@@ -54,7 +54,15 @@ class DenseBackward(BlockSums, Dense):
 
     @property
     def shared(self) -> int:
-        return self.places[-1][0] + SLAB + self.groups * self.own["all"]
+        return self.places[-1][0] + SLAB + self.groups * self.own["all"] + self.packed_bytes
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        return self.sizes[0][0], self.sizes[-1][1]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return (self.sizes[0][0],)
 
     @property
     def registers_needed(self) -> int:
@@ -150,7 +158,7 @@ def _time(plan: DenseBackward, batch: int) -> float:
     tiles = math.ceil(batch / (64 * plan.gpu.sms))
     columns = [plan.columns(i) for i in range(len(plan.layers))]
     products = 3 * sum(2 * 64 * k * n for k, n in columns) / (0.5 * plan.gpu.flops[plan.dtype])
-    sums = 64 * sum(2 * n for _, n in columns) * 8 / 32 / plan.gpu.instructions
+    sums = 64 * sum(2 * n for _, n in columns) * 8 / 32 / plan.gpu.instructions + plan.packing_us
     memory = 64 * (2 * plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    alone = 1.0 * len(plan.layers) + products  # of a tile that nothing runs beside
+    alone = 1.0 * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
     return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))

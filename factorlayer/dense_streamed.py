@@ -120,6 +120,17 @@ class DenseStreamed(Dense):
             f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
         )
 
+    @property
+    def taken(self) -> tuple[int, ...]:
+        return ()  # rows pass through shared memory anyhow
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return ()
+
+    def loading(self) -> list[str]:
+        return [f"c.template load_layer<L{i}>();" for i in range(len(self.layers))]
+
     def struct(self, i: int) -> dict[str, int | bool | str]:
         (p, q), c, last = self.sizes[i], self.shapes[i], len(self.layers) - 1
         weight = sum(1 + chain.bias for chain in self.layers[:i])

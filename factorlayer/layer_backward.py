@@ -19,7 +19,7 @@ LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inp
 class LayerBackward(DenseBackward):
     """A pass, tiled, whose warpgroups, two of them, share the weight's sums."""
 
-    headers = ("dense.cuh", "layer_backward.cuh")
+    headers = ("packed.cuh", "dense.cuh", "layer_backward.cuh")
 
     @property
     def weight_bytes(self) -> int:
@@ -33,7 +33,12 @@ class LayerBackward(DenseBackward):
 
     @property
     def shared(self) -> int:
-        return self.slabs_at + 2 * self.groups * SLAB * sum(-(-columns // 64) for columns in self.columns(0))
+        slabs = 2 * self.groups * SLAB * sum(-(-columns // 64) for columns in self.columns(0))
+        return self.slabs_at + slabs + self.packed_bytes
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        return ()  # a warpgroup's threads fetch its rows together
 
     @property
     def units_per_block(self) -> int:
@@ -77,4 +82,6 @@ def _time(plan: LayerBackward, batch: int) -> float:
     products = (2 + has_slope) * 2 * 128 * k * n / (0.6 * plan.gpu.flops[plan.dtype])
     slopes = 128 * n * 12 / 32 / plan.gpu.instructions * has_slope
     memory = 128 * (2 * p + q) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    return START_US + rounds * max(products + slopes + 0.4, memory)
+    landed = sum(n for n in (p, q) if n % 4)  # taken apart between two barriers, while nothing else runs
+    apart = 2 * plan.packing_us + 128 * landed * plan.size / 512 * 12 / plan.gpu.instructions + (0.2 if landed else 0)
+    return START_US + rounds * max(products + slopes + apart + 0.4, memory)

@@ -26,7 +26,7 @@ class LayerBackward32(DenseBackward):
 
     together: bool = False
 
-    headers = ("dense.cuh", "sums.cuh", "layer_backward32.cuh")
+    headers = ("packed.cuh", "dense.cuh", "sums.cuh", "layer_backward32.cuh")
 
     def turned(self, i: int) -> bool:
         """Two warpgroups have 64 rows each, so there have to be more than those of the first."""
@@ -55,6 +55,14 @@ class LayerBackward32(DenseBackward):
     @property
     def shared(self) -> int:
         return self.at["all"]
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        return ()  # 32-bit elements go alone where they must: two weights leave no room to pack rows
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def registers_needed(self) -> int:

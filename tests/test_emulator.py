@@ -515,6 +515,10 @@ STACKS = [
     ([13, 24, 5], "tf32", "gelu", 130),
     ([48, 40, 128, 12], "tf32", "sigmoid", 65),
     ([100, 200, 36], "float16", "sine", 64),
+    ([127, 20, 13], "bfloat16", "relu", 65),
+    ([13, 45, 127], "float16", "tanh", 200),
+    ([63, 12, 9], "tf32", "relu", 63),
+    ([126, 1], "bfloat16", "silu", 1),
 ]
 
 
@@ -537,11 +541,13 @@ STREAMED_STACKS = [
 
 
 STORED = [
-    ([128, 128, 128, 128], "bfloat16", "relu"),
-    ([24, 127, 66, 44, 9], "float16", "gelu"),
-    ([5, 17, 80, 3], "bfloat16", "softplus"),
-    ([32, 64, 64, 16], "tf32", "gelu"),
-    ([13, 45, 66, 1], "tf32", "tanh"),
+    ([128, 128, 128, 128], "bfloat16", "relu", 136),
+    ([24, 127, 66, 44, 9], "float16", "gelu", 136),
+    ([5, 17, 80, 3], "bfloat16", "softplus", 136),
+    ([45, 127, 63, 13], "bfloat16", "relu", 201),
+    ([127, 20, 1, 127], "float16", "identity", 63),
+    ([32, 64, 64, 16], "tf32", "gelu", 136),
+    ([13, 45, 66, 1], "tf32", "tanh", 136),
 ]
 
 
@@ -612,10 +618,10 @@ def test_streamed_stacks_are_right_and_keep_samples_apart(
     check_stack(found, list(layers), batch, emulator)
 
 
-@pytest.mark.parametrize(("widths", "dtype", "activation"), STORED, ids=str)
-def test_states_of_stacks(widths: list[int], dtype: str, activation: str, emulator: Emulator) -> None:
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
+def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
     """Stored beside the outputs."""
-    layers, batch = stack_of(widths, dtype, activation, "relu"), 136
+    layers = stack_of(widths, dtype, activation, "relu")
     draw = drawing(dtype)
     x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
     planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
@@ -686,6 +692,13 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([13, 45], "tf32", "identity", "softplus", 63),
         ([128, 1], "tf32", "identity", "gelu_tanh", 200),
         ([1, 128], "tf32", "identity", "sine", 200),
+        ([63, 45, 13], "bfloat16", "relu", "tanh", 65),
+        ([45, 20, 127], "float16", "tanh", "identity", 63),
+        ([127, 127], "float16", "identity", "relu", 65),
+        ([128, 127], "bfloat16", "identity", "relu", 200),
+        ([127, 128], "float16", "identity", "tanh", 63),
+        ([126, 70], "bfloat16", "identity", "identity", 1),
+        ([3, 125], "float16", "identity", "relu", 64),
     ],
     ids=str,
 )
@@ -888,4 +901,40 @@ def test_finds_what_is_missing_of_a_layers_gradients_in_tf32(
     kernels = emulator.compile(found, {old: new})
     x, tensors = np.ones((800, size)), [np.ones((size, size)), np.ones(size), np.ones((800, size))]
     _, errors = emulator.run(found, kernels, x, tensors, None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_copies<0>();\n      __syncwarp();", "__syncwarp();", "has not landed"),
+        ("wait_for_copies<0>();\n      __syncwarp();", "wait_for_copies<0>();", "race"),
+        ("__syncwarp();\n    } else", "} else", "race: a copy"),
+        ("__syncwarp();\n    send_run", "send_run", "race: a read"),
+        ("lane.index);\n    __syncwarp();", "lane.index);", "race: a write"),
+        ("left > at ? min(left - at, 16) : 0", "16", "outside of the tensors"),
+        ("rest < left", "rest < left - 2", "not written"),
+    ],
+)
+def test_finds_what_is_missing_of_packed_rows(old: str, new: str, said: str, emulator: Emulator) -> None:
+    layers = stack_of([127, 127], "bfloat16", "identity")
+    found = plan_stack(tuple(layers), "bfloat16", LARGE, Gpu(90, 1, 232448))
+    x, tensors = np.ones((601, 127)), [np.ones((127, 127)), np.ones(127)]
+    _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("take_apart();\n        fence_copy_engine();", "take_apart();", "no fence: a matrix unit"),
+        ("take_apart();\n        fence_copy_engine();\n        __syncthreads();", "take_apart();", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_landed_rows(old: str, new: str, said: str, emulator: Emulator) -> None:
+    (layer,) = stack_of([127, 127], "bfloat16", "identity", "relu")
+    found = plan_stack((layer,), "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
+    found = replace(found, passes=found.passes[:1])
+    x, tensors = np.ones((601, 127)), [np.ones((127, 127)), np.ones(127), np.ones((601, 127))]
+    _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None, blocks=1)
     assert any(said in error for error in errors), errors

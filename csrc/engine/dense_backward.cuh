@@ -7,7 +7,7 @@
 // the weights stay in registers for all samples of a block.
 //
 // Pass: as DenseLayers has it, N in whole steps for all layers; run(c) and tile(c, x, y, sums, tile, turn), which call each
-//       layer; GRAD_Y (parameter), SUMS of a block; in bytes own_at, own_bytes (a warpgroup's), among these behind_at
+//       layer; GRAD_Y (parameter), SUMS of a block; in bytes packed_y, own_at, own_bytes (a warpgroup's), among these behind_at
 //       and behind_bytes (two gradients behind a layer), and ones_at. Layer: also Slope, TURNED (sums of the weight's
 //       gradient are its transpose), state_at and slope_at among a warpgroup's bytes, sums_at and bias_sums_at among sums.
 #pragma once
@@ -139,26 +139,21 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
     const i64 tiles = (params.batch + 63) / 64, step = i64(gridDim.x) * Pass::GROUPS;
     const void* grad_y = params.weights[Pass::GRAD_Y];
     i64 tile = i64(this->group) * gridDim.x + blockIdx.x;
+    const u32 packed_x = this->packed() + Pass::packed_x, packed_y = this->packed() + Pass::packed_y;
     u32 next_x[First::K / 16][4], next_y[Last::N / 16][4];
-    this->template load<First::P>(params.x, tile, next_x);
-    this->template load<Last::Q>(grad_y, tile, next_y);
+    this->template begin_rows<First::P>(params.x, tile, packed_x, next_x);
+    this->template begin_rows<Last::Q>(grad_y, tile, packed_y, next_y);
     int turn = 0;
 #pragma unroll 1
     for (; tile < tiles; tile += step) {
       u32 x[First::K / 16][4], y[Last::N / 16][4];
-      copy(x, next_x);
-      copy(y, next_y);
-      this->template load<First::P>(params.x, tile + step, next_x);
-      this->template load<Last::Q>(grad_y, tile + step, next_y);
+      this->template end_rows<First::P>(packed_x, next_x, x);
+      this->template end_rows<Last::Q>(packed_y, next_y, y);
+      this->template begin_rows<First::P>(params.x, tile + step, packed_x, next_x);
+      this->template begin_rows<Last::Q>(grad_y, tile + step, packed_y, next_y);
       sync();  // products of the tile before have read its states
       Pass::tile(*this, x, y, sums, tile, turn);
     }
-  }
-  template <int STEPS> static DEVICE void copy(u32 (&to)[STEPS][4], const u32 (&from)[STEPS][4]) {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[s][i] = from[s][i];
   }
   // Left operands as sums of the same places
   template <int STEPS> static DEVICE void widened(const u32 (&g)[STEPS][4], float (&d)[STEPS * 8]) {

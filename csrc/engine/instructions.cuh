@@ -45,6 +45,13 @@ DEVICE u32 tf32_of(u32 x) {
   return y;
 }
 
+// The larger one, or NaN if either is.
+DEVICE float larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // What is the same for a whole warp, so that the compiler keeps it, and what follows from it, in uniform registers: the matrix
 // unit's descriptors have to be there.
 DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
@@ -149,6 +156,10 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
+}
+// 16 bytes, of which the first few are read and the others are zeros.
+DEVICE void copy_async_first(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // Nothing if it is not `wanted`: one branch for many copies would part them from the products. 2 BYTES are no copy, but
 // there at once.

@@ -2,8 +2,10 @@
 // warpgroup: two warpgroups have 64 rows of them each, for the samples of both.
 //
 // Samples lie in shared memory as dense_backward.cuh has them, features in their order, where asynchronous copies put them
-// while those before are worked on. A warpgroup makes the gradient of its 64 samples' sums, over grad_y and in its place;
-// then each makes its rows of the weight's gradient of all 128, and what its own samples' x gets.
+// while those before are worked on. Rows that copies of 8 bytes do not fit land packed (packed.cuh), where others have the
+// slabs of the next samples, and are taken apart once the slabs before have been read. A warpgroup makes the gradient of its
+// 64 samples' sums, over grad_y and in its place; then each makes its rows of the weight's gradient of all 128, and what its
+// own samples' x gets.
 //
 // Pass: as DenseLayers has it, of one layer, which is neither FIRST nor LAST; GRAD_Y (parameter), SUMS of a block; in bytes
 //       dealt_at (the weight again), ones_at, slabs_at. Layer: also Slope.
@@ -29,8 +31,12 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
 
   DEVICE LayerBackward(const Params& given) : Layers(given) {}
 
+  template <int FEATURES> static constexpr bool kLands = FEATURES % 4 != 0;  // packed, in place of the second stage
+
   // A group's 64 samples of x, with grad_y's behind them.
   DEVICE u32 slabs(int stage, int of_group) const { return memory + Pass::slabs_at + (stage * 2 + of_group) * kBoth; }
+  DEVICE u32 x_slabs(int stage, int of_group) const { return slabs(kLands<L::P> ? 0 : stage, of_group); }
+  DEVICE u32 y_slabs(int stage, int of_group) const { return slabs(kLands<L::Q> ? 0 : stage, of_group) + kState; }
   static DEVICE u32 in_slabs(int sample, int at) { return at / 128 * kTile + swizzled(sample, at % 128 / 16) + at % 16; }
 
   // 64 rows of FEATURES to shared memory; what lies outside is zero.
@@ -38,43 +44,47 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
     const Element* from = static_cast<const Element*>(given) + tile * 64 * FEATURES;
     int samples = int(min(i64(64), params.batch - tile * 64)), thread = threadIdx.x % 128;
     stay_here(samples, thread);  // or all places would be kept from one tile to the next
-    if constexpr (FEATURES % 2 == 0) {
-      constexpr int kBytes = FEATURES % 8 == 0 ? 16 : FEATURES % 4 == 0 ? 8 : 4, kPieces = FEATURES * 2 / kBytes;
+    if constexpr (kLands<FEATURES>) {
+      fetch_run<64 * FEATURES * 2, 128>(to, from, samples * FEATURES * 2, thread);
+    } else {
+      constexpr int kBytes = FEATURES % 8 == 0 ? 16 : 8, kPieces = FEATURES * 2 / kBytes;
 #pragma unroll
       for (int i = 0; i < ceil_div(kPieces, 2); ++i) {
         const int j = i * 128 + thread, sample = j / kPieces, at = j % kPieces * kBytes;
         if (kPieces % 2 == 0 || sample < 64)
           copy_async<kBytes>(to + in_slabs(sample, at), from + sample * FEATURES + at / 2, sample < samples);
       }
-    } else {  // no row but every other is aligned: two elements of all 64 rows at once, wherever these end
-      constexpr int kAtOnce = 16;
-#pragma unroll 1
-      for (int first = thread * 2; first < 64 * FEATURES; first += kAtOnce * 256) {
-        u32 word[kAtOnce] = {};
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int at = first + i * 256, left = samples * FEATURES - at;
-          if (left > 1)
-            word[i] = *reinterpret_cast<const u32*>(from + at);
-          else if (left == 1)
-            word[i] = from[at].bits;
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce * 2; ++i) {
-          const int at = first + i / 2 * 256 + i % 2, sample = at / FEATURES;
-          if (sample < 64) store_shared(to + in_slabs(sample, at % FEATURES * 2), u16(word[i / 2] >> i % 2 * 16));
-        }
-      }
     }
   }
   DEVICE void fetch_both(i64 tile, int stage) const {
-    fetch<L::P>(params.x, tile, slabs(stage, group));
-    fetch<L::Q>(params.weights[Pass::GRAD_Y], tile, slabs(stage, group) + kState);
+    fetch<L::P>(params.x, tile, slabs(kLands<L::P> ? 1 : stage, group));
+    fetch<L::Q>(params.weights[Pass::GRAD_Y], tile, slabs(kLands<L::Q> ? 1 : stage, group) + kState);
     commit_copies();
+  }
+  // Half of a group's threads have a row of x each, the others one of grad_y. Rows lie so that lanes meet in a bank by twos.
+  DEVICE void take_apart() const {
+    const int thread = threadIdx.x % 128;
+    if (kLands<L::P> && thread < 64) take_row<L::P>(slabs(1, group), slabs(0, group), thread);
+    if (kLands<L::Q> && thread >= 64) take_row<L::Q>(slabs(1, group) + kState, slabs(0, group) + kState, thread - 64);
+  }
+  template <int FEATURES> static DEVICE void take_row(u32 from, u32 to, int row) {
+    constexpr int kPieces = ceil_div(FEATURES, 8), kAtOnce = 4;
+#pragma unroll
+    for (int first = 0; first < kPieces; first += kAtOnce) {
+      u32 word[kAtOnce][4] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce && first + i < kPieces; ++i) {
+        const int feature = (first + i) * 8;
+        take_words<Element, FEATURES>(from + row * FEATURES * 2, feature, feature + 8 <= FEATURES, 4, word[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce && first + i < kPieces; ++i)
+        store_u32x4(to + in_slabs(row, (first + i) * 16), word[i]);
+    }
   }
 
   // grad_y times the slopes, in its place; zero where the layer has no such column.
-  DEVICE void steepen(u32 state) const {
+  DEVICE void steepen(u32 state, u32 behind) const {
     float z[L::N / 2];
     this->template begin<L>(z);
     touch(z);
@@ -91,7 +101,7 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
       u32 at[4], word[4];  // of two tiles
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        at[i] = state + kState + (n + i / 2) / 8 * kTile + swizzled(row + i % 2 * 8, (n + i / 2) % 8) + lane.t * 4;
+        at[i] = behind + (n + i / 2) / 8 * kTile + swizzled(row + i % 2 * 8, (n + i / 2) % 8) + lane.t * 4;
         word[i] = load_u32(at[i]);
       }
 #pragma unroll
@@ -107,7 +117,7 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
 
   DEVICE void gradients(i64 tile, int stage, Sums& sums) const {
     float d[L::K / 2];
-    const u32 own = slabs(stage, group) + kState;
+    const u32 own = y_slabs(stage, group);
     open_products();
 #pragma unroll
     for (int s = 0; s < L::N / 16; ++s)
@@ -116,7 +126,7 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
     commit_products();
 #pragma unroll
     for (int of_group = 0; of_group < 2; ++of_group) {
-      const u32 state = slabs(stage, of_group), left = state + kState + group * kTile;
+      const u32 state = x_slabs(stage, of_group), left = y_slabs(stage, of_group) + group * kTile;
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
         Wgmma<Element, L::K>::multiply_turned(sums.weight, turned_operand(left, kTile) + s * 128,
@@ -161,9 +171,14 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
       wait_for_copies<0>();
       fence_copy_engine();
       __syncthreads();  // samples of both groups are there, and those before have been read
+      if constexpr (kLands<L::P> || kLands<L::Q>) {
+        take_apart();
+        fence_copy_engine();
+        __syncthreads();
+      }
       if (pair + gridDim.x < pairs) fetch_both((pair + gridDim.x) * 2 + group, stage ^ 1);
       if constexpr (!kLinear) {
-        steepen(slabs(stage, group));
+        steepen(x_slabs(stage, group), y_slabs(stage, group));
         fence_copy_engine();
         __syncthreads();
       }

@@ -29,13 +29,14 @@ template <class T> DEVICE T sigmoid_(T x) { return T(1) / (T(1) + exp_(-x)); }
 template <class T> DEVICE T softplus_(T x) { return (x < T(0) ? T(0) : x) + log1p_(exp_(-abs_(x))); }
 template <class T> DEVICE T min_(T x, T y) { return x < y || x != x ? x : y; }
 template <class T> DEVICE T max_(T x, T y) { return x > y || x != x ? x : y; }
+DEVICE float max_(float x, float y) { return larger(x, y); }  // one instruction, which compilers do not always find
 
 #define ACTIVATION(NAME, ...)                              \
   struct NAME {                                            \
     template <class T> static DEVICE T of(T x) { return __VA_ARGS__; } \
   };
 ACTIVATION(identity, x)
-ACTIVATION(relu, x <= T(0) ? T(0) : x)
+ACTIVATION(relu, max_(x, T(0)))
 ACTIVATION(leaky_relu, x > T(0) ? x : T(0.01) * x)
 ACTIVATION(elu, x > T(0) ? x : expm1_(x))
 ACTIVATION(gelu, T(0.5) * x * (T(1) + erf_(T(0.70710678118654752440) * x)))

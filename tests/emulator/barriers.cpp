@@ -123,7 +123,7 @@ void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   check_write("a run", to, bytes);
   // The engine's own clock, of which only who waits at the barrier hears.
   static u32 runs = 0;
-  Landing landing = {rounds + random_below(slowest_landing), current, {{to, bytes, from}}, &at, {}, long(bytes)};
+  Landing landing = {rounds + random_below(slowest_landing), current, {{to, bytes, from, bytes}}, &at, {}, long(bytes)};
   landing.clock.seen[threads] = ++runs;
   for (Cell& cell : cells_at(to, bytes))
     cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;

@@ -86,12 +86,21 @@ class Kernel:
             if isinstance(p, DenseBackward | LargeBackward | PairBackward | SingleBackward | TileSums)
             else 0
         )
-        numbers = [seed, batch, self.output_bytes(batch) + sums, p.shared, p.threads, self.cluster, grid_x, grid_y]
-        numbers += [int(bias), weights, self.output_bytes(batch)]
-        if isinstance(p, Dense) and p.states:  # behind y
-            sizes = [batch * q * p.size for _, q in p.sizes]
-            numbers += itertools.accumulate(sizes[:-2], initial=sizes[-1])
+        *places, end = self.places(batch)
+        numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
+        numbers += [grid_x, grid_y, int(bias), weights, end, *places[1:]]
         return [str(self.program), str(folder), *map(str, numbers)]
+
+    def outputs(self, batch: int) -> list[int]:
+        """Bytes of each"""
+        p = self.planned
+        if isinstance(p, Dense) and p.states:
+            return [batch * q * p.size for q in (p.sizes[-1][1], *(q for _, q in p.sizes[:-1]))]
+        return [self.output_bytes(batch)]
+
+    def places(self, batch: int) -> list[int]:
+        """Where they begin, as tensors do, and where sums do behind them."""
+        return list(itertools.accumulate((-(-size // 16) * 16 for size in self.outputs(batch)), initial=0))
 
     def dtype(self, plan: Plan) -> str:
         """Of what it writes."""
@@ -112,7 +121,7 @@ class Kernel:
         if isinstance(p, LargeBackward | PairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
-            return batch * sum(q for _, q in p.sizes) * p.size
+            return sum(self.outputs(batch))
         return batch * _output_bytes(p)
 
 
@@ -171,9 +180,10 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
-            written = kernel.output_bytes(len(x))
-            outputs.append(decode(memory[:written], kernel.dtype(plan)))
-            (self.folder / "x").write_bytes(memory[written:] or memory)
+            sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
+            written = b"".join(memory[at : at + size] for at, size in zip(places, sizes, strict=False))
+            outputs.append(decode(written, kernel.dtype(plan)))
+            (self.folder / "x").write_bytes(memory[places[-1] :] or written)
         return outputs, errors
 
 

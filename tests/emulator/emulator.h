@@ -13,8 +13,8 @@ void* write(uint32_t to, uint32_t bytes);
 void read_global(const void* from, uint32_t bytes);
 void write_global(void* to, uint32_t bytes);  // each byte once
 
-// cp.async: lands when it is waited for, and nothing but NaN is there before.
-void copy(uint32_t to, const void* from, uint32_t bytes, bool present);
+// cp.async: lands when it is waited for, and nothing but NaN is there before. Zeros for bytes that are not `read`.
+void copy(uint32_t to, const void* from, uint32_t bytes, uint32_t read);
 void commit_copies();
 void wait_for_copies(int pending);
 

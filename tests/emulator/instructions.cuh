@@ -65,6 +65,7 @@ inline u32 bf16x2_of(float x, float y) { return emulator::bf16_of(x) | u32(emula
 inline u32 f16x2_of(float x, float y) { return emulator::f16_of(x) | u32(emulator::f16_of(y)) << 16; }
 inline u32 tf32_of(u32 x) { return (x >> 23 & 255) == 255 ? x : emulator::truncated_to_tf32(x + 0x1000); }
 
+inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline int uniform(int x) { return x; }
 inline void stay_here(int&, int&) {}
 inline void settle(u32 (&)[4]) {}
@@ -124,13 +125,14 @@ inline void load_global(const void* from, u32 (&x)[4], bool present) {
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
-  emulator::copy(to, from, BYTES, present);
+  emulator::copy(to, from, BYTES, present ? BYTES : 0);
 }
+inline void copy_async_first(u32 to, const void* from, int bytes) { emulator::copy(to, from, 16, bytes); }
 template <int BYTES, class Element>
 inline void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {
   if (!wanted) return;
   if constexpr (BYTES >= 4)
-    emulator::copy(to, from, BYTES, present);
+    emulator::copy(to, from, BYTES, present ? BYTES : 0);
   else
     store_shared(to, present ? from->bits : u16(0));
 }

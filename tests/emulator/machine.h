@@ -62,7 +62,8 @@ using Snapshot = std::shared_ptr<Clock>;
 
 struct Copy {
   u32 to, bytes;
-  const void* from;  // null: zeros
+  const void* from;
+  u32 read;  // zeros behind these bytes
 };
 struct Store {
   void* to;
@@ -224,8 +225,8 @@ struct Buffer {
 };
 inline vector<Buffer> buffers;
 inline vector<u8> times_written;
-inline void check_global(const char* what, const void* at, u32 bytes, bool writes) {
-  if (u64(at) % std::min(bytes, 16u)) error("%s of %u bytes that is not aligned in memory", what, bytes);
+inline void check_global(const char* what, const void* at, u32 bytes, bool writes, u32 unit = 0) {
+  if (u64(at) % std::min(unit ? unit : bytes, 16u)) error("%s of %u bytes that is not aligned in memory", what, bytes);
   const u8* begin = static_cast<const u8*>(at);
   for (const Buffer& buffer : buffers) {
     if (begin < buffer.begin || begin + bytes > buffer.begin + buffer.bytes || writes != buffer.is_output) continue;
@@ -238,10 +239,8 @@ inline void check_global(const char* what, const void* at, u32 bytes, bool write
 
 inline void land(const Copy& copy) {
   for (Cell& cell : cells_at(copy.to, copy.bytes)) --cell.arriving;
-  if (copy.from)
-    memcpy(memory_at(copy.to), copy.from, copy.bytes);
-  else
-    memset(memory_at(copy.to), 0, copy.bytes);
+  if (copy.read) memcpy(memory_at(copy.to), copy.from, copy.read);
+  memset(memory_at(copy.to) + copy.read, 0, copy.bytes - copy.read);
 }
 inline void begin_copy(const Copy& copy) {
   for (Cell& cell : cells_at(copy.to, copy.bytes)) ++cell.arriving;

@@ -18,12 +18,13 @@ void* write(uint32_t to, uint32_t bytes) {
 void read_global(const void* from, uint32_t bytes) { check_global("a read", from, bytes, false); }
 void write_global(void* to, uint32_t bytes) { check_global("a write", to, bytes, true); }
 
-void copy(uint32_t to, const void* from, uint32_t bytes, bool present) {
-  if (present) check_global("a copy", from, bytes, false);
+void copy(uint32_t to, const void* from, uint32_t bytes, uint32_t read) {
+  if (read > bytes) error("a copy of %u bytes that reads %u", bytes, read);
+  if (read) check_global("a copy", from, read, false, bytes);
   if (offset_of(to) % bytes) error("a copy of %u bytes to %u, not aligned", bytes, offset_of(to));
   if (!is_inside("a copy", to, bytes)) return;
   check_write("a copy", to, bytes);
-  self().copies.push_back({to, bytes, present ? from : nullptr});
+  self().copies.push_back({to, bytes, from, read});
   begin_copy(self().copies.back());
 }
 void commit_copies() {
