@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import kronecker, monarch, spec_id
-from test_expression import EVERY_OPERATION
+from test_expression import EVERY_OPERATION, Snake
 
 from factorlayer import runtime, wide_gradient
 from factorlayer.activations import ACTIVATIONS
@@ -33,6 +33,7 @@ OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-option
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
 ARCHITECTURES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 120}
 MOST_REGISTERS = 65536  # of a multiprocessor
+PRELU, SNAKE = (trace(module)[0].program for module in (torch.nn.PReLU(), Snake()))  # with a parameter each
 
 SPECS = [
     kronecker((32, 32), (32, 32)),
@@ -68,7 +69,8 @@ class Case:
     activation: str = "gelu"
 
     def __str__(self) -> str:
-        name = "program" if "/" in self.activation else self.activation
+        name = {PRELU: "prelu", SNAKE: "snake"}.get(self.activation, self.activation)
+        name = "program" if "/" in name else name
         return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-{name}"
 
 
@@ -185,8 +187,13 @@ def activated() -> Iterator[Case]:
         (kronecker((64, 64), (64, 64)), "bfloat16"),
         (monarch((12, 11, 10), (9, 12, 13)), "float16"),
         (monarch((32, 32), (32, 32)), "tf32"),
+        (monarch((64, 64), (64, 64)), "bfloat16"),
+        (kronecker((128, 128), (128, 128)), "float32"),
     ):
-        yield Case(spec, dtype, "sm_90a", BATCHES[2], mish)
+        for activation in (mish, PRELU, SNAKE):
+            yield Case(spec, dtype, "sm_90a", BATCHES[2], activation)
+    for architecture, dtype in zip(("sm_80", "sm_86", "sm_100a", "sm_120"), DTYPES, strict=False):
+        yield Case(kronecker((5, 8), (8, 7)), dtype, architecture, BATCHES[1], PRELU)
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,8 @@ class StackCase:
 
     def __str__(self) -> str:
         behind = f"-{self.last}{'-backward' * self.backward}{'-states' * self.states}"
-        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{self.activation}{behind}"
+        activation = {PRELU: "prelu", SNAKE: "snake"}.get(self.activation, self.activation)
+        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{activation}{behind}"
 
     @property
     def layers(self) -> tuple[Chain, ...]:
@@ -223,6 +231,8 @@ STACKS = [
     StackCase((64, 128, 128, 1), "bfloat16", "gelu"),
     StackCase((13, 45, 63, 127, 5), "tf32", "silu"),
     StackCase((3, 256, 256, 3), "float16", "sine"),
+    StackCase((32, 64, 64, 64, 64, 16), "bfloat16", PRELU),
+    StackCase((64, 128, 128, 1), "tf32", SNAKE),
     StackCase((32, 64, 64, 64, 64, 16), "bfloat16", backward=True),
     StackCase((128,) * 7, "bfloat16", states=True),
     StackCase((100,) * 6, "float16", "gelu", states=True),
@@ -364,7 +374,7 @@ def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -
 @pytest.mark.parametrize("case", list(activated()), ids=str)
 def test_activations_compile(case: Case, compiled: Compiled) -> None:
     """The sine of a large number is found with a table on the stack."""
-    uses_stack = case.activation in ("sine", EVERY_OPERATION.program)
+    uses_stack = case.activation in ("sine", EVERY_OPERATION.program, SNAKE)
     check(compiled[case].result(), case, SPILLED[case.dtype] if case.architecture == "sm_90a" else 0, uses_stack)
 
 

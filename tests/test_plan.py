@@ -23,7 +23,7 @@ from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
-from factorlayer.plan import BATCHES, Plan, PlanError, cut, plan, plan_text
+from factorlayer.plan import BATCHES, Plan, PlanError, cut, has_plan, plan, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
@@ -263,6 +263,15 @@ def test_stacks_are_cut_into_runs_that_have_kernels(
     assert list(cut(" | ".join(layers), "bfloat16", 90, 132, 232448)) == right
     assert not cut(" | ".join(layers), "float32", 90, 132, 232448)
     assert not cut(" | ".join(layers), "bfloat16", 80, 132, 232448)
+
+
+def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:
+    layer = Chain.of(kronecker((8,), (8,)), True, "p0,x,mul:0:1/:0/:1")
+    for count in (2, 20, 21):  # a weight, a parameter and a bias each
+        text = " | ".join([layer.text] * count)
+        assert has_plan(text, "bfloat16", 90, 132, 232448) == (count < 21)
+        assert not has_plan(f"{text} | backward", "bfloat16", 90, 132, 232448)
+    assert not has_plan(f"{layer.text} | backward", "bfloat16", 90, 132, 232448)
 
 
 def test_less_shared_memory_than_any_gpu_of_today() -> None:

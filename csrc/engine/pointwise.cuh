@@ -1,7 +1,7 @@
 // Activations: one row for each that has a name, with PyTorch's value at kinks and for NaN. Sums are activated before
-// they are rounded.
+// they are rounded. A kernel makes them of what it is given: those with learnable parameters read these.
 #pragma once
-#include "types.cuh"
+#include "params.cuh"
 
 #define FUNCTION(NAME)                                  \
   DEVICE float NAME##_(float x) { return NAME##f(x); }  \
@@ -32,6 +32,7 @@ template <class T> DEVICE T max_(T x, T y) { return x > y || x != x ? x : y; }
 
 #define ACTIVATION(NAME, ...)                              \
   struct NAME {                                            \
+    DEVICE NAME(const Params&) {}                          \
     template <class T> static DEVICE T of(T x) { return __VA_ARGS__; } \
   };
 ACTIVATION(identity, x)
