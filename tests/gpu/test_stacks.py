@@ -16,6 +16,20 @@ from factorlayer.stacked import STATES, Stack, fused_stack, runs
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
 
 
+class Sine(nn.Module):
+    """With a frequency that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequency = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.frequency * x)
+
+
+LEARNED = {"prelu": nn.PReLU, "learned-sine": Sine}
+
+
 @dataclass(frozen=True)
 class Net:
     widths: tuple[int, ...]
@@ -30,7 +44,7 @@ class Net:
         torch.manual_seed(0)
         mlp = FactorMLP(
             list(self.widths),
-            activation=self.activation,
+            activation=LEARNED.get(self.activation, lambda: self.activation)(),
             output_activation=self.output,
             implementation=implementation,
             device="cuda",
@@ -51,6 +65,8 @@ NETS = [
     Net((64, 128, 128, 1), "sine", 64, "sigmoid"),
     Net((63, 256, 256, 4), "relu", 1000),
     Net((48, 512, 256, 128, 12), "elu", 4096),
+    Net((32, 64, 64, 16), "prelu", 3000),
+    Net((13, 64, 64, 5), "learned-sine", 777),
 ]
 each = pytest.mark.parametrize("net", NETS, ids=str)
 
@@ -84,7 +100,7 @@ def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> N
         of_fused, of_plain = (float((t.double() - r).norm() / r.norm()) for t in (f, p))
         sums = net.batch**0.5 if dtype == "float64" else 1.0
         # Where rounding moves a sum of relu's across zero, a gradient loses or gains it all.
-        kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if net.activation == "relu" and i else 0.0
+        kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if net.activation in ("relu", "prelu") and i else 0.0
         assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype] + kinks, (i, of_fused, of_plain)
 
 
@@ -135,6 +151,35 @@ def test_graphs(net: Net) -> None:
         found = results(mlp, x, grad_y)
     graph.replay()
     assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("net", [net for net in NETS if net.activation in LEARNED], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_one_kernel_reads_what_has_been_learned(net: Net, dtype: str) -> None:
+    """Forward, at each replay of a graph; the layers are trained one by one."""
+    mlp, exact = net.block(dtype), net.block(dtype, "batched").double()
+    x, _ = drawn(net, dtype)
+    stack = Stack(tuple(layer.chain for layer in mlp._stacks[0][0].layers))
+    with torch.no_grad(), arithmetic(dtype):
+        layers = len(net.widths) - 1
+        assert runs(stack, x, False) == ((0, layers, stack.text_for(x)),)
+        assert all(
+            begin == layers - 1 for begin, _, _ in runs(stack, x, True)
+        )  # only the last one, which learns nothing
+        mlp(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = mlp(x)
+        for value in (0.5, 1.5):
+            next(mlp.activation.parameters()).fill_(value)
+            exact.load_state_dict(mlp.state_dict())
+            graph.replay()
+            right = exact(x.double())
+            assert float((y.double() - right).norm() / right.norm()) <= 4 * len(net.widths) * EPS[dtype]
 
 
 @each
