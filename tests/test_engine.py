@@ -418,6 +418,11 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         assert case.batch * max(case.shapes[0][1], case.out_features) <= 1 << 17, f"{case} takes long"
         if case.chain is None or case.spec is None:
             found |= {f"block in {case.dtype}{', trained' if case.trained else ''}"}
+            if case.trained and case.dtype == "bfloat16":
+                sizes = [shape for shape in case.shapes[1:] if len(shape) == 2]
+                text = " | ".join(Chain.of(kronecker((p,), (q,)), True, "relu").text for q, p in sizes)
+                ways = "at once" if has_plan(f"{text} | backward", case.dtype, 90, 132, 232448) else "layer by layer"
+                found |= {f"{'odd' if sizes[0][1] % 2 else 'even'} block {ways}"}
             continue
         found |= {"rank"} if case.chain.rank > 1 else set()
         for each in (case.chain, all_gradients_of(case.spec)) if case.trained else (case.chain,):
@@ -428,11 +433,14 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 plans = [plan(one, case.dtype, planned_for, Gpu.of(90)) for one in gradients_one_by_one(each)]
             for planned in plans:
                 found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
-                found |= {" ".join(type(p).__name__ for p in planned.passes)}
+                kinds = " ".join(type(p).__name__ for p in planned.passes)
+                found |= {kinds, f"{kinds} in {case.dtype}"}
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "LargeBackward Reduction", "PairBackward Reduction Parts"} <= found
-    assert {"Gradient", "Gradient Reduction", "WideGradient Reduction"} <= found
+    assert {"Gradient", "Gradient Reduction"} <= found
+    assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
+    assert {"even block at once", "odd block layer by layer"} <= found
     assert {"block in tf32", "block in bfloat16, trained", "block in float16, trained"} <= found
     assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found
