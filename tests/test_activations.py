@@ -24,7 +24,7 @@ from factorlayer.activations import evaluate
 from factorlayer.chain import Chain
 from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, parameter
 from factorlayer.functional import choose
-from factorlayer.fused import why_never_fused
+from factorlayer.fused import explain_fused, why_never_fused
 from factorlayer.tracing import trace
 
 DTYPES = [torch.float32, torch.float64]
@@ -396,3 +396,14 @@ def test_a_gpu_takes_parameters_as_far_as_its_kernels_have_room(monkeypatch: pyt
     assert choose(many, x, "auto", "test") == "batched"
     with pytest.raises(RuntimeError, match=f"^test: implementation='fused' cannot run: {reason}; or use"):
         choose(many, x, "fused", "test")
+
+
+def test_explain_says_who_makes_the_gradients_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.fused, "gpu_limits", lambda index: (90, 132, 232448))
+    with FakeTensorMode():
+        x = torch.empty(0, 16, device="cuda:7", dtype=torch.bfloat16)
+    for module, said in ((nn.PReLU(), True), (None, False)):
+        lines = explain_fused(FactorLinear(16, 16, activation=module).chain, x, 1000).splitlines()
+        begin = lines.index("backward:") + 1
+        assert (lines[begin] == "  activation: what it takes once more, and its gradients by PyTorch") == said
+        assert lines[-1].startswith("  weight_1: its gradient")
