@@ -367,8 +367,6 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_inputs(chain, x, weights, bias);
-  STD_TORCH_CHECK(!chain.parameters(), "factorlayer: CUDA kernels take no parameters of an activation, the chain has ",
-                  chain.parameters());
   STD_TORCH_CHECK(weights.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights at most, the chain has ", weights.size());
   const int64_t batch = x.size(0);

@@ -89,16 +89,24 @@ class Visit:
 def gradients(
     ops: Ops, grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, wanted: int
 ) -> list[Tensor]:
-    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order."""
+    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights behind those of the
+    contractions are parameters of the activation."""
     only = _only_visit(text, wanted, ops.fits)
     if only is not None:
         return ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)[~wanted & 1 :]
     chain = Chain.parse(text)
+    count = len(chain.contractions)
+    weights, scalars = weights[:count], weights[count:]
     grad = grad_y.reshape(x.shape[0], chain.out_features)
+    found: dict[int, Tensor] = {}
     if chain.activation != "identity":
         before = ops.forward(x, weights, bias, _without_activation(chain))
-        (grad,) = torch.func.vjp(functools.partial(activate, chain.activation), before)[1](grad)
-    found = {1: grad.sum(0)} if wanted & 2 else {}
+        learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
+        grad, *of_scalars = _before_activation(chain.activation, grad, before, scalars, learns)
+        found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
+        wanted &= (4 << count) - 1
+    if wanted & 2:
+        found[1] = grad.sum(0)
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
     else:
@@ -123,7 +131,7 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
         return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
 
     x, grad_y = (torch.empty(1, n, device="meta") for n in (chain.in_features, chain.out_features))
-    weights = [x.new_empty(1)] * len(chain.contractions)
+    weights = [x.new_empty(1)] * chain.weights
     for c in chain.contractions:
         shape = (chain.rank, -1, c.q, c.p) if chain.rank > 1 else (-1, c.q, c.p)
         weights[c.weight] = x.new_empty(chain.rank * c.weight_size).view(shape)
@@ -131,6 +139,19 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
     bias = grad_y[0] if chain.bias else None
     gradients(ops, grad_y, x, weights, bias, text, (1 << (len(weights) + 2)) - 1)
     return list(dict.fromkeys(seen))
+
+
+def _before_activation(
+    activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The gradient of what an activation takes, and those of its parameters that learn."""
+
+    def run(z: Tensor, *learned: Tensor) -> Tensor:
+        given = dict(enumerate(scalars)) | dict(zip(learns, learned, strict=True))
+        return activate(activation, z, list(given.values()))
+
+    found: tuple[Tensor, ...] = torch.func.vjp(run, z, *(scalars[i] for i in learns))[1](grad)
+    return found
 
 
 def _all_terms(

@@ -86,6 +86,11 @@ class Chain:
         return max(0, self.activation.count("/") - 1)
 
     @property
+    def weights(self) -> int:
+        """Of both."""
+        return len(self.contractions) + self.parameters
+
+    @property
     def in_features(self) -> int:
         if not self.contractions:
             return math.prod(self.turn or ())

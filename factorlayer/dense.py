@@ -117,8 +117,12 @@ class Dense:
 
     @property
     def tensors(self) -> int:
-        """Weights and biases"""
-        return sum(1 + chain.bias for chain in self.layers)
+        """Weights, parameters of activations, and biases"""
+        return sum(map(_tensors, self.layers))
+
+    def first(self, i: int) -> int:
+        """Of these, layer i's."""
+        return sum(map(_tensors, self.layers[:i]))
 
     @property
     def split(self) -> int:
@@ -148,9 +152,9 @@ class Dense:
         p, q = self.sizes[i]
         k, n = self.columns(i)
         weight_at, bias_at = self.places[i]
-        weight = sum(1 + chain.bias for chain in self.layers[:i])
-        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": weight}
-        told |= {"BIAS": weight + 1 if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
+        bias = self.first(i) + 1 + self.layers[i].parameters
+        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": self.first(i)}
+        told |= {"BIAS": bias if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
         return told | {"FIRST": i == 0 or self.states, "LAST": i == len(self.layers) - 1 or self.states}
 
     def loading(self) -> list[str]:
@@ -185,6 +189,11 @@ class Dense:
         return write(self, name, "DenseLayers", [], body, {n for i in range(last + 1) for n in [self.columns(i)[1]]})
 
 
+def _tensors(chain: Chain) -> int:
+    """A layer's: its weight, the parameters of its activation, and its bias."""
+    return 1 + chain.parameters + chain.bias
+
+
 def function(head: str, calls: Sequence[str]) -> list[str]:
     """Of a kernel's struct of constants: what it calls for one layer after another."""
     return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
@@ -207,7 +216,7 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
     head += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
     for i, chain in enumerate(plan.layers):
         fields = [_field(key, value) for key, value in plan.struct(i).items()]
-        head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation)} }};")
+        head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation, plan.first(i) + 1)} }};")
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", plan.loading())
     products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
@@ -224,9 +233,9 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
         return
     for chain in layers:
         c = chain.contractions[0]
-        if not chain.is_dense or chain.rank > 1 or chain.parameters or max(c.p, c.q) > WIDEST:
+        if not chain.is_dense or chain.rank > 1 or max(c.p, c.q) > WIDEST:
             return
-    if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
+    if sum(_tensors(chain) + states for chain in layers) > MOST_TENSORS:
         return
     for groups in (4, 3, 2, 1):
         plan = Dense(tuple(layers), dtype, groups, gpu, states=states)

@@ -144,6 +144,8 @@ class DenseBackward(BlockSums, Dense):
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBackward | None:
     """None where this family has no kernel."""
+    if any(layer.parameters for layer in layers):  # whose gradients are sums over everything
+        return None
     if dtype not in ("bfloat16", "float16") or tile_forward(layers, dtype, batch, gpu) is None:
         return None
     for groups in (4, 3, 2, 1):

@@ -10,7 +10,7 @@ from pathlib import Path
 MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
 ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
 
-HEADERS = ("instructions.cuh", "types.cuh", "memory.cuh", "mma.cuh", "pointwise.cuh", "layout.cuh", "params.cuh")
+HEADERS = ("instructions.cuh", "types.cuh", "memory.cuh", "mma.cuh", "params.cuh", "pointwise.cuh", "layout.cuh")
 
 
 @functools.cache

@@ -23,7 +23,7 @@ def source(plan: Resident, name: str) -> str:
     struct = [
         f"using Math = {MATH[work.dtype]};",
         f"using Element = {ELEMENT[work.dtype]};",
-        cuda_type(work.activation),
+        cuda_type(work.activation, work.scalars),
     ]
     load_run = _run(plan, layouts[0], _region(plan, False))
     store_run = _run(plan, layouts[-1], _region(plan, True))

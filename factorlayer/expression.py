@@ -81,9 +81,9 @@ class Expression:
         """By x, or by a parameter."""
         return _adjoints(self).get(X if parameter is None else Expression("p", (), parameter), ZERO)
 
-    def cuda(self, name: str) -> str:
-        """What stands in for a row of csrc/engine/pointwise.cuh; of an expression without parameters."""
-        return _cuda(self, name)
+    def cuda(self, name: str, first: int = 0) -> str:
+        """A row as csrc/engine/pointwise.cuh has them. p0, p1, … are a kernel's weights from the `first` on."""
+        return _cuda(self, name, first)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Expression.parse, (self.text,)
@@ -339,16 +339,19 @@ _CUDA = {
 }  # fmt: skip
 
 
-def _cuda(output: Expression, name: str) -> str:
+def _cuda(output: Expression, name: str, first: int) -> str:
     lines: list[str] = []
     names: dict[Expression, str] = {}
+    read: dict[str, int] = {}  # parameters, each from a weight
 
     def as_number(node: Expression) -> str:
         return f"T({names[node]})" if node.is_boolean else names[node]
 
     for node in in_order(output):
         if node.op == "p":
-            raise ValueError("the CUDA kernels take activations without parameters only")
+            names[node] = f"p{node.value}"
+            read[names[node]] = first + int(node.value or 0)
+            continue
         if node is X or node.op == "number":
             names[node] = "x" if node is X else _constant(float(node.value or 0))
             continue
@@ -361,7 +364,13 @@ def _cuda(output: Expression, name: str) -> str:
         names[node] = f"v{len(lines)}"
         lines.append(f"    const {'bool' if node.is_boolean else 'T'} {names[node]} = {made};")
     body = "\n".join([*lines, f"    return {as_number(output)};"])
-    return f"struct {name} {{\n  template <class T> static DEVICE T of([[maybe_unused]] T x) {{\n{body}\n  }}\n}};"
+    members = f"  const Sum<Element> {', '.join(read)};\n" if read else ""
+    given = ", ".join(f"{p}(widen(*static_cast<const Element*>(params.weights[{i}])))" for p, i in read.items())
+    made = (
+        f"  DEVICE {name}(const Params& params) : {given} {{}}\n" if read else f"  DEVICE {name}(const Params&) {{}}\n"
+    )
+    of = f"{'' if read else 'static '}DEVICE T of([[maybe_unused]] T x){' const' if read else ''}"
+    return f"struct {name} {{\n{members}{made}  template <class T> {of} {{\n{body}\n  }}\n}};"
 
 
 def _constant(value: float) -> str:
@@ -397,10 +406,11 @@ def name_of(expression: Expression) -> str | None:
     return _NAMES.get(expression)
 
 
-def cuda_type(activation: str) -> str:
-    """A chain's activation, a name or a program, as the type Activation of a kernel's constants."""
+def cuda_type(activation: str, first: int) -> str:
+    """A chain's activation, a name or a program, as the type Activation of a kernel's constants. Its parameters are
+    weights from the `first` on."""
     if "/" in activation:
-        return Expression.parse(activation).cuda("Activation")
+        return Expression.parse(activation).cuda("Activation", first)
     return f"using Activation = struct {activation};"
 
 

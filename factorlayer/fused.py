@@ -60,10 +60,8 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
     if x.dtype not in DTYPES:
         return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
     if x.is_cuda:
-        if chain is not None and len(chain.contractions) > MAX_WEIGHTS:
-            return f"its CUDA kernels take {MAX_WEIGHTS} weights at most, this layer has {len(chain.contractions)}"
-        if chain is not None and chain.parameters:
-            return "its CUDA kernels take no activation with learnable parameters"
+        if chain is not None and chain.weights > MAX_WEIGHTS:
+            return f"its CUDA kernels take {MAX_WEIGHTS} weights at most, this layer has {chain.weights}"
         return why_not_on_gpu(x.get_device())
     if not (x.is_cpu or x.is_meta):
         return f"it has kernels for CPU and CUDA tensors, x is on {x.device}"
@@ -86,8 +84,10 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
-    back = reversed(visits(text, everything, _cuda_ops(device, x.dtype).fits))
-    return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *map(str, back)])
+    back = [*map(str, reversed(visits(text, everything, _cuda_ops(device, x.dtype).fits)))]
+    if chain.activation != "identity":
+        back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
+    return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back])
 
 
 @functools.lru_cache(1024)

@@ -142,7 +142,7 @@ class Pair:
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
-        lines += [cuda_type(work.activation)]
+        lines += [cuda_type(work.activation, work.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         last = len(work.sizes) - 1

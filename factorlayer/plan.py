@@ -342,7 +342,9 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Streamed | Wide | None:
         return None
     ((weight, q, p),) = mode.parts
     contraction = Contraction(weight, work.outer, p, q, work.inner, tied=True)
-    product = Product(work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation)
+    product = Product(
+        work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation, scalars=work.scalars
+    )
     return _product_pass(product, batch, gpu)
 
 
@@ -439,6 +441,7 @@ def _works(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[i
                 rank=chain.rank,
                 bias=chain.bias and final,
                 activation=chain.activation if final else "identity",
+                scalars=len(chain.contractions),
             )
         )
         for i in part:

@@ -88,6 +88,7 @@ class Work:
     rank: int = 1
     bias: bool = False
     activation: str = "identity"
+    scalars: int = 0  # the first weight that is a parameter of the activation
 
     @functools.cached_property
     def states(self) -> list[tuple[int, ...]]:

@@ -200,7 +200,11 @@ class LayerStack(nn.Module):
         return [LayerStack([(name, m.layer, m.activation)], self.implementation, self._owner) for name, m in members]
 
     def explain(self) -> list[str]:
-        return [f"{name}: {layer}" for name, layer in zip(self.names, self.layers, strict=True)]
+        alone = " (on a GPU, trained by itself: its activation learns)"
+        return [
+            f"{name}: {layer}{alone if layer.chain.parameters else ''}"
+            for name, layer in zip(self.names, self.layers, strict=True)
+        ]
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         for member in self._members:

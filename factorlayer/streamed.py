@@ -60,6 +60,7 @@ class Product:
     ours_out: bool = False
     bias: bool = False
     activation: str = "identity"
+    scalars: int = 0  # the first weight that is a parameter of the activation
 
     @functools.cached_property
     def size(self) -> int:
@@ -122,6 +123,7 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 ours_out=i < last,
                 bias=chain.bias and i == last,
                 activation=chain.activation if i == last else "identity",
+                scalars=len(chain.contractions),
             )
         )
     return found
@@ -305,7 +307,7 @@ class Streamed:
             "ROUND_Y": p.dtype == "tf32" and p.ours_out,
         }
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
-        lines += [cuda_type(p.activation)]
+        lines += [cuda_type(p.activation, p.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

@@ -178,7 +178,7 @@ class Wide:
             "SPLIT": p.dtype == "float32",
             "ROUND_Y": rounds and p.ours_out,
         }
-        lines = [f"using Element = {ELEMENT[p.dtype]};", cuda_type(p.activation)]
+        lines = [f"using Element = {ELEMENT[p.dtype]};", cuda_type(p.activation, p.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

@@ -24,12 +24,16 @@ from torch import Tensor
 
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
+from factorlayer.expression import X, apply, parameter, select
 from factorlayer.functional import run
 from factorlayer.spec import LayerSpec
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS = ("naive", "batched", "fused")
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
+# Activations with a learned scalar
+PRELU = select(apply("lt", 0, X), X, parameter(0) * X).program
+SINE = apply("sin", parameter(0) * X).program
 
 
 def dtype_id(dtype: torch.dtype) -> str:
@@ -58,11 +62,14 @@ class Case:
         return Chain.of(self.spec, self.bias, self.activation)
 
     def __str__(self) -> str:
-        return f"{spec_id(self.spec)}-n{self.batch}-{self.activation}{'-bias' * self.bias}"
+        activation = {PRELU: "prelu", SINE: "learned-sine"}.get(self.activation, self.activation)
+        return f"{spec_id(self.spec)}-n{self.batch}-{activation}{'-bias' * self.bias}"
 
 
 @dataclass(frozen=True)
 class Inputs:
+    """Behind the weights are parameters of the activation."""
+
     x: Tensor
     weights: list[Tensor]
     bias: Tensor | None
@@ -95,6 +102,7 @@ def draw_inputs(
         grad_y = grad_y * scales(spec.out_features, *((-2, 0) if narrow else (-3, 3)))
     bias = normal(spec.out_features) if case.bias else None
     weights = [normal(*shape, scale=1 / math.sqrt(shape[-1])) for shape in spec.weight_shapes]
+    weights += [0.5 + normal(1).abs() for _ in range(case.chain.parameters)]
 
     def lay_out(tensor: Tensor) -> Tensor:
         return with_layout(tensor.to(dtype), layout)
@@ -149,6 +157,7 @@ def longest_sum_root(case: Case) -> float:
     """√N, N the longest sum behind a value: along a contraction, or of a weight gradient over samples and positions."""
     longest = max(c.p for c in case.spec.contractions)
     positions = max(c.outer * c.inner if c.tied else 1 for c in case.spec.contractions)
+    positions = case.spec.out_features if case.chain.parameters else positions
     return math.sqrt(max(longest, case.batch * positions))
 
 
@@ -186,6 +195,7 @@ def check_rule(
 ) -> None:
     """AssertionError, with all the numbers, where fused breaks the rule."""
     fewest = min(case.spec.out_features, *(math.prod(shape) for shape in case.spec.weight_shapes))
+    fewest = 1 if case.chain.parameters else fewest
     draws = max(1, min(12, 64 // fewest))
     check_rule_on(
         case, [draw_inputs(case, dtype, 1000 * seed + i, layout, badly_scaled) for i in range(draws)], threads

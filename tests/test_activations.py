@@ -13,15 +13,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import kronecker
 from test_expression import FUNCTIONS, NO_EXPRESSIONS, SPECIAL, SWEEP, Snake, expressions
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import factorlayer.fused
 from factorlayer import ACTIVATIONS, FactorLinear, factor_linear, fuse
 from factorlayer.activations import evaluate
+from factorlayer.chain import Chain
 from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, parameter
 from factorlayer.functional import choose
-from factorlayer.fused import why_not_fused
+from factorlayer.fused import explain_fused, why_never_fused
 from factorlayer.tracing import trace
 
 DTYPES = [torch.float32, torch.float64]
@@ -381,12 +384,26 @@ def test_stacks_carry_programs_and_parameters() -> None:
     assert torch.autograd.gradgradcheck(lambda x: stack(x), [x[:2].detach().requires_grad_()], fast_mode=True)
 
 
-def test_a_gpu_refuses_parameters_and_says_so() -> None:
-    layer = FactorLinear(4, 4, activation=nn.PReLU())
+def test_a_gpu_takes_parameters_as_far_as_its_kernels_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.fused, "why_not_on_gpu", lambda index: None)
     with FakeTensorMode():
         x = torch.empty(2, 4, device="cuda")
-    reason = "its CUDA kernels take no activation with learnable parameters"
-    assert why_not_fused(x, layer.chain) == reason
-    assert choose(layer.chain, x, "auto", "test") == "batched"
+    program = sum((parameter(i) * X for i in range(4)), X).program
+    few, many = (Chain.of(kronecker((1,) * k, (1,) * k), True, program) for k in (58, 59))
+    assert why_never_fused(x, few) is None
+    reason = "its CUDA kernels take 62 weights at most, this layer has 63"
+    assert why_never_fused(x, many) == reason
+    assert choose(many, x, "auto", "test") == "batched"
     with pytest.raises(RuntimeError, match=f"^test: implementation='fused' cannot run: {reason}; or use"):
-        choose(layer.chain, x, "fused", "test")
+        choose(many, x, "fused", "test")
+
+
+def test_explain_says_who_makes_the_gradients_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.fused, "gpu_limits", lambda index: (90, 132, 232448))
+    with FakeTensorMode():
+        x = torch.empty(0, 16, device="cuda:7", dtype=torch.bfloat16)
+    for module, said in ((nn.PReLU(), True), (None, False)):
+        lines = explain_fused(FactorLinear(16, 16, activation=module).chain, x, 1000).splitlines()
+        begin = lines.index("backward:") + 1
+        assert (lines[begin] == "  activation: what it takes once more, and its gradients by PyTorch") == said
+        assert lines[-1].startswith("  weight_1: its gradient")

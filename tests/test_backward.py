@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle import AWKWARD_SPECS, SMALL_SPECS, kronecker, monarch, spec_id
+from test_expression import Snake
 from test_plan import LARGEST_GRID_Y, dtypes, read_text
-from torch import Tensor
+from torch import Tensor, nn
 
 from factorlayer import runtime
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations import activate
 from factorlayer.backward import Ops, Visit, gradients, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
@@ -22,6 +23,7 @@ from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
 from factorlayer.plan import BATCHES, PlanError, plan
 from factorlayer.spec import Contraction, LayerSpec
+from factorlayer.tracing import trace
 from factorlayer.turn import Turn
 from factorlayer.wide_gradient import WideGradient
 
@@ -78,27 +80,31 @@ def all_of(weights: Sequence[Tensor]) -> int:
 
 
 OPS = Ops(forward, weight_gradient, all_gradients)
+LEARNED = trace(nn.Sequential(nn.PReLU(), Snake()))[0].program  # two parameters
+activations = pytest.mark.parametrize("activation", ["identity", "gelu", LEARNED], ids=["identity", "gelu", "learned"])
 
 
 @pytest.mark.parametrize("fits", [nothing, pairs, anything])
-@pytest.mark.parametrize("activation", ["identity", "gelu"])
+@activations
 @pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
 def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
     """All of them, all but one, and any one alone."""
     torch.manual_seed(0)
+    chain, count = Chain.of(spec, True, activation), len(spec.weight_shapes)
     leaves = [torch.randn(5, spec.in_features), torch.randn(spec.out_features), *map(torch.randn, spec.weight_shapes)]
+    leaves += [torch.rand([1] * i) + 0.5 for i in range(chain.parameters)]  # of any number of dimensions
     x, bias, *weights = (leaf.double().requires_grad_() for leaf in leaves)
-    y = ACTIVATIONS[activation](naive(spec, x, weights) + bias)
+    y = activate(activation, naive(spec, x, weights[:count]) + bias, weights[count:])
     grad_y = torch.randn_like(y)
     right = torch.autograd.grad(y, (x, bias, *weights), grad_y)
-    text = Chain.of(spec, True, activation).text
+    text = chain.text
     everything, ones = (1 << len(right)) - 1, [1 << bit for bit in range(len(right))]
     for wanted in [everything, *(everything - one for one in ones), *ones, 0]:
         with torch.no_grad():
             found = gradients(replace(OPS, fits=fits), grad_y, x, weights, bias, text, wanted)
         expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)  # and of one shape
 
 
 @pytest.mark.parametrize(
@@ -155,10 +161,11 @@ def test_nothing_is_computed_that_is_not_needed(
 
 
 @pytest.mark.parametrize("fits", [nothing, pairs, anything])
-@pytest.mark.parametrize("activation", ["identity", "gelu"])
+@activations
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
 def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
-    text, ran = Chain.of(spec, True, activation).text, []
+    chain = Chain.of(spec, True, activation)
+    text, ran = chain.text, []
 
     def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*given: Tensor) -> Tensor:
@@ -168,7 +175,7 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
         return run
 
     x, grad_y, bias = torch.randn(3, spec.in_features), torch.randn(3, spec.out_features), torch.ones(spec.out_features)
-    weights = list(map(torch.randn, spec.weight_shapes))
+    weights = [*map(torch.randn, spec.weight_shapes), *[torch.ones(1)] * chain.parameters]
     ops = Ops(noted(forward), noted(weight_gradient), noted(all_gradients), fits)
     gradients(ops, grad_y, x, weights, bias, text, all_of(weights) | 2)
     assert texts(text, fits) == list(dict.fromkeys(ran))

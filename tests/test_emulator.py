@@ -15,11 +15,11 @@ import pytest
 import torch
 from emulator.driver import Array, Emulator, Kernel, decode, encode, why_not
 from oracle import kronecker, monarch, spec_id
-from test_expression import EVERY_OPERATION
+from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
 from factorlayer import gradient
-from factorlayer.activations import ACTIVATIONS, activate
+from factorlayer.activations import activate
 from factorlayer.backward import Ops, gradients, visits
 from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
@@ -35,6 +35,7 @@ from factorlayer.wide_gradient import WideGradient
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALL, MEDIUM, LARGE = BATCHES
+LEARNED = trace(torch.nn.Sequential(torch.nn.PReLU(), Snake()))[0].program  # two parameters
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Case:
     activation: str = "relu"
 
     def __str__(self) -> str:
-        program = "-program" if "/" in self.activation else ""
+        program = "-learned" if self.activation == LEARNED else "-program" if "/" in self.activation else ""
         return f"sm_{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-of-{self.planned}{program}"
 
     @property
@@ -97,6 +98,18 @@ CASES = [
     # Programs in place of named activations: every operation, and one that is another function of single elements
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),
+    # Learned parameters: resident, of several terms and of two passes, streamed, pair with and without a mode, wide
+    Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=LEARNED),
+    Case(kronecker((4, 9), (6, 5), rank=2), "float32", 21, MEDIUM, 80, activation=LEARNED),
+    Case(kronecker((300, 3), (300, 3)), "tf32", 3, SMALL, activation=LEARNED),
+    Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM, 80, activation=LEARNED),
+    Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL, activation=LEARNED),
+    Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL, activation=LEARNED),
+    Case(kronecker((48, 64), (64, 48)), "float16", 30, MEDIUM, activation=LEARNED),
+    Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL, activation=LEARNED),
+    Case(kronecker((400,), (300,)), "float32", 9, MEDIUM, activation=LEARNED),
+    Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM, activation=LEARNED),
+    Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4, activation=LEARNED),
 ]
 
 
@@ -119,7 +132,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 @dataclass
 class Run:
-    """A case's kernels and inputs."""
+    """A case's kernels and inputs. Behind the weights are parameters of the activation."""
 
     case: Case
     emulator: Emulator
@@ -136,7 +149,9 @@ class Run:
 
     def right(self) -> Array:
         x, bias, *weights = map(torch.from_numpy, (self.x, self.bias, *self.weights))
-        return np.asarray(activate(self.case.activation, naive(self.case.spec, x, weights) + bias))
+        count = len(self.case.spec.weight_shapes)
+        z = naive(self.case.spec, x, weights[:count]) + bias
+        return np.asarray(activate(self.case.activation, z, weights[count:]))
 
 
 def prepare(case: Case, emulator: Emulator, changes: dict[str, str] | None = None) -> Run:
@@ -147,6 +162,7 @@ def prepare(case: Case, emulator: Emulator, changes: dict[str, str] | None = Non
         return decode(encode(values, case.dtype), case.dtype).reshape(shape)
 
     weights = [draw(*shape, scale=shape[-1] ** -0.5) for shape in case.spec.weight_shapes]
+    weights += [0.75 + np.full((1,), i) for i in range(case.plan.chain.parameters)]
     x, bias = draw(case.batch, case.spec.in_features), draw(case.spec.out_features)
     return Run(case, emulator, emulator.compile(case.plan, changes), x, weights, bias)
 
@@ -519,6 +535,8 @@ STACKS = [
     ([13, 45, 127], "float16", "tanh", 200),
     ([63, 12, 9], "tf32", "relu", 63),
     ([126, 1], "bfloat16", "silu", 1),
+    ([20, 24, 40, 8], "bfloat16", "learned", 130),
+    ([13, 24, 5], "tf32", "learned", 65),
 ]
 
 
@@ -548,24 +566,27 @@ STORED = [
     ([127, 20, 1, 127], "float16", "identity", 63),
     ([32, 64, 64, 16], "tf32", "gelu", 136),
     ([13, 45, 66, 1], "tf32", "tanh", 136),
+    ([16, 24, 24], "float16", "learned", 136),
 ]
 
 
 def stack_of(widths: list[int], dtype: str, activation: str, last: str = "identity") -> list[Chain]:
-    """Dense layers, every other with a bias."""
+    """Dense layers, every other with a bias; "learned" is LEARNED."""
     layers = []
     for i, (p, q) in enumerate(itertools.pairwise(widths)):
-        chain = Chain.of(kronecker((p,), (q,)), i % 2 == 0, activation if i < len(widths) - 2 else last)
+        stage = activation if i < len(widths) - 2 else last
+        chain = Chain.of(kronecker((p,), (q,)), i % 2 == 0, LEARNED if stage == "learned" else stage)
         layers.append(replace(chain, tf32=dtype == "tf32"))
     return layers
 
 
 def drawn_tensors(layers: list[Chain], draw: Callable[..., Array]) -> list[Array]:
-    """Each layer's weight, and its bias if it has one."""
+    """Each layer's weight, the parameters of its activation, and its bias if it has one."""
     tensors = []
-    for layer in layers:
+    for i, layer in enumerate(layers):
         (c,) = layer.contractions
-        tensors += [draw(c.q, c.p) / 4, draw(c.q)] if layer.bias else [draw(c.q, c.p) / 4]
+        tensors += [draw(c.q, c.p) / 4, *(np.full((1,), 0.5 + i + j / 4) for j in range(layer.parameters))]
+        tensors += [draw(c.q)] if layer.bias else []
     return tensors
 
 
@@ -573,7 +594,8 @@ def run_in_torch(layers: list[Chain], x: Tensor, tensors: list[Tensor]) -> Tenso
     rest = iter(tensors)
     for layer in layers:
         x = x @ next(rest).T
-        x = ACTIVATIONS[layer.activation](x + next(rest) if layer.bias else x)
+        parameters = [next(rest) for _ in range(layer.parameters)]
+        x = activate(layer.activation, x + next(rest) if layer.bias else x, parameters)
     return x
 
 
@@ -600,7 +622,7 @@ def test_stacks_are_right_and_keep_samples_apart(
     widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator
 ) -> None:
     """One processor, whose warpgroups take several tiles."""
-    layers = stack_of(widths, dtype, activation)
+    layers = stack_of(widths, dtype, activation, "learned" if activation == "learned" else "identity")
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
     assert found.passes[0].threads >= 256
     check_stack(found, layers, batch, emulator)
@@ -629,7 +651,7 @@ def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch:
     assert not errors
     y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[1:-2])]))
     for count, state in enumerate([*states, y], 1):
-        used = sum(1 + layer.bias for layer in layers[:count])
+        used = sum(1 + layer.parameters + layer.bias for layer in layers[:count])
         right = run_in_torch(layers[:count], torch.from_numpy(x), [torch.from_numpy(t) for t in tensors[:used]])
         assert np.linalg.norm(state - right.numpy().ravel()) <= 3 * EPS[dtype] * count * torch.linalg.norm(right)
 
@@ -743,6 +765,8 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 
 def test_cases_cover_the_families() -> None:
+    learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
+    assert learned == {"Resident", "Streamed", "Pair", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import kronecker, monarch, spec_id
-from test_expression import EVERY_OPERATION
+from test_expression import EVERY_OPERATION, Snake
 
 from factorlayer import runtime, wide_gradient
 from factorlayer.activations import ACTIVATIONS
@@ -33,6 +33,7 @@ OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-option
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
 ARCHITECTURES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 120}
 MOST_REGISTERS = 65536  # of a multiprocessor
+PRELU, SNAKE = (trace(module)[0].program for module in (torch.nn.PReLU(), Snake()))  # with a parameter each
 
 SPECS = [
     kronecker((32, 32), (32, 32)),
@@ -68,7 +69,8 @@ class Case:
     activation: str = "gelu"
 
     def __str__(self) -> str:
-        name = "program" if "/" in self.activation else self.activation
+        name = {PRELU: "prelu", SNAKE: "snake"}.get(self.activation, self.activation)
+        name = "program" if "/" in name else name
         return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}-n{self.batch}-{name}"
 
 
@@ -185,8 +187,13 @@ def activated() -> Iterator[Case]:
         (kronecker((64, 64), (64, 64)), "bfloat16"),
         (monarch((12, 11, 10), (9, 12, 13)), "float16"),
         (monarch((32, 32), (32, 32)), "tf32"),
+        (monarch((64, 64), (64, 64)), "bfloat16"),
+        (kronecker((128, 128), (128, 128)), "float32"),
     ):
-        yield Case(spec, dtype, "sm_90a", BATCHES[2], mish)
+        for activation in (mish, PRELU, SNAKE):
+            yield Case(spec, dtype, "sm_90a", BATCHES[2], activation)
+    for architecture, dtype in zip(("sm_80", "sm_86", "sm_100a", "sm_120"), DTYPES, strict=False):
+        yield Case(kronecker((5, 8), (8, 7)), dtype, architecture, BATCHES[1], PRELU)
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,8 @@ class StackCase:
 
     def __str__(self) -> str:
         behind = f"-{self.last}{'-backward' * self.backward}{'-states' * self.states}"
-        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{self.activation}{behind}"
+        activation = {PRELU: "prelu", SNAKE: "snake"}.get(self.activation, self.activation)
+        return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{activation}{behind}"
 
     @property
     def layers(self) -> tuple[Chain, ...]:
@@ -232,6 +240,8 @@ STACKS = [
     StackCase((196, 384, 196), "bfloat16", "gelu"),
     StackCase((196, 384, 196), "tf32", "gelu"),
     StackCase((45, 300, 129, 5), "bfloat16", "silu"),
+    StackCase((32, 64, 64, 64, 64, 16), "bfloat16", PRELU),
+    StackCase((64, 128, 128, 1), "tf32", SNAKE),
     StackCase((32, 64, 64, 64, 64, 16), "bfloat16", backward=True),
     StackCase((128,) * 7, "bfloat16", states=True),
     StackCase((100,) * 6, "float16", "gelu", states=True),
@@ -389,7 +399,7 @@ def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -
 @pytest.mark.parametrize("case", list(activated()), ids=str)
 def test_activations_compile(case: Case, compiled: Compiled) -> None:
     """The sine of a large number is found with a table on the stack."""
-    uses_stack = case.activation in ("sine", EVERY_OPERATION.program)
+    uses_stack = case.activation in ("sine", EVERY_OPERATION.program, SNAKE)
     check(compiled[case].result(), case, SPILLED[case.dtype] if case.architecture == "sm_90a" else 0, uses_stack)
 
 
@@ -433,6 +443,11 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         assert case.batch * max(case.shapes[0][1], case.out_features) <= 1 << 17, f"{case} takes long"
         if case.chain is None or case.spec is None:
             found |= {f"block in {case.dtype}{', trained' if case.trained else ''}"}
+            if case.trained and case.dtype == "bfloat16":
+                sizes = [shape for shape in case.shapes[1:] if len(shape) == 2]
+                text = " | ".join(Chain.of(kronecker((p,), (q,)), True, "relu").text for q, p in sizes)
+                ways = "at once" if has_plan(f"{text} | backward", case.dtype, 90, 132, 232448) else "layer by layer"
+                found |= {f"{'odd' if sizes[0][1] % 2 else 'even'} block {ways}"}
             continue
         found |= {"rank"} if case.chain.rank > 1 else set()
         for each in (case.chain, all_gradients_of(case.spec)) if case.trained else (case.chain,):
@@ -443,12 +458,15 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 plans = [plan(one, case.dtype, planned_for, Gpu.of(90)) for one in gradients_one_by_one(each)]
             for planned in plans:
                 found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
-                found |= {" ".join(type(p).__name__ for p in planned.passes)}
+                kinds = " ".join(type(p).__name__ for p in planned.passes)
+                found |= {kinds, f"{kinds} in {case.dtype}"}
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "LargeBackward Reduction", "PairBackward Reduction Parts"} <= found
-    assert {"Gradient", "Gradient Reduction", "WideGradient Reduction"} <= found
+    assert {"Gradient", "Gradient Reduction"} <= found
+    assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
+    assert {"even block at once", "odd block layer by layer"} <= found
     trained = {f"block in {dtype}, trained" for dtype in ("bfloat16", "float16", "tf32")}
-    assert {"block in bfloat16", *trained} <= found
+    assert {"block in bfloat16", "block in tf32", *trained} <= found
     assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found

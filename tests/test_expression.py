@@ -417,6 +417,7 @@ def test_cuda() -> None:
     e = select(apply("lt", X, -math.inf), apply("le", X, 0.1) * math.nan, apply("exp", -X))
     assert e.cuda("Mine") == (
         "struct Mine {\n"
+        "  DEVICE Mine(const Params&) {}\n"
         "  template <class T> static DEVICE T of([[maybe_unused]] T x) {\n"
         "    const bool v0 = x < T(-__uint_as_float(0x7f800000u));\n"
         "    const bool v1 = x <= T(0.1);\n"
@@ -430,12 +431,24 @@ def test_cuda() -> None:
     )
     assert "return T(v0);" in apply("eq", X, 0).cuda("Mine")
     assert "const T v0 = x != T(0) ? T(1.0) : T(2.0);" in apply("select", X, 1, 2).cuda("Mine")
-    assert cuda_type("gelu") == "using Activation = struct gelu;"
-    assert cuda_type(e.program) == e.cuda("Activation")
+    assert cuda_type("gelu", 2) == "using Activation = struct gelu;"
+    assert cuda_type(e.program, 2) == e.cuda("Activation")
     assert slope("square", "Slope") == (X + X).cuda("Slope")
     assert slope(e.program, "Slope") == e.derivative().cuda("Slope")
-    with pytest.raises(ValueError, match="the CUDA kernels take activations without parameters only"):
-        (X * parameter(0)).cuda("Mine")
+    learned = parameter(2) * X + parameter(0)
+    assert learned.cuda("Mine", 3) == (
+        "struct Mine {\n"
+        "  const Sum<Element> p2, p0;\n"
+        "  DEVICE Mine(const Params& params) : p2(widen(*static_cast<const Element*>(params.weights[5]))), "
+        "p0(widen(*static_cast<const Element*>(params.weights[3]))) {}\n"
+        "  template <class T> DEVICE T of([[maybe_unused]] T x) const {\n"
+        "    const T v0 = p2 * x;\n"
+        "    const T v1 = v0 + p0;\n"
+        "    return v1;\n"
+        "  }\n"
+        "};"
+    )
+    assert cuda_type(learned.program, 3) == learned.cuda("Activation", 3)
 
 
 def test_texts_of_numbers_of_steps() -> None:

@@ -197,6 +197,9 @@ def test_explain() -> None:
         "  plus the input",
     ]
     assert block("dense").explain().splitlines()[1:] == ["  layers.0: 5 -> 7, relu", "  layers.1: 7 -> 3"]
+    learning = FactorMLP([4, 8, 2], activation=nn.PReLU()).explain().splitlines()
+    assert learning[1].endswith("p0 * x) (on a GPU, trained by itself: its activation learns)")
+    assert learning[2] == "  layers.1: 8 -> 2"
 
 
 def test_gradgradcheck() -> None:

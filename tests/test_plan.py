@@ -24,7 +24,7 @@ from factorlayer.gradient import Gradient
 from factorlayer.layer_backward32 import LayerBackward32
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
-from factorlayer.plan import BATCHES, Plan, PlanError, cut, plan, plan_stack, plan_text
+from factorlayer.plan import BATCHES, Plan, PlanError, cut, has_plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
@@ -317,6 +317,15 @@ def test_layers_in_tf32_are_no_wider_than_their_sums() -> None:
     for arch, dtype in ((100, "tf32"), (80, "tf32"), (90, "float32"), (90, "float64")):
         with pytest.raises(PlanError, match="no pass makes all gradients"):
             plan_stack(narrow, dtype, 1024, Gpu.of(arch), backward=True)
+
+
+def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:
+    layer = Chain.of(kronecker((8,), (8,)), True, "p0,x,mul:0:1/:0/:1")
+    for count in (2, 20, 21):  # a weight, a parameter and a bias each
+        text = " | ".join([layer.text] * count)
+        assert has_plan(text, "bfloat16", 90, 132, 232448) == (count < 21)
+        assert not has_plan(f"{text} | backward", "bfloat16", 90, 132, 232448)
+    assert not has_plan(f"{layer.text} | backward", "bfloat16", 90, 132, 232448)
 
 
 def test_less_shared_memory_than_any_gpu_of_today() -> None:

@@ -55,11 +55,13 @@ template <class Pass> struct Chain {
   const int group, warp, thread;  // thread within the group
   const u32 weights, memory;      // shared addresses: of the block's weights, of this group's memory
   const i64 units;
+  const typename Pass::Activation activation;
 
   DEVICE Chain(const Params& p)
       : params(p), group(threadIdx.x / kThreads), warp(threadIdx.x / 32 % Pass::WARPS), thread(threadIdx.x % kThreads),
         weights(shared_address(shared_memory) + Pass::kBarrierBytes),
-        memory(weights + Pass::kWeightBytes + group * Pass::kGroupBytes), units(p.batch * Pass::UNITS_PER_SAMPLE) {}
+        memory(weights + Pass::kWeightBytes + group * Pass::kGroupBytes), units(p.batch * Pass::UNITS_PER_SAMPLE),
+        activation(p) {}
 
   DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group); }
   DEVICE u32 slot_address(int slot) const { return memory + slot * Pass::kSlotBytes; }
@@ -320,7 +322,7 @@ template <class Pass> struct Chain {
         sum += widen(static_cast<const Element*>(params.bias)[i64(blockIdx.y) * Pass::SPLIT_STEP +
                                                               R::feature(unit + e / R::kSize) + R::at(e % R::kSize)]);
     }
-    return Pass::Activation::of(sum);
+    return activation.of(sum);
   }
   // The place of a sum in the state that comes out, and whether it belongs to it or to padding.
   template <class S> static constexpr DEVICE int element(int row, int column) {

@@ -273,22 +273,24 @@ template <class Pass> struct DenseLayers {
   template <class L> static DEVICE bool inside(int tile, int column) {
     return L::Q % L::N == 0 || (!L::LAST && tile * 8 + 8 <= L::Q) || feature_out<L>(tile * 8 + column) < L::Q;
   }
-  template <class L> DEVICE float finished(float z, int tile, int column) const {
-    const float y = L::Activation::of(z);
+  template <class L> DEVICE float finished(const typename L::Activation& activation, float z, int tile, int column) const {
+    const float y = activation.of(z);
     return inside<L>(tile, column) ? y : 0.f;
   }
   // Sums as the next layer's left operands
   template <class L, class NEXT> DEVICE void hand_on(const float (&d)[L::N / 2], u32 (&a)[NEXT::K / kStep][4]) const {
+    const typename L::Activation activation(params);  // which takes no registers while products are made
 #pragma unroll
     for (int s = 0; s < kSteps<NEXT>; ++s)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (kSize == 2) {
           const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
-          a[s][i] = Pair<Element>(finished<L>(d[at], tile, lane.t * 2), finished<L>(d[at + 1], tile, lane.t * 2 + 1)).bits;
+          a[s][i] = Pair<Element>(finished<L>(activation, d[at], tile, lane.t * 2),
+                                  finished<L>(activation, d[at + 1], tile, lane.t * 2 + 1)).bits;
         } else {
           const int at = s * 4 + i % 2 * 2 + i / 2;
-          a[s][i] = tf32_of(__float_as_uint(finished<L>(d[at], s, lane.t * 2 + i / 2)));
+          a[s][i] = tf32_of(__float_as_uint(finished<L>(activation, d[at], s, lane.t * 2 + i / 2)));
         }
       }
   }
@@ -296,6 +298,7 @@ template <class Pass> struct DenseLayers {
   // Sums of rows of FEATURES to memory, by what becomes of them
   template <int FEATURES, class Activation, int SUMS> DEVICE void store(void* y, const float (&d)[SUMS], i64 tile) const {
     constexpr int TILES = SUMS / 4;
+    const Activation activation(params);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 sample = tile * 64 + row + h * 8;
@@ -307,7 +310,7 @@ template <class Pass> struct DenseLayers {
         u32 word[4];
 #pragma unroll
         for (int i = 0; i < dealt<TILES>(n); ++i) {
-          const float a = Activation::of(d[(n + i) * 4 + h * 2]), b = Activation::of(d[(n + i) * 4 + h * 2 + 1]);
+          const float a = activation.of(d[(n + i) * 4 + h * 2]), b = activation.of(d[(n + i) * 4 + h * 2 + 1]);
           if constexpr (kSize == 2)
             word[i] = Pair<Element>(a, b).bits;
           else

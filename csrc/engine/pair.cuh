@@ -54,11 +54,12 @@ template <class Pass> struct TwoFactors {
   const int warpgroup, thread;
   const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, or results
   const i64 units;
+  const typename Pass::Activation activation;
 
   DEVICE TwoFactors(const Params& p)
       : params(p), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
         a(memory + kBarrierBytes), b(a + PIECES * kBytesA), slots(b + (PIECES - HELD) * kBytesB),
-        behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE) {}
+        behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE), activation(p) {}
 
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
@@ -425,7 +426,7 @@ template <class Pass> struct TwoFactors {
     for (int j = 0; j < kN / 2; ++j) {
       const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
       if (Pass::BIAS && q0 < Q0 && first + lane.g + behind < Q1) y[j] += widen(bias[q0 * Q1 + behind]);
-      y[j] = Pass::Activation::of(y[j]);
+      y[j] = activation.of(y[j]);
     }
   }
   // 32 bits: eight lanes write a sector.

@@ -1,7 +1,7 @@
 // Activations: one row for each that has a name, with PyTorch's value at kinks and for NaN. Sums are activated before
-// they are rounded.
+// they are rounded. A kernel makes them of what it is given: those with learnable parameters read these.
 #pragma once
-#include "types.cuh"
+#include "params.cuh"
 
 #define FUNCTION(NAME)                                  \
   DEVICE float NAME##_(float x) { return NAME##f(x); }  \
@@ -33,6 +33,7 @@ DEVICE float max_(float x, float y) { return larger(x, y); }  // one instruction
 
 #define ACTIVATION(NAME, ...)                              \
   struct NAME {                                            \
+    DEVICE NAME(const Params&) {}                          \
     template <class T> static DEVICE T of(T x) { return __VA_ARGS__; } \
   };
 ACTIVATION(identity, x)

@@ -50,13 +50,14 @@ template <class Pass> struct Streamed {
   const Lane lane;
   const int thread, row, column, part;  // this warp's first row and column in a block's tile, and its group
   const u32 memory;
+  const typename Pass::Activation activation;
   i64 first, first_row;  // of the tile: sample (row), or column and the row it lies in
   int inner, slow, fast, q, term;
 
   DEVICE Streamed(const Params& p)
       : params(p), thread(threadIdx.x), row(thread / 32 % Pass::WM * MT * 16),
         column(thread / 32 / Pass::WM % Pass::WN * NT * 8), part(thread / 32 / (Pass::WM * Pass::WN)),
-        memory(shared_address(shared_memory)) {}
+        memory(shared_address(shared_memory)), activation(p) {}
 
   DEVICE i64 rows() const { return params.batch * Pass::OUTER; }
   DEVICE i64 right_edge() const { return rows() * Pass::INNER; }  // of the columns of all samples
@@ -360,7 +361,7 @@ template <class Pass> struct Streamed {
         for (int i = 0; i < 2; ++i) {
           Sum<Element>& sum = y[h / 2][n][h % 2 * 2 + i];
           if constexpr (Pass::BIAS) sum += bias_at(r, c + i, fast + g);
-          sum = Pass::Activation::of(sum);
+          sum = activation.of(sum);
           if constexpr (Pass::ROUND_Y) sum = Math::rounded(sum);
         }
         const auto x0 = y[h / 2][n][h % 2 * 2], x1 = y[h / 2][n][h % 2 * 2 + 1];

@@ -227,13 +227,14 @@ template <class Pass> struct Wide {
   using Held = u32[HELD][kPacked ? N / 4 : N / 2];
   // Sums with bias and activation, rounded: two columns in a word, or one.
   DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
+    const typename Pass::Activation activation(params);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (Pass::BIAS) {
         const int column = column_of(kTurned ? down(i) : across(i));
         sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
       }
-      sum[i] = Pass::Activation::of(sum[i]);
+      sum[i] = activation.of(sum[i]);
     }
 #pragma unroll
     for (int i = 0; i < N / 2; i += 2) {

@@ -78,7 +78,8 @@ def poison(size: int) -> list[tuple[int, int]]:
 
 def draw(case: Case, dtype: str, seed: int = 0, layout: str = "contiguous", badly_scaled: bool = False) -> list[Inputs]:
     """Several draws where there are few numbers: the error of one that cancels is luck."""
-    count = max(1, min(12, 256 // max(1, case.batch * case.spec.out_features)))
+    numbers = 1 if case.chain.parameters else case.batch * case.spec.out_features
+    count = max(1, min(12, 256 // max(1, numbers)))
     return [draw_inputs(case, DTYPES[dtype], 1000 * seed + i, layout, badly_scaled) for i in range(count)]
 
 

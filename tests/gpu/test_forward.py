@@ -9,7 +9,7 @@ import torch
 from forward_rule import DTYPES, arithmetic, check_forward, check_forward_on, draw, forward, forward_on_poison, to_gpu
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from oracle import KINDS, LAYOUTS, Case, Inputs, cases, kronecker, monarch
+from oracle import KINDS, LAYOUTS, PRELU, SINE, Case, Inputs, cases, kronecker, monarch
 from torch import Tensor
 
 from factorlayer import factor_linear
@@ -71,7 +71,7 @@ FEW = [
     Case(monarch((4, 3, 5), (2, 6, 3)), 37),
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)
-PROGRAMS = [trace(module)[0].program for module in (torch.nn.Mish(), torch.nn.Hardswish())]
+PROGRAMS = [*(trace(module)[0].program for module in (torch.nn.Mish(), torch.nn.Hardswish())), PRELU, SINE]
 activations = pytest.mark.parametrize(
     "activation", [*ACTIVATIONS, *PROGRAMS], ids=lambda text: f"program-{PROGRAMS.index(text)}" if "/" in text else text
 )
@@ -108,6 +108,13 @@ def test_bias_and_activations(activation: str, bias: bool, dtype: str) -> None:
         check_forward(Case(monarch((4, 6), (5, 3)), 50, bias, activation), dtype)
     else:
         check_forward(Case(kronecker((4, 6), (5, 7)), 50, bias, activation), dtype)
+
+
+@dtypes
+@few
+@pytest.mark.parametrize("activation", [PRELU, SINE], ids=["prelu", "sine"])
+def test_learned_parameters(case: Case, dtype: str, activation: str) -> None:
+    check_forward(replace(case, activation=activation), dtype)
 
 
 @dtypes

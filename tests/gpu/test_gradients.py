@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from oracle import (
     KINDS,
     LAYOUTS,
+    PRELU,
+    SINE,
     Case,
     Inputs,
     cases,
@@ -49,14 +51,18 @@ CASES = [
     Case(monarch((32, 32), (32, 32)), 70, True, "gelu"),
     Case(monarch((8, 64), (48, 16), rank=4), 300, True, "sine"),
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
+    Case(kronecker((32, 32), (32, 32)), 300, True, PRELU),
+    Case(kronecker((13, 5, 3), (6, 17, 3), rank=2), 50, False, SINE),
+    Case(monarch((32, 32), (32, 32)), 70, True, SINE),
 ]
-# One of each way back: all at once, all at once behind a pass of its own, one by one, terms, untied.
+# One of each way back: all at once, all at once behind a pass of its own, one by one, terms, untied, a learned scalar.
 FEW = [
     Case(kronecker((32, 24), (24, 40)), 130, False),
     Case(kronecker((3, 32, 40), (2, 40, 32)), 70),
     Case(kronecker((6, 9), (8, 5), rank=2), 37),
     Case(kronecker((3, 1000), (5, 300)), 37, True, "tanh"),
     Case(monarch((6, 10), (9, 7)), 37),
+    Case(kronecker((13, 24), (20, 7)), 37, True, SINE),
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)
 

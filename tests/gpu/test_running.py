@@ -122,6 +122,22 @@ def test_graphs_replay_with_other_inputs(kind: str) -> None:
     assert torch.equal(y, forward(layer, other))
 
 
+@each_layer
+def test_a_learned_scalar_counts_in_a_replayed_graph(kind: str) -> None:
+    layer = layer_of(kind, activation=torch.nn.PReLU())
+    x = sample(layer, 48)
+    gradients(layer, layer, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [layer(x).detach(), *gradients(layer, layer, x)]
+    for value in (0.5, -2.0):
+        with torch.no_grad():
+            layer.activation.weight.fill_(value)
+        graph.replay()
+        assert all(map(torch.equal, found, [forward(layer, x), *gradients(layer, layer, x)]))
+
+
 COLD = """
     import os
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +16,20 @@ from factorlayer.fused import has_kernel
 from factorlayer.stacked import STATES, Stack, fused_stack, runs
 
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
+
+
+class Sine(nn.Module):
+    """With a frequency that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequency = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.frequency * x)
+
+
+LEARNED = {"prelu": nn.PReLU, "learned-sine": Sine}
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class Net:
         torch.manual_seed(0)
         mlp = FactorMLP(
             list(self.widths),
-            activation=self.activation,
+            activation=LEARNED.get(self.activation, lambda: self.activation)(),
             output_activation=self.output,
             implementation=implementation,
             device="cuda",
@@ -52,13 +68,25 @@ NETS = [
     Net((63, 256, 256, 4), "relu", 1000),
     Net((48, 512, 256, 128, 12), "elu", 4096),
     Net((196, 384, 196), "gelu", 20_000),
+    Net((32, 64, 64, 16), "prelu", 3000),
+    Net((13, 64, 64, 5), "learned-sine", 777),
 ]
 each = pytest.mark.parametrize("net", NETS, ids=str)
+# All gradients at once, from states that are stored, and layers by themselves
+WAYS = [Net((32, 64, 16), "gelu", 70), Net((128, 127, 127), "tanh", 70), Net((32, 64, 64, 16), "prelu", 70)]
+ways = pytest.mark.parametrize("net", WAYS, ids=str)
 
 
-def results(mlp: FactorMLP, x: Tensor, grad_y: Tensor) -> list[Tensor]:
+@pytest.fixture(autouse=True)
+def _no_compiled_graphs_left() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def results(mlp: FactorMLP, x: Tensor, grad_y: Tensor, run: nn.Module | None = None) -> list[Tensor]:
+    """Of the block, or of what it was compiled to."""
     x = x.detach().requires_grad_()
-    y = mlp(x)
+    y = (mlp if run is None else run)(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *mlp.parameters()], grad_y)]
 
 
@@ -103,7 +131,7 @@ def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> N
         of_fused, of_plain = (float((t.double() - r).norm() / r.norm()) for t in (f, p))
         sums = net.batch**0.5 if dtype == "float64" else 1.0
         # Where rounding moves a sum of relu's across zero, a gradient loses or gains it all.
-        kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if net.activation == "relu" and i else 0.0
+        kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if net.activation in ("relu", "prelu") and i else 0.0
         assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype] + kinks, (i, of_fused, of_plain)
 
 
@@ -156,6 +184,35 @@ def test_graphs(net: Net) -> None:
     assert all(map(torch.equal, found, right))
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("net", [net for net in NETS if net.activation in LEARNED], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_one_kernel_reads_what_has_been_learned(net: Net, dtype: str) -> None:
+    """Forward, at each replay of a graph; the layers are trained one by one."""
+    mlp, exact = net.block(dtype), net.block(dtype, "batched").double()
+    x, _ = drawn(net, dtype)
+    stack = Stack(tuple(layer.chain for layer in mlp._stacks[0][0].layers))
+    with torch.no_grad(), arithmetic(dtype):
+        layers = len(net.widths) - 1
+        assert runs(stack, x, False) == ((0, layers, stack.text_for(x)),)
+        assert all(
+            begin == layers - 1 for begin, _, _ in runs(stack, x, True)
+        )  # only the last one, which learns nothing
+        mlp(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = mlp(x)
+        for value in (0.5, 1.5):
+            next(mlp.activation.parameters()).fill_(value)
+            exact.load_state_dict(mlp.state_dict())
+            graph.replay()
+            right = exact(x.double())
+            assert float((y.double() - right).norm() / right.norm()) <= 4 * len(net.widths) * EPS[dtype]
+
+
 @each
 def test_fuse(net: Net) -> None:
     mlp = net.block("float32", "batched")
@@ -197,3 +254,84 @@ def test_layers_that_no_kernel_trains_together_have_one_each_on_the_way_back(wid
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len([name for name in names if name.startswith("factorlayer")]) == 1 + 2 * (len(widths) - 1)
+
+
+# In PyTorch's world
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@ways
+def test_opcheck(net: Net) -> None:
+    mlp = net.block("bfloat16")
+    x, grad_y = drawn(net, "bfloat16")
+    (stack,) = mlp.stacks
+    tensors, text = [t.detach() for t in stack._tensors()], stack.text_for(x)
+    torch.library.opcheck(torch.ops.factorlayer.stack_forward, (x, tensors, text))
+    if net.activation in LEARNED:
+        return
+    torch.library.opcheck(torch.ops.factorlayer.stack_states, (x, tensors, text))
+    if has_kernel(f"{text} | backward", x.dtype, 0):
+        for wanted in ([0], [1]):  # several lie in one allocation, which opcheck does not allow
+            torch.library.opcheck(torch.ops.factorlayer.stack_backward, (grad_y, x, tensors, text, wanted))
+
+
+@ways
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(net: Net, dtype: str, dynamic: bool) -> None:
+    mlp = net.block(dtype)
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for batch in (5, 64, 65, 2100) if dynamic else (5, 65):
+        x, grad_y = drawn(replace(net, batch=batch), dtype)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), mlp(x))
+        for found, right in zip(results(mlp, x, grad_y, compiled), results(mlp, x, grad_y), strict=True):
+            assert float((found.double() - right.double()).norm() / right.double().norm()) <= 8 * EPS[dtype]
+
+
+@ways
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_export(net: Net, dynamic: bool) -> None:
+    """Also at batches of classes that nobody planned."""
+    mlp = net.block("bfloat16")
+    shapes = ({0: torch.export.Dim("batch")},) if dynamic else None
+    buffer = io.BytesIO()
+    with torch.no_grad():
+        torch.export.save(torch.export.export(mlp, (drawn(net, "bfloat16")[0],), dynamic_shapes=shapes), buffer)
+        buffer.seek(0)
+        loaded = torch.export.load(buffer).module()
+        for batch in (7, 300, 2100) if dynamic else (net.batch,):
+            x, _ = drawn(replace(net, batch=batch), "bfloat16")
+            assert torch.equal(loaded(x), mlp(x))
+
+
+@ways
+def test_gradcheck_and_gradgradcheck(net: Net) -> None:
+    """In double, whose layers are kernels of their own."""
+    mlp = replace(net, widths=(3, 5, 5, 2), batch=3).block("float64")
+    names = [name for name, _ in mlp.named_parameters()]
+    x, _ = drawn(replace(net, widths=(3, 2), batch=3), "float64")
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(mlp, dict(zip(names, parameters, strict=True)), (x,))
+
+    inputs = [t.detach().requires_grad_() for t in (x, *mlp.parameters())]
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@ways
+def test_second_derivatives(net: Net) -> None:
+    """Of layers that one kernel trains, too."""
+    found = []
+    for implementation, dtype in (("fused", "bfloat16"), ("batched", "bfloat16"), ("batched", "float64")):
+        mlp = net.block("bfloat16", implementation).to(DTYPES[dtype])
+        x, grad_y = (t.to(DTYPES[dtype]) for t in drawn(net, "bfloat16"))
+        leaves = [x.requires_grad_(), *mlp.parameters()]
+        first = torch.autograd.grad(mlp(x), leaves, grad_y, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves[:-1]))  # not the last bias
+    for fused, plain, right in zip(*found, strict=True):
+        of_fused, of_plain = (float((t.double() - right).norm() / right.norm()) for t in (fused, plain))
+        assert of_fused <= 2 * of_plain + 4 * EPS["bfloat16"], (of_fused, of_plain)
