@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from factorlayer import (
     dense,
     dense_backward,
+    dense_backward32,
     dense_streamed,
     gradient,
     large_backward,
     layer_backward,
-    layer_backward32,
     pair,
     pair_backward,
     single_backward,
@@ -221,7 +221,7 @@ def plan_stack(
 ) -> Plan:
     """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients."""
     if backward:
-        families = (dense_backward, layer_backward, layer_backward32)
+        families = (dense_backward, dense_backward32, layer_backward)
         tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
     else:
         tiled = [dense.tile(layers, dtype, batch, gpu, states)]

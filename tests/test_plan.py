@@ -19,9 +19,9 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
 from factorlayer import runtime
 from factorlayer.chain import Chain
+from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient
-from factorlayer.layer_backward32 import LayerBackward32
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.plan import BATCHES, Plan, PlanError, cut, has_plan, plan, plan_stack, plan_text
@@ -302,7 +302,8 @@ def test_layers_in_tf32_have_warpgroups_alone_or_together(p: int, q: int, groups
     gpu, chain = Gpu.of(90), Chain.of(kronecker((p,), (q,)), True, "relu")
     found = plan_stack((chain,), "tf32", 1 << 20, gpu, backward=True)
     first = found.passes[0]
-    assert isinstance(first, LayerBackward32) and (first.groups, first.together) == (groups, together)
+    assert isinstance(first, DenseBackward32) and first.groups == groups
+    assert isinstance(first, LayerBackward32) == together
     assert first.shared <= gpu.shared and first.threads * first.registers_needed <= 65536
     floor = (1 << 20) * (2 * p + q) * 4 / gpu.sms / gpu.memory_bytes
     assert floor < found.us < 4 * floor + 10
