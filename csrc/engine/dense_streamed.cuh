@@ -74,12 +74,25 @@ template <class Pass> struct DenseStreamed {
     wait_for_bytes(memory + barrier + ring.stage * 8, phase);
   }
 
+  // The bias, by one warp, while others load those of other layers
   template <class L> DEVICE void load_layer() const {
     if constexpr (L::BIAS >= 0) {
+      if (threadIdx.x / 32 != L::BIAS / 2 % (Pass::GROUPS * 4)) return;
+      constexpr int kAll = L::PASSES * kColumns<L>, kTogether = 8;  // on their way to a thread
       const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);
-      for (int n = threadIdx.x; n < L::PASSES * kColumns<L>; n += kConsumers + 128) {
-        const int q = dealt_row<kSize, kDealt<L>>(n), at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
-        store_shared(memory + L::bias_at + at * 4, q < L::Q ? widen(bias[q]) : 0.f);
+#pragma unroll 1
+      for (int first = threadIdx.x % 32; first < kAll; first += kTogether * 32) {
+        Element x[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int q = dealt_row<kSize, kDealt<L>>(first + i * 32);
+          x[i] = q < L::Q ? bias[q] : Element{};
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int n = first + i * 32, at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
+          if (n < kAll) store_shared(memory + L::bias_at + at * 4, widen(x[i]));
+        }
       }
     }
   }
@@ -280,7 +293,7 @@ template <class Pass> struct DenseStreamed {
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE float finished(float z, int feature) {
-    const float y = L::Activation::of(z);
+    const float y = Rounded<typename L::Activation>::of(z);
     return L::Q == L::PASSES * kColumns<L> || feature < L::Q ? y : 0.f;
   }
   // Sums as the next layer's x
@@ -392,10 +405,11 @@ template <class Pass> struct DenseStreamed {
       init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::GROUPS * 4);
     }
     if (threadIdx.x == 0) init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
-    Pass::load_weights(*this);
     __syncthreads();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      Pass::load_weights(*this);
+      sync_threads<kConsumers>(kMeeting + 1);
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
