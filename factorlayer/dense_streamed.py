@@ -98,8 +98,8 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Beside the stages: states, biases, x's barrier, and what it takes to begin at a multiple of 1024."""
-        return self.groups * self.state_places[-1] + self.bias_bytes + 8 + 1024
+        """Of shared memory, beside the stages: states, biases and x's barrier"""
+        return self.groups * self.state_places[-1] + self.bias_bytes + 8
 
     @functools.cached_property
     def stages(self) -> int:

@@ -48,7 +48,7 @@ template <class Pass> struct DenseStreamed {
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
-        t(threadIdx.x % 4), memory(shared_address(shared_memory) + 1023 & ~1023u),
+        t(threadIdx.x % 4), memory(shared_address(shared_memory)),
         states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
 
   // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
