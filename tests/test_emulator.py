@@ -554,7 +554,8 @@ STREAMED_STACKS = [
     ([48, 512, 256, 12], "tf32", "elu", 70, (1, 128)),
     ([45, 63, 127, 5], "tf32", "sigmoid", 200, (2, 256)),
     ([10, 276, 268, 130], "tf32", "silu", 64, (1, 64)),
-    ([3, 3], "tf32", "sine", 1, (2, 64)),
+    ([3, 3, 3], "tf32", "sine", 260, (1, 64)),
+    ([1, 2, 1], "bfloat16", "tanh", 1, (2, 64)),
 ]
 
 
@@ -834,9 +835,9 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
         ("bfloat16", 192, "if constexpr (!L::LAST) meet();", "", "race: a matrix unit"),
         ("bfloat16", 192, "ring.phase);\n    fence_copy_engine();", "ring.phase);", "no fence: a matrix unit"),
         ("bfloat16", 192, "wait_for_products<1>();\n", "", "race"),
-        ("tf32", 192, "sync_threads<128>(kMeeting);\n    round_rows", "round_rows", "race"),
+        ("tf32", 192, "sync_threads<128>(kMeeting);", "", "race"),
         ("tf32", 192, "wait_for_copies<Pass::AHEAD>(), finish", "finish", "has not landed"),
-        ("tf32", 192, "wait_for_copies<0>();\n      sync", "sync", "has not landed"),
+        ("tf32", 192, "wait_for_copies<0>();\n", "", "has not landed"),
     ],
 )
 def test_finds_what_is_missing_of_streamed_layers(

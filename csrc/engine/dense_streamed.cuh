@@ -8,12 +8,12 @@
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row.
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), AHEAD (chunks on their way to
-//       who rounds them to tf32), STATE_BYTES (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of
-//       a thread who multiplies, or copies; 0: as they are), First, load_weights(c), layers(c, ring, round) and
-//       weights(c, ring), which call each layer. Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by
-//       side), PASSES (of PARTS N columns), SLABS (of a chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST,
-//       IN_PLACE (its results lie where its x was), from, to (in a warpgroup's states), bias_at (bytes), Activation. Of layers
-//       that are all as one is, `number` of them come before.
+//       who rounds them to tf32, no more than come behind the first layer: x waits for that one, and they for x), STATE_BYTES
+//       (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0:
+//       as they are), First, load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
+// Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
+//        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
+//        to (in a warpgroup's states), bias_at (bytes), Activation. Of layers that are all as one is, `number` come before.
 #pragma once
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -65,10 +65,12 @@ template <class Pass> struct DenseStreamed {
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
     }
   };
-  // Those filled that have yet to be rounded, and their rows by 16, the last one's in the lowest byte
+  // Those filled that have yet to be rounded: a byte for each, the last one's lowest, has its rows by 16, and kWithX if x came
+  // with it.
+  static constexpr u32 kWithX = 128;
   struct Filling : Ring {
     int oldest = 0, waiting = 0;
-    u32 rows = 0;
+    u32 bytes = 0, x = 0;
   };
   DEVICE void wait(int barrier, const Ring& ring, u32 phase) const {
     wait_for_bytes(memory + barrier + ring.stage * 8, phase);
@@ -156,15 +158,19 @@ template <class Pass> struct DenseStreamed {
   }
   // `behind` it, others are waiting.
   DEVICE void finish_oldest(Filling& at, int behind) const {
+    const u32 byte = at.bytes >> behind * 8;
     sync_threads<128>(kMeeting);
-    round_rows(memory + at.oldest * kStageBytes, at.rows >> behind * 8 & 255);
+    if (byte & kWithX)
+#pragma unroll 1
+      for (int i = 0; i < Pass::GROUPS; ++i) round_rows(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
+    round_rows(memory + at.oldest * kStageBytes, byte & kWithX - 1);
     arrive(memory + kFull + at.oldest * 8);
     if (++at.oldest == Pass::STAGES) at.oldest = 0;
   }
   template <bool COPIED> DEVICE void finish_chunk(Filling& at, int rows) const {
     if constexpr (kRounds) {
       commit_copies();
-      at.rows = at.rows << 8 | rows / 16;
+      at.bytes = at.bytes << 8 | rows / 16 | at.x, at.x = 0;
       if (at.waiting < Pass::AHEAD)
         ++at.waiting;
       else
@@ -175,10 +181,6 @@ template <class Pass> struct DenseStreamed {
       arrive(memory + kFull + at.stage * 8);
     }
     at.advance();
-  }
-  DEVICE void finish_all(Filling& at) const {
-    wait_for_copies<0>();
-    for (; at.waiting > 0; --at.waiting) finish_oldest(at, at.waiting - 1);
   }
 
   template <class L> DEVICE void stream(Filling& at, int number = 0) const {
@@ -203,7 +205,7 @@ template <class Pass> struct DenseStreamed {
         }
   }
   // Once the x before has been read. That it is there is said with the first chunk.
-  DEVICE void load_x(int round) const {
+  DEVICE void load_x(Filling& at, int round) const {
     constexpr int P = First::P;
     wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);
 #pragma unroll 1
@@ -216,22 +218,18 @@ template <class Pass> struct DenseStreamed {
         copy_slab<Dealt::in_order, P, 64>(to, from, params.batch - sample, P - s * kSlab);
       }
     }
-    if constexpr (kRounds) {
-      commit_copies();
-      wait_for_copies<0>();
-      sync_threads<128>(kMeeting);
-#pragma unroll 1
-      for (int i = 0; i < Pass::GROUPS; ++i) round_rows(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
-    }
+    at.x = kWithX;
   }
   DEVICE void produce() const {
     Filling at;
     for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
-      if constexpr (kRounds) finish_all(at);  // x is not free before they have been used
-      load_x(round);
+      load_x(at, round);
       Pass::weights(*this, at);
     }
-    if constexpr (kRounds) finish_all(at);
+    if constexpr (kRounds) {
+      wait_for_copies<0>();
+      for (; at.waiting > 0; --at.waiting) finish_oldest(at, at.waiting - 1);
+    }
   }
 
   // Consumers
