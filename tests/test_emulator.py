@@ -832,7 +832,7 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
         ("bfloat16", 192, "wait(kEmpty, at, at.phase ^ 1);", "", "race"),
         ("bfloat16", 192, "wait(kFull, ring, ring.phase);\n    fence", "fence", "has not landed"),
         ("bfloat16", 64, "wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);", "", "race"),
-        ("bfloat16", 192, "if constexpr (!L::LAST) meet();", "", "race: a matrix unit"),
+        ("bfloat16", 192, "fence_copy_engine(), meet();", "fence_copy_engine();", "race: a matrix unit"),
         ("bfloat16", 192, "ring.phase);\n    fence_copy_engine();", "ring.phase);", "no fence: a matrix unit"),
         ("bfloat16", 192, "wait_for_products<1>();\n", "", "race"),
         ("tf32", 192, "sync_threads<128>(kMeeting);", "", "race"),
