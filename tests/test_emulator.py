@@ -641,6 +641,18 @@ def test_streamed_stacks_are_right_and_keep_samples_apart(
     check_stack(found, list(layers), batch, emulator)
 
 
+def test_elu_of_what_is_rounded_is_right_for_small_numbers_too(emulator: Emulator) -> None:
+    """Of each element, through two layers that change nothing."""
+    layers = tuple(replace(layer, bias=False) for layer in stack_of([32, 32, 32], "float16", "elu"))
+    planned = DenseStreamed(layers, "float16", 1, Gpu(90, 1, 232448), rows=64)
+    found = Plan(layers[0], "float16", SMALL, planned.gpu, (planned,))
+    x = decode(encode(-np.geomspace(1e-4, 12, 64 * 32).reshape(64, 32), "float16"), "float16").reshape(64, 32)
+    (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(32)] * 2, None, blocks=1)
+    assert not errors
+    right = np.expm1(x.ravel())
+    assert np.max(np.abs(y / right - 1)) <= 1.2 * EPS["float16"]
+
+
 @pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
 def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
     """Stored beside the outputs."""
