@@ -89,8 +89,9 @@ class DenseStreamed(Dense):
         return max(c.n * c.slabs for c in self.shapes)
 
     @property
-    def chunks(self) -> int:
-        return sum(c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.shapes)
+    def chunks(self) -> list[int]:
+        """Of each layer"""
+        return [c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.shapes]
 
     @property
     def bias_bytes(self) -> int:
@@ -98,8 +99,8 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Beside the stages: states, biases, x's barrier, and what it takes to begin at a multiple of 1024."""
-        return self.groups * self.state_places[-1] + self.bias_bytes + 8 + 1024
+        """Of shared memory, beside the stages: states, biases and x's barrier"""
+        return self.groups * self.state_places[-1] + self.bias_bytes + 8
 
     @functools.cached_property
     def stages(self) -> int:
@@ -148,8 +149,8 @@ class DenseStreamed(Dense):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
-        numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": self.chunks}
-        numbers |= {"AHEAD": min(3, self.stages - 2), "STATE_BYTES": self.state_places[-1]}
+        numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
+        numbers |= {"AHEAD": min(3, self.stages - 2, sum(self.chunks[1:])), "STATE_BYTES": self.state_places[-1]}
         numbers |= {"states_at": self.stages * 128 * self.stage_rows, "MORE": more, "FEWER": fewer}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -198,10 +199,11 @@ def _time(plan: DenseStreamed, batch: int) -> float:
     tiles = math.ceil(batch / 64)
     groups = min(plan.groups, math.ceil(tiles / plan.gpu.sms))  # with tiles
     load = products = read = 0.0
-    for (p, _), c in zip(plan.sizes, plan.shapes, strict=True):
+    for (p, _), c, chunks in zip(plan.sizes, plan.shapes, plan.chunks, strict=True):
         columns, chunk = c.all, 128 * c.n * c.slabs
-        chunks = c.passes * c.parts * -(-c.k // (c.slabs * plan.slab))
-        whole = 1 if p * plan.size % 128 == 0 else 1.4 if p * plan.size % 16 == 0 else 3
+        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[
+            max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
+        ]
         load += chunks * max(whole * (0.12 + chunk / 100e3), 0.7 / (plan.stages - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
         read += (

@@ -8,12 +8,12 @@
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row.
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), AHEAD (chunks on their way to
-//       who rounds them to tf32), STATE_BYTES (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of
-//       a thread who multiplies, or copies; 0: as they are), First, load_weights(c), layers(c, ring, round) and
-//       weights(c, ring), which call each layer. Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by
-//       side), PASSES (of PARTS N columns), SLABS (of a chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST,
-//       IN_PLACE (its results lie where its x was), from, to (in a warpgroup's states), bias_at (bytes), Activation. Of layers
-//       that are all as one is, `number` of them come before.
+//       who rounds them to tf32, no more than come behind the first layer: x waits for that one, and they for x), STATE_BYTES
+//       (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0:
+//       as they are), First, load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
+// Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
+//        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
+//        to (in a warpgroup's states), bias_at (bytes), Activation. Of layers that are all as one is, `number` come before.
 #pragma once
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -48,7 +48,7 @@ template <class Pass> struct DenseStreamed {
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
-        t(threadIdx.x % 4), memory(shared_address(shared_memory) + 1023 & ~1023u),
+        t(threadIdx.x % 4), memory(shared_address(shared_memory)),
         states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
 
   // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
@@ -65,21 +65,36 @@ template <class Pass> struct DenseStreamed {
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
     }
   };
-  // Those filled that have yet to be rounded, and their rows by 16, the last one's in the lowest byte
+  // Those filled that have yet to be rounded: a byte for each, the last one's lowest, has its rows by 16, and kWithX if x came
+  // with it.
+  static constexpr u32 kWithX = 128;
   struct Filling : Ring {
     int oldest = 0, waiting = 0;
-    u32 rows = 0;
+    u32 bytes = 0, x = 0;
   };
   DEVICE void wait(int barrier, const Ring& ring, u32 phase) const {
     wait_for_bytes(memory + barrier + ring.stage * 8, phase);
   }
 
+  // The bias, by one warp, while others load those of other layers
   template <class L> DEVICE void load_layer() const {
     if constexpr (L::BIAS >= 0) {
+      if (threadIdx.x / 32 != L::BIAS / 2 % (Pass::GROUPS * 4)) return;
+      constexpr int kAll = L::PASSES * kColumns<L>, kTogether = 8;  // on their way to a thread
       const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);
-      for (int n = threadIdx.x; n < L::PASSES * kColumns<L>; n += kConsumers + 128) {
-        const int q = dealt_row<kSize, kDealt<L>>(n), at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
-        store_shared(memory + L::bias_at + at * 4, q < L::Q ? widen(bias[q]) : 0.f);
+#pragma unroll 1
+      for (int first = threadIdx.x % 32; first < kAll; first += kTogether * 32) {
+        Element x[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int q = dealt_row<kSize, kDealt<L>>(first + i * 32);
+          x[i] = q < L::Q ? bias[q] : Element{};
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int n = first + i * 32, at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
+          if (n < kAll) store_shared(memory + L::bias_at + at * 4, widen(x[i]));
+        }
       }
     }
   }
@@ -143,15 +158,19 @@ template <class Pass> struct DenseStreamed {
   }
   // `behind` it, others are waiting.
   DEVICE void finish_oldest(Filling& at, int behind) const {
+    const u32 byte = at.bytes >> behind * 8;
     sync_threads<128>(kMeeting);
-    round_rows(memory + at.oldest * kStageBytes, at.rows >> behind * 8 & 255);
+    if (byte & kWithX)
+#pragma unroll 1
+      for (int i = 0; i < Pass::GROUPS; ++i) round_rows(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
+    round_rows(memory + at.oldest * kStageBytes, byte & kWithX - 1);
     arrive(memory + kFull + at.oldest * 8);
     if (++at.oldest == Pass::STAGES) at.oldest = 0;
   }
   template <bool COPIED> DEVICE void finish_chunk(Filling& at, int rows) const {
     if constexpr (kRounds) {
       commit_copies();
-      at.rows = at.rows << 8 | rows / 16;
+      at.bytes = at.bytes << 8 | rows / 16 | at.x, at.x = 0;
       if (at.waiting < Pass::AHEAD)
         ++at.waiting;
       else
@@ -162,10 +181,6 @@ template <class Pass> struct DenseStreamed {
       arrive(memory + kFull + at.stage * 8);
     }
     at.advance();
-  }
-  DEVICE void finish_all(Filling& at) const {
-    wait_for_copies<0>();
-    for (; at.waiting > 0; --at.waiting) finish_oldest(at, at.waiting - 1);
   }
 
   template <class L> DEVICE void stream(Filling& at, int number = 0) const {
@@ -190,7 +205,7 @@ template <class Pass> struct DenseStreamed {
         }
   }
   // Once the x before has been read. That it is there is said with the first chunk.
-  DEVICE void load_x(int round) const {
+  DEVICE void load_x(Filling& at, int round) const {
     constexpr int P = First::P;
     wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);
 #pragma unroll 1
@@ -203,22 +218,18 @@ template <class Pass> struct DenseStreamed {
         copy_slab<Dealt::in_order, P, 64>(to, from, params.batch - sample, P - s * kSlab);
       }
     }
-    if constexpr (kRounds) {
-      commit_copies();
-      wait_for_copies<0>();
-      sync_threads<128>(kMeeting);
-#pragma unroll 1
-      for (int i = 0; i < Pass::GROUPS; ++i) round_rows(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
-    }
+    at.x = kWithX;
   }
   DEVICE void produce() const {
     Filling at;
     for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
-      if constexpr (kRounds) finish_all(at);  // x is not free before they have been used
-      load_x(round);
+      load_x(at, round);
       Pass::weights(*this, at);
     }
-    if constexpr (kRounds) finish_all(at);
+    if constexpr (kRounds) {
+      wait_for_copies<0>();
+      for (; at.waiting > 0; --at.waiting) finish_oldest(at, at.waiting - 1);
+    }
   }
 
   // Consumers
@@ -280,7 +291,7 @@ template <class Pass> struct DenseStreamed {
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE float finished(float z, int feature) {
-    const float y = L::Activation::of(z);
+    const float y = Rounded<typename L::Activation>::of(z);
     return L::Q == L::PASSES * kColumns<L> || feature < L::Q ? y : 0.f;
   }
   // Sums as the next layer's x
@@ -392,10 +403,11 @@ template <class Pass> struct DenseStreamed {
       init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::GROUPS * 4);
     }
     if (threadIdx.x == 0) init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
-    Pass::load_weights(*this);
     __syncthreads();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      Pass::load_weights(*this);
+      sync_threads<kConsumers>(kMeeting + 1);
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();

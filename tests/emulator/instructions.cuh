@@ -39,6 +39,8 @@ inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 
+inline float __expf(float x) { return std::exp(x); }
+
 inline void __syncthreads() { emulator::sync_block(0, 0); }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline bool __all_sync(u32, bool here) {
