@@ -56,7 +56,7 @@ DONE = "cases ran and were right"
 # in x out of every mode, samples, dtypes, and the rank if it is not 1
 LAYERS = [
     ("kronecker", "32 32", 5, "float64 tf32 bfloat16"),
-    ("kronecker", "32x24 40x24", 70, "float32 tf32 bfloat16"),
+    ("kronecker", "32x24 40x24", 70, "tf32 bfloat16"),
     ("kronecker", "2x3 24 24", 70, "tf32"),
     ("kronecker", "31 17", 3, "float32"),
     ("kronecker", "20x36 28x44", 2, "float16"),
@@ -75,7 +75,7 @@ LAYERS = [
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
 TRAINED = [
-    ("kronecker", "32 32", 24, "float64 float32 tf32 float16"),
+    ("kronecker", "32 32", 24, "float64 float32 tf32"),
     ("kronecker", "112 128", 5, "bfloat16"),
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
     ("kronecker", "3x2 12x16 16x8", 72, "bfloat16"),
@@ -90,7 +90,6 @@ BLOCKS = [
     ("13 21 21 5", "gelu", 128, "float16", True),
     ("24 128 100 8", "silu", 200, "tf32", True),
     ("127 67 5", "tanh", 130, "bfloat16", True),
-    ("24 40 8", "relu", 70, "tf32", False),
     ("64 128 128 1", "sine", 70, "bfloat16", False),
     ("13 300 40", "silu", 200, "bfloat16", False),
     ("48 264 256 12", "elu", 200, "tf32", False),
