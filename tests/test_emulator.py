@@ -721,6 +721,7 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([127, 128], "float16", "identity", "tanh", 63),
         ([126, 70], "bfloat16", "identity", "identity", 1),
         ([3, 125], "float16", "identity", "relu", 64),
+        ([80, 96], "bfloat16", "identity", "relu", 130),
     ],
     ids=str,
 )
