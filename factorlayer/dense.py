@@ -17,6 +17,7 @@ from factorlayer.resident import round_up
 
 WIDEST = 256  # of the matrix unit's sums
 START_US = 3.0
+WRITE_US = 0.85e-3  # of 2 or 4 bytes: a sector's for L2, which takes 5 TB/s
 OTHER_REGISTERS = 34
 MOST_TENSORS = 61  # that a kernel is given, and one more for the gradient behind them
 
@@ -31,6 +32,7 @@ class Dense:
     gpu: Gpu
     us: float = 0.0
     states: bool = False  # stored as well, those between layers
+    packs: bool = True  # rows that accesses of 8 bytes do not fit
 
     headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh")
 
@@ -85,20 +87,21 @@ class Dense:
     def packed(self) -> tuple[int, ...]:
         """Of a warp's bytes in shared memory: where rows that pass through it lie, those stored, 8 at once, behind them
         each kind of those taken, 16 at once, and where they end."""
-        rows = (8 * self._packed_row(n) for n in self.stored)
-        sizes = [max(rows, default=0), *(16 * self._packed_row(n) for n in self.taken)]
-        return tuple(itertools.accumulate(sizes, initial=0))
+        stored, *taken = (max(self._misfits(rows), default=0) for rows in (self.stored, *((n,) for n in self.taken)))
+        sizes = (8 * stored, *(16 * row for row in taken))
+        return tuple(itertools.accumulate((self.packs * size for size in sizes), initial=0))
 
-    def _packed_row(self, features: int) -> int:
-        """Its bytes, if it is one of those."""
-        row = features * self.size
-        return row if row % 8 and row > 16 else 0
+    def _misfits(self, features: Sequence[int]) -> list[int]:
+        """Bytes of the rows that accesses of 8 bytes do not fit, and no lane takes alone."""
+        return [n * self.size for n in features if n * self.size % 8 and n * self.size > 16]
 
     @property
     def packing_us(self) -> float:
-        """What a tile's rows cost that pass through shared memory: 14 instructions for 16 bytes of each lane."""
-        rows = sum(map(self._packed_row, (*self.taken, *self.stored)))
-        return 64 * rows / 512 * 14 / self.gpu.instructions
+        """What such rows cost a tile: 14 instructions for 16 bytes of each lane, or a write for each access."""
+        if self.packs:
+            rows = sum(self._misfits((*self.taken, *self.stored)))
+            return 64 * rows / 512 * 14 / self.gpu.instructions
+        return 64 * WRITE_US * sum(row // (row & -row) for row in self._misfits(self.stored))
 
     @property
     def packed_bytes(self) -> int:
@@ -237,8 +240,8 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
             return
     if sum(_tensors(chain) + states for chain in layers) > MOST_TENSORS:
         return
-    for groups in (4, 3, 2, 1):
-        plan = Dense(tuple(layers), dtype, groups, gpu, states=states)
+    for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
+        plan = Dense(tuple(layers), dtype, groups, gpu, states=states, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
             yield replace(plan, us=_time(plan, batch))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -148,8 +149,8 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBack
         return None
     if dtype not in ("bfloat16", "float16") or tile_forward(layers, dtype, batch, gpu) is None:
         return None
-    for groups in (4, 3, 2, 1):
-        plan = DenseBackward(tuple(layers), dtype, groups, gpu)
+    for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
+        plan = DenseBackward(tuple(layers), dtype, groups, gpu, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
             return replace(plan, us=_time(plan, batch))
     return None

@@ -537,6 +537,7 @@ STACKS = [
     ([126, 1], "bfloat16", "silu", 1),
     ([20, 24, 40, 8], "bfloat16", "learned", 130),
     ([13, 24, 5], "tf32", "learned", 65),
+    ([127, 127, 127, 127], "tf32", "relu", 131),  # no room for packed rows
 ]
 
 
@@ -739,6 +740,7 @@ def test_gradients_of_small_factors_come_from_their_products(
         ([127, 128], "float16", "identity", "tanh", 63),
         ([126, 70], "bfloat16", "identity", "identity", 1),
         ([3, 125], "float16", "identity", "relu", 64),
+        ([80, 96], "bfloat16", "identity", "relu", 130),
     ],
     ids=str,
 )

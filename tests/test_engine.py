@@ -264,6 +264,7 @@ STACKS = [
     StackCase((128, 128), "tf32", last="gelu", backward=True),
     StackCase((128, 128), "tf32", backward=True),
     StackCase((127, 127, 63), "bfloat16", "gelu"),
+    StackCase((127,) * 4, "tf32"),
     StackCase((45, 127, 250), "float16", "relu", states=True),
     StackCase((13, 45, 63, 5), "bfloat16", "tanh", last="sine", backward=True),
     StackCase((126, 126), "bfloat16", last="tanh", backward=True),

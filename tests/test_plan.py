@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import runtime
+from factorlayer import dense, runtime
 from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
@@ -327,6 +327,17 @@ def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:
         assert has_plan(text, "bfloat16", 90, 132, 232448) == (count < 21)
         assert not has_plan(f"{text} | backward", "bfloat16", 90, 132, 232448)
     assert not has_plan(f"{layer.text} | backward", "bfloat16", 90, 132, 232448)
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype", "packs"),
+    [((127, 127, 63), "bfloat16", True), ((127,) * 4, "tf32", False), ((128, 20, 4, 7), "bfloat16", None)],
+)
+def test_odd_rows_are_packed_where_there_is_room(widths: tuple[int, ...], dtype: str, packs: bool | None) -> None:
+    layers = tuple(Chain.of(kronecker((p,), (q,)), True, "relu") for p, q in itertools.pairwise(widths))
+    found = dense.tile(layers, dtype, BATCHES[2], Gpu.of(90))
+    assert found and found.shared <= found.gpu.shared
+    assert (found.packed_bytes > 0) == (packs is True) and found.packs == (packs is not False)
 
 
 def test_less_shared_memory_than_any_gpu_of_today() -> None:

@@ -155,16 +155,19 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
   }
 
   DEVICE void run() const {
-    Pass::load_weights(*this);
-    for (int at = threadIdx.x * 4; at < 16 * 128; at += Layers::kThreads * 4)
-      store_shared(memory + Pass::ones_at + at, Pair<Element>(1.f, 1.f).bits);
-    for (int at = threadIdx.x * 4; at < 4 * kBoth; at += Layers::kThreads * 4)  // what copies leave out
-      store_shared(memory + Pass::slabs_at + at, 0u);
-    __syncthreads();
-    deal_weight();
+    if constexpr (L::P != L::K || L::Q != L::N) {  // what copies leave out
+      for (int at = threadIdx.x * 16; at < 4 * kBoth; at += Layers::kThreads * 16)
+        store_u32x4(memory + Pass::slabs_at + at, {0, 0, 0, 0});
+      __syncthreads();
+    }
     const i64 pairs = (params.batch + 127) / 128;
     i64 pair = blockIdx.x;
     fetch_both(pair * 2 + group, 0);
+    Pass::load_weights(*this);
+    for (int at = threadIdx.x * 4; at < 16 * 128; at += Layers::kThreads * 4)
+      store_shared(memory + Pass::ones_at + at, Pair<Element>(1.f, 1.f).bits);
+    __syncthreads();
+    deal_weight();
     Sums sums = {};
 #pragma unroll 1
     for (int stage = 0; pair < pairs; stage ^= 1, pair += gridDim.x) {
