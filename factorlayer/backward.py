@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from factorlayer.activations import activate
 from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
 
@@ -30,12 +29,13 @@ def _never(_: Chain) -> bool:
 
 @dataclass(frozen=True)
 class Ops:
-    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel that makes all
-    their gradients at once, for all_gradients."""
+    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
+    gradients at once, in all_gradients, or a product and its slopes, in slopes."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
     all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, bool], list[Tensor]]
+    slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
 
 
@@ -96,8 +96,11 @@ def gradients(
     chain = Chain.parse(text)
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     if chain.activation != "identity":
-        before = ops.forward(x, weights, bias, _without_activation(chain))
-        (grad,) = torch.func.vjp(functools.partial(activate, chain.activation), before)[1](grad)
+        at_once, before, slope = slope_texts(text, ops.fits)
+        if at_once:
+            grad = ops.slopes(grad, x, weights, bias, at_once)
+        else:
+            grad = ops.slopes(grad, ops.forward(x, weights, bias, before), [], None, slope)
     found = {1: grad.sum(0)} if wanted & 2 else {}
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
@@ -122,12 +125,16 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
         seen.append(text)
         return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
 
+    def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        seen.append(text)
+        return torch.empty_like(grad)
+
     x, grad_y = (torch.empty(1, n, device="meta") for n in (chain.in_features, chain.out_features))
     weights = [x.new_empty(1)] * len(chain.contractions)
     for c in chain.contractions:
         shape = (chain.rank, -1, c.q, c.p) if chain.rank > 1 else (-1, c.q, c.p)
         weights[c.weight] = x.new_empty(chain.rank * c.weight_size).view(shape)
-    ops = Ops(forward, weight_gradient, all_gradients, fits)
+    ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
     bias = grad_y[0] if chain.bias else None
     gradients(ops, grad_y, x, weights, bias, text, (1 << (len(weights) + 2)) - 1)
     return list(dict.fromkeys(seen))
@@ -222,8 +229,12 @@ def _back(chain: Chain) -> Chain:
 
 
 @functools.lru_cache(1024)
-def _without_activation(chain: Chain) -> str:
-    return replace(chain, activation="identity").text
+def slope_texts(text: str, fits: Callable[[Chain], bool]) -> tuple[str | None, str, str]:
+    """What makes the gradient of what is activated: from x, if there is a kernel; else what is activated, then that."""
+    chain = Chain.parse(text)
+    at_once = replace(chain, slope=chain.out_features)
+    slope = Chain((), activation=chain.activation, slope=chain.out_features)
+    return at_once.text if fits(at_once) else None, replace(chain, activation="identity").text, slope.text
 
 
 def _transposed(ops: Ops, weight: Tensor) -> Tensor:

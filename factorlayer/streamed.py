@@ -60,6 +60,7 @@ class Product:
     ours_out: bool = False
     bias: bool = False
     activation: str = "identity"
+    slope: bool = False  # the activation's, times a state like y that is read
 
     @functools.cached_property
     def size(self) -> int:
@@ -122,6 +123,7 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 ours_out=i < last,
                 bias=chain.bias and i == last,
                 activation=chain.activation if i == last else "identity",
+                slope=chain.slope > 0 and i == last,
             )
         )
     return found

@@ -233,7 +233,44 @@ STACKS = [
 ]
 
 
-AnyCase = Case | GradientCase | BackwardCase | StackCase
+@dataclass(frozen=True)
+class SlopeCase:
+    """Of a dense layer with a bias, or of p = 0 activations that are given."""
+
+    p: int
+    q: int
+    dtype: str
+    activation: str
+    architecture: str = "sm_90a"
+    batch: int = BATCHES[2]
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.dtype}-{self.p}-{self.q}-{self.activation}-n{self.batch}"
+
+    @property
+    def chain(self) -> Chain:
+        contractions = (Contraction(0, 1, self.p, self.q, 1, tied=True),) if self.p else ()
+        return Chain(contractions, 1, self.p > 0, self.activation, slope=self.q)
+
+
+SLOPES = [
+    SlopeCase(p, q, dtype, activation, batch=batch)
+    for dtype in ("bfloat16", "float16", "tf32", "float32")
+    for p, q, activation, batch in (
+        (256, 256, "relu", BATCHES[2]),
+        (512, 512, "gelu", BATCHES[1]),
+        (384, 1536, "gelu", BATCHES[2]),
+        (200, 84, "sine", BATCHES[0]),
+    )
+] + [
+    SlopeCase(0, 100, "float64", "tanh", "sm_80"),
+    SlopeCase(0, 100, "float32", "gelu", "sm_86"),
+    SlopeCase(0, 100, "bfloat16", "relu", "sm_90a"),
+    SlopeCase(0, 100, "float16", "elu", "sm_120"),
+]
+
+
+AnyCase = Case | GradientCase | BackwardCase | StackCase | SlopeCase
 
 
 @dataclass(frozen=True)
@@ -258,7 +295,9 @@ def compile_case(case: AnyCase) -> list[Kernel]:
         return compile_plan(
             plan_stack(case.layers, case.dtype, case.batch, gpu, case.backward, case.states), case.architecture
         )
-    if isinstance(case, BackwardCase):
+    if isinstance(case, SlopeCase):
+        chain = case.chain
+    elif isinstance(case, BackwardCase):
         chain = all_gradients_of(case.spec)
     elif isinstance(case, GradientCase):
         *sizes, tied = case.contraction
@@ -359,6 +398,11 @@ def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)
 def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 80)
+
+
+@pytest.mark.parametrize("case", SLOPES, ids=str)
+def test_slopes_compile(case: SlopeCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, SPILLED[case.dtype] if case.p else 0, case.activation == "sine")
 
 
 @pytest.mark.parametrize("case", list(activated()), ids=str)
