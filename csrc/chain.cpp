@@ -71,8 +71,14 @@ static int64_t parse_slope(std::istringstream& words, const Chain& chain) {
   return features;
 }
 
+// One matrix product, and of what may come behind it only a bias.
+static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
+  const Contraction& c = chain.contractions.front();
+  return chain.bias && c.tied && c.outer * c.inner == 1 && !has_activation && !chain.gradient;
+}
+
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
-// a contraction, gradient, tf32; or contractions, backward, tf32. Behind an activation may stand slope, before tf32, and
+// a contraction, bias if it is dense, gradient, tf32; or contractions, backward, tf32. Behind an activation may stand slope, before tf32, and
 // both may be all.
 static Chain parse(const std::string& text) {
   Chain chain;
@@ -91,7 +97,7 @@ static Chain parse(const std::string& text) {
       if (finishing) throw std::invalid_argument("\"turn\" stands in the wrong place");
       chain.turned = parse_turn(words, chain);
     } else if (name == "gradient") {
-      if (finishing || chain.contractions.size() != 1 || chain.rank != 1)
+      if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
       chain.gradient = true;
     } else if (name == "slope") {

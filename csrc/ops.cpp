@@ -462,7 +462,8 @@ std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>
   return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
 }
 
-// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction.
+// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction. With a bias in
+// one row, whose end is the bias's.
 Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(chain.gradient, "factorlayer: the chain should be a contraction and \"gradient\"");
@@ -470,7 +471,8 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
                   chain.in_features(), "], a CUDA tensor");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
   const Contraction& c = chain.contractions[0];
-  Tensor gradient = new_matrix(x, c.weight_size() / c.p, c.p);
+  const int64_t count = c.weight_size() + (chain.bias ? c.q : 0), columns = chain.bias ? count : c.p;
+  Tensor gradient = new_matrix(x, count / columns, columns);
   if (!x.size(0)) return torch::stable::zero_(gradient);
 
   std::vector<Tensor> kept;

@@ -101,7 +101,12 @@ def gradients(
             grad = ops.slopes(grad, x, weights, bias, at_once)
         else:
             grad = ops.slopes(grad, ops.forward(x, weights, bias, before), [], None, slope)
-    found = {1: grad.sum(0)} if wanted & 2 else {}
+    both = _weight_and_bias(text, wanted, ops.fits)
+    if both:
+        of_weight, of_bias = ops.weight_gradient(grad, x, both).view(-1).split((weights[0].numel(), grad.shape[1]))
+        found, wanted = {1: of_bias, 2: of_weight.view(weights[0].shape)}, wanted & 1
+    else:
+        found = {1: grad.sum(0)} if wanted & 2 else {}
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
     else:
@@ -119,7 +124,8 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
 
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         seen.append(text)
-        return x.new_empty(Chain.parse(text).contractions[0].weight_size)
+        made = Chain.parse(text)
+        return x.new_empty(made.contractions[0].weight_size + made.bias * made.out_features)
 
     def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
         seen.append(text)
@@ -209,6 +215,16 @@ def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | 
     chain, planned = Chain.parse(text), visits(text, wanted, fits)
     whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
     return planned[0].gradient if whole and planned[0].at_once else None
+
+
+@functools.lru_cache(1024)
+def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes both gradients of a dense layer, if they are wanted and nothing makes x's with the weight's."""
+    chain = Chain.parse(text)
+    if wanted & 6 != 6 or not chain.is_dense or chain.rank > 1 or visits(text, wanted, fits)[0].at_once:
+        return None
+    both = Chain(chain.contractions, bias=True, gradient=True, tf32=chain.tf32)
+    return both.text if fits(both) else None
 
 
 def _are_neighbours(steps: Sequence[Contraction]) -> bool:

@@ -230,6 +230,11 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.gradient:
         (c,) = chain.contractions
         c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
+        if chain.bias:
+            both = wide_gradient.tile(c, dtype, batch, gpu, True)
+            if both is None:
+                raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
+            return Plan(chain, dtype, batch, gpu, _with_reduction(both))
         return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
     if chain.slope:
         return Plan(chain, dtype, batch, gpu, (_slopes(chain, dtype, batch, gpu),))
@@ -267,9 +272,13 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     tiled = [family.tile(contraction, dtype, batch, gpu) for family in (gradient, wide_gradient)]
-    ways: list[tuple[Pass, ...]] = [(p,) if p.is_whole else (p, Reduction(p)) for p in tiled if p]
+    ways = [_with_reduction(p) for p in tiled if p]
     weight = FLOAT_GRADIENT if dtype == "float32" and batch > 64 else 1
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
+
+
+def _with_reduction(summing: Gradient | WideGradient) -> tuple[Pass, ...]:
+    return (summing,) if summing.is_whole else (summing, Reduction(summing))
 
 
 def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:

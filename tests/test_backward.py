@@ -52,6 +52,10 @@ def anything(chain: Chain) -> bool:
     return True
 
 
+def sums(chain: Chain) -> bool:
+    return chain.gradient
+
+
 def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
@@ -60,7 +64,8 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     if chain.x_turned:
         grad, x = turned(grad, c.outer, c.inner, c.q), turned(x, c.outer, c.inner, c.p)
     behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
-    return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+    made = torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+    return torch.cat([made.view(-1), grad.sum(0)])[None] if chain.bias else made
 
 
 def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
@@ -90,7 +95,7 @@ def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | No
 OPS = Ops(forward, weight_gradient, all_gradients, slopes)
 
 
-@pytest.mark.parametrize("fits", [nothing, pairs, anything])
+@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
 @pytest.mark.parametrize("activation", ["identity", "gelu"])
 @pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
 def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
@@ -165,7 +170,7 @@ def test_nothing_is_computed_that_is_not_needed(
     assert calls == expected
 
 
-@pytest.mark.parametrize("fits", [nothing, pairs, anything])
+@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
 @pytest.mark.parametrize("activation", ["identity", "gelu"])
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
 def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
@@ -232,10 +237,15 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
     chain = Chain((parts(monarch((4, 3), (2, 5)))[0],), gradient=True)
     assert chain.text == "untied 0 4 3 5 1; gradient" and chain.tf32_text == chain.text + "; tf32"
     assert Chain.parse(chain.tf32_text) == replace(chain, tf32=True)
+    both = Chain((Contraction(0, 1, 3, 4, 1, tied=True),), bias=True, gradient=True)
+    assert both.text == "tied 0 1 3 4 1; bias; gradient" and Chain.parse(both.text) == both
     for text in (
         "gradient",
         "backward",
-        "tied 0 1 2 2 1; bias; gradient",
+        "tied 0 2 2 2 1; bias; gradient",
+        "untied 0 1 2 2 1; bias; gradient",
+        "tied 0 1 2 2 1; bias; relu; gradient",
+        "tied 0 1 2 2 1; gradient; bias",
         "rank 2; tied 0 1 2 2 1; backward",
         "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient",
     ):
@@ -244,6 +254,27 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
     for word in ("gradient", "backward"):
         with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
             torch.ops.factorlayer.forward(torch.ones(1, 4), [torch.ones(2, 2)], None, f"tied 0 2 2 2 1; {word}")
+
+
+def test_a_dense_layers_bias_is_summed_with_its_weight_where_that_family_does() -> None:
+    """On Hopper's warpgroups; PyTorch sums the others'."""
+    c = Contraction(0, 1, 256, 200, 1, tied=True)
+    for dtype, batch in itertools.product(("bfloat16", "float16", "tf32"), BATCHES):
+        (summing, *adding) = read_text(plan(both_of(c), dtype, batch, Gpu.of(90)).text()).passes
+        assert "BIAS = true" in summing.source
+        assert all(f"COUNT = {256 * 200 + 200};" in each.source for each in adding)
+    for other, dtype, gpu in (
+        (c, "float32", Gpu.of(90)),
+        (c, "bfloat16", Gpu.of(80)),
+        (replace(c, q=201), "bfloat16", Gpu.of(90)),
+        (replace(c, outer=2), "bfloat16", Gpu.of(90)),
+    ):
+        with pytest.raises(PlanError, match="no pass makes both gradients"):
+            plan(both_of(other), dtype, BATCHES[2], gpu)
+
+
+def both_of(contraction: Contraction) -> Chain:
+    return Chain((contraction,), bias=True, gradient=True)
 
 
 def test_slopes_have_a_text_of_their_own() -> None:

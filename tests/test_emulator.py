@@ -220,11 +220,13 @@ def check_gradient(found: Plan, emulator: Emulator) -> None:
     )
     for value in (None, np.inf):
         if value is not None:
-            x = x.copy()
+            x, grad = x.copy(), grad.copy()
             x[batch // 2, 0] = value
+            grad[batch // 2, -1] = value if found.chain.bias else grad[batch // 2, -1]
         with np.errstate(invalid="ignore"):
             states = grad.reshape(batch, c.outer, c.q, c.inner), x.reshape(batch, c.outer, c.p, c.inner)
             right = np.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", *states).ravel()
+            right = np.append(right, grad.sum(0)) if found.chain.bias else right
         outputs, errors = emulator.run(found, kernels, x, [grad], None, blocks=found.gpu.sms)
         assert not errors
         summed = outputs[-1]
@@ -265,9 +267,10 @@ WIDE_SUMMED = [
 Tiling = tuple[int, int, int, int, int]
 
 
-def wide_gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling) -> Plan:
+def wide_gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, bias: bool = False) -> Plan:
     found = gradient_of(sizes, dtype, batch, processors)
-    summing = WideGradient(found.chain.contractions[0], dtype, *tiling, gpu=found.gpu, batch=batch)
+    found = replace(found, chain=replace(found.chain, bias=bias))
+    summing = WideGradient(found.chain.contractions[0], dtype, *tiling, gpu=found.gpu, batch=batch, bias=bias)
     return replace(found, passes=(summing,) if summing.is_whole else (summing, Reduction(summing)))
 
 
@@ -276,6 +279,22 @@ def test_gradients_of_warpgroups_are_right_in_any_order(
     sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
 ) -> None:
     check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling), emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "batch", "processors", "tiling"),
+    [
+        *(case for case in WIDE_SUMMED if case[0][0] == 1 and case[1] != "float32"),
+        ((1, 136, 80, 1, True), "bfloat16", 130, 4, (1, 1, 1, 64, 1)),
+        ((1, 264, 72, 1, True), "float16", 70, 3, (1, 2, 1, 64, 1)),
+        ((1, 128, 72, 1, True), "tf32", 70, 4, (2, 1, 1, 64, 1)),
+    ],
+    ids=str,
+)
+def test_a_bias_is_summed_with_its_weight(
+    sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling, bias=True), emulator)
 
 
 def test_cases_have_one_block_for_a_tile_and_several() -> None:

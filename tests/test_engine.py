@@ -375,11 +375,22 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 24)
 
 
-@pytest.mark.parametrize(("dtype", "least", "count"), [("bfloat16", 96, 9), ("tf32", 96, 6), ("float32", 128, 3)])
-def test_no_tiling_of_a_gradient_of_warpgroups_spills(dtype: str, least: int, count: int, compiled: Compiled) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bias", "least", "count"),
+    [
+        ("bfloat16", False, 96, 9),
+        ("tf32", False, 96, 6),
+        ("float32", False, 128, 3),
+        ("bfloat16", True, 96, 9),
+        ("tf32", True, 96, 6),
+    ],
+)
+def test_no_tiling_of_a_gradient_of_warpgroups_spills(
+    dtype: str, bias: bool, least: int, count: int, compiled: Compiled
+) -> None:
     """With as many sums as a thread may have; those that planned cases do not have, too."""
     gpu, seen = Gpu.of(90), set()
-    for tiled in wide_gradient.tilings(Contraction(0, 1, 1000, 2008, 1, tied=True), dtype, 16384, gpu):
+    for tiled in wide_gradient.tilings(Contraction(0, 1, 1000, 2008, 1, tied=True), dtype, 16384, gpu, bias):
         tiling = (tiled.wm, tiled.wn, tiled.height, tiled.n)
         if tiling in seen or tiled.sums < least:
             continue
