@@ -10,13 +10,13 @@
 namespace factorlayer {
 
 int64_t Chain::in_features() const {
-  if (contractions.empty()) return turned;
+  if (contractions.empty()) return turned + slope;
   const Contraction& c = contractions.front();
   return c.outer * c.p * c.inner;
 }
 
 int64_t Chain::out_features() const {
-  if (contractions.empty()) return turned;
+  if (contractions.empty()) return turned + slope;
   const Contraction& c = contractions.back();
   return c.outer * c.q * c.inner;
 }
@@ -61,8 +61,25 @@ static int64_t parse_turn(std::istringstream& words, const Chain& chain) {
   return outer * rows * columns;
 }
 
+static int64_t parse_slope(std::istringstream& words, const Chain& chain) {
+  int64_t features = 0;
+  words >> features;
+  if (!words || !is_size({features}))
+    throw std::invalid_argument("\"slope\" needs a positive size that memory can hold");
+  if (!chain.contractions.empty() && chain.out_features() != features)
+    throw std::invalid_argument("\"slope\" disagrees about the size of y");
+  return features;
+}
+
+// One matrix product, and of what may come behind it only a bias.
+static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
+  const Contraction& c = chain.contractions.front();
+  return chain.bias && c.tied && c.outer * c.inner == 1 && !has_activation && !chain.gradient;
+}
+
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
-// a contraction, gradient, tf32; or contractions, backward, tf32.
+// a contraction, bias if it is dense, gradient, tf32; or contractions, backward, tf32. Behind an activation may stand
+// slope, before tf32, and both may be all.
 static Chain parse(const std::string& text) {
   Chain chain;
   bool has_activation = false;
@@ -80,9 +97,12 @@ static Chain parse(const std::string& text) {
       if (finishing) throw std::invalid_argument("\"turn\" stands in the wrong place");
       chain.turned = parse_turn(words, chain);
     } else if (name == "gradient") {
-      if (finishing || chain.contractions.size() != 1 || chain.rank != 1)
+      if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
       chain.gradient = true;
+    } else if (name == "slope") {
+      if (!has_activation || chain.slope) throw std::invalid_argument("\"slope\" stands in the wrong place");
+      chain.slope = parse_slope(words, chain);
     } else if (name == "backward") {
       if (finishing || chain.contractions.empty() || chain.rank != 1 || chain.x_turned)
         throw std::invalid_argument("\"backward\" stands in the wrong place");
@@ -96,7 +116,8 @@ static Chain parse(const std::string& text) {
       if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
     } else if (name == "bias" && !finishing && !chain.contractions.empty()) {
       chain.bias = true;
-    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.turned && !chain.contractions.empty()) {
+    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.turned &&
+               !(chain.x_turned && chain.contractions.empty())) {
       chain.activation = name;
       if (name.find('/') != std::string::npos) chain.program = std::make_shared<const Program>(parse_program(name));
       has_activation = true;
@@ -105,7 +126,7 @@ static Chain parse(const std::string& text) {
     }
     if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
   }
-  if (chain.contractions.empty() && (!chain.turned || chain.x_turned))
+  if (chain.contractions.empty() && (!(chain.turned || chain.slope) || chain.x_turned))
     throw std::invalid_argument("there is no contraction in it");
   return chain;
 }
@@ -123,8 +144,8 @@ static Stack parse_stack(const std::string& text) {
       if (stack.backward || stack.states) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
-    if (layer.gradient || layer.backward || layer.x_turned || layer.turned)
-      throw std::invalid_argument("\"gradient\", \"backward\", \"turned\" and \"turn\" make no layer");
+    if (layer.gradient || layer.backward || layer.slope || layer.x_turned || layer.turned)
+      throw std::invalid_argument("\"gradient\", \"slope\", \"backward\", \"turned\" and \"turn\" make no layer");
     if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())
       throw std::invalid_argument("a layer with " + std::to_string(layer.in_features()) +
                                   " inputs stands behind one with " +

@@ -88,8 +88,6 @@ void check_x(const Chain& chain, const Tensor& x) {
 
 void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
                  const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(!chain.gradient && !chain.backward,
-                  "factorlayer: a chain with \"gradient\" or \"backward\" is for the ops that make gradients");
   STD_TORCH_CHECK(x.is_cuda() || !(chain.x_turned || chain.turned),
                   "factorlayer: a chain with \"turned\" or \"turn\" is for tensors on a GPU");
   STD_TORCH_CHECK(weights.size() == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ",
@@ -111,6 +109,8 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
 
 void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
                   const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(!chain.gradient && !chain.backward && !chain.slope,
+                  "factorlayer: a chain with \"gradient\", \"backward\" or \"slope\" is for the ops that make gradients");
   check_x(chain, x);
   check_layer(chain, x, weights, bias);
 }
@@ -386,6 +386,35 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   return y;
 }
 
+// The gradient of what a chain activates.
+Tensor slopes_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
+                   const std::optional<Tensor>& bias, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(chain.slope && !chain.parameters(),
+                  "factorlayer: the chain should have an activation without parameters and \"slope\"");
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  check_x(chain, x);
+  check_layer(chain, x, weights, bias);
+  check(grad_y, x, x.size(0) * chain.slope, "grad_y");
+  STD_TORCH_CHECK(weights.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
+                  " weights at most, the chain has ", weights.size());
+  Tensor gradient = new_matrix(x, x.size(0), chain.slope);
+  if (!x.size(0)) return gradient;
+
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + 6);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = gradient.mutable_data_ptr();
+  params.bias = bias ? address(*bias) : nullptr;
+  params.batch = x.size(0);
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  params.weights[weights.size()] = address(grad_y);
+  run_on_cuda(text, &chain, x, chain.slope, params, kept);
+  return gradient;
+}
+
 // Of layers that one kernel takes, as the planner knows: what the last one makes, or what each does.
 std::vector<Tensor> run_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, const Text& text,
                                bool states) {
@@ -431,7 +460,8 @@ std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>
   return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
 }
 
-// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction.
+// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction. With a bias in
+// one row, whose end is the bias's.
 Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(chain.gradient, "factorlayer: the chain should be a contraction and \"gradient\"");
@@ -439,7 +469,8 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
                   chain.in_features(), "], a CUDA tensor");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
   const Contraction& c = chain.contractions[0];
-  Tensor gradient = new_matrix(x, c.weight_size() / c.p, c.p);
+  const int64_t count = c.weight_size() + (chain.bias ? c.q : 0), columns = chain.bias ? count : c.p;
+  Tensor gradient = new_matrix(x, count / columns, columns);
   if (!x.size(0)) return torch::stable::zero_(gradient);
 
   std::vector<Tensor> kept;
@@ -661,6 +692,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
   m.def("stack_states(Tensor x, Tensor[] tensors, str stack) -> Tensor[]");
   m.def("stack_backward(Tensor grad_y, Tensor x, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
+  m.def("slopes(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, bool bias) -> Tensor[]");
   m.def("instruction_set() -> str");
@@ -689,6 +721,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
   m.impl("stack_states", TORCH_BOX(&factorlayer::stack_states_cuda));
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
+  m.impl("slopes", TORCH_BOX(&factorlayer::slopes_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
 }

@@ -30,12 +30,13 @@ def _never(_: Chain) -> bool:
 
 @dataclass(frozen=True)
 class Ops:
-    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel that makes all
-    their gradients at once, for all_gradients."""
+    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
+    gradients at once, in all_gradients, or a product and its slopes, in slopes."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
     all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, bool], list[Tensor]]
+    slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
 
 
@@ -100,12 +101,23 @@ def gradients(
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}
     if chain.activation != "identity":
-        before = ops.forward(x, weights, bias, _without_activation(chain))
+        at_once, before, slope = slope_texts(text, ops.fits)
         learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
-        grad, *of_scalars = _before_activation(chain.activation, grad, before, scalars, learns)
-        found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
+        if scalars:
+            z = ops.forward(x, weights, bias, before)
+            grad, *of_scalars = _before_activation(chain.activation, grad, z, scalars, learns)
+            found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
+        elif at_once:
+            grad = ops.slopes(grad, x, weights, bias, at_once)
+        else:
+            grad = ops.slopes(grad, ops.forward(x, weights, bias, before), [], None, slope)
         wanted &= (4 << count) - 1
-    if wanted & 2:
+    both = _weight_and_bias(text, wanted, ops.fits)
+    if both:
+        of_weight, of_bias = ops.weight_gradient(grad, x, both).view(-1).split((weights[0].numel(), grad.shape[1]))
+        found |= {1: of_bias, 2: of_weight.view(weights[0].shape)}
+        wanted &= 1
+    elif wanted & 2:
         found[1] = grad.sum(0)
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
@@ -124,18 +136,23 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
 
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         seen.append(text)
-        return x.new_empty(Chain.parse(text).contractions[0].weight_size)
+        made = Chain.parse(text)
+        return x.new_empty(made.contractions[0].weight_size + made.bias * made.out_features)
 
     def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
         seen.append(text)
         return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
+
+    def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        seen.append(text)
+        return torch.empty_like(grad)
 
     x, grad_y = (torch.empty(1, n, device="meta") for n in (chain.in_features, chain.out_features))
     weights = [x.new_empty(1)] * chain.weights
     for c in chain.contractions:
         shape = (chain.rank, -1, c.q, c.p) if chain.rank > 1 else (-1, c.q, c.p)
         weights[c.weight] = x.new_empty(chain.rank * c.weight_size).view(shape)
-    ops = Ops(forward, weight_gradient, all_gradients, fits)
+    ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
     bias = grad_y[0] if chain.bias else None
     gradients(ops, grad_y, x, weights, bias, text, (1 << (len(weights) + 2)) - 1)
     return list(dict.fromkeys(seen))
@@ -225,6 +242,16 @@ def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | 
     return planned[0].gradient if whole and planned[0].at_once else None
 
 
+@functools.lru_cache(1024)
+def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes both gradients of a dense layer, if they are wanted and nothing makes x's with the weight's."""
+    chain = Chain.parse(text)
+    if wanted & 6 != 6 or not chain.is_dense or chain.rank > 1 or visits(text, wanted, fits)[0].at_once:
+        return None
+    both = Chain(chain.contractions, bias=True, gradient=True, tf32=chain.tf32)
+    return both.text if fits(both) else None
+
+
 def _are_neighbours(steps: Sequence[Contraction]) -> bool:
     """Whether no other mode lies between those that are contracted."""
     weights = [c.weight for c in steps]
@@ -243,8 +270,12 @@ def _back(chain: Chain) -> Chain:
 
 
 @functools.lru_cache(1024)
-def _without_activation(chain: Chain) -> str:
-    return replace(chain, activation="identity").text
+def slope_texts(text: str, fits: Callable[[Chain], bool]) -> tuple[str | None, str, str]:
+    """What makes the gradient of what is activated: from x, if there is a kernel; else what is activated, then that."""
+    chain = Chain.parse(text)
+    at_once = replace(chain, slope=chain.out_features)
+    slope = Chain((), activation=chain.activation, slope=chain.out_features)
+    return at_once.text if fits(at_once) else None, replace(chain, activation="identity").text, slope.text
 
 
 def _transposed(ops: Ops, weight: Tensor) -> Tensor:

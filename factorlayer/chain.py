@@ -19,7 +19,7 @@ class Chain:
     """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
 
     States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
-    are [outer, rows, columns], as [outer, columns, rows]. That can be all that is done.
+    are [outer, rows, columns], as [outer, columns, rows]. That can be all that is done, or an activation's `slope`.
     """
 
     contractions: tuple[Contraction, ...]
@@ -31,6 +31,7 @@ class Chain:
     x_turned: bool = False
     turn: tuple[int, int, int] | None = None
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
+    slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
@@ -41,6 +42,7 @@ class Chain:
             stages.append(f"{'tied' if c.tied else 'untied'} {c.weight} {c.outer} {c.p} {c.q} {c.inner}")
         stages += ["bias"] if self.bias else []
         stages += [self.activation] if self.activation != "identity" else []
+        stages += [f"slope {self.slope}"] if self.slope else []
         stages += ["gradient"] if self.gradient else []
         stages += ["backward"] if self.backward else []
         stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
@@ -56,7 +58,7 @@ class Chain:
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         gradient = backward = x_turned = tf32 = False
-        turn = None
+        turn, slope = None, 0
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -74,11 +76,13 @@ class Chain:
             elif name == "turn":
                 outer, rows, columns = map(int, numbers)
                 turn = outer, rows, columns
+            elif name == "slope":
+                slope = int(numbers[0])
             elif name == "tf32":
                 tf32 = True
             else:
                 activation = name
-        return Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, turn, tf32)
+        return Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, turn, tf32, slope)
 
     @property
     def parameters(self) -> int:
@@ -93,7 +97,7 @@ class Chain:
     @property
     def in_features(self) -> int:
         if not self.contractions:
-            return math.prod(self.turn or ())
+            return self.slope or math.prod(self.turn or ())
         c = self.contractions[0]
         return c.outer * c.p * c.inner
 

@@ -141,6 +141,7 @@ def parameter(index: int) -> Expression:
 
 
 X, ZERO, ONE = Expression("x"), number(0), number(1)
+GRADIENT = Expression("g")  # of the result
 
 
 def apply(op: str, *args: Operand) -> Expression:
@@ -271,9 +272,9 @@ def _parse_word(word: str, steps: list[Expression]) -> Expression:
 # or is NaN there is so here. But where a select passes nothing on, there is nothing to multiply: no 0 times infinity.
 
 
-def _adjoints(output: Expression) -> dict[Expression, Expression]:
-    """The derivative of an expression by each of its nodes that it depends on."""
-    found = {output: ONE}
+def _adjoints(output: Expression, gradient: Expression = ONE) -> dict[Expression, Expression]:
+    """The derivative of an expression by each of its nodes that it depends on, times what comes from behind it."""
+    found = {output: gradient}
     for node in reversed(in_order(output)):
         if node in found and node.args:
             for arg, share in zip(node.args, _shares(node, found[node]), strict=True):
@@ -339,7 +340,8 @@ _CUDA = {
 }  # fmt: skip
 
 
-def _cuda(output: Expression, name: str, first: int) -> str:
+def _cuda(output: Expression, name: str, first: int, *, further: tuple[Expression, ...] = ()) -> str:
+    """As a function of x, and of further leaves; parameters are weights from the `first` on."""
     lines: list[str] = []
     names: dict[Expression, str] = {}
     read: dict[str, int] = {}  # parameters, each from a weight
@@ -352,8 +354,8 @@ def _cuda(output: Expression, name: str, first: int) -> str:
             names[node] = f"p{node.value}"
             read[names[node]] = first + int(node.value or 0)
             continue
-        if node is X or node.op == "number":
-            names[node] = "x" if node is X else _constant(float(node.value or 0))
+        if node is X or node in further or node.op == "number":
+            names[node] = _constant(float(node.value or 0)) if node.op == "number" else node.op
             continue
         args = list(map(as_number, node.args))
         if node.op == "select":
@@ -369,7 +371,8 @@ def _cuda(output: Expression, name: str, first: int) -> str:
     made = (
         f"  DEVICE {name}(const Params& params) : {given} {{}}\n" if read else f"  DEVICE {name}(const Params&) {{}}\n"
     )
-    of = f"{'' if read else 'static '}DEVICE T of([[maybe_unused]] T x){' const' if read else ''}"
+    taken = ", ".join(f"[[maybe_unused]] T {leaf.op}" for leaf in (X, *further))
+    of = f"{'' if read else 'static '}DEVICE T of({taken}){' const' if read else ''}"
     return f"struct {name} {{\n{members}{made}  template <class T> {of} {{\n{body}\n  }}\n}};"
 
 
@@ -416,5 +419,14 @@ def cuda_type(activation: str, first: int) -> str:
 
 def slope(activation: str, name: str) -> str:
     """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
-    expression = Expression.parse(activation) if "/" in activation else NAMED[activation]
-    return expression.derivative().cuda(name)
+    return _expression_of(activation).derivative().cuda(name)
+
+
+def gradient(activation: str, name: str) -> str:
+    """The same times the gradient of the result, a second argument, from which PyTorch's formulas begin: so it is zero
+    where an activation is constant, even if that gradient is infinite."""
+    return _cuda(_adjoints(_expression_of(activation), GRADIENT).get(X, ZERO), name, 0, further=(GRADIENT,))
+
+
+def _expression_of(activation: str) -> Expression:
+    return Expression.parse(activation) if "/" in activation else NAMED[activation]

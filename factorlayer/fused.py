@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import activate
-from factorlayer.backward import Ops, gradients, texts, visits
+from factorlayer.backward import Ops, gradients, slope_texts, texts, visits
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.runtime import MAX_WEIGHTS, dtype_name, prepare, raise_failure, tf32_allowed, why_not_on_gpu
@@ -84,9 +84,13 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
-    back = [*map(str, reversed(visits(text, everything, _cuda_ops(device, x.dtype).fits)))]
-    if chain.activation != "identity":
+    fits = _cuda_ops(device, x.dtype).fits
+    back = [str(visit) for visit in reversed(visits(text, everything, fits))]
+    if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
+    elif chain.activation != "identity":
+        where = "with the product, made again" if slope_texts(text, fits)[0] else "behind the product, made again"
+        back.insert(0, f"activation: grad_y back through it, {where}")
     return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back])
 
 
@@ -302,6 +306,7 @@ def _cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         _explaining(ops.forward.default._op),
         _explaining(ops.weight_gradient.default._op),
         _explaining(ops.gradients.default._op),
+        _explaining(ops.slopes.default._op),
         fits,
     )
 

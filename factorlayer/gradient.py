@@ -50,10 +50,11 @@ class TileSums:
     tiles: Any
     units_per_sample: Any
     units_per_block: Any
+    bias: Any = False  # whether that of the columns of what comes back is made, too
 
     @property
     def weights(self) -> int:
-        return self.contraction.weight_size
+        return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
 
     @property
     def split(self) -> int:

@@ -40,6 +40,7 @@ from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.resident import Mode, Resident, Work
 from factorlayer.single_backward import SingleBackward
+from factorlayer.slopes import Slopes
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
 from factorlayer.tiling import tile
@@ -67,6 +68,7 @@ Pass = (
     | Reduction
     | Resident
     | SingleBackward
+    | Slopes
     | Streamed
     | Turn
     | Wide
@@ -134,7 +136,7 @@ class Plan:
             read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Streamed | Turn) else p.blocks if isinstance(p, TileSums) else 1
+            most = 0 if isinstance(p, Slopes | Streamed | Turn) else p.blocks if isinstance(p, TileSums) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
@@ -153,7 +155,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | Pair | Streamed | Turn | Wide):
+    if isinstance(p, Dense | Pair | Slopes | Streamed | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]
@@ -247,7 +249,14 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.gradient:
         (c,) = chain.contractions
         c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
+        if chain.bias:
+            both = wide_gradient.tile(c, dtype, batch, gpu, True)
+            if both is None:
+                raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
+            return Plan(chain, dtype, batch, gpu, _with_reduction(both))
         return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
+    if chain.slope:
+        return Plan(chain, dtype, batch, gpu, (_slopes(chain, dtype, batch, gpu),))
     if chain.backward:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
     if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
@@ -282,9 +291,24 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     tiled = [family.tile(contraction, dtype, batch, gpu) for family in (gradient, wide_gradient)]
-    ways: list[tuple[Pass, ...]] = [(p,) if p.is_whole else (p, Reduction(p)) for p in tiled if p]
+    ways = [_with_reduction(p) for p in tiled if p]
     weight = FLOAT_GRADIENT if dtype == "float32" and batch > 64 else 1
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
+
+
+def _with_reduction(summing: Gradient | WideGradient) -> tuple[Pass, ...]:
+    return (summing,) if summing.is_whole else (summing, Reduction(summing))
+
+
+def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
+    if not chain.contractions:
+        return Slopes(chain.slope, chain.activation, dtype, batch, gpu)
+    product, *further = streamed.products(chain, dtype)
+    takes = not further and chain.rank == 1 and not chain.parameters
+    found = wide.tile(product, batch, gpu) if takes else None
+    if found is None:
+        raise PlanError(f"no pass makes the product and the slopes of {chain.text!r} at once")
+    return found
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -61,6 +61,7 @@ class Product:
     bias: bool = False
     activation: str = "identity"
     scalars: int = 0  # the first weight that is a parameter of the activation
+    slope: bool = False  # the activation's, times a state like y that is read
 
     @functools.cached_property
     def size(self) -> int:
@@ -124,6 +125,7 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 bias=chain.bias and i == last,
                 activation=chain.activation if i == last else "identity",
                 scalars=len(chain.contractions),
+                slope=chain.slope > 0 and i == last,
             )
         )
     return found

@@ -45,6 +45,7 @@ class WideGradient(TileSums):
     least: int
     gpu: Gpu
     batch: int
+    bias: bool = False
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -88,14 +89,18 @@ class WideGradient(TileSums):
     def stage_bytes(self) -> int:
         return SLAB_BYTES * self.slabs * (2 if self.is_split else 1)
 
+    @property
+    def ones_bytes(self) -> int:
+        return 2048 if self.bias else 0
+
     @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024) // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.ones_bytes) // (self.stage_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + 1024
+        return self.stages * (self.stage_bytes + 16) + self.ones_bytes + 1024
 
     @property
     def threads(self) -> int:
@@ -118,7 +123,7 @@ class WideGradient(TileSums):
     def __str__(self) -> str:
         c = self.contraction
         return (
-            f"wide gradient: {c.q}×{c.p}, tiles of {self.bm}×{self.bn} sums"
+            f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" of {c.outer} groups")
             + f", {self.stages} stages of {self.chunk}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
@@ -132,19 +137,24 @@ class WideGradient(TileSums):
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool SPLIT = {str(self.is_split).lower()};"]
-        code = hopper_headers(wgmma(self.dtype, self.n, turned=self.size == 2), "wide_gradient.cuh")
+        flags = {"SPLIT": self.is_split, "BIAS": self.bias}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        widths = (8, self.n) if self.bias else (self.n,)
+        products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
+        code = hopper_headers(products, "wide_gradient.cuh")
         return kernel(code, name, "WideGradient", lines, self.threads)
 
 
-def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> WideGradient | None:
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> WideGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
-    timed = (replace(plan, us=_time(plan)) for plan in tilings(contraction, dtype, batch, gpu))
+    timed = (replace(plan, us=_time(plan)) for plan in tilings(contraction, dtype, batch, gpu, bias))
     return min(timed, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
 
 
-def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[WideGradient]:
+def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> Iterator[WideGradient]:
     if gpu.arch != 90 or dtype not in DTYPES or c.inner > 1:
+        return
+    if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
         return
     registers, piece = REGISTERS[ELEMENT_BYTES[dtype]], 16 // ELEMENT_BYTES[dtype]
     if c.p % piece or c.q % piece:
@@ -152,11 +162,11 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[WideGr
     step = 16 if piece == 8 else 32
     whole = -(-c.p // step) * step
     for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 4), (1, 2, 4, 8, 16)):
-        if wm * wn not in registers:
+        if wm * wn not in registers or (bias and height > 2):  # whose columns take too many registers
             continue
         widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
         for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
-            plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch)
+            plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias)
             fits = plan.sums <= registers[plan.consumers][2] and (plan.size == 2 or plan.slabs <= MOST_LOADED)
             if fits and plan.stages >= 3 and plan.tiles <= MOST_BLOCKS:
                 yield plan
@@ -169,7 +179,7 @@ def _time(plan: WideGradient) -> float:
     chunks = -(-rows // plan.chunk)
     parts = min(-(-chunks // plan.least), plan.most)
     load = 0.12 + plan.stage_bytes / 100e3
-    products = 2.3 * plan.consumers * plan.height * plan.n / CYCLES
+    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / CYCLES
     read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.size == 4:  # through registers, with one chunk on its way
         load = LATENCY_US

@@ -54,6 +54,10 @@ def anything(chain: Chain) -> bool:
     return True
 
 
+def sums(chain: Chain) -> bool:
+    return chain.gradient
+
+
 def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
@@ -62,7 +66,8 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     if chain.x_turned:
         grad, x = turned(grad, c.outer, c.inner, c.q), turned(x, c.outer, c.inner, c.p)
     behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
-    return torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+    made = torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+    return torch.cat([made.view(-1), grad.sum(0)])[None] if chain.bias else made
 
 
 def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
@@ -79,12 +84,22 @@ def all_of(weights: Sequence[Tensor]) -> int:
     return (1 << (len(weights) + 2)) - 3
 
 
-OPS = Ops(forward, weight_gradient, all_gradients)
+def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+    """What the raw op computes on a GPU."""
+    chain = Chain.parse(text)
+    assert chain.slope == grad.shape[1]
+    before = replace(chain, activation="identity", slope=0)
+    z = forward(x, weights, bias, before.text) if chain.contractions else x
+    made: Tensor = torch.func.vjp(lambda z: activate(chain.activation, z), z)[1](grad)[0]
+    return made
+
+
+OPS = Ops(forward, weight_gradient, all_gradients, slopes)
 LEARNED = trace(nn.Sequential(nn.PReLU(), Snake()))[0].program  # two parameters
 activations = pytest.mark.parametrize("activation", ["identity", "gelu", LEARNED], ids=["identity", "gelu", "learned"])
 
 
-@pytest.mark.parametrize("fits", [nothing, pairs, anything])
+@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
 @activations
 @pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
 def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
@@ -149,6 +164,7 @@ def test_nothing_is_computed_that_is_not_needed(
 
     ops = Ops(
         *(counted(*each) for each in [("forward", forward), ("gradient", weight_gradient), ("all", all_gradients)]),
+        slopes,
         fits,
     )
     x, grad = (torch.randn(3, n, dtype=torch.float64) for n in (spec.in_features, spec.out_features))
@@ -160,7 +176,7 @@ def test_nothing_is_computed_that_is_not_needed(
     assert calls == expected
 
 
-@pytest.mark.parametrize("fits", [nothing, pairs, anything])
+@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
 @activations
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
 def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
@@ -176,7 +192,7 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
 
     x, grad_y, bias = torch.randn(3, spec.in_features), torch.randn(3, spec.out_features), torch.ones(spec.out_features)
     weights = [*map(torch.randn, spec.weight_shapes), *[torch.ones(1)] * chain.parameters]
-    ops = Ops(noted(forward), noted(weight_gradient), noted(all_gradients), fits)
+    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes)), fits)
     gradients(ops, grad_y, x, weights, bias, text, all_of(weights) | 2)
     assert texts(text, fits) == list(dict.fromkeys(ran))
 
@@ -228,10 +244,15 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
     chain = Chain((parts(monarch((4, 3), (2, 5)))[0],), gradient=True)
     assert chain.text == "untied 0 4 3 5 1; gradient" and chain.tf32_text == chain.text + "; tf32"
     assert Chain.parse(chain.tf32_text) == replace(chain, tf32=True)
+    both = Chain((Contraction(0, 1, 3, 4, 1, tied=True),), bias=True, gradient=True)
+    assert both.text == "tied 0 1 3 4 1; bias; gradient" and Chain.parse(both.text) == both
     for text in (
         "gradient",
         "backward",
-        "tied 0 1 2 2 1; bias; gradient",
+        "tied 0 2 2 2 1; bias; gradient",
+        "untied 0 1 2 2 1; bias; gradient",
+        "tied 0 1 2 2 1; bias; relu; gradient",
+        "tied 0 1 2 2 1; gradient; bias",
         "rank 2; tied 0 1 2 2 1; backward",
         "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient",
     ):
@@ -240,6 +261,81 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
     for word in ("gradient", "backward"):
         with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
             torch.ops.factorlayer.forward(torch.ones(1, 4), [torch.ones(2, 2)], None, f"tied 0 2 2 2 1; {word}")
+
+
+def test_a_dense_layers_bias_is_summed_with_its_weight_where_that_family_does() -> None:
+    """On Hopper's warpgroups; PyTorch sums the others'."""
+    c = Contraction(0, 1, 256, 200, 1, tied=True)
+    for dtype, batch in itertools.product(("bfloat16", "float16", "tf32"), BATCHES):
+        (summing, *adding) = read_text(plan(both_of(c), dtype, batch, Gpu.of(90)).text()).passes
+        assert "BIAS = true" in summing.source
+        assert all(f"COUNT = {256 * 200 + 200};" in each.source for each in adding)
+    for other, dtype, gpu in (
+        (c, "float32", Gpu.of(90)),
+        (c, "bfloat16", Gpu.of(80)),
+        (replace(c, q=201), "bfloat16", Gpu.of(90)),
+        (replace(c, outer=2), "bfloat16", Gpu.of(90)),
+    ):
+        with pytest.raises(PlanError, match="no pass makes both gradients"):
+            plan(both_of(other), dtype, BATCHES[2], gpu)
+
+
+def both_of(contraction: Contraction) -> Chain:
+    return Chain((contraction,), bias=True, gradient=True)
+
+
+def test_slopes_have_a_text_of_their_own() -> None:
+    chain = Chain.of(kronecker((3,), (4,)), True, "relu")
+    chain = replace(chain, slope=4, tf32=True)
+    assert chain.text == "tied 0 1 3 4 1; bias; relu; slope 4; tf32" and Chain.parse(chain.text) == chain
+    only = Chain((), activation="gelu", slope=5)
+    assert only.text == "gelu; slope 5" and Chain.parse(only.text) == only
+    assert only.in_features == only.out_features == 5
+    for text, message in {
+        "slope 4": "wrong place",
+        "relu": "no contraction",
+        "relu; tied 0 1 2 2 1; slope 2": "wrong place",
+        "turned; relu; slope 2": "wrong place",
+        "tied 0 1 2 2 1; slope 2": "wrong place",
+        "tied 0 1 2 2 1; relu; slope 2; slope 2": "wrong place",
+        "tied 0 1 2 2 1; relu; slope 2; backward": "wrong place",
+        "tied 0 1 2 2 1; relu; slope 3": "disagrees about the size of y",
+        "relu; slope": "a positive size",
+        "relu; slope 0": "a positive size",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            torch.ops.factorlayer.forward(torch.ones(1, 4), [], None, text)
+    with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
+        torch.ops.factorlayer.forward(torch.ones(1, 2), [torch.ones(2, 2)], None, "tied 0 1 2 2 1; relu; slope 2")
+
+
+def test_a_product_and_its_slopes_are_one_pass_where_that_family_has_it() -> None:
+    """Of one contraction on Hopper; others are refused, and their slopes are made from what a pass has stored."""
+    for dtype, (p, q), batch in itertools.product(("bfloat16", "tf32", "float32"), [(256, 256), (64, 136)], BATCHES):
+        chain = replace(Chain.of(kronecker((p,), (q,)), True, "relu"), slope=q)
+        found = plan(chain, dtype, batch, Gpu.of(90))
+        text = read_text(found.text())
+        assert [(each.read, each.written) for each in text.passes] == [("x", "y")] and text.chunk == 0
+        assert "SLOPE = true" in text.passes[0].source and "GRAD_Y = 1;" in text.passes[0].source
+        plain = plan(replace(chain, activation="identity", slope=0), dtype, batch, Gpu.of(90))
+        assert plain.us < found.us < plain.us + plan(slopes_of(q), dtype, batch, Gpu.of(90)).us
+    for spec, dtype, gpu in (
+        (kronecker((256,), (256,)), "float64", Gpu.of(90)),
+        (kronecker((256,), (256,)), "bfloat16", Gpu.of(80)),
+        (kronecker((255,), (256,)), "bfloat16", Gpu.of(90)),
+        (kronecker((32, 32), (32, 32)), "bfloat16", Gpu.of(90)),
+        (monarch((8, 64), (64, 8)), "bfloat16", Gpu.of(90)),
+    ):
+        chain = replace(Chain.of(spec, True, "relu"), slope=spec.out_features)
+        with pytest.raises(PlanError, match="no pass makes the product and the slopes"):
+            plan(chain, dtype, BATCHES[2], gpu)
+        (only,) = read_text(plan(slopes_of(spec.out_features), dtype, BATCHES[2], gpu).text()).passes
+        assert (only.read, only.written, only.blocks_per_processor) == ("x", "y", 0)
+        assert only.units_per_sample == spec.out_features
+
+
+def slopes_of(features: int) -> Chain:
+    return Chain((), activation="relu", slope=features)
 
 
 def test_states_that_lie_turned_have_a_text_of_their_own() -> None:

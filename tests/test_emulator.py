@@ -20,7 +20,7 @@ from torch import Tensor
 
 from factorlayer import gradient
 from factorlayer.activations import activate
-from factorlayer.backward import Ops, gradients, visits
+from factorlayer.backward import Ops, gradients, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, Gpu
@@ -237,11 +237,13 @@ def check_gradient(found: Plan, emulator: Emulator) -> None:
     )
     for value in (None, np.inf):
         if value is not None:
-            x = x.copy()
+            x, grad = x.copy(), grad.copy()
             x[batch // 2, 0] = value
+            grad[batch // 2, -1] = value if found.chain.bias else grad[batch // 2, -1]
         with np.errstate(invalid="ignore"):
             states = grad.reshape(batch, c.outer, c.q, c.inner), x.reshape(batch, c.outer, c.p, c.inner)
             right = np.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", *states).ravel()
+            right = np.append(right, grad.sum(0)) if found.chain.bias else right
         outputs, errors = emulator.run(found, kernels, x, [grad], None, blocks=found.gpu.sms)
         assert not errors
         summed = outputs[-1]
@@ -282,9 +284,10 @@ WIDE_SUMMED = [
 Tiling = tuple[int, int, int, int, int]
 
 
-def wide_gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling) -> Plan:
+def wide_gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, bias: bool = False) -> Plan:
     found = gradient_of(sizes, dtype, batch, processors)
-    summing = WideGradient(found.chain.contractions[0], dtype, *tiling, gpu=found.gpu, batch=batch)
+    found = replace(found, chain=replace(found.chain, bias=bias))
+    summing = WideGradient(found.chain.contractions[0], dtype, *tiling, gpu=found.gpu, batch=batch, bias=bias)
     return replace(found, passes=(summing,) if summing.is_whole else (summing, Reduction(summing)))
 
 
@@ -293,6 +296,22 @@ def test_gradients_of_warpgroups_are_right_in_any_order(
     sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
 ) -> None:
     check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling), emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "batch", "processors", "tiling"),
+    [
+        *(case for case in WIDE_SUMMED if case[0][0] == 1 and case[1] != "float32"),
+        ((1, 136, 80, 1, True), "bfloat16", 130, 4, (1, 1, 1, 64, 1)),
+        ((1, 264, 72, 1, True), "float16", 70, 3, (1, 2, 1, 64, 1)),
+        ((1, 128, 72, 1, True), "tf32", 70, 4, (2, 1, 1, 64, 1)),
+    ],
+    ids=str,
+)
+def test_a_bias_is_summed_with_its_weight(
+    sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling, bias=True), emulator)
 
 
 def test_cases_have_one_block_for_a_tile_and_several() -> None:
@@ -455,55 +474,132 @@ def test_both_gradients_of_one_factor_at_once(
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype"),
+    ("spec", "dtype", "activation"),
     [
-        (kronecker((2, 12, 16), (3, 16, 8)), "bfloat16"),
-        (kronecker((5, 6), (4, 7)), "float32"),
-        (kronecker((4, 3), (3, 5), rank=2), "float64"),
-        (monarch((4, 6), (5, 3)), "tf32"),
-        (monarch((2, 3, 4), (3, 2, 5)), "float32"),
+        (kronecker((2, 12, 16), (3, 16, 8)), "bfloat16", "identity"),
+        (kronecker((5, 6), (4, 7)), "float32", "gelu"),
+        (kronecker((4, 3), (3, 5), rank=2), "float64", "sine"),
+        (monarch((4, 6), (5, 3)), "tf32", "identity"),
+        (monarch((2, 3, 4), (3, 2, 5)), "float32", "identity"),
+        (kronecker((136,), (72,)), "float16", "tanh"),
     ],
-    ids=spec_id,
+    ids=lambda given: spec_id(given) if isinstance(given, LayerSpec) else str(given),
 )
-def test_a_backward_pass_is_made_of_such_kernels(spec: LayerSpec, dtype: str, emulator: Emulator) -> None:
+def test_a_backward_pass_is_made_of_such_kernels(
+    spec: LayerSpec, dtype: str, activation: str, emulator: Emulator
+) -> None:
     """backward.gradients by kernels of real plans, its states and gradients in the dtype's own memory."""
     gpu = Gpu(90, 2, 232448)
-    memory = torch.float64 if dtype == "float64" else torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    memory = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    ran = []
 
-    def run(text: str, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    def run(text: str, x: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> list[Tensor]:
+        ran.append(text)
         found = plan(Chain.parse(text), dtype, SMALL, gpu)
         arrays = [t.double().numpy() for t in (x, *weights)]
-        outputs, errors = emulator.run(found, emulator.compile(found), arrays[0], arrays[1:], None, blocks=2)
+        given = None if bias is None else bias.double().numpy()
+        outputs, errors = emulator.run(found, emulator.compile(found), arrays[0], arrays[1:], given, blocks=2)
         assert not errors
         return [torch.from_numpy(y).to(memory) for y in outputs]
 
-    def forward(x: Tensor, weights: list[Tensor], bias: None, text: str) -> Tensor:
-        return run(text, x, weights)[-1].view(len(x), -1)
+    def forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        return run(text, x, weights, bias)[-1].view(len(x), -1)
+
+    def slopes(grad: Tensor, x: Tensor, weights: list[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        return run(text, x, [*weights, grad], bias)[-1].view_as(grad)
 
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         return run(text, x, [grad])[-1]
 
     def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str, bias: bool) -> list[Tensor]:
-        assert not bias
         grad_x, *_, summed = run(text, x, [*weights, grad])
         parts = summed.split([w.numel() for w in weights])
-        return [grad_x.view_as(x), *(part.view_as(w) for part, w in zip(parts, weights, strict=True))]
+        return [
+            grad_x.view_as(x),
+            *([grad.sum(0)] if bias else []),
+            *(part.view_as(w) for part, w in zip(parts, weights, strict=True)),
+        ]
 
     def fits(chain: Chain) -> bool:
         return has_plan(chain.text, dtype, 90, 2, 232448)
 
     torch.manual_seed(0)
-    shapes = [(5, spec.in_features), (5, spec.out_features), *spec.weight_shapes]
-    x, grad_y, *weights = (torch.randn(shape).to(memory) for shape in shapes)
-    text = Chain.of(spec, False, "identity").text
-    wanted = (1 << (len(weights) + 2)) - 3
-    ops = Ops(forward, weight_gradient, all_gradients, fits)
+    shapes = [(5, spec.in_features), (5, spec.out_features), (spec.out_features,), *spec.weight_shapes]
+    x, grad_y, bias, *weights = (torch.randn(shape).to(memory) for shape in shapes)
+    weights = [(w * w.shape[-1] ** -0.5).to(memory) for w in weights]
+    text = Chain.of(spec, True, activation).text
+    wanted = (1 << (len(weights) + 2)) - 1
+    ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
     assert any(visit.at_once for visit in visits(text, wanted, fits)) == (dtype == "bfloat16")
-    found = gradients(ops, grad_y, x, weights, None, text, wanted)
-    exact = [t.double().requires_grad_() for t in (x, *weights)]
-    right = torch.autograd.grad(naive(spec, exact[0], exact[1:]), exact, grad_y.double())
-    for a, b in zip(found, right, strict=True):
-        assert a.shape == b.shape and float((a - b).norm() / b.norm()) <= 4 * EPS[dtype]
+    found = gradients(ops, grad_y, x, weights, bias, text, wanted)
+    assert list(dict.fromkeys(ran)) == texts(text, fits)
+    assert sum("slope" in each for each in ran) == (activation != "identity")
+    exact = [t.double().requires_grad_() for t in (x, bias, *weights)]
+    y = activate(activation, naive(spec, exact[0], exact[2:]) + exact[1])
+    for a, b in zip(found, torch.autograd.grad(y, exact, grad_y.double()), strict=True):
+        assert a.shape == b.shape and float((a - b).norm() / b.norm()) <= 6 * EPS[dtype]
+
+
+# Slopes with their product: widths of slabs and tiles, and others, accesses of 4 to 16 bytes, several tiles of a block
+SLOPES = [
+    (1, 256, 256, "bfloat16", "relu", 131, LARGE),
+    (1, 64, 136, "float16", "gelu", 200, LARGE),
+    (3, 40, 12, "bfloat16", "sine", 65, MEDIUM),
+    (1, 136, 78, "float16", "tanh", 1, SMALL),
+    (1, 64, 192, "tf32", "gelu", 131, LARGE),
+    (2, 36, 25, "tf32", "relu", 67, MEDIUM),
+    (1, 100, 98, "float32", "tanh", 70, MEDIUM),
+    (1, 72, 68, "float32", "relu", 3, SMALL),
+    (1, 64, 64, "bfloat16", trace(torch.nn.Mish())[0].program, 70, MEDIUM),
+]
+
+
+@pytest.mark.parametrize(("outer", "p", "q", "dtype", "activation", "batch", "planned"), SLOPES, ids=str)
+def test_slopes_with_their_product(
+    outer: int, p: int, q: int, dtype: str, activation: str, batch: int, planned: int, emulator: Emulator
+) -> None:
+    """And zero where relu is, even of an infinite gradient."""
+    chain = Chain((Contraction(0, outer, p, q, 1, tied=True),), 1, True, activation, slope=outer * q)
+    found = plan(chain, dtype, planned, Gpu.of(90))
+    assert [type(each).__name__ for each in found.passes] == ["Wide"]
+    kernels, draw = emulator.compile(found), drawing(dtype)
+    x, weight, bias, grad = draw(batch, outer * p), draw(q, p) / 8, draw(outer * q), draw(batch, outer * q)
+    z = torch.from_numpy(np.einsum("qp,nop->noq", weight, x.reshape(batch, outer, p)).reshape(batch, -1) + bias)
+    sick = batch // 2
+    healthy: Array | None = None
+    for seed, value in enumerate((None, np.inf)):
+        if value is not None:
+            grad[sick] = value
+        (made,), errors = emulator.run(found, kernels, x, [weight, grad], bias, blocks=2, seed=seed)
+        assert not errors
+        right = torch.func.vjp(lambda z: activate(activation, z), z)[1](torch.from_numpy(grad))[0].numpy()
+        made = made.reshape(batch, -1)
+        healthy = made if healthy is None else healthy
+        fine = np.arange(batch) != (-1 if value is None else sick)
+        clear = np.abs(z.numpy()) > 0.1  # of a kink
+        np.testing.assert_array_equal(made[fine], healthy[fine])
+        assert np.linalg.norm((made[fine] - right[fine])[clear[fine]]) <= 3 * EPS[dtype] * np.linalg.norm(right[fine])
+        if activation == "relu":
+            np.testing.assert_array_equal((made == 0)[clear], (right == 0)[clear])
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "activation", "batch"),
+    [
+        (64, "bfloat16", "gelu", 300),
+        (7, "float16", "relu", 5),
+        (513, "float32", "sine", 19),
+        (33, "float64", "tanh", 40),
+    ],
+)
+def test_slopes_of_what_is_given(features: int, dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
+    found = plan(Chain((), activation=activation, slope=features), dtype, SMALL, Gpu.of(80))
+    draw = drawing(dtype)
+    z, grad = draw(batch, features), draw(batch, features)
+    (made,), errors = emulator.run(found, emulator.compile(found), z, [grad], None)
+    assert not errors
+    right = torch.func.vjp(lambda z: activate(activation, z), torch.from_numpy(z))[1](torch.from_numpy(grad))[0]
+    np.testing.assert_allclose(made.reshape(batch, -1), right, rtol=4 * EPS[dtype], atol=EPS[dtype])
 
 
 # Matrices, rows and columns: whole and partial tiles, rows in one tile and in several, accesses of 2 to 16 bytes

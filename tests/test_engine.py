@@ -272,7 +272,44 @@ STACKS = [
 ]
 
 
-AnyCase = Case | GradientCase | BackwardCase | StackCase
+@dataclass(frozen=True)
+class SlopeCase:
+    """Of a dense layer with a bias, or of p = 0 activations that are given."""
+
+    p: int
+    q: int
+    dtype: str
+    activation: str
+    architecture: str = "sm_90a"
+    batch: int = BATCHES[2]
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.dtype}-{self.p}-{self.q}-{self.activation}-n{self.batch}"
+
+    @property
+    def chain(self) -> Chain:
+        contractions = (Contraction(0, 1, self.p, self.q, 1, tied=True),) if self.p else ()
+        return Chain(contractions, 1, self.p > 0, self.activation, slope=self.q)
+
+
+SLOPES = [
+    SlopeCase(p, q, dtype, activation, batch=batch)
+    for dtype in ("bfloat16", "float16", "tf32", "float32")
+    for p, q, activation, batch in (
+        (256, 256, "relu", BATCHES[2]),
+        (512, 512, "gelu", BATCHES[1]),
+        (384, 1536, "gelu", BATCHES[2]),
+        (200, 84, "sine", BATCHES[0]),
+    )
+] + [
+    SlopeCase(0, 100, "float64", "tanh", "sm_80"),
+    SlopeCase(0, 100, "float32", "gelu", "sm_86"),
+    SlopeCase(0, 100, "bfloat16", "relu", "sm_90a"),
+    SlopeCase(0, 100, "float16", "elu", "sm_120"),
+]
+
+
+AnyCase = Case | GradientCase | BackwardCase | StackCase | SlopeCase
 
 
 @dataclass(frozen=True)
@@ -297,7 +334,9 @@ def compile_case(case: AnyCase) -> list[Kernel]:
         return compile_plan(
             plan_stack(case.layers, case.dtype, case.batch, gpu, case.backward, case.states), case.architecture
         )
-    if isinstance(case, BackwardCase):
+    if isinstance(case, SlopeCase):
+        chain = case.chain
+    elif isinstance(case, BackwardCase):
         chain = all_gradients_of(case.spec)
     elif isinstance(case, GradientCase):
         *sizes, tied = case.contraction
@@ -375,11 +414,22 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 24)
 
 
-@pytest.mark.parametrize(("dtype", "least", "count"), [("bfloat16", 96, 9), ("tf32", 96, 6), ("float32", 128, 3)])
-def test_no_tiling_of_a_gradient_of_warpgroups_spills(dtype: str, least: int, count: int, compiled: Compiled) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bias", "least", "count"),
+    [
+        ("bfloat16", False, 96, 9),
+        ("tf32", False, 96, 6),
+        ("float32", False, 128, 3),
+        ("bfloat16", True, 96, 9),
+        ("tf32", True, 96, 6),
+    ],
+)
+def test_no_tiling_of_a_gradient_of_warpgroups_spills(
+    dtype: str, bias: bool, least: int, count: int, compiled: Compiled
+) -> None:
     """With as many sums as a thread may have; those that planned cases do not have, too."""
     gpu, seen = Gpu.of(90), set()
-    for tiled in wide_gradient.tilings(Contraction(0, 1, 1000, 2008, 1, tied=True), dtype, 16384, gpu):
+    for tiled in wide_gradient.tilings(Contraction(0, 1, 1000, 2008, 1, tied=True), dtype, 16384, gpu, bias):
         tiling = (tiled.wm, tiled.wn, tiled.height, tiled.n)
         if tiling in seen or tiled.sums < least:
             continue
@@ -398,6 +448,11 @@ def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)
 def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 80)
+
+
+@pytest.mark.parametrize("case", SLOPES, ids=str)
+def test_slopes_compile(case: SlopeCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, SPILLED[case.dtype] if case.p else 0, case.activation == "sine")
 
 
 @pytest.mark.parametrize("case", list(activated()), ids=str)

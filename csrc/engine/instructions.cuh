@@ -137,6 +137,17 @@ DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
                "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)));
 }
+template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES / 4], bool present) {
+  if constexpr (BYTES == 16)
+    load_global(from, x, present);
+  else if constexpr (BYTES == 8)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
+                 "@p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
+                 : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)));
+  else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
+                 : "=&r"(x[0]) : "l"(from), "r"(int(present)));
+}
 // A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }

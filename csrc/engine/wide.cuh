@@ -11,10 +11,15 @@
 // Results go from registers to memory: the rows of a weight lie in shared memory in such an order that a thread gets RUN
 // columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
 // Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
-// with half of the groups each, exchange what they have. factorlayer/wide.py writes the constants:
+// with half of the groups each, exchange what they have.
 //
-// Pass:  Element, Activation, BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST, NEXT, A, B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS
-//        and TERM_BLOCKS as in streamed.cuh, SPAN (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
+// With SLOPE (and one group, no cluster) sums become the gradient of what is activated: Activation takes each with grad_y at
+// its place, which is loaded while the sums are made, by the accesses of the results. factorlayer/wide.py writes the
+// constants:
+//
+// Pass:  Element, Activation, SLOPE, GRAD_Y (the parameter that it is), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST, NEXT, A, B,
+//        X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN (tiles of rows whose blocks run
+//        side by side), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of tf32), AHEAD (slabs on their way to producers who round),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
@@ -212,11 +217,38 @@ template <class Pass> struct Wide {
 
   // Feature of a result, without OUTER.
   static DEVICE i64 feature(const Tile& tile, int j, int fast) {
+    if constexpr (FAST == 1) return i64(tile.slow) * Q + j;
     return i64(tile.slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
   }
+  DEVICE const Element* biases(i64 row) const { return static_cast<const Element*>(params.bias) + row % Pass::OUTER * Q; }
   DEVICE float bias_at(const Tile& tile, i64 row, int j, int fast) const {
-    if (j >= Q || fast >= FAST) return 0;
-    return widen(static_cast<const Element*>(params.bias)[row % Pass::OUTER * Q + feature(tile, j, fast)]);
+    return j < Q && fast < FAST ? widen(biases(row)[feature(tile, j, fast)]) : 0;
+  }
+  // Of 16 bits and one group, those of a thread's columns lie side by side.
+  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1;
+  DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
+    constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+#pragma unroll
+      for (int e = 0; e < RUN; e += kCell) {
+        const int c = first_column(tile, m) + e;
+        u32 words[kHalves][kWords];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+          load_global<Pass::STORE>(biases(row_of(tile, m, half)) + feature(tile, c, tile.fast), words[half],
+                                   Q % kColumns == 0 || c < Q);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const u32 pair = words[half % kHalves][i];
+            const int at = (m * RUN + e) * 2 + i * 4 + half * 2;
+            sum[at] += widen(Element{u16(pair)}), sum[at + 1] += widen(Element{u16(pair >> 16)});
+          }
+        }
+      }
+    }
   }
 
   // This thread's first row of the sums; the other is 8 below. Row and column of its i-th sum.
@@ -224,17 +256,36 @@ template <class Pass> struct Wide {
   static DEVICE int down(int i) { return row() + i % 4 / 2 * 8; }
   static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
+  // The rows of y that a thread has in run m, and the first column.
+  DEVICE i64 row_of(const Tile& tile, int m, int half) const {
+    return tile.first + (kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
+  }
+  DEVICE int first_column(const Tile& tile, int m) const {
+    return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
+  }
+
   using Held = u32[HELD][kPacked ? N / 4 : N / 2];
+  // grad_y where sum i lies
+  static DEVICE float grad_of(const u32 (&held)[kPacked ? N / 4 : N / 2], int i) {
+    if constexpr (kPacked)
+      return widen(Element{u16(i % 2 ? held[i / 2] >> 16 : held[i / 2])});
+    else
+      return __uint_as_float(held[i]);
+  }
   // Sums with bias and activation, rounded: two columns in a word, or one.
   DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
     const typename Pass::Activation activation(params);
+    if constexpr (kBiasesByCells) add_biases(sum, tile);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      if constexpr (Pass::BIAS) {
+      if constexpr (Pass::BIAS && !kBiasesByCells) {
         const int column = column_of(kTurned ? down(i) : across(i));
         sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
       }
-      sum[i] = activation.of(sum[i]);
+      if constexpr (Pass::SLOPE)
+        sum[i] = activation.of(sum[i], grad_of(held, i));
+      else
+        sum[i] = activation.of(sum[i]);
     }
 #pragma unroll
     for (int i = 0; i < N / 2; i += 2) {
@@ -273,7 +324,7 @@ template <class Pass> struct Wide {
   DEVICE void store_cells(u32 (&words)[kWords], u32 (&further)[kWords], Element* to, const Tile& tile, int m, int e,
                           bool here) const {
     const int t = threadIdx.x % 4, odd = Pass::PAIRED ? (kTurned ? threadIdx.x / 4 : t) & 1 : 0;
-    const int j = tile.q + (kTurned ? column_of(row()) : (m * 4 + t) * RUN) - odd * RUN;
+    const int j = first_column(tile, m) - odd * RUN;
     const int c = j + column_in_run(e), fast = tile.fast + group_of(e);
     if constexpr (Pass::PAIRED) {
 #pragma unroll
@@ -288,8 +339,32 @@ template <class Pass> struct Wide {
     if (here && (Q % kColumns == 0 || c < Q) && (FAST % (HELD * kBlocks) == 0 || fast < FAST))
       store_global<Pass::STORE>(to + feature(tile, c, fast) + odd * kCell, words);
   }
-  DEVICE i64 row_of(const Tile& tile, int m, int half) const {
-    return tile.first + (kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
+  // grad_y where results will be: what cell() makes of them, the other way.
+  DEVICE void load_grad(Held& held, const Tile& tile) const {
+    static_assert(HELD == 1 && !Pass::CLUSTER && !Pass::PAIRED && Pass::TERM_BLOCKS == 1);
+    const Element* grad = static_cast<const Element*>(params.weights[Pass::GRAD_Y]);
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 r = row_of(tile, m, half);
+        const Element* from = grad + place(r, Pass::Y_SAMPLE, Q);
+#pragma unroll
+        for (int e = 0; e < RUN; e += kCell) {
+          const int c = first_column(tile, m) + e;
+          u32 words[kWords];
+          load_global<Pass::STORE>(from + feature(tile, c, tile.fast), words,
+                                   r < rows() && (Q % kColumns == 0 || c < Q));
+#pragma unroll
+          for (int i = 0; i < kWords; ++i) {
+            if constexpr (kPacked)
+              held[0][(m * RUN + e) / 2 * 2 + i * 2 + half] = words[i];
+            else
+              held[0][(m * RUN + e + i) / 2 * 4 + (e + i) % 2 * 2 + half] = words[i];
+          }
+        }
+      }
+    }
   }
   DEVICE void store(const Held& held, const Tile& tile) const {
     Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
@@ -510,6 +585,7 @@ template <class Pass> struct Wide {
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
       Held held;
+      if constexpr (Pass::SLOPE) load_grad(held, tile);
 #pragma unroll
       for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];

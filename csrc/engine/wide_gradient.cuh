@@ -9,11 +9,12 @@
 //
 // In 16 bits, both operands lie in shared memory as they do in memory, 64 rows below each other: the matrix unit turns
 // them. Of 32 bits it takes none that are turned. Chunks have 32 rows, which producers load into registers, a chunk ahead,
-// and store the other way, rounded to tf32 or split. factorlayer/wide_gradient.py writes the constants:
+// and store the other way, rounded to tf32 or split. With BIAS (one group, nothing split) the sums of G's columns are made as
+// well, as products with ones, and lie behind those of the weight. factorlayer/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, STAGES, MORE and FEWER (registers of consumers and producers; 0: as they are), SPLIT (float as three
-//        products of tf32)
+//        HEIGHT, N, STAGES, BIAS, MORE and FEWER (registers of consumers and producers; 0: as they are), SPLIT (float as
+//        three products of tf32)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -31,8 +32,12 @@ template <class Pass> struct WideGradient {
   static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN);
   static constexpr int kLow = (kLeft + kRight) * kSlab;  // what high parts leave out of float, behind them
   static constexpr int kStageBytes = Pass::SPLIT ? 2 * kLow : kLow;
-  static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;  // barriers behind the stages
+  // Behind the stages ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, and barriers
+  static constexpr int kOnes = Pass::STAGES * kStageBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
+  static constexpr int kFull = kOnes + kOnesBytes, kEmpty = kFull + Pass::STAGES * 8;
   static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS, kWeights = i64(P) * Q * Pass::GROUPS;
+  static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
+  static_assert(!Pass::BIAS || (Pass::GROUPS == 1 && !Pass::SPLIT));
   static_assert(P % kPiece == 0 && Q % kPiece == 0 && N % (kTurns ? 16 : 32) == 0,
                 "pieces, and sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
@@ -149,7 +154,9 @@ template <class Pass> struct WideGradient {
     if constexpr (kTurns) return turned_operand(first, kSlab);
     return operand(first);
   }
-  DEVICE void multiply(Sums& sums, u32 stage, bool add) const {
+  using ColumnSums = float[HEIGHT][4];  // eight times the same
+  // And G's columns, if these are wanted.
+  template <bool BIAS> DEVICE void multiply(Sums& sums, ColumnSums& columns, u32 stage, bool add) const {
     const u64 left = slabs(stage + warpgroup % WM * HEIGHT * kSlab);
     const u64 right = slabs(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab);
     open_products();
@@ -162,8 +169,22 @@ template <class Pass> struct WideGradient {
           Wgmma<Element, N>::multiply_turned(sums[h], slab + step * 128, right + step * 128, add || step > 0);
         else
           Wgmma<Element, N>::multiply(sums[h], slab + step * 2, right + step * 2, add || step > 0);
+        if constexpr (BIAS) add_columns(columns[h], slab + step * (kTurns ? 128 : 2), add || step > 0);
       }
     commit_products();
+  }
+  static DEVICE u32 ones() {
+    if constexpr (kTurns)
+      return Pair<Element>(1.f, 1.f).bits;
+    else
+      return __float_as_uint(1.f);
+  }
+  DEVICE void add_columns(float (&columns)[4], u64 slab, bool add) const {
+    const u64 ones = slabs(memory + kOnes);  // of any k
+    if constexpr (kTurns)
+      Wgmma<Element, 8>::multiply_turned(columns, slab, ones, add);
+    else
+      Wgmma<Element, 8>::multiply(columns, slab, ones, add);
   }
   // As exact as FMA (mma.cuh, Split3): products start from zero in each chunk, since the matrix unit truncates what it adds
   // to, those of high parts apart from the others, which infinities make NaN: then they do not count.
@@ -189,7 +210,8 @@ template <class Pass> struct WideGradient {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) sums[h][i] += fabsf(some[h][i]) <= 3.402823466e38f ? some[h][i] : 0.f;
     }
-    multiply(some, stage, false);
+    ColumnSums none;
+    multiply<false>(some, none, stage, false);
     wait_for_products<0>();
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h) {
@@ -202,8 +224,9 @@ template <class Pass> struct WideGradient {
   DEVICE void release(int stage) const {
     if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
   }
-  DEVICE void consume() const {
+  template <bool BIAS> DEVICE void consume() const {
     Sums sums;
+    ColumnSums columns;
     int stage = 0, last = -1;
     u32 phase = 0;
     if constexpr (Pass::SPLIT) {
@@ -220,7 +243,7 @@ template <class Pass> struct WideGradient {
         multiply_split(sums, memory + stage * kStageBytes);
         release(stage);
       } else {
-        multiply(sums, memory + stage * kStageBytes, last >= 0);
+        multiply<BIAS>(sums, columns, memory + stage * kStageBytes, last >= 0);
         wait_for_products<1>();
         if (last >= 0) release(last);
         last = stage;
@@ -230,21 +253,43 @@ template <class Pass> struct WideGradient {
     wait_for_products<0>();
 #pragma unroll
     for (auto& some : sums) touch(some);
+    if constexpr (BIAS) {
+#pragma unroll
+      for (auto& some : columns) touch(some);
+      store(columns);
+    }
     store(sums);
+  }
+
+  // The first q of a thread, in the tile; the other half of each of its sums belongs to one `kDown` below.
+  static constexpr int kDown = kTurns ? 8 : 1;
+  DEVICE int own_q() const {
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+    return warpgroup % WM * HEIGHT * 64 + (kTurns ? warp * 16 + g : warp / 2 * 32 + g * 4 + warp % 2 * 2);
+  }
+  DEVICE void store(const ColumnSums& columns) const {
+    if (threadIdx.x % 4) return;
+    const int q = tile().q + own_q();
+    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + kWeights + q);
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int down = h * 64 + half * kDown;
+        if (q + down < Q) store_global(to + down, narrow<Result>(columns[h][half * 2]));
+      }
   }
 
   // Sums fill whole sectors of L2, as elements of 32 bits do; those of 16, once neighbours have exchanged two of four.
   DEVICE void store(const Sums& sums) const {
     const Tile at = tile();
-    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int lane_q = kTurns ? warp * 16 + g : warp / 2 * 32 + g * 4 + warp % 2 * 2;
-    const int q = at.q + warpgroup % WM * HEIGHT * 64 + lane_q, p = at.p + warpgroup / WM * N;
-    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kWeights + (i64(at.group) * Q + q) * P);
+    const int t = threadIdx.x % 4, q = at.q + own_q(), p = at.p + warpgroup / WM * N;
+    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + (i64(at.group) * Q + q) * P);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int down = h * 64 + half * (kTurns ? 8 : 1);
+        const int down = h * 64 + half * kDown;
         if (q + down < Q) store_row(sums[h], half, to + i64(down) * P, p, t);  // for 8 rows of a warp, or none
       }
   }
@@ -287,10 +332,16 @@ template <class Pass> struct WideGradient {
       init_barrier(memory + kFull + threadIdx.x * 8, 128);
       init_barrier(memory + kEmpty + threadIdx.x * 8, WM * WN * 4);
     }
+    for (int at = threadIdx.x * 4; at < kOnesBytes; at += (kConsumers + 128) * 4)
+      store_shared(memory + kOnes + at, ones());
+    if constexpr (Pass::BIAS) fence_copy_engine();
     __syncthreads();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
-      consume();
+      if (Pass::BIAS && warpgroup < WM && tile().p == 0)
+        consume<Pass::BIAS>();
+      else
+        consume<false>();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
       if constexpr (kTurns)

@@ -124,6 +124,12 @@ inline void load_global(const void* from, u32 (&x)[4], bool present) {
   memset(x, 0, 16);
   if (present) load_global(from, x);
 }
+template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES / 4], bool present) {
+  memset(x, 0, BYTES);
+  if (!present) return;
+  emulator::read_global(from, BYTES);
+  memcpy(x, from, BYTES);
+}
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {

@@ -1,0 +1,58 @@
+"""Passes that make the gradient of what an activation is given from that and grad_y: for csrc/engine/slopes.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from factorlayer.device import ELEMENT, headers, kernel
+from factorlayer.expression import gradient
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+
+EACH = 4  # accesses of a thread that are on their way at once, of either
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Of all elements."""
+
+    features: int
+    activation: str
+    dtype: str
+    batch: int
+    gpu: Gpu
+
+    threads = 256
+    shared = 0
+    split = 1
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.features
+
+    @property
+    def units_per_block(self) -> int:
+        return self.threads * EACH * 16 // self.size
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.features * self.size
+
+    @property
+    def us(self) -> float:
+        """Predicted."""
+        return 2.5 + 3 * self.batch * self.output_bytes / (0.9 * self.gpu.memory_bytes * self.gpu.sms)
+
+    def __str__(self) -> str:
+        return f"slopes: of {self.features} activations, times grad_y"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = {"GRAD_Y": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
+        lines = [f"using Element = {ELEMENT[self.dtype]};", gradient(self.activation, "Gradient")]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)
