@@ -83,7 +83,7 @@ std::string planner() { return call("factorlayer.runtime", "planner", ""); }
 
 std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
                       int processors, int shared_bytes) {
-  return call("factorlayer.plan", "plan_text", "ssiiii", chain.c_str(), dtype.c_str(), batch_class, capability,
+  return call("factorlayer.planner", "plan_text", "ssiiii", chain.c_str(), dtype.c_str(), batch_class, capability,
               processors, shared_bytes);
 }
 

@@ -16,7 +16,7 @@ struct Error : std::runtime_error {
 // factorlayer.runtime.planner: what tells one planner from another.
 std::string planner();
 
-// factorlayer.plan.plan_text: the plan of a chain on a GPU.
+// factorlayer.planner.plan_text: the plan of a chain on a GPU.
 std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
                       int processors, int shared_bytes);
 

@@ -79,7 +79,7 @@ def runs_in_tf32(x: Tensor) -> bool:
 
 def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     """The kernels that a call with `batch` samples like x runs on x's GPU, and how gradients are made."""
-    from factorlayer.plan import explain  # not needed to run kernels that are in the cache
+    from factorlayer.planner import explain  # not needed to run kernels that are in the cache
 
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
@@ -97,7 +97,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 @functools.lru_cache(1024)
 def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
     """Whether the engine has kernels of its own for a text."""
-    from factorlayer.plan import has_plan  # not needed for kernels that are known
+    from factorlayer.planner import has_plan  # not needed for kernels that are known
 
     return has_plan(text, dtype_name(dtype), *gpu_limits(device))
 

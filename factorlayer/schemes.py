@@ -1,7 +1,7 @@
 """The ways in which the CUDA engine can run a chain or a stack at one visit, for people to compare.
 
-plan.py takes the fastest by prediction; here is the fastest of each kind: by where a pass hands its states on, whether
-the weights stay in shared memory, and how many samples a tile has.
+planner.py takes the fastest by prediction; here is the fastest of each kind: by where a pass hands its states on,
+whether the weights stay in shared memory, and how many samples a tile has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from factorlayer import dense, dense_streamed, pair, tiling
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.pair import Pair
-from factorlayer.plan import BATCHES, Pass, Plan, cuts, one_by_one, parsed, plan
+from factorlayer.plan import Pass, Plan
+from factorlayer.planner import BATCHES, cuts, one_by_one, parsed, plan
 from factorlayer.resident import Resident, Sandwich
 from factorlayer.wide import Wide
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from factorlayer import __version__, plan
+from factorlayer import __version__, planner
 from factorlayer.case import Problem
 from factorlayer.fused import gpu_limits
 from factorlayer.gpu import LIMITS, Gpu
@@ -58,8 +58,8 @@ def sources(problem: Problem, gpu: Gpu) -> Iterator[Source]:
 
     def planned(stack: LayerStack) -> Source:
         chain = stack.text_for(problem.x)
-        text = plan.plan_text(chain, dtype, batch_class, *limits)
-        return Source(stack.names, chain, plan.explain(chain, dtype, batch_class, *limits), _kernels(text))
+        text = planner.plan_text(chain, dtype, batch_class, *limits)
+        return Source(stack.names, chain, planner.explain(chain, dtype, batch_class, *limits), _kernels(text))
 
     for _, stack in problem.stacks():
         try:

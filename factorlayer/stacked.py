@@ -97,7 +97,7 @@ def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> 
     layers = text.split(" | ")
     if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
         return ((0, len(layers), text),)
-    from factorlayer.plan import cut  # not needed for kernels that are known
+    from factorlayer.planner import cut  # not needed for kernels that are known
 
     found: list[Run] = []
     for begin, end in cut(text, dtype_name(dtype), *gpu_limits(device), backward=recorded):

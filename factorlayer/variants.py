@@ -16,7 +16,7 @@ from torch.utils.benchmark import Measurement, Timer
 
 from factorlayer.case import Problem
 from factorlayer.gpu import Gpu
-from factorlayer.plan import plan_of
+from factorlayer.planner import plan_of
 from factorlayer.runtime import CompileError, dtype_name, install
 from factorlayer.schemes import Scheme, schemes
 from factorlayer.stack import LayerStack

@@ -21,7 +21,8 @@ from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
-from factorlayer.plan import BATCHES, PlanError, plan
+from factorlayer.plan import PlanError
+from factorlayer.planner import BATCHES, plan
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
 from factorlayer.turn import Turn

@@ -21,7 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 import factorlayer
-import factorlayer.plan
+import factorlayer.planner
 from factorlayer import device, runtime
 from factorlayer.cli import app
 
@@ -208,7 +208,7 @@ sys.stdin.readline()
 text = runtime.plan_text(open(sys.argv[1]).read(), torch.float32, 5, 90, 132, 232448)
 print("done", flush=True)
 """
-ONLY_READ = PLAN + 'assert "factorlayer.plan" not in sys.modules, "it was planned again"\n'
+ONLY_READ = PLAN + 'assert "factorlayer.planner" not in sys.modules, "it was planned again"\n'
 
 
 def planned(chain: str = CHAIN, dtype: torch.dtype = torch.float32, batch: int = 5, *gpu: int) -> str:
@@ -224,7 +224,7 @@ def chain(tmp_path: Path) -> Path:
 
 def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
     text = planned()
-    assert text == factorlayer.plan.plan_text(CHAIN, "float32", 0, 90, 132, 232448)
+    assert text == factorlayer.planner.plan_text(CHAIN, "float32", 0, 90, 132, 232448)
     before = contents(cache)
     assert planned() == text and run_once(chain, cache, ONLY_READ) == ""
     assert contents(cache) == before

@@ -13,7 +13,8 @@ from factorlayer.chain import Chain
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import LEAST_STAGES, DenseStreamed, tile
 from factorlayer.gpu import Gpu
-from factorlayer.plan import BATCHES, PlanError, plan_stack
+from factorlayer.plan import PlanError
+from factorlayer.planner import BATCHES, plan_stack
 
 HOPPER = Gpu.of(90)
 WIDTHS = [

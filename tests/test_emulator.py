@@ -26,7 +26,8 @@ from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
-from factorlayer.plan import BATCHES, Plan, has_plan, plan, plan_stack
+from factorlayer.plan import Plan
+from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
 from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace

@@ -24,7 +24,8 @@ from factorlayer import runtime, wide_gradient
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import BATCHES, Plan, PlanError, has_plan, plan, plan_stack, plan_text
+from factorlayer.plan import Plan, PlanError
+from factorlayer.planner import BATCHES, has_plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace

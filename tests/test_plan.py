@@ -1,4 +1,4 @@
-"""factorlayer/plan.py and what it is made of: plans for every legal layer, dtype and GPU generation, without a GPU.
+"""factorlayer/planner.py and what it is made of: plans for every legal layer, dtype and GPU generation, without a GPU.
 
 What a plan says is checked for being possible, not for being the one that today's predictions prefer.
 """
@@ -24,7 +24,8 @@ from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
-from factorlayer.plan import BATCHES, Plan, PlanError, cut, has_plan, plan, plan_stack, plan_text
+from factorlayer.plan import Plan, PlanError
+from factorlayer.planner import BATCHES, cut, has_plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident, Sandwich, Stage
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed

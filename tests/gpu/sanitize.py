@@ -39,7 +39,7 @@ from factorlayer.chain import Chain  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.gpu import Gpu  # noqa: E402
 from factorlayer.grouped import Grouped  # noqa: E402
-from factorlayer.plan import BATCHES, has_plan, plan  # noqa: E402
+from factorlayer.planner import BATCHES, has_plan, plan  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
 

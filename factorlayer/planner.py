@@ -1,0 +1,362 @@
+"""The planner: chains cut into passes that fit on chip, each tiled for the GPU, and stacks taken by one pass.
+
+Neighbouring small factors are taken as one where that is predicted to be faster. A state too large for one pass goes
+through memory between passes. The engine asks for plan_text() once for each chain, dtype and class of batch sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from factorlayer import (
+    dense,
+    dense_backward,
+    dense_backward32,
+    dense_streamed,
+    gradient,
+    large_backward,
+    layer_backward,
+    pair,
+    pair_backward,
+    single_backward,
+    streamed,
+    wide,
+    wide_gradient,
+)
+from factorlayer.chain import Chain
+from factorlayer.dense_backward import DenseBackward
+from factorlayer.emit import LARGEST_NORMALISED
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.gradient import Gradient, Reduction
+from factorlayer.parts import Parts
+from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
+from factorlayer.resident import Mode, Work
+from factorlayer.slopes import Slopes
+from factorlayer.spec import Contraction
+from factorlayer.streamed import Product, Streamed
+from factorlayer.tiling import tile
+from factorlayer.turn import Turn
+from factorlayer.wide import Wide
+from factorlayer.wide_gradient import WideGradient
+
+BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
+LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
+MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
+STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
+FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
+
+
+def plan_text(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
+    """For csrc/runtime; PlanError says why there is none."""
+    return plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).text()
+
+
+def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
+    """The same plan for people."""
+    return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
+
+
+def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+    try:
+        return bool(plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
+    except PlanError:
+        return False
+
+
+def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool) -> tuple[tuple[int, int], ...]:
+    """Runs of a stack's layers, from one number up to another, each of which one pass takes. Backward, it makes all
+    gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
+    layers, gpu = stack.split(" | "), Gpu(arch, sms, shared)
+    runs: dict[tuple[int, int], float] = {}
+    for begin, end in itertools.combinations(range(len(layers) + 1), 2):
+        if not backward and end == begin + 1:
+            continue
+        try:
+            text = " | ".join([*layers[begin:end], "backward"] if backward else layers[begin:end])
+            runs[begin, end] = plan_of(text, dtype, len(BATCHES) - 1, gpu).us
+        except PlanError:
+            continue
+    alone = [0.0 if backward or not runs else plan_of(layer, dtype, len(BATCHES) - 1, gpu).us for layer in layers]
+    best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
+    for begin in reversed(range(len(layers))):
+        outside, us, found = best[begin + 1]
+        ways = [(outside + backward, us + alone[begin], found)]
+        for end in range(begin + 1, len(layers) + 1):
+            if (begin, end) in runs:
+                outside, us, found = best[end]
+                ways.append((outside, us + runs[begin, end], ((begin, end), *found)))
+        best[begin] = min(ways)
+    return best[0][2]
+
+
+def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
+    *parts, last = (part.strip() for part in text.split("|"))
+    layers, dtype = parsed(" | ".join(parts) if last in ("backward", "states") and parts else text, dtype)
+    if parts:
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward", last == "states")
+    return plan(layers[0], dtype, BATCHES[batch_class], gpu)
+
+
+def parsed(text: str, dtype: str) -> tuple[tuple[Chain, ...], str]:
+    """The layers of a chain or stack, and what they are computed in."""
+    layers = tuple(Chain.parse(part.strip()) for part in text.split("|"))
+    return layers, "tf32" if dtype == "float32" and layers[0].tf32 else dtype
+
+
+def plan_stack(
+    layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False, states: bool = False
+) -> Plan:
+    """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients."""
+    if backward:
+        families = (dense_backward, dense_backward32, layer_backward)
+        tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
+    else:
+        tiled = [dense.tile(layers, dtype, batch, gpu, states)]
+        tiled += [dense_streamed.tile(layers, dtype, batch, gpu)] if not states and _streams(layers, dtype, gpu) else []
+    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
+    if found is None:
+        which = "makes all gradients" if backward else "takes all layers"
+        raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")
+    passes = (found, Reduction(found)) if isinstance(found, DenseBackward) else (found,)
+    return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, passes)
+
+
+@functools.lru_cache(256)
+def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
+    """Whether a pass that streams their weights is predicted to be faster than layer by layer, for many samples: layers
+    that have a kernel for these have one for few as well."""
+    found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu)
+    return found is not None and found.us < sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
+
+
+@functools.lru_cache(256)
+def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
+    if chain.gradient:
+        (c,) = chain.contractions
+        c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
+        if chain.bias:
+            both = wide_gradient.tile(c, dtype, batch, gpu, True)
+            if both is None:
+                raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
+            return Plan(chain, dtype, batch, gpu, _with_reduction(both))
+        return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
+    if chain.slope:
+        return Plan(chain, dtype, batch, gpu, (_slopes(chain, dtype, batch, gpu),))
+    if chain.backward:
+        return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
+    if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
+        first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
+        return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu)))
+    best: Plan | None = None
+    for passes in cuts(chain, dtype):
+        if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best.weight:
+            continue
+        tiled = _tile_all(passes, batch, gpu)
+        if tiled is None:
+            continue
+        found = Plan(chain, dtype, batch, gpu, tiled)
+        if best is None or found.weight < best.weight:
+            best = found
+    if best is None:
+        best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+    return best
+
+
+def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """A pass for each contraction, its weight streamed."""
+    passes = tuple(_product_pass(product, batch, gpu) for product in streamed.products(chain, dtype))
+    first = chain.contractions[0]
+    if first.tied or first.inner == 1 or chain.x_turned:
+        return passes
+    turn = Turn(first.outer, first.p, first.inner, dtype, batch, gpu)
+    turned = (turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
+    strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
+    return turned if sum(p.us for p in turned) < strided else passes
+
+
+def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    tiled = [family.tile(contraction, dtype, batch, gpu) for family in (gradient, wide_gradient)]
+    ways = [_with_reduction(p) for p in tiled if p]
+    weight = FLOAT_GRADIENT if dtype == "float32" and batch > 64 else 1
+    return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
+
+
+def _with_reduction(summing: Gradient | WideGradient) -> tuple[Pass, ...]:
+    return (summing,) if summing.is_whole else (summing, Reduction(summing))
+
+
+def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
+    if not chain.contractions:
+        return Slopes(chain.slope, chain.activation, dtype, batch, gpu)
+    product, *further = streamed.products(chain, dtype)
+    takes = not further and chain.rank == 1 and not chain.parameters
+    found = wide.tile(product, batch, gpu) if takes else None
+    if found is None:
+        raise PlanError(f"no pass makes the product and the slopes of {chain.text!r} at once")
+    return found
+
+
+def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    first, *more = chain.contractions
+    if first.tied and not more:
+        single = single_backward.tile(first, dtype, batch, gpu)
+        if single:
+            return single, Reduction(single)
+    elif chain.rank == 1 and all(c.tied for c in chain.contractions):
+        outer, inner = _around(chain)
+        families = (pair_backward, large_backward) if inner == 1 else ()
+        tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
+        found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
+        if found:
+            if any(len(mode.parts) > 1 for mode in found.modes):
+                return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
+            return found, Reduction(found)
+    raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
+
+
+def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
+    """No tiling of them is predicted to be faster."""
+    elements = sum((math.prod(p.states[0]) + math.prod(p.states[-1])) * p.outer * p.inner for p in passes)
+    return 2.0 * len(passes) + batch * elements * ELEMENT_BYTES[passes[0].dtype] / gpu.memory_bytes / gpu.sms
+
+
+def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
+    tiled = []
+    for work in passes:
+        found = _fastest(work, batch, gpu)
+        if found is None:
+            return None
+        tiled.append(found)
+    return tuple(tiled)
+
+
+def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
+    """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
+    faster than pairs."""
+    resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
+    found: list[tuple[float, Pass]] = [(resident.us, resident)] if resident else []
+    if paired:
+        found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
+    else:
+        single = _single(work, batch, gpu)
+        if single and (isinstance(single, Wide) or not found):
+            found.append((single.us, single))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _single(work: Work, batch: int, gpu: Gpu) -> Streamed | Wide | None:
+    """A pass of one factor whose weight comes from memory again and again."""
+    (_, mode), *further = work.steps
+    if further or len(mode.parts) > 1 or work.rank > 1:
+        return None
+    ((weight, q, p),) = mode.parts
+    contraction = Contraction(weight, work.outer, p, q, work.inner, tied=True)
+    product = Product(
+        work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation, scalars=work.scalars
+    )
+    return _product_pass(product, batch, gpu)
+
+
+def _product_pass(product: Product, batch: int, gpu: Gpu) -> Streamed | Wide:
+    """Times of streamed passes are predicted too short, but they are better with few samples."""
+    narrow, found = streamed.tile(product, batch, gpu), wide.tile(product, batch, gpu)
+    weight = 1.2 if batch > 64 else 0.9
+    return found if found and found.us < weight * narrow.us else narrow
+
+
+def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
+    """Ways to cut the chain into passes: fewer passes first, more only while nothing fits."""
+    if not all(c.tied for c in chain.contractions):
+        return
+    seen: set[tuple[Mode, ...]] = set()
+    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
+    if dtype == "float16" and chain.rank > 1:
+        largest = 0
+    for longest in (64, 16, 1):
+        modes = _merged(_modes(chain), min(longest, LONGEST_MERGED[dtype]), largest)
+        if modes in seen or (seen and len(modes) > MOST_MODES):
+            continue
+        seen.add(modes)
+        order = _order(modes)
+        most = 1 if chain.rank > 1 else min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
+        for count in range(1, most + 1):
+            cuts = _parts(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
+            yield from (_works(chain, dtype, modes, cut) for cut in cuts)
+
+
+def _modes(chain: Chain) -> tuple[Mode, ...]:
+    """Of the Kronecker product, slowest first."""
+    by_weight = sorted(chain.contractions, key=lambda c: c.weight)
+    sizes = [c.p for c in by_weight]
+    outer, inner = _around(chain)
+    for c in chain.contractions:
+        if (c.outer, c.inner) != (outer * math.prod(sizes[: c.weight]), inner * math.prod(sizes[c.weight + 1 :])):
+            raise PlanError(f"the contractions of {chain.text!r} are not those of a Kronecker product")
+        sizes[c.weight] = c.q
+    return tuple(Mode(((c.weight, c.q, c.p),)) for c in by_weight)
+
+
+def _around(chain: Chain) -> tuple[int, int]:
+    """Sizes of the state before and behind the modes that the chain contracts: of a part of a longer chain."""
+    first = chain.contractions[0]
+    sizes = {c.weight: c.p for c in chain.contractions}
+    before = math.prod(p for weight, p in sizes.items() if weight < first.weight)
+    behind = math.prod(p for weight, p in sizes.items() if weight > first.weight)
+    return first.outer // before, first.inner // behind
+
+
+def _merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
+    """Neighbours taken as one, from the last on, while the product is at most `longest` and no weight has more than
+    `largest` elements."""
+    merged = [modes[-1]]
+    for mode in reversed(modes[:-1]):
+        small = all(q * p <= largest for _, q, p in mode.parts + merged[0].parts)
+        if small and max(mode.p * merged[0].p, mode.q * merged[0].q) <= longest:
+            merged[0] = Mode(mode.parts + merged[0].parts)
+        else:
+            merged.insert(0, mode)
+    return tuple(merged)
+
+
+def _order(modes: tuple[Mode, ...]) -> list[int]:
+    """Fewest multiply-adds, as in spec.py; last modes first among equals."""
+    return sorted(reversed(range(len(modes))), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
+
+
+def _even(order: list[int], count: int) -> list[list[int]]:
+    bounds = [len(order) * i // count for i in range(count + 1)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _parts(order: list[int], count: int) -> Iterator[list[list[int]]]:
+    for cuts in itertools.combinations(range(1, len(order)), count - 1):
+        bounds = [0, *cuts, len(order)]
+        yield [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _works(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:
+    sizes, works = [mode.p for mode in modes], []
+    outer, inner = _around(chain)
+    for number, part in enumerate(parts):
+        first, last = min(part), max(part) + 1
+        final = number == len(parts) - 1
+        works.append(
+            Work(
+                outer=outer * math.prod(sizes[:first]),
+                sizes=tuple(sizes[first:last]),
+                inner=inner * math.prod(sizes[last:]),
+                steps=tuple((i - first, modes[i]) for i in part),
+                dtype=dtype,
+                rank=chain.rank,
+                bias=chain.bias and final,
+                activation=chain.activation if final else "identity",
+                scalars=len(chain.contractions),
+            )
+        )
+        for i in part:
+            sizes[i] = modes[i].q
+    return works
