@@ -134,7 +134,7 @@ class DenseStreamed(Dense):
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         (p, q), c, last = self.sizes[i], self.shapes[i], len(self.layers) - 1
-        weight = sum(1 + chain.bias for chain in self.layers[:i])
+        weight = self.first(i)
         biases = sum(4 * c.all for c, chain in zip(self.shapes[:i], self.layers, strict=False) if chain.bias)
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
         told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}

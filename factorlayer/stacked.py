@@ -114,15 +114,16 @@ def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> 
 
 def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
     """x [N, in] -> [N, out], through the layers of a run's text."""
-    if recorded and is_compiling():  # torch.compile wants every input of a Function once
+    compiling = is_compiling()
+    if recorded and compiling:  # torch.compile wants every input of a Function once
         tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
     y: Tensor
     try:
         if recorded:
-            y = _Stack.apply(text, x, *tensors) if is_compiling() else _apply_stack(text, x, *tensors)
+            y = _Stack.apply(text, x, *tensors) if compiling else _apply_stack(text, x, *tensors)
         else:
             text = text.removesuffix(STATES)
-            y = _forward(x, tensors, text) if is_compiling() else _forward_now(x, tensors, text)
+            y = _forward(x, tensors, text) if compiling else _forward_now(x, tensors, text)
     except RuntimeError as error:
         raise_better(error, text, x)
         raise
