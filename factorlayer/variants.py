@@ -16,6 +16,7 @@ from torch.utils.benchmark import Measurement, Timer
 
 from factorlayer.case import Problem
 from factorlayer.gpu import Gpu
+from factorlayer.plan import Plan
 from factorlayer.planner import plan_of
 from factorlayer.runtime import CompileError, dtype_name, install
 from factorlayer.schemes import Scheme, schemes
@@ -77,11 +78,12 @@ def tables(problem: Problem, gpu: Gpu, min_run_time: float) -> Iterator[Table]:
     """Of each layer or stack that v3 runs. A stack that no single kernel takes comes layer by layer."""
     for stack, x in _called(problem):
         layers = stack.alone() if len(stack.names) > 1 else []
-        if not layers or _schemes(stack, x, gpu):
-            yield _table(stack, x, layers, gpu, min_run_time)
+        found = _schemes(stack, x, gpu)
+        if found or not layers:
+            yield _table(stack, x, found, layers, gpu, min_run_time)
             continue
         for layer in layers:
-            yield _table(layer, x, [], gpu, min_run_time)
+            yield _table(layer, x, _schemes(layer, x, gpu), [], gpu, min_run_time)
             with torch.no_grad():
                 x = layer(x)
 
@@ -109,7 +111,14 @@ def _called(problem: Problem) -> list[tuple[LayerStack, Tensor]]:
     return found
 
 
-def _table(stack: LayerStack, x: Tensor, layers: Sequence[LayerStack], gpu: Gpu, min_run_time: float) -> Table:
+def _table(
+    stack: LayerStack,
+    x: Tensor,
+    found: Sequence[Scheme],
+    layers: Sequence[LayerStack],
+    gpu: Gpu,
+    min_run_time: float,
+) -> Table:
     """`layers` are the stack's, to compare with."""
     dtype, batch_class = dtype_name(x.dtype), torch.ops.factorlayer.batch_class(len(x))
     text = stack.text_for(x)
@@ -117,10 +126,12 @@ def _table(stack: LayerStack, x: Tensor, layers: Sequence[LayerStack], gpu: Gpu,
     with torch.no_grad():
         expected = stack.run_by("batched")(x) if x.is_cuda else None
 
-    def timed(run: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    def timed(run: Callable[[Tensor], Tensor], plan: Plan | None = None) -> tuple[Any, ...]:
         if expected is None:
             return ()
         try:
+            if plan is not None:
+                install(text, x.dtype, batch_class, x.get_device(), plan.text())
             with torch.no_grad():
                 y = run(x)
                 measured = _replayed(run, x, min_run_time)
@@ -130,12 +141,10 @@ def _table(stack: LayerStack, x: Tensor, layers: Sequence[LayerStack], gpu: Gpu,
         return measured.median * 1e6, measured.iqr * 1e6, distance.item()
 
     variants = []
-    for scheme in _schemes(stack, x, gpu):
-        if expected is not None:
-            install(text, x.dtype, batch_class, x.get_device(), scheme.plan.text())
+    for scheme in found:
         plan = scheme.plan
         told = len(plan.passes), scheme.states, scheme.weights, scheme.samples, scheme.shared, plan.us
-        variants.append(Variant(*told, plan.passes == chosen.passes, *timed(stack)))
+        variants.append(Variant(*told, plan.passes == chosen.passes, *timed(stack, plan)))
     if expected is not None:
         install(text, x.dtype, batch_class, x.get_device(), chosen.text())
     if layers:
