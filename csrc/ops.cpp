@@ -77,7 +77,8 @@ void check(const Tensor& t, const Tensor& x, int64_t elements, const char* name)
   const bool at_home = x.is_cpu() ? t.is_cpu() : t.is_cuda() && t.get_device_index() == x.get_device_index();
   STD_TORCH_CHECK(at_home && t.scalar_type() == x.scalar_type() && t.numel() == elements, "factorlayer: ", name,
                   " must be a ", x.is_cpu() ? "CPU" : "CUDA", " tensor of x's dtype",
-                  x.is_cpu() ? "" : " and on x's device", " with ", elements, " elements, it has ", t.numel());
+                  x.is_cpu() ? "" : " and on x's device", " with ", elements, " elements; it has ", t.numel(),
+                  at_home ? "" : ", elsewhere", t.scalar_type() == x.scalar_type() ? "" : ", of another dtype");
 }
 
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.

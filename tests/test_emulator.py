@@ -1053,7 +1053,7 @@ def test_finds_what_is_missing_of_a_layers_gradients_in_tf32(
         ("__syncwarp();\n    } else", "} else", "race: a copy"),
         ("__syncwarp();\n    send_run", "send_run", "race: a read"),
         ("lane.index);\n    __syncwarp();", "lane.index);", "race: a write"),
-        ("left > at ? min(left - at, 16) : 0", "16", "outside of the tensors"),
+        ("at < whole ? place + at : from, at < whole", "place + at, true", "outside of the tensors"),
         ("rest < left", "rest < left - 2", "not written"),
     ],
 )

@@ -451,13 +451,13 @@ WRONG_CALLS = {
     "too-many-weights": (dict(weights=[torch.ones(4, 2)] * 3), "the chain has 2 weights, 3 were given"),
     "swapped-weights": (
         dict(weights=[torch.ones(5, 3), torch.ones(4, 2)]),
-        "a weight must be .* 15 elements, it has 8",
+        "a weight must be .* 15 elements; it has 8",
     ),
     "bias-not-in-the-chain": (dict(bias=torch.ones(20)), "bias and chain disagree"),
     "bias-missing": (dict(chain=TEXT + "; bias"), "bias and chain disagree"),
     "bias-too-short": (
         dict(chain=TEXT + "; bias", bias=torch.ones(19)),
-        "bias must be .* 20 elements, it has 19",
+        "bias must be .* 20 elements; it has 19",
     ),
     "bias-not-a-vector": (dict(chain=TEXT + "; bias", bias=torch.ones(1, 20)), r"bias must be \[20\]"),
     "unknown-stage": (dict(chain=TEXT + "; gelo"), "unknown stage gelo"),
@@ -475,7 +475,7 @@ WRONG_CALLS = {
     "sizes-disagree": (dict(chain="tied 1 2 3 5 1; tied 0 1 3 4 5"), "neighbouring contractions disagree"),
     "rank-zero": (dict(chain="rank 0; " + TEXT), "rank must be a positive integer"),
     "rank-missing": (dict(chain="rank; " + TEXT), "rank must be a positive integer"),
-    "rank-not-in-the-weights": (dict(chain="rank 2; " + TEXT), "a weight must be .* 30 elements, it has 15"),
+    "rank-not-in-the-weights": (dict(chain="rank 2; " + TEXT), "a weight must be .* 30 elements; it has 15"),
 }
 
 
@@ -492,7 +492,7 @@ def test_wrong_raw_calls_raise(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(grad_y=torch.ones(7, 19)), "grad_y must be .* 140 elements, it has 133"),
+        (dict(grad_y=torch.ones(7, 19)), "grad_y must be .* 140 elements; it has 133"),
         (dict(grad_y=torch.ones(7, 20).double()), "grad_y must be .* x's dtype"),
         (dict(wanted=2), "a gradient is wanted of something that was not given"),
         (dict(wanted=16), "a gradient is wanted of something that was not given"),

@@ -443,14 +443,14 @@ WRONG_CALLS = {
     "another-dtype": (dict(x=torch.ones(7, 6).double()), "a weight must be a CPU tensor of x's dtype"),
     "too-few": (dict(tensors=TENSORS[:3]), "have 4 weights and biases, 3 were given"),
     "too-many": (dict(tensors=[*TENSORS, TENSORS[0]]), "have 4 weights and biases, 5 were given"),
-    "swapped": (dict(tensors=[TENSORS[1], TENSORS[0], *TENSORS[2:]]), "a weight must be .* 15 elements, it has 8"),
+    "swapped": (dict(tensors=[TENSORS[1], TENSORS[0], *TENSORS[2:]]), "a weight must be .* 15 elements; it has 8"),
     "a-last-weight-too-small": (
         dict(tensors=[*TENSORS[:3], torch.ones(3, 19)]),
-        "a weight must be .* 60 elements, it has 57",
+        "a weight must be .* 60 elements; it has 57",
     ),
     "bias-too-short": (
         dict(tensors=[*TENSORS[:2], torch.ones(19), TENSORS[3]]),
-        "bias must be .* 20 elements, it has 19",
+        "bias must be .* 20 elements; it has 19",
     ),
     "bias-not-a-vector": (
         dict(tensors=[*TENSORS[:2], torch.ones(1, 20), TENSORS[3]]),
@@ -471,7 +471,7 @@ WRONG_CALLS = {
     "rank-zero": (dict(stack=f"{FIRST} | rank 0; {LAST}"), "rank must be a positive integer"),
     "rank-not-in-the-weights": (
         dict(stack=f"{FIRST} | rank 2; {LAST}"),
-        "a weight must be .* 120 elements, it has 60",
+        "a weight must be .* 120 elements; it has 60",
     ),
     "gradient": (dict(stack=f"{FIRST} | {LAST}; gradient"), '"turned" and "turn" make no layer'),
     "backward": (
@@ -500,7 +500,7 @@ def test_wrong_calls_raise(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(grad_y=torch.ones(7, 4)), "grad_y must be .* 21 elements, it has 28"),
+        (dict(grad_y=torch.ones(7, 4)), "grad_y must be .* 21 elements; it has 28"),
         (dict(grad_y=torch.ones(7, 3).double()), "grad_y must be .* x's dtype"),
         (dict(wanted=[5]), "`wanted` should be ascending places .* 4 tensors .* 5 is out of place"),
         (dict(wanted=[-1]), "-1 is out of place"),

@@ -15,9 +15,13 @@ template <int BYTES, int THREADS> DEVICE void fetch_run(u32 to, const void* from
       if (BYTES / 16 % THREADS == 0 || at < BYTES) copy_async<16>(to + at, place + at, true);
     }
   } else {
+    const int whole = left > 0 ? left / 16 * 16 : 0;
 #pragma unroll 1
     for (int at = thread * 16; at < BYTES; at += THREADS * 16)
-      copy_async_first(to + at, place + at, left > at ? min(left - at, 16) : 0);
+      if (at != whole) copy_async<16>(to + at, at < whole ? place + at : from, at < whole);
+    if (thread < 8)  // nothing is read behind the tensor, not even of a piece that begins in it
+      store_shared(to + whole + thread * 2,
+                   whole + thread * 2 < left ? *reinterpret_cast<const u16*>(place + whole + thread * 2) : u16(0));
   }
 }
 // The other way

@@ -141,7 +141,7 @@ def check(tool: str, command: list[str], child: list[str], environment: dict[str
         flush=True,
     )
     if not clean:
-        print(output[-12000:], flush=True)
+        print(f"{output[:6000]}\n...\n{output[-6000:]}", flush=True)
     return clean
 
 

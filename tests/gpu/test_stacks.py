@@ -54,7 +54,7 @@ class Net:
         with torch.no_grad():
             for layer in mlp.layers:
                 layer.weight.mul_(2)  # so that states keep their size
-        return mlp.to(DTYPES[dtype])
+        return mlp.to("cuda", DTYPES[dtype])  # a module that was passed in stays where it is
 
 
 NETS = [
