@@ -45,7 +45,8 @@ def kernel(
         code
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
         + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
-        + f"{name}(const __grid_constant__ Params params) {{ {template}<Pass>(params).run(); }}\n"
+        + f"{name}(const __grid_constant__ Params params) {{\n"
+        + f"  wait_for_kernel_before();\n  {template}<Pass>(params).run();\n}}\n"
     )
 
 

@@ -253,6 +253,25 @@ def test_sums_and_a_second_output(native: Path) -> None:
         assert summing["sums"] == adding["sums"] == "0x60000000"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "driver", "batch", "how"),
+    [
+        ("sm_90a", "13000", 250, ["behind", "early", "early"]),  # 500 blocks, 125, and 132 that take all units in turn
+        ("sm_100a", "12030", 60, ["early", "early", "early"]),
+        ("sm_89", "13000", 60, ["behind", "behind", "behind"]),  # whose instructions have no such wait
+        ("sm_90", "12020", 60, ["behind", "behind", "behind"]),
+    ],
+)
+def test_blocks_that_wait_for_the_kernel_before_may_start_early(
+    native: Path, architecture: str, driver: str, batch: int, how: list[str]
+) -> None:
+    plan = "factorlayer plan 1\nchunk 0\nscratch 64 32 0\n"
+    for words, name in (("x s0 128 0 2 1 0 1", "a"), ("s0 s1 128 0 1 2 0 1", "b"), ("s1 y 128 0 300 1 1 1", "c")):
+        source = kernel(name).replace("{ x", "{ wait_for_kernel_before(); x")
+        plan += pass_text(f"{words} {architecture} {name}", "__device__ void wait_for_kernel_before() {}\n" + source)
+    assert [call["how"] for call in launches(launch(native, plan, batch, DRIVER_VERSION=driver))] == how
+
+
 def test_batches_beyond_2_to_the_31(native: Path) -> None:
     chunked = launch(native, plan_text(head=f"chunk {2**40}\nscratch 0 0 0\n").replace("1 1 0 1", "7 8 4 1"), 2**40 + 5)
     calls = list(launches(chunked))

@@ -52,6 +52,13 @@ DEVICE float larger(float x, float y) {
   return z;
 }
 
+// Until the kernel before in the stream has ended, and what it wrote is there: driver.cpp has blocks start a little earlier.
+DEVICE void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // What is the same for a whole warp, so that the compiler keeps it, and what follows from it, in uniform registers: the matrix
 // unit's descriptors have to be there.
 DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
@@ -167,10 +174,6 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
-}
-// 16 bytes, of which the first few are read and the others are zeros.
-DEVICE void copy_async_first(u32 to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // Nothing if it is not `wanted`: one branch for many copies would part them from the products. 2 BYTES are no copy, but
 // there at once.

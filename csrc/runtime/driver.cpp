@@ -12,6 +12,24 @@ constexpr int MULTIPROCESSOR_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR
 constexpr int MAX_DYNAMIC_SHARED_BYTES = 8;  // an attribute of a function
 constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
+constexpr int PROGRAMMATIC_SERIALIZATION = 6;  // an attribute of a launch
+constexpr int LEAST_DRIVER = 12030;            // that captures such launches
+
+// CUlaunchAttribute and CUlaunchConfig of cuda.h
+struct LaunchAttribute {
+  int id;
+  char pad[4];
+  union {
+    int allowed;
+    char bytes[64];
+  };
+};
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  Stream stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
 
 struct Driver {
   int (*init)(unsigned flags);
@@ -30,6 +48,7 @@ struct Driver {
                        unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** params,
                        void** extra);
   int (*load_function)(Function function);  // from CUDA 12.4 on, else null
+  int (*launch_with)(const LaunchConfig* config, Function function, void** params, void** extra);  // null if too old
 };
 
 Driver open_driver() {
@@ -62,6 +81,10 @@ Driver open_driver() {
   need(driver.set_function_attribute, "cuFuncSetAttribute");
   need(driver.launch_kernel, "cuLaunchKernel");
   find(driver.load_function, "cuFuncLoad");
+  int (*get_version)(int* version) = nullptr;
+  int version = 0;
+  need(get_version, "cuDriverGetVersion");
+  if (!get_version(&version) && version >= LEAST_DRIVER) find(driver.launch_with, "cuLaunchKernelEx");
   return driver;
 }
 
@@ -143,11 +166,17 @@ Function load_function(const std::string& cubin, const std::string& name, int sh
   }
 }
 
-void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, Stream stream,
-            void* params) {
+void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
+            Stream stream, void* params) {
+  static constexpr LaunchAttribute EARLY{PROGRAMMATIC_SERIALIZATION, {}, {1}};
   void* arguments[] = {params};
-  const int error =
-      driver().launch_kernel(function, grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr);
+  int error = 0;
+  if (early && driver().launch_with) {
+    const LaunchConfig config{grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, &EARLY, 1};
+    error = driver().launch_with(&config, function, arguments, nullptr);
+  } else {
+    error = driver().launch_kernel(function, grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr);
+  }
   if (error)
     check(error, "launch " + std::to_string(grid_x) + " x " + std::to_string(grid_y) + " blocks of " +
                      std::to_string(threads) + " threads with " + std::to_string(shared_bytes) +

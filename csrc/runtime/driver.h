@@ -44,7 +44,8 @@ class ContextScope {
 // unloaded: a captured graph may hold it.
 Function load_function(const std::string& cubin, const std::string& name, int shared_bytes);
 
-void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, Stream stream,
-            void* params);
+// `early` blocks start while the kernel before in the stream ends, and have to wait for it themselves; on sm_90 and later.
+void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
+            Stream stream, void* params);
 
 }  // namespace factorlayer::cuda

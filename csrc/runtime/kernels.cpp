@@ -157,8 +157,10 @@ void run(const Program& program, int64_t x_row, int64_t y_row, const Device& dev
       if (blocks > INT32_MAX)
         throw std::runtime_error("factorlayer: a batch of " + std::to_string(batch) + " makes " +
                                  std::to_string(blocks) + " blocks, a launch can have 2147483647; split the batch");
+      // Where all blocks start at once. Those of a longer grid come and go, and would all wait for what has long ended.
+      const bool at_once = pass.blocks_per_processor || blocks * pass.grid_y <= device.processors;
       launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
-             unsigned(pass.shared_bytes), stream, &given);
+             unsigned(pass.shared_bytes), pass.waits && at_once, stream, &given);
     }
   }
 }

@@ -1,6 +1,7 @@
 // Parsing of a plan's text.
 #include "plan.h"
 
+#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 
@@ -88,6 +89,8 @@ Pass parse_pass(Reader& reader) {
   pass.architecture = words[9];
   pass.kernel = words[10];
   pass.source = reader.source(size_t(reader.number(words[11], "the source's length", 1, 1 << 30)));
+  pass.waits = pass.architecture.compare(0, 3, "sm_") == 0 && std::atoi(pass.architecture.c_str() + 3) >= 90 &&
+               pass.source.find("wait_for_kernel_before();") != std::string::npos;
   return pass;
 }
 

@@ -41,6 +41,7 @@ inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 
 inline float __expf(float x) { return std::exp(x); }
 
+inline void wait_for_kernel_before() {}
 inline void __syncthreads() { emulator::sync_block(0, 0); }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline bool __all_sync(u32, bool here) {
@@ -135,7 +136,6 @@ inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
   emulator::copy(to, from, BYTES, present ? BYTES : 0);
 }
-inline void copy_async_first(u32 to, const void* from, int bytes) { emulator::copy(to, from, 16, bytes); }
 template <int BYTES, class Element>
 inline void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {
   if (!wanted) return;

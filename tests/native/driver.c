@@ -64,8 +64,12 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
   fprintf(stderr, "attribute %d = %d\n", attribute, value);
   return value > number("SHARED", 232448);
 }
-int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void* stream, void** params, void** extra) {
+int cuDriverGetVersion(int* version) {
+  *version = number("DRIVER_VERSION", 13000);
+  return 0;
+}
+static int launch(const char* how, void* function, const unsigned (*sizes)[3], unsigned shared, void* stream,
+                  void** params) {
   const struct {
     void *x, *y, *bias;
     long long batch;
@@ -73,8 +77,33 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     void* sums;
   }* p = params[0];
   fprintf(stderr, "launch %s grid %u %u %u block %u %u %u shared %u stream %p context %p x %p y %p bias %p batch %lld"
-                  " weight_0 %p weight_1 %p sums %p\n",
-          (char*)function, gx, gy, gz, bx, by, bz, shared, stream, current, p->x, p->y, p->bias, p->batch,
-          p->weights[0], p->weights[1], p->sums);
+                  " weight_0 %p weight_1 %p sums %p how %s\n",
+          (char*)function, sizes[0][0], sizes[0][1], sizes[0][2], sizes[1][0], sizes[1][1], sizes[1][2], shared, stream,
+          current, p->x, p->y, p->bias, p->batch, p->weights[0], p->weights[1], p->sums, how);
   return number("LAUNCH_ERROR", 0);
+}
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** params, void** extra) {
+  const unsigned sizes[2][3] = {{gx, gy, gz}, {bx, by, bz}};
+  return launch("behind", function, sizes, shared, stream, params);
+}
+
+struct attribute {  // CUlaunchAttribute
+  unsigned id;
+  char pad[4];
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+struct config {  // CUlaunchConfig
+  unsigned sizes[2][3], shared;
+  void* stream;
+  struct attribute* attributes;
+  unsigned attribute_count;
+};
+int cuLaunchKernelEx(const struct config* c, void* function, void** params, void** extra) {
+  const struct attribute* a = c->attributes;
+  const int early = c->attribute_count == 1 && a->id == 6 && a->value.allowed;
+  return launch(early ? "early" : "unknown", function, c->sizes, c->shared, c->stream, params);
 }
