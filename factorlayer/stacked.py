@@ -170,12 +170,13 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
 def _made_by_layers(text: str, x: Tensor, tensors: Sequence[Tensor], stored: bool) -> list[Tensor]:
     """What each layer makes, or, if that is not `stored`, what some do and the last one."""
     made, at = [x], 0
+    forward = _forward if is_compiling() else _forward_now
     for part in _parts(text, x.dtype, x.get_device()):
         own = tensors[at : at + sum(_tensors(part))]
         at += len(own)
         stores = stored and " | " in part
         try:
-            made += _states(made[-1], own, part) if stores else [_forward(made[-1], own, part)]
+            made += _states(made[-1], own, part) if stores else [forward(made[-1], own, part)]
         except RuntimeError as error:
             raise_better(error, part + STATES * stores, x)
             raise
