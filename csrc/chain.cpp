@@ -10,13 +10,13 @@
 namespace factorlayer {
 
 int64_t Chain::in_features() const {
-  if (contractions.empty()) return turned + slope;
+  if (contractions.empty()) return turned + slope + through;
   const Contraction& c = contractions.front();
   return c.outer * c.p * c.inner;
 }
 
 int64_t Chain::out_features() const {
-  if (contractions.empty()) return turned + slope;
+  if (contractions.empty()) return turned + slope + through;
   const Contraction& c = contractions.back();
   return c.outer * c.q * c.inner;
 }
@@ -61,13 +61,14 @@ static int64_t parse_turn(std::istringstream& words, const Chain& chain) {
   return outer * rows * columns;
 }
 
-static int64_t parse_slope(std::istringstream& words, const Chain& chain) {
+// Of "slope" and "through".
+static int64_t parse_features(const std::string& name, std::istringstream& words, const Chain& chain) {
   int64_t features = 0;
   words >> features;
   if (!words || !is_size({features}))
-    throw std::invalid_argument("\"slope\" needs a positive size that memory can hold");
+    throw std::invalid_argument("\"" + name + "\" needs a positive size that memory can hold");
   if (!chain.contractions.empty() && chain.out_features() != features)
-    throw std::invalid_argument("\"slope\" disagrees about the size of y");
+    throw std::invalid_argument("\"" + name + "\" disagrees about the size of y");
   return features;
 }
 
@@ -79,7 +80,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, tf32; or contractions, backward, tf32. Behind an activation may stand
-// slope, before tf32, and both may be all.
+// slope, or through if there is no bias, before tf32, and both may be all.
 static Chain parse(const std::string& text) {
   Chain chain;
   bool has_activation = false;
@@ -101,8 +102,13 @@ static Chain parse(const std::string& text) {
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
       chain.gradient = true;
     } else if (name == "slope") {
-      if (!has_activation || chain.slope) throw std::invalid_argument("\"slope\" stands in the wrong place");
-      chain.slope = parse_slope(words, chain);
+      if (!has_activation || chain.slope || chain.through)
+        throw std::invalid_argument("\"slope\" stands in the wrong place");
+      chain.slope = parse_features(name, words, chain);
+    } else if (name == "through") {
+      if (!has_activation || chain.bias || chain.slope || chain.through)
+        throw std::invalid_argument("\"through\" stands in the wrong place");
+      chain.through = parse_features(name, words, chain);
     } else if (name == "backward") {
       if (finishing || chain.contractions.empty() || chain.rank != 1 || chain.x_turned)
         throw std::invalid_argument("\"backward\" stands in the wrong place");
@@ -126,7 +132,7 @@ static Chain parse(const std::string& text) {
     }
     if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
   }
-  if (chain.contractions.empty() && (!(chain.turned || chain.slope) || chain.x_turned))
+  if (chain.contractions.empty() && (!(chain.turned || chain.slope || chain.through) || chain.x_turned))
     throw std::invalid_argument("there is no contraction in it");
   return chain;
 }
@@ -144,8 +150,9 @@ static Stack parse_stack(const std::string& text) {
       if (stack.backward || stack.states) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
-    if (layer.gradient || layer.backward || layer.slope || layer.x_turned || layer.turned)
-      throw std::invalid_argument("\"gradient\", \"slope\", \"backward\", \"turned\" and \"turn\" make no layer");
+    if (layer.gradient || layer.backward || layer.slope || layer.through || layer.x_turned || layer.turned)
+      throw std::invalid_argument(
+          "\"gradient\", \"slope\", \"through\", \"backward\", \"turned\" and \"turn\" make no layer");
     if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())
       throw std::invalid_argument("a layer with " + std::to_string(layer.in_features()) +
                                   " inputs stands behind one with " +

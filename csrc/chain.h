@@ -12,7 +12,8 @@
 // makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape, and with "bias",
 // of a dense layer, that of the bias behind it. "backward" behind contractions makes it all their gradients. "slope n"
 // behind an activation of n features makes it the gradient of what is activated, from x and grad_y: with contractions in
-// front, or of x itself without.
+// front, or of x itself without. "through n" there takes what contractions make, or x itself, for the gradient of the
+// activation's result, and makes it that of what is activated, from the result.
 // States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
 // [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
 #pragma once
@@ -39,8 +40,9 @@ struct Chain {
   std::string activation = "identity";
   std::shared_ptr<const Program> program;  // the activation's, if it has no name
   bool gradient = false, backward = false, tf32 = false, x_turned = false;
-  int64_t turned = 0;  // features of y, if it is stored turned
-  int64_t slope = 0;   // features of y, if what is made is the gradient of what is activated
+  int64_t turned = 0;   // features of y, if it is stored turned
+  int64_t slope = 0;    // features of y, if what is made is the gradient of what is activated
+  int64_t through = 0;  // the same, of what has been activated before
 
   size_t parameters() const { return program ? program->parameters : 0; }
   size_t weights() const { return contractions.size() + parameters(); }

@@ -110,8 +110,9 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
 
 void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
                   const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(!chain.gradient && !chain.backward && !chain.slope,
-                  "factorlayer: a chain with \"gradient\", \"backward\" or \"slope\" is for the ops that make gradients");
+  STD_TORCH_CHECK(!chain.gradient && !chain.backward && !chain.slope && !chain.through,
+                  "factorlayer: a chain with \"gradient\", \"backward\", \"slope\" or \"through\" is for the ops that make ",
+                  "gradients");
   check_x(chain, x);
   check_layer(chain, x, weights, bias);
 }
@@ -387,19 +388,20 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   return y;
 }
 
-// The gradient of what a chain activates.
-Tensor slopes_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
+// The gradient of what a chain activates, from grad_y; or, with "through", of what was activated, from its result.
+Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
                    const std::optional<Tensor>& bias, const Text& text) {
   const Chain& chain = find_chain(text.value);
-  STD_TORCH_CHECK(chain.slope && !chain.parameters(),
-                  "factorlayer: the chain should have an activation without parameters and \"slope\"");
+  const int64_t features = chain.slope + chain.through;
+  STD_TORCH_CHECK(features && !chain.parameters(),
+                  "factorlayer: the chain should have an activation without parameters and \"slope\" or \"through\"");
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_x(chain, x);
   check_layer(chain, x, weights, bias);
-  check(grad_y, x, x.size(0) * chain.slope, "grad_y");
+  check(beside, x, x.size(0) * features, "what is read beside x");
   STD_TORCH_CHECK(weights.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
                   " weights at most, the chain has ", weights.size());
-  Tensor gradient = new_matrix(x, x.size(0), chain.slope);
+  Tensor gradient = new_matrix(x, x.size(0), features);
   if (!x.size(0)) return gradient;
 
   std::vector<Tensor> kept;
@@ -411,8 +413,8 @@ Tensor slopes_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tens
   params.bias = bias ? address(*bias) : nullptr;
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  params.weights[weights.size()] = address(grad_y);
-  run_on_cuda(text, &chain, x, chain.slope, params, kept);
+  params.weights[weights.size()] = address(beside);
+  run_on_cuda(text, &chain, x, features, params, kept);
   return gradient;
 }
 
@@ -693,7 +695,9 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
   m.def("stack_states(Tensor x, Tensor[] tensors, str stack) -> Tensor[]");
   m.def("stack_backward(Tensor grad_y, Tensor x, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
-  m.def("slopes(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
+  m.def("layers_backward(Tensor grad_y, Tensor x, Tensor[] states, Tensor[] tensors, str stack, int[] wanted) -> "
+        "Tensor[]");
+  m.def("slopes(Tensor beside, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, bool bias) -> Tensor[]");
   m.def("instruction_set() -> str");

@@ -31,7 +31,7 @@ def _never(_: Chain) -> bool:
 @dataclass(frozen=True)
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients, or a product and its slopes, in slopes."""
+    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
@@ -88,13 +88,23 @@ class Visit:
 
 
 def gradients(
-    ops: Ops, grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, wanted: int
+    ops: Ops,
+    grad_y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    text: str,
+    wanted: int,
+    through: str = "identity",
 ) -> list[Tensor]:
     """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights behind those of the
-    contractions are parameters of the activation."""
+    contractions are parameters of the activation. If another activation made x, its gradient may be that of what this
+    took: back `through` it."""
     only = _only_visit(text, wanted, ops.fits)
     if only is not None:
-        return ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)[~wanted & 1 :]
+        made = ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)
+        made[0] = _through(ops, made[0], x, through if wanted & 1 else "identity")
+        return made[~wanted & 1 :]
     chain = Chain.parse(text)
     count = len(chain.contractions)
     weights, scalars = weights[:count], weights[count:]
@@ -119,11 +129,24 @@ def gradients(
         wanted &= 1
     elif wanted & 2:
         found[1] = grad.sum(0)
+    back = through_text(text, wanted, through, ops.fits)
+    if back:
+        found[0] = ops.slopes(x, grad, [_transposed(ops, weights[0])], None, back)
+        wanted, through = wanted & ~1, "identity"
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
     else:
         found |= _one_term(ops, text, grad, x, weights, wanted)
+    if 0 in found:
+        found[0] = _through(ops, found[0], x, through)
     return [found[bit] for bit in sorted(found)]
+
+
+def _through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tensor:
+    """The gradient of what an activation took, from that of the state that it made."""
+    if activation == "identity":
+        return grad
+    return ops.slopes(state, grad, [], None, through_alone(activation, state.shape[1]))
 
 
 def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
@@ -250,6 +273,23 @@ def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> s
         return None
     both = Chain(chain.contractions, bias=True, gradient=True, tf32=chain.tf32)
     return both.text if fits(both) else None
+
+
+@functools.lru_cache(1024)
+def through_text(text: str, wanted: int, through: str, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes the gradient of x, and takes that back through the activation before, if both are one kernel."""
+    chain = Chain.parse(text)
+    if through == "identity" or not wanted & 1 or not chain.is_dense or chain.rank > 1:
+        return None
+    if visits(text, wanted, fits)[0].at_once:
+        return None
+    both = replace(_back(chain), activation=through, through=chain.in_features)
+    return both.text if fits(both) else None
+
+
+@functools.lru_cache(1024)
+def through_alone(activation: str, features: int) -> str:
+    return Chain((), activation=activation, through=features).text
 
 
 def _are_neighbours(steps: Sequence[Contraction]) -> bool:

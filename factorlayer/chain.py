@@ -19,7 +19,8 @@ class Chain:
     """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
 
     States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
-    are [outer, rows, columns], as [outer, columns, rows]. That can be all that is done, or an activation's `slope`.
+    are [outer, rows, columns], as [outer, columns, rows]. That can be all that is done, or the way back through an
+    activation, `slope` or `through`.
     """
 
     contractions: tuple[Contraction, ...]
@@ -32,6 +33,7 @@ class Chain:
     turn: tuple[int, int, int] | None = None
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
+    through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
@@ -43,6 +45,7 @@ class Chain:
         stages += ["bias"] if self.bias else []
         stages += [self.activation] if self.activation != "identity" else []
         stages += [f"slope {self.slope}"] if self.slope else []
+        stages += [f"through {self.through}"] if self.through else []
         stages += ["gradient"] if self.gradient else []
         stages += ["backward"] if self.backward else []
         stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
@@ -58,7 +61,7 @@ class Chain:
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         gradient = backward = x_turned = tf32 = False
-        turn, slope = None, 0
+        turn, slope, through = None, 0, 0
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -78,11 +81,14 @@ class Chain:
                 turn = outer, rows, columns
             elif name == "slope":
                 slope = int(numbers[0])
+            elif name == "through":
+                through = int(numbers[0])
             elif name == "tf32":
                 tf32 = True
             else:
                 activation = name
-        return Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, turn, tf32, slope)
+        stages = (rank, bias, activation, gradient, backward, x_turned, turn, tf32, slope, through)
+        return Chain(tuple(contractions), *stages)
 
     @property
     def parameters(self) -> int:
@@ -97,7 +103,7 @@ class Chain:
     @property
     def in_features(self) -> int:
         if not self.contractions:
-            return self.slope or math.prod(self.turn or ())
+            return self.slope or self.through or math.prod(self.turn or ())
         c = self.contractions[0]
         return c.outer * c.p * c.inner
 

@@ -81,9 +81,10 @@ class Expression:
         """By x, or by a parameter."""
         return _adjoints(self).get(X if parameter is None else Expression("p", (), parameter), ZERO)
 
-    def cuda(self, name: str, first: int = 0) -> str:
-        """A row as csrc/engine/pointwise.cuh has them. p0, p1, … are a kernel's weights from the `first` on."""
-        return _cuda(self, name, first)
+    def cuda(self, name: str, first: int = 0, further: tuple[Expression, ...] = ()) -> str:
+        """A row as csrc/engine/pointwise.cuh has them, of x and further leaves. p0, p1, … are a kernel's weights from
+        the `first` on."""
+        return _cuda(self, name, first, further=further)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Expression.parse, (self.text,)
@@ -419,14 +420,15 @@ def cuda_type(activation: str, first: int) -> str:
 
 def slope(activation: str, name: str) -> str:
     """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
-    return _expression_of(activation).derivative().cuda(name)
+    return expression_of(activation).derivative().cuda(name)
 
 
 def gradient(activation: str, name: str) -> str:
     """The same times the gradient of the result, a second argument, from which PyTorch's formulas begin: so it is zero
     where an activation is constant, even if that gradient is infinite."""
-    return _cuda(_adjoints(_expression_of(activation), GRADIENT).get(X, ZERO), name, 0, further=(GRADIENT,))
+    return _cuda(_adjoints(expression_of(activation), GRADIENT).get(X, ZERO), name, 0, further=(GRADIENT,))
 
 
-def _expression_of(activation: str) -> Expression:
+def expression_of(activation: str) -> Expression:
+    """Of a chain's activation, a name or a program."""
     return Expression.parse(activation) if "/" in activation else NAMED[activation]

@@ -84,7 +84,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
-    fits = _cuda_ops(device, x.dtype).fits
+    fits = cuda_ops(device, x.dtype).fits
     back = [str(visit) for visit in reversed(visits(text, everything, fits))]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
@@ -114,7 +114,7 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     compile and load. Raises CompileError."""
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
-        further = texts(text, _cuda_ops(device, x.dtype).fits) if recorded else []
+        further = texts(text, cuda_ops(device, x.dtype).fits) if recorded else []
         for each in (text, *further):
             prepare(each, x.dtype, batch, device)
 
@@ -287,7 +287,7 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
 def _backward_on_cuda(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
 ) -> list[Tensor]:
-    ops = _cuda_ops(x.get_device(), x.dtype)
+    ops = cuda_ops(x.get_device(), x.dtype)
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
         return gradients(ops, grad_y, x, weights, bias, chain, wanted)
     with torch.no_grad():
@@ -295,7 +295,7 @@ def _backward_on_cuda(
 
 
 @functools.cache
-def _cuda_ops(device: int, dtype: torch.dtype) -> Ops:
+def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     """What gradients are made of on a GPU: ops without the Python call around them, which only torch.compile needs."""
 
     def fits(chain: Chain) -> bool:

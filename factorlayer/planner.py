@@ -35,6 +35,7 @@ from factorlayer.gradient import Gradient, Reduction
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
+from factorlayer.results import from_result
 from factorlayer.slopes import Slopes
 from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
@@ -65,6 +66,14 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
         return bool(plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
     except PlanError:
         return False
+
+
+def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int) -> float:
+    """Microseconds with many samples; infinitely many where there is no kernel."""
+    try:
+        return plan_of(chain, dtype, len(BATCHES) - 1, Gpu(arch, sms, shared)).us
+    except PlanError:
+        return math.inf
 
 
 def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool) -> tuple[tuple[int, int], ...]:
@@ -144,7 +153,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
                 raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
             return Plan(chain, dtype, batch, gpu, _with_reduction(both))
         return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
-    if chain.slope:
+    if chain.slope or chain.through:
         return Plan(chain, dtype, batch, gpu, (_slopes(chain, dtype, batch, gpu),))
     if chain.backward:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
@@ -190,8 +199,10 @@ def _with_reduction(summing: Gradient | WideGradient) -> tuple[Pass, ...]:
 
 
 def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
+    if chain.through and from_result(chain.activation) is None:
+        raise PlanError(f"the slope of {chain.activation!r} cannot be told from its result")
     if not chain.contractions:
-        return Slopes(chain.slope, chain.activation, dtype, batch, gpu)
+        return Slopes(chain.slope or chain.through, chain.activation, dtype, batch, gpu, chain.through > 0)
     product, *further = streamed.products(chain, dtype)
     takes = not further and chain.rank == 1 and not chain.parameters
     found = wide.tile(product, batch, gpu) if takes else None

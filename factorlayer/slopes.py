@@ -1,4 +1,5 @@
-"""Passes that make the gradient of what an activation is given from that and grad_y: for csrc/engine/slopes.cuh."""
+"""Passes that make the gradient of what an activation is given from that and grad_y, or from grad_y and its result: for
+csrc/engine/slopes.cuh."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from factorlayer.device import ELEMENT, headers, kernel
 from factorlayer.expression import gradient
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.results import gradient_from_result
 
 EACH = 4  # accesses of a thread that are on their way at once, of either
 
@@ -20,6 +22,7 @@ class Slopes:
     dtype: str
     batch: int
     gpu: Gpu
+    through: bool = False  # from the result
 
     threads = 256
     shared = 0
@@ -48,11 +51,12 @@ class Slopes:
         return 2.5 + 3 * self.batch * self.output_bytes / (0.9 * self.gpu.memory_bytes * self.gpu.sms)
 
     def __str__(self) -> str:
-        return f"slopes: of {self.features} activations, times grad_y"
+        return f"slopes: of {self.features} activations{', from their results' if self.through else ''}, times grad_y"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"GRAD_Y": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
-        lines = [f"using Element = {ELEMENT[self.dtype]};", gradient(self.activation, "Gradient")]
+        numbers = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
+        made = (gradient_from_result if self.through else gradient)(self.activation, "Gradient")
+        lines = [f"using Element = {ELEMENT[self.dtype]};", made]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)

@@ -66,7 +66,8 @@ def run_stack(
         cast, given, _ = autocast(x, tensors, None)
         recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
         left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-        found = runs(stack, cast, recorded) if left is None and why_no_stack(cast) is None else ()
+        joined = implementation == "fused"
+        found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
         if found:
             is_matrix = len(cast.shape) == 2
             rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])

@@ -1,8 +1,10 @@
-"""v3 of a stack of layers: the raw ops stack_forward, _states and _backward, and what PyTorch has to know about them.
+"""v3 of a stack of layers: the raw ops stack_forward, _states and _backward, layers_backward, and what PyTorch has to
+know about them.
 
 tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, and one for all
 gradients of fewer. To be trained, a stack is cut into runs of layers that have both; what is left is run layer by layer
-(factorlayer/stack.py). Of layers that are runs by themselves, one kernel forward stores what each makes.
+(factorlayer/stack.py). Layers that are trained one by one are one run where that takes less: one kernel forward stores
+what each makes, or one takes the gradient back through the activation of the one before (factorlayer/layerwise.py).
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from factorlayer.fused import (
     transforms_active,
     why_not_fused,
 )
+from factorlayer.layerwise import all_at_once, backward_by_layers, handed_back, tensors_of
 from factorlayer.runtime import dtype_name
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
     _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
     _states = torch.ops.factorlayer.stack_states.default
-    _backward = torch.ops.factorlayer.stack_backward.default
+    _layers_backward = torch.ops.factorlayer.layers_backward.default
 
 T = TypeVar("T")
 
@@ -73,11 +76,12 @@ def why_no_stack(x: Tensor) -> str | None:
     return "nobody has said how it is sharded" if type(x).__name__ == "DTensor" else None
 
 
-def runs(stack: Stack, x: Tensor, recorded: bool) -> tuple[Run, ...]:
-    """What goes through layers at once, if anything does; layers between runs are left to themselves."""
+def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
+    """What goes through layers at once, if anything does; layers between runs are left to themselves, but if `joined`
+    only where they are no faster together."""
     text = stack.text_for(x)
     if x.is_cuda:
-        return _runs_on_gpu(text, x.dtype, x.get_device(), recorded)
+        return _runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined)
     return ((0, len(stack.layers), text),)
 
 
@@ -93,7 +97,7 @@ def known(function: Callable[..., T]) -> Callable[..., T]:
 
 
 @known
-def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> tuple[Run, ...]:
+def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
     layers = text.split(" | ")
     if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
         return ((0, len(layers), text),)
@@ -103,13 +107,45 @@ def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool) -> 
     for begin, end in cut(text, dtype_name(dtype), *gpu_limits(device), backward=recorded):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]
-            joined = " | ".join(layers[first:end]) + STATES
+            longer = " | ".join(layers[first:end]) + STATES
             alone = before - first == 1 or found[-1][2].endswith(STATES)
-            if before == begin and alone and has_kernel(joined, dtype, device):
-                found[-1] = (first, end, joined)
+            if before == begin and alone and has_kernel(longer, dtype, device):
+                found[-1] = (first, end, longer)
                 continue
         found.append((begin, end, " | ".join(layers[begin:end])))
-    return tuple(found)
+    return _joined(found, layers, dtype, device) if recorded and joined else tuple(found)
+
+
+def _joined(found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int) -> tuple[Run, ...]:
+    """With layers that no run has. Neighbours that are trained one by one become one run where the first one is handed
+    what the second one makes."""
+    handed = handed_back(" | ".join(layers), dtype, device)
+    taken = {i for begin, end, _ in found for i in range(begin, end)}
+    taken |= {i for i, layer in enumerate(layers) if Chain.parse(layer).parameters}
+    alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
+    made: list[Run] = []
+    for begin, end, text in sorted([*found, *alone]):
+        one_by_one = end - begin == 1 or text.endswith(STATES)
+        first, before, last = made[-1] if made else (0, 0, "")
+        if one_by_one and before == begin and handed[begin - 1] and (before - first == 1 or last.endswith(STATES)):
+            made[-1] = (first, end, " | ".join(layers[first:end]) + STATES)
+        else:
+            made.append((begin, end, text))
+    return tuple(run for run in made if run not in alone)
+
+
+@known
+def _parts(text: str, dtype: torch.dtype, device: int) -> tuple[str, ...]:
+    """Layers that are trained one by one: neighbours that one kernel takes and stores what each makes, and others."""
+    first, *rest = text.split(" | ")
+    made = [first]
+    for layer in rest:
+        longer = f"{made[-1]} | {layer}"
+        if has_kernel(longer + STATES, dtype, device):
+            made[-1] = longer
+        else:
+            made.append(layer)
+    return tuple(made)
 
 
 def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
@@ -121,8 +157,9 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
     try:
         if recorded:
             y = _Stack.apply(text, x, *tensors) if compiling else _apply_stack(text, x, *tensors)
+        elif text.endswith(STATES):
+            y = _made_by_layers(text.removesuffix(STATES), x, tensors, stored=False)[-1]
         else:
-            text = text.removesuffix(STATES)
             y = _forward(x, tensors, text) if compiling else _forward_now(x, tensors, text)
     except RuntimeError as error:
         raise_better(error, text, x)
@@ -130,12 +167,30 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
     return y
 
 
+def _made_by_layers(text: str, x: Tensor, tensors: Sequence[Tensor], stored: bool) -> list[Tensor]:
+    """What each layer makes, or, if that is not `stored`, what some do and the last one."""
+    made, at = [x], 0
+    forward = _forward if is_compiling() else _forward_now
+    for part in _parts(text, x.dtype, x.get_device()):
+        own = tensors[at : at + sum(_tensors(part))]
+        at += len(own)
+        stores = stored and " | " in part
+        try:
+            made += _states(made[-1], own, part) if stores else [forward(made[-1], own, part)]
+        except RuntimeError as error:
+            raise_better(error, part + STATES * stores, x)
+            raise
+    return made[1:]
+
+
 class _Stack(Function):
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.text = text
-        layers = text.removesuffix(STATES)
-        *states, y = [_forward(x, tensors, text)] if layers == text else _states(x, tensors, layers)
+        if text.endswith(STATES):
+            *states, y = _made_by_layers(text.removesuffix(STATES), x, tensors, stored=True)
+        else:
+            states, y = [], _forward(x, tensors, text)
         ctx.save_for_backward(*states, x, *tensors)
         ctx.states = len(states)
         result: Tensor = y
@@ -150,9 +205,10 @@ class _Stack(Function):
         if torch.is_grad_enabled() or many:
             found = iter(_differentiable_backward(ctx.text.removesuffix(STATES), wanted, grad_y, *given))
         elif states:
-            found = iter(_backward_by_layers(ctx.text.removesuffix(STATES), wanted, grad_y, states, *given))
+            found = iter(_by_layers(ctx.text.removesuffix(STATES), wanted, grad_y, states, *given))
         else:
-            found = iter(_raw_backward(ctx.text, wanted, grad_y, *given))
+            x, *tensors = given
+            found = iter(all_at_once(grad_y, x, tensors, ctx.text, wanted))
         return None, *(next(found) if need else None for need in needs)
 
 
@@ -172,32 +228,11 @@ def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tenso
     )
 
 
-def _raw_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    grad_y, x, *rest = tensors
-    try:
-        return tuple(_backward(grad_y, x, rest, text, wanted))
-    except RuntimeError as error:
-        raise_better(error, f"{text} | backward", x)
-        raise
-
-
-def _backward_by_layers(
-    text: str, wanted: tuple[int, ...], grad: Tensor, states: Sequence[Tensor], x: Tensor, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """From what each layer but the last one made"""
-    found: dict[int, Tensor] = {}
-    end = len(tensors) + 1
-    for layer, count, read in reversed(list(zip(text.split(" | "), _tensors(text), (x, *states), strict=True))):
-        begin = end - count
-        own = tuple(place for place in wanted if begin <= place < end)
-        goes_on = any(place < begin for place in wanted)
-        places = (0,) * goes_on + tuple(place - begin + 1 for place in own)
-        made = _raw_backward(layer, places, grad, read, *tensors[begin - 1 : end - 1])
-        found.update(zip(own, made[goes_on:], strict=True))
-        if not goes_on:
-            break
-        grad, end = made[0], begin
-    return tuple(found[place] if place else grad for place in wanted)
+def _by_layers(
+    text: str, wanted: tuple[int, ...], grad_y: Tensor, states: Sequence[Tensor], x: Tensor, *tensors: Tensor
+) -> Sequence[Tensor]:
+    backward = _layers_backward if is_compiling() else backward_by_layers  # without a round by the dispatcher
+    return backward(grad_y, x, states, tensors, text, wanted)
 
 
 def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
@@ -212,10 +247,7 @@ def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
     return x
 
 
-@known
-def _tensors(text: str) -> tuple[int, ...]:
-    """Of each layer"""
-    return tuple(len(layer.contractions) + layer.parameters + layer.bias for layer in _layers(text))
+_tensors = known(tensors_of)
 
 
 def _layers(text: str) -> tuple[Chain, ...]:
@@ -246,6 +278,12 @@ def _backward_fake(
     return [t.new_empty(t.shape) for t in ((x, *tensors)[place] for place in wanted)]
 
 
+def _layers_backward_fake(
+    grad_y: Tensor, x: Tensor, states: Sequence[Tensor], tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    return _backward_fake(grad_y, x, tensors, stack, wanted)
+
+
 def _forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
     return sum(layer.forward_flops(x_shape[0]) for layer in _layers(stack))
 
@@ -264,10 +302,20 @@ def _backward_flops(
     return total
 
 
+def _layers_backward_flops(
+    grad_y_shape: Any, x_shape: Any, state_shapes: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
+) -> int:
+    return _backward_flops(grad_y_shape, x_shape, tensor_shapes, stack, wanted)
+
+
 if missing_extension is None:
     torch.library.register_fake("factorlayer::stack_forward")(_forward_fake)
     torch.library.register_fake("factorlayer::stack_states")(_states_fake)
     torch.library.register_fake("factorlayer::stack_backward")(_backward_fake)
+    torch.library.register_fake("factorlayer::layers_backward")(_layers_backward_fake)
     register_flop_formula(torch.ops.factorlayer.stack_forward)(_forward_flops)
     register_flop_formula(torch.ops.factorlayer.stack_states)(_forward_flops)
     register_flop_formula(torch.ops.factorlayer.stack_backward)(_backward_flops)
+    register_flop_formula(torch.ops.factorlayer.layers_backward)(_layers_backward_flops)
+    _cuda = torch.library.Library("factorlayer", "IMPL")
+    _cuda.impl("layers_backward", torch.no_grad()(backward_by_layers), "CUDA")

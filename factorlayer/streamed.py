@@ -62,6 +62,7 @@ class Product:
     activation: str = "identity"
     scalars: int = 0  # the first weight that is a parameter of the activation
     slope: bool = False  # the activation's, times a state like y that is read
+    through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
 
     @functools.cached_property
     def size(self) -> int:
@@ -75,6 +76,11 @@ class Product:
     def groups(self) -> int:
         c = self.contraction
         return 1 if c.tied else c.outer * c.inner
+
+    @property
+    def reads_beside(self) -> bool:
+        """A state like y, with each sum what is at its place."""
+        return self.slope or self.through
 
     @property
     def outer(self) -> int:
@@ -126,6 +132,7 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 activation=chain.activation if i == last else "identity",
                 scalars=len(chain.contractions),
                 slope=chain.slope > 0 and i == last,
+                through=chain.through > 0 and i == last,
             )
         )
     return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device import ELEMENT, headers, kernel, wgmma
 from factorlayer.expression import cuda_type, gradient
 from factorlayer.gpu import Gpu
+from factorlayer.results import gradient_from_result
 from factorlayer.streamed import Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -145,8 +146,10 @@ class Wide:
 
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
+        done = "grad_y back through its activation, " if p.slope else ""
+        done = "and back through the activation before, " if p.through else done
         return (
-            f"wide: {c.p}→{c.q} by rows, {'grad_y back through its activation, ' if p.slope else ''}"
+            f"wide: {c.p}→{c.q} by rows, {done}"
             f"tiles of {self.rows}×{self.columns} sums"
             + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
             + f", {self.stages} stages of {self.slab}, {self.shared} bytes of shared memory"
@@ -162,7 +165,7 @@ class Wide:
             **{"FAST": p.fast, "NEXT": p.next, "A": c.q // p.b, "B": p.b},
             **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
             **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
-            **{"STAGES": self.stages, "STORE": self.store, "GRAD_Y": c.weight + 1},
+            **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
             **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
         }
         strides = {
@@ -175,12 +178,14 @@ class Wide:
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
             "BIAS": p.bias,
-            "SLOPE": p.slope,
             "ROUND_X": p.dtype == "float32" or (rounds and not p.ours_in),
             "SPLIT": p.dtype == "float32",
             "ROUND_Y": rounds and p.ours_out,
         }
-        activation = gradient(p.activation, "Activation") if p.slope else cuda_type(p.activation, p.scalars)
+        if p.reads_beside:
+            activation = (gradient if p.slope else gradient_from_result)(p.activation, "Activation")
+        else:
+            activation = cuda_type(p.activation, p.scalars)
         lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
@@ -209,7 +214,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         most = MOST_HELD[size] - (20 if size == 2 and cluster > 1 else 0)  # an exchange needs some, too
         for n in _widths(product, run):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + (product.dtype == "float32")) * n // 2
-            sums += n * size // 8 if product.slope else 0  # grad_y waits for them
+            sums += n * size // 8 if product.reads_beside else 0  # what waits for them
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
             if sums <= most and plan.store >= 4 and plan.stages >= 3:
                 yield plan
@@ -230,7 +235,7 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
     turned = product.size == 4  # a thread has two columns
     if fast == 1 or b % 2 == 0:
         yield 1, 2 if turned else row, 1
-    if fast == 1 or row % b or b == row or (turned and b > 2) or product.slope:
+    if fast == 1 or row % b or b == row or (turned and b > 2) or product.reads_beside:
         return
     run = max(2, b)
     for held in (2, 4, 8, 16):
@@ -262,10 +267,10 @@ def _time(plan: Wide) -> float:
     result = plan.rows * plan.columns * plan.held * size
     store = result / 40e3 * (1 if _run_bytes(plan) >= 32 or plan.cluster > 1 else 5)
     store += result / 27e3 * (plan.cluster - 1)
-    store += result / 80e3 if product.slope else 0  # grad_y, of which most comes while products are made
+    store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
     busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
     moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
-    moved += plan.batch * product.y_features if product.slope else 0
+    moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
     return 3.0 + max(busy, memory) + 0.1 * min(busy, memory)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from test_plan import LARGEST_GRID_Y, dtypes, read_text
 from torch import Tensor, nn
 
 from factorlayer import runtime
-from factorlayer.activations import activate
+from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, Visit, gradients, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
@@ -23,6 +24,7 @@ from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
 from factorlayer.plan import PlanError
 from factorlayer.planner import BATCHES, plan
+from factorlayer.results import from_result
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
 from factorlayer.turn import Turn
@@ -59,6 +61,10 @@ def sums(chain: Chain) -> bool:
     return chain.gradient
 
 
+def products(chain: Chain) -> bool:
+    return chain.through > 0
+
+
 def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
@@ -85,13 +91,17 @@ def all_of(weights: Sequence[Tensor]) -> int:
     return (1 << (len(weights) + 2)) - 3
 
 
-def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+def slopes(beside: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
-    assert chain.slope == grad.shape[1]
-    before = replace(chain, activation="identity", slope=0)
+    assert (chain.slope or chain.through) == beside.shape[1] and not (chain.slope and chain.through)
+    before = replace(chain, activation="identity", slope=0, through=0)
     z = forward(x, weights, bias, before.text) if chain.contractions else x
-    made: Tensor = torch.func.vjp(lambda z: activate(chain.activation, z), z)[1](grad)[0]
+    if chain.through:
+        slope = from_result(chain.activation)
+        assert slope is not None
+        return z * evaluate(slope, beside)
+    made: Tensor = torch.func.vjp(lambda z: activate(chain.activation, z), z)[1](beside)[0]
     return made
 
 
@@ -121,6 +131,44 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits:
         expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)  # and of one shape
+
+
+@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums, products])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize(
+    "spec", [kronecker((6,), (5,)), *SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id
+)
+def test_gradients_go_back_through_the_activation_before(
+    spec: LayerSpec, bias: bool, fits: Callable[[Chain], bool]
+) -> None:
+    """That made x: in the kernel of the product where there is one, and but for x's all as they were."""
+    torch.manual_seed(0)
+    chain, ran = Chain.of(spec, bias, "identity"), []
+
+    def noted(*given: Any) -> Tensor:
+        ran.append(given[-1])
+        return slopes(*given)
+
+    z = torch.randn(5, spec.in_features, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.weight_shapes]
+    given = torch.randn(spec.out_features, dtype=torch.float64, requires_grad=True) if bias else None
+    y = naive(spec, activate("elu", z), weights)
+    y, leaves = (y, [z, *weights]) if given is None else (y + given, [z, given, *weights])
+    grad_y = torch.randn_like(y)
+    right = dict(zip([bit for bit in range(len(weights) + 2) if bias or bit != 1],
+                     torch.autograd.grad(y, leaves, grad_y), strict=True))  # fmt: skip
+    for wanted in [sum(1 << bit for bit in right), *(1 << bit for bit in right), *(1 | 1 << bit for bit in right)]:
+        ran.clear()
+        ops = replace(OPS, slopes=noted, fits=fits)
+        with torch.no_grad():
+            found = gradients(ops, grad_y, activate("elu", z), weights, given, chain.text, wanted, "elu")
+        expected = [g for bit, g in right.items() if wanted >> bit & 1]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+        alone = f"elu; through {spec.in_features}"
+        with_product = chain.is_dense and (fits is products or (fits is anything and not wanted & 4))  # else at once
+        back = f"tied 0 1 {spec.out_features} {spec.in_features} 1; {alone}"
+        assert ran == [back if with_product else alone] * (wanted & 1)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +358,45 @@ def test_slopes_have_a_text_of_their_own() -> None:
         torch.ops.factorlayer.forward(torch.ones(1, 2), [torch.ones(2, 2)], None, "tied 0 1 2 2 1; relu; slope 2")
 
 
+def test_the_way_back_through_an_activation_has_a_text_of_its_own() -> None:
+    chain = Chain.of(kronecker((3,), (4,)), False, "relu")
+    chain = replace(chain, through=4, tf32=True)
+    assert chain.text == "tied 0 1 3 4 1; relu; through 4; tf32" and Chain.parse(chain.text) == chain
+    only = Chain((), activation="elu", through=5)
+    assert only.text == "elu; through 5" and Chain.parse(only.text) == only
+    assert only.in_features == only.out_features == 5
+    for text, message in {
+        "through 4": "wrong place",
+        "relu; tied 0 1 2 2 1; through 2": "wrong place",
+        "tied 0 1 2 2 1; bias; relu; through 2": "wrong place",
+        "tied 0 1 2 2 1; through 2": "wrong place",
+        "tied 0 1 2 2 1; relu; slope 2; through 2": "wrong place",
+        "tied 0 1 2 2 1; relu; through 2; slope 2": "wrong place",
+        "tied 0 1 2 2 1; relu; through 3": "disagrees about the size of y",
+        "relu; through": "a positive size",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            torch.ops.factorlayer.forward(torch.ones(1, 4), [], None, text)
+    with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
+        torch.ops.factorlayer.forward(torch.ones(1, 2), [torch.ones(2, 2)], None, "tied 0 1 2 2 1; relu; through 2")
+    with pytest.raises(PlanError, match="the slope of 'gelu' cannot be told from its result"):
+        plan(Chain((), activation="gelu", through=5), "float32", BATCHES[0], Gpu.of(80))
+
+
+def test_a_product_goes_back_through_an_activation_where_it_makes_slopes() -> None:
+    for dtype, (p, q), batch in itertools.product(("bfloat16", "tf32", "float32"), [(256, 256), (64, 136)], BATCHES):
+        chain = replace(Chain.of(kronecker((p,), (q,)), False, "elu"), through=q)
+        found = plan(chain, dtype, batch, Gpu.of(90))
+        text = read_text(found.text())
+        assert [(each.read, each.written) for each in text.passes] == [("x", "y")] and text.chunk == 0
+        assert "BESIDE = 1;" in text.passes[0].source
+        plain = plan(replace(chain, activation="identity", through=0), dtype, batch, Gpu.of(90))
+        alone = plan(Chain((), activation="elu", through=q), dtype, batch, Gpu.of(90))
+        assert plain.us < found.us < plain.us + alone.us
+    with pytest.raises(PlanError, match="no pass makes the product and the slopes"):
+        plan(replace(Chain.of(kronecker((5,), (8,)), False, "relu"), through=8), "bfloat16", BATCHES[2], Gpu.of(90))
+
+
 def test_a_product_and_its_slopes_are_one_pass_where_that_family_has_it() -> None:
     """Of one contraction on Hopper; others are refused, and their slopes are made from what a pass has stored."""
     for dtype, (p, q), batch in itertools.product(("bfloat16", "tf32", "float32"), [(256, 256), (64, 136)], BATCHES):
@@ -317,7 +404,7 @@ def test_a_product_and_its_slopes_are_one_pass_where_that_family_has_it() -> Non
         found = plan(chain, dtype, batch, Gpu.of(90))
         text = read_text(found.text())
         assert [(each.read, each.written) for each in text.passes] == [("x", "y")] and text.chunk == 0
-        assert "SLOPE = true" in text.passes[0].source and "GRAD_Y = 1;" in text.passes[0].source
+        assert "BESIDE = 1;" in text.passes[0].source
         plain = plan(replace(chain, activation="identity", slope=0), dtype, batch, Gpu.of(90))
         assert plain.us < found.us < plain.us + plan(slopes_of(q), dtype, batch, Gpu.of(90)).us
     for spec, dtype, gpu in (

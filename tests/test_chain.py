@@ -35,8 +35,12 @@ from factorlayer.spec import LayerSpec
             dataclasses.replace(Chain.of(kronecker((5,), (3,)), True, "relu"), tf32=True),
             "tied 0 1 5 3 1; bias; relu; tf32",
         ),
+        (
+            dataclasses.replace(Chain.of(kronecker((5,), (3,)), False, "elu"), through=3),
+            "tied 0 1 5 3 1; elu; through 3",
+        ),
     ],
-    ids=["rank-1", "k-1", "rank-2", "monarch", "tf32"],
+    ids=["rank-1", "k-1", "rank-2", "monarch", "tf32", "through"],
 )
 def test_text(chain: Chain, text: str) -> None:
     assert chain.text == text

@@ -19,7 +19,7 @@ from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
 from factorlayer import gradient
-from factorlayer.activations import activate
+from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
@@ -28,6 +28,7 @@ from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
 from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
+from factorlayer.results import from_result
 from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
@@ -600,6 +601,72 @@ def test_slopes_of_what_is_given(features: int, dtype: str, activation: str, bat
     (made,), errors = emulator.run(found, emulator.compile(found), z, [grad], None)
     assert not errors
     right = torch.func.vjp(lambda z: activate(activation, z), torch.from_numpy(z))[1](torch.from_numpy(grad))[0]
+    np.testing.assert_allclose(made.reshape(batch, -1), right, rtol=4 * EPS[dtype], atol=EPS[dtype])
+
+
+# Products that go back through the activation before: as the slopes with theirs, by each kind of row
+THROUGH = [
+    (1, 256, 256, "bfloat16", "relu", 131, LARGE),
+    (1, 64, 136, "float16", "elu", 200, LARGE),
+    (3, 40, 12, "bfloat16", "softplus", 65, MEDIUM),
+    (1, 64, 192, "tf32", "elu", 131, LARGE),
+    (2, 36, 25, "tf32", "relu", 67, MEDIUM),
+    (1, 100, 98, "float32", "tanh", 70, MEDIUM),
+    (1, 64, 64, "bfloat16", trace(torch.nn.SELU())[0].program, 70, MEDIUM),
+]
+
+
+@pytest.mark.parametrize(("outer", "p", "q", "dtype", "activation", "batch", "planned"), THROUGH, ids=str)
+def test_products_back_through_the_activation_before(
+    outer: int, p: int, q: int, dtype: str, activation: str, batch: int, planned: int, emulator: Emulator
+) -> None:
+    """And zero where relu was, even of an infinite gradient."""
+    chain = Chain((Contraction(0, outer, p, q, 1, tied=True),), activation=activation, through=outer * q)
+    found = plan(chain, dtype, planned, Gpu.of(90))
+    assert [type(each).__name__ for each in found.passes] == ["Wide"]
+    kernels, draw = emulator.compile(found), drawing(dtype)
+    grad, weight, z = draw(batch, outer * p), draw(q, p) / 8, draw(batch, outer * q)
+    state = activate(activation, torch.from_numpy(z)).numpy()
+    slope = slopes_from(activation, state, dtype)
+    sick = batch // 2
+    for seed, value in enumerate((None, np.inf)):
+        if value is not None:
+            grad[sick, : p // 2] = value
+        (made,), errors = emulator.run(found, kernels, grad, [np.abs(weight), state], None, blocks=2, seed=seed)
+        assert not errors
+        sums = np.einsum("qp,nop->noq", np.abs(weight), grad.reshape(batch, outer, p)).reshape(batch, -1)
+        right = np.where(slope == 0, 0, sums * np.where(slope == 0, 1, slope))
+        made, fine = made.reshape(batch, -1), np.arange(batch) != (-1 if value is None else sick)
+        assert np.linalg.norm(made[fine] - right[fine]) <= 3 * EPS[dtype] * np.linalg.norm(right[fine])
+        np.testing.assert_array_equal(np.isinf(made), np.isinf(right))
+        assert activation != "relu" or (made == 0).sum() == (slope == 0).sum() > made.size / 4
+
+
+def slopes_from(activation: str, state: Array, dtype: str) -> Array:
+    """Of a state as memory holds it."""
+    slope = from_result(activation)
+    assert slope is not None
+    return evaluate(slope, torch.from_numpy(decode(encode(state, dtype), dtype).reshape(state.shape))).numpy()
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "activation", "batch"),
+    [
+        (64, "bfloat16", "elu", 300),
+        (7, "float16", "relu", 5),
+        (513, "float32", "softplus", 19),
+        (33, "float64", "tanh", 40),
+    ],
+)
+def test_back_through_an_activation_by_itself(
+    features: int, dtype: str, activation: str, batch: int, emulator: Emulator
+) -> None:
+    found = plan(Chain((), activation=activation, through=features), dtype, SMALL, Gpu.of(80))
+    draw = drawing(dtype)
+    state, grad = activate(activation, torch.from_numpy(draw(batch, features))).numpy(), draw(batch, features)
+    (made,), errors = emulator.run(found, emulator.compile(found), grad, [state], None)
+    assert not errors
+    right = grad * slopes_from(activation, state, dtype)
     np.testing.assert_allclose(made.reshape(batch, -1), right, rtol=4 * EPS[dtype], atol=EPS[dtype])
 
 

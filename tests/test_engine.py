@@ -283,13 +283,17 @@ class SlopeCase:
     activation: str
     architecture: str = "sm_90a"
     batch: int = BATCHES[2]
+    through: bool = False  # from the result, and without a bias
 
     def __str__(self) -> str:
-        return f"{self.architecture}-{self.dtype}-{self.p}-{self.q}-{self.activation}-n{self.batch}"
+        way = "-through" if self.through else ""
+        return f"{self.architecture}-{self.dtype}-{self.p}-{self.q}-{self.activation}{way}-n{self.batch}"
 
     @property
     def chain(self) -> Chain:
         contractions = (Contraction(0, 1, self.p, self.q, 1, tied=True),) if self.p else ()
+        if self.through:
+            return Chain(contractions, activation=self.activation, through=self.q)
         return Chain(contractions, 1, self.p > 0, self.activation, slope=self.q)
 
 
@@ -307,6 +311,21 @@ SLOPES = [
     SlopeCase(0, 100, "float32", "gelu", "sm_86"),
     SlopeCase(0, 100, "bfloat16", "relu", "sm_90a"),
     SlopeCase(0, 100, "float16", "elu", "sm_120"),
+]
+SLOPES += [
+    SlopeCase(p, q, dtype, activation, batch=batch, through=True)
+    for dtype in ("bfloat16", "float16", "tf32", "float32")
+    for p, q, activation, batch in (
+        (256, 256, "relu", BATCHES[2]),
+        (256, 512, "elu", BATCHES[2]),
+        (512, 384, "softplus", BATCHES[1]),
+        (200, 84, "tanh", BATCHES[0]),
+    )
+] + [
+    SlopeCase(0, 100, "float64", "tanh", "sm_80", through=True),
+    SlopeCase(0, 100, "float32", "elu", "sm_86", through=True),
+    SlopeCase(0, 100, "bfloat16", "relu", "sm_90a", through=True),
+    SlopeCase(0, 100, "float16", "softplus", "sm_120", through=True),
 ]
 
 

@@ -490,7 +490,7 @@ def test_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below autograd, where the dispatcher calls it."""
-    monkeypatch.setattr(factorlayer.fused, "_cuda_ops", lambda device, dtype: OPS)
+    monkeypatch.setattr(factorlayer.fused, "cuda_ops", lambda device, dtype: OPS)
     for bias in (True, False):
         layer = FactorLinear(12, 20, bias, factors=((3, 4), (4, 5)), activation="gelu", dtype=torch.float64)
         x, grad_y = torch.randn(7, 12, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from test_backward import OPS
+from torch import Tensor, nn
 
 import factorlayer.fused
+import factorlayer.layerwise
 import factorlayer.stack
-from factorlayer import FactorMLP
+from factorlayer import FactorMLP, fuse
 from factorlayer.chain import Chain
+from factorlayer.layerwise import backward_by_layers, handed_back
 from factorlayer.spec import LayerSpec
-from factorlayer.stacked import STATES, Run, Stack, _runs_on_gpu, _tensors
+from factorlayer.stacked import STATES, Run, Stack, _parts, _runs_on_gpu, _tensors, known
+from factorlayer.stages import activation_of
 
+PRELU = activation_of(nn.PReLU())[0]
 CUTS = [((0, 2), (2, 4)), ((0, 1), (1, 2), (2, 4)), ((1, 3),), ((0, 1), (3, 4)), ((3, 4),)]
 CUTS.append(())  # each layer for itself, whose states one kernel stores
 cuts = pytest.mark.parametrize("cut", CUTS, ids=str)
 H100 = (90, 132, 232448)
+_cpu = torch.library.Library("factorlayer", "IMPL")
+_cpu.impl("layers_backward", torch.no_grad()(lambda *given: backward_by_layers(*given)), "CPU")
 
 
 def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) -> list[str]:
@@ -27,7 +36,7 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) ->
     asked: list[str] = []
     right = factorlayer.stack.fused_stack
 
-    def runs(stack: Stack, x: Tensor, recorded: bool) -> tuple[Run, ...]:
+    def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool) -> tuple[Run, ...]:
         layers = stack.text.split(" | ")
         if not cut:
             return ((0, len(layers), stack.text + STATES),)
@@ -47,7 +56,31 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) ->
     monkeypatch.setattr(factorlayer.stack, "runs", runs)
     monkeypatch.setattr(factorlayer.stack, "fused_stack", fused_stack)
     monkeypatch.setattr(factorlayer.stacked, "_states", states)
+    monkeypatch.setattr(factorlayer.stacked, "_parts", known(lambda text, *_: (text,)))
+    be_hopper(monkeypatch)
     return asked
+
+
+def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if every device were one, whose kernels the CPU stands in for. Returns the texts of what those made."""
+    ran: list[str] = []
+
+    def noted(op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            ran.append(next(each for each in given if isinstance(each, str)))
+            return op(*given)
+
+        return run
+
+    ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in ("forward", "weight_gradient", "slopes")})
+    for module in (factorlayer.fused, factorlayer.stacked, factorlayer.layerwise):
+        monkeypatch.setattr(module, "gpu_limits", lambda device: H100)
+
+    def cuda_ops(device: int, dtype: torch.dtype) -> Any:
+        return replace(ops, fits=lambda chain: factorlayer.fused.has_kernel(chain.text, dtype, device))
+
+    monkeypatch.setattr(factorlayer.layerwise, "cuda_ops", cuda_ops)
+    return ran
 
 
 def block() -> FactorMLP:
@@ -134,8 +167,7 @@ def dense(*widths: int, tf32: bool = False) -> str:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> int:
     """The number of a GPU that there is not, known to be one."""
-    monkeypatch.setattr(factorlayer.fused, "gpu_limits", lambda device: H100)
-    monkeypatch.setattr(factorlayer.stacked, "gpu_limits", lambda device: H100)
+    be_hopper(monkeypatch)
     return 99
 
 
@@ -188,3 +220,127 @@ def test_a_graph_knows_the_runs(hopper: int) -> None:
 
     compiled = torch.compile(ends, fullgraph=True, backend="eager")
     assert compiled(torch.ones(1)).item() == 2
+
+
+# Layers that are trained one by one, and hand gradients back through activations
+
+
+def trained_as_on_hopper(monkeypatch: pytest.MonkeyPatch, tf32: bool = False) -> list[str]:
+    def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool) -> tuple[Run, ...]:
+        text = stack.tf32_text if tf32 else stack.text
+        return _runs_on_gpu(text, x.dtype, -1, recorded, joined) if recorded else ((0, len(stack.layers), text),)
+
+    monkeypatch.setattr(factorlayer.stack, "runs", runs)
+    return be_hopper(monkeypatch)
+
+
+def wide_block(activation: str, dtype: torch.dtype = torch.float64) -> FactorMLP:
+    torch.manual_seed(0)
+    widths = [132, 136, 144, 152, 140]
+    return FactorMLP(widths, activation=activation, output_activation="tanh", implementation="fused", dtype=dtype)
+
+
+@pytest.mark.parametrize("activation", ["relu", "elu", "softplus", "gelu"])
+@pytest.mark.parametrize("tf32", [False, True], ids=["float64", "tf32"])
+def test_gradients_go_back_through_activations(activation: str, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products of tf32, by themselves in float64; and every layer but the last one makes nothing again."""
+    mlp = wide_block(activation, torch.float32 if tf32 else torch.float64)
+    x = torch.randn(2, 3, 132, dtype=mlp.layers[0].weight.dtype, requires_grad=True)
+    right = gradients(mlp, x)
+    ran = trained_as_on_hopper(monkeypatch, tf32)
+    found = gradients(mlp, x)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+    through, slopes = ([text for text in ran if f"; {word} " in text] for word in ("through", "slope"))
+    if activation == "gelu":
+        assert not through
+        return
+    products = ["tied 0 1 140 152 1; ", "tied 0 1 152 144 1; ", "tied 0 1 144 136 1; "] if tf32 else [""] * 3
+    texts = [f"{p}{activation}; through {n}" for p, n in zip(products, (152, 144, 136), strict=True)]
+    assert through == [text + "; tf32" * tf32 for text in texts] and all("tanh; slope 140" in text for text in slopes)
+
+
+@pytest.mark.parametrize("frozen", ["x", "first", "weights", "biases", "all but x", "all but the first"])
+def test_nothing_goes_back_to_where_nothing_learns(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = wide_block("elu")
+    x = torch.randn(5, 132, dtype=torch.float64, requires_grad=frozen not in ("x", "first", "all but the first"))
+    for name, parameter in mlp.named_parameters():
+        first = ".0." in name
+        learns = {"first": not first, "weights": "weight" not in name, "biases": "bias" not in name}
+        learns |= {"all but x": False, "all but the first": first}
+        parameter.requires_grad_(learns.get(frozen, True))
+    right = gradients(mlp, x)
+    ran = trained_as_on_hopper(monkeypatch)
+    torch.testing.assert_close(gradients(mlp, x), right)
+    assert len([text for text in ran if "through" in text]) == (2 if frozen == "first" else 3)
+
+
+def test_a_layer_may_stand_at_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(136, 136)
+    plain = nn.Sequential(nn.Linear(12, 136), nn.ReLU(), shared, nn.ELU(0.5), shared, nn.LeakyReLU(), nn.Linear(136, 3))
+    mlp, x = fuse(plain.double(), "fused"), torch.randn(9, 12, dtype=torch.float64)
+    leaves = list(plain.parameters())
+    right = torch.autograd.grad(plain(x).sin().sum(), leaves)
+    ran = trained_as_on_hopper(monkeypatch)
+    torch.testing.assert_close(torch.autograd.grad(mlp(x).sin().sum(), leaves), right)
+    assert len([text for text in ran if "through 136" in text]) == 3
+    empty = torch.autograd.grad(mlp(x[:0]).sin().sum(), leaves)
+    assert [g.shape for g in empty] == [p.shape for p in leaves] and not any(g.any() for g in empty)
+
+
+def test_joined_layers_can_be_differentiated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    widths = [3, 5, 4, 2]
+    mlp = FactorMLP(widths, activation="tanh", implementation="fused", dtype=torch.float64)
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    ran = trained_as_on_hopper(monkeypatch)
+    assert torch.autograd.gradcheck(lambda x, *_: mlp(x), (x, *mlp.parameters()))
+    assert torch.autograd.gradgradcheck(lambda x, *_: mlp(x), (x, *mlp.parameters()), atol=1e-4)
+    assert "tanh; through 4" in ran
+
+
+def test_joined_layers_compile_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    mlp, x = wide_block("elu"), torch.randn(4, 132, dtype=torch.float64, requires_grad=True)
+    right = gradients(mlp, x)
+    ran = trained_as_on_hopper(monkeypatch)
+    torch.testing.assert_close(gradients(torch.compile(mlp, fullgraph=True, backend="aot_eager"), x), right)
+    assert "elu; through 144" in ran
+
+
+def test_layers_of_several_factors_hand_gradients_back_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    widths = [(4, 4), (12, 12), (13, 12), 7]
+    mlp = FactorMLP(widths, activation="relu", implementation="fused", dtype=torch.float64)
+    x = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+    right = gradients(mlp, x)
+    ran = trained_as_on_hopper(monkeypatch)
+    torch.testing.assert_close(gradients(mlp, x), right)
+    assert [text for text in ran if "relu" in text] == ["relu; through 156", "relu; through 144"]
+
+
+def test_layers_are_joined_where_gradients_are_handed_back(hopper: int) -> None:
+    text = dense(63, 256, 256, 256, 4)
+    assert handed_back(text, torch.bfloat16, hopper) == (True, True, True, False)
+    assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
+    assert not _runs_on_gpu(text, torch.bfloat16, hopper, True, False)
+    assert _parts(text, torch.bfloat16, hopper) == tuple(text.split(" | "))
+    text = dense(48, 512, 256, 128, 128)  # of which one kernel forward has the last two
+    assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
+    *alone, third, last = text.split(" | ")
+    assert _parts(text, torch.bfloat16, hopper) == (*alone, f"{third} | {last}")
+    for other in (text.replace("relu", "gelu"), text.replace("relu", PRELU)):
+        assert _runs_on_gpu(other, torch.bfloat16, hopper, True, True) == _runs_on_gpu(
+            other, torch.bfloat16, hopper, True, False
+        )
+    kept = dense(*[128] * 7)  # whose kernels have the slopes of their layers
+    assert not any(handed_back(kept, torch.bfloat16, hopper))
+    assert _runs_on_gpu(kept, torch.bfloat16, hopper, True, True) == ((0, 6, kept + STATES),)
+
+
+def test_a_layer_that_learns_its_activation_stays_apart(hopper: int) -> None:
+    layers = dense(256, 256, 256, 256, 256, 256).split(" | ")
+    layers[2] = layers[2].replace("relu", PRELU)
+    found = _runs_on_gpu(" | ".join(layers), torch.float16, hopper, True, True)
+    assert found == tuple((a, b, " | ".join(layers[a:b]) + STATES) for a, b in ((0, 2), (3, 5)))

@@ -13,11 +13,11 @@
 // Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
 // with half of the groups each, exchange what they have.
 //
-// With SLOPE (and one group, no cluster) sums become the gradient of what is activated: Activation takes each with grad_y at
-// its place, which is loaded while the sums are made, by the accesses of the results. factorlayer/wide.py writes the
-// constants:
+// With BESIDE (and one group, no cluster) sums become the gradient of what is activated: Activation takes each with what a
+// state has at its place, grad_y, or, if the sums are that, the activation's result. It is loaded while the sums are made,
+// by the accesses of the results. factorlayer/wide.py writes the constants:
 //
-// Pass:  Element, Activation, SLOPE, GRAD_Y (the parameter that it is), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST, NEXT, A, B,
+// Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST, NEXT, A, B,
 //        X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN (tiles of rows whose blocks run
 //        side by side), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
@@ -265,8 +265,8 @@ template <class Pass> struct Wide {
   }
 
   using Held = u32[HELD][kPacked ? N / 4 : N / 2];
-  // grad_y where sum i lies
-  static DEVICE float grad_of(const u32 (&held)[kPacked ? N / 4 : N / 2], int i) {
+  // What is read beside sum i
+  static DEVICE float beside(const u32 (&held)[kPacked ? N / 4 : N / 2], int i) {
     if constexpr (kPacked)
       return widen(Element{u16(i % 2 ? held[i / 2] >> 16 : held[i / 2])});
     else
@@ -282,8 +282,8 @@ template <class Pass> struct Wide {
         const int column = column_of(kTurned ? down(i) : across(i));
         sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
       }
-      if constexpr (Pass::SLOPE)
-        sum[i] = activation.of(sum[i], grad_of(held, i));
+      if constexpr (Pass::BESIDE >= 0)
+        sum[i] = activation.of(sum[i], beside(held, i));
       else
         sum[i] = activation.of(sum[i]);
     }
@@ -339,16 +339,16 @@ template <class Pass> struct Wide {
     if (here && (Q % kColumns == 0 || c < Q) && (FAST % (HELD * kBlocks) == 0 || fast < FAST))
       store_global<Pass::STORE>(to + feature(tile, c, fast) + odd * kCell, words);
   }
-  // grad_y where results will be: what cell() makes of them, the other way.
-  DEVICE void load_grad(Held& held, const Tile& tile) const {
+  // A state where results will be: what cell() makes of them, the other way.
+  DEVICE void load_beside(Held& held, const Tile& tile) const {
     static_assert(HELD == 1 && !Pass::CLUSTER && !Pass::PAIRED && Pass::TERM_BLOCKS == 1);
-    const Element* grad = static_cast<const Element*>(params.weights[Pass::GRAD_Y]);
+    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
 #pragma unroll
     for (int m = 0; m < kRuns; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const i64 r = row_of(tile, m, half);
-        const Element* from = grad + place(r, Pass::Y_SAMPLE, Q);
+        const Element* from = state + place(r, Pass::Y_SAMPLE, Q);
 #pragma unroll
         for (int e = 0; e < RUN; e += kCell) {
           const int c = first_column(tile, m) + e;
@@ -585,7 +585,7 @@ template <class Pass> struct Wide {
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
       Held held;
-      if constexpr (Pass::SLOPE) load_grad(held, tile);
+      if constexpr (Pass::BESIDE >= 0) load_beside(held, tile);
 #pragma unroll
       for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from forward_rule import DTYPES, EPS, arithmetic
 from torch import Tensor, nn
 
+import factorlayer.layerwise
 from factorlayer import FactorMLP, fuse
-from factorlayer.fused import has_kernel
+from factorlayer.backward import Ops
+from factorlayer.fused import cuda_ops, has_kernel
 from factorlayer.stacked import STATES, Stack, fused_stack, runs
 
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
@@ -67,6 +70,7 @@ NETS = [
     Net((64, 128, 128, 1), "sine", 64, "sigmoid"),
     Net((63, 256, 256, 4), "relu", 1000),
     Net((48, 512, 256, 128, 12), "elu", 4096),
+    Net((256, 264, 256, 4), "leaky_relu", 20_001),
     Net((196, 384, 196), "gelu", 20_000),
     Net((32, 64, 64, 16), "prelu", 3000),
     Net((13, 64, 64, 5), "learned-sine", 777),
@@ -74,6 +78,8 @@ NETS = [
 each = pytest.mark.parametrize("net", NETS, ids=str)
 # All gradients at once, from states that are stored, and layers by themselves
 WAYS = [Net((32, 64, 16), "gelu", 70), Net((128, 127, 127), "tanh", 70), Net((32, 64, 64, 16), "prelu", 70)]
+JOINED = Net((64, 256, 256), "softplus", 70)  # layers by themselves, which hand gradients back through activations
+WAYS += [JOINED]
 ways = pytest.mark.parametrize("net", WAYS, ids=str)
 
 
@@ -131,7 +137,7 @@ def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> N
         of_fused, of_plain = (float((t.double() - r).norm() / r.norm()) for t in (f, p))
         sums = net.batch**0.5 if dtype == "float64" else 1.0
         # Where rounding moves a sum of relu's across zero, a gradient loses or gains it all.
-        kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if net.activation in ("relu", "prelu") and i else 0.0
+        kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if "relu" in net.activation and i else 0.0
         assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype] + kinks, (i, of_fused, of_plain)
 
 
@@ -256,6 +262,37 @@ def test_layers_that_no_kernel_trains_together_have_one_each_on_the_way_back(wid
     assert len([name for name in names if name.startswith("factorlayer")]) == 1 + 2 * (len(widths) - 1)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_products_go_back_through_the_activation_before(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers of 256, and none is made again"""
+    net = Net((256,) * 5, "elu", 5000)
+    mlp = net.block(dtype)
+    x, grad_y = drawn(net, dtype)
+    ran: list[str] = []
+
+    def noted(device: int, dtype: torch.dtype) -> Ops:
+        ops = cuda_ops(device, dtype)
+
+        def slopes(*given: Any) -> Tensor:
+            ran.append(given[-1])
+            return ops.slopes(*given)
+
+        return replace(ops, slopes=slopes)
+
+    monkeypatch.setattr(factorlayer.layerwise, "cuda_ops", noted)
+    with arithmetic(dtype):
+        (stack,) = mlp.stacks
+        assert runs(Stack(tuple(layer.chain for layer in stack.layers)), x, True, True) == (
+            (0, 4, stack.text_for(x) + STATES),
+        )
+        results(mlp, x, grad_y)
+    tf32 = "; tf32" if dtype == "tf32" else ""
+    assert ran == ["tied 0 1 256 256 1; elu; through 256" + tf32] * 3
+
+
 # In PyTorch's world
 
 
@@ -269,6 +306,11 @@ def test_opcheck(net: Net) -> None:
     (stack,) = mlp.stacks
     tensors, text = [t.detach() for t in stack._tensors()], stack.text_for(x)
     torch.library.opcheck(torch.ops.factorlayer.stack_forward, (x, tensors, text))
+    if net is JOINED:
+        states = [torch.nn.functional.softplus(torch.nn.functional.linear(x, *tensors[:2]))]
+        for wanted in ([0], [2]):
+            torch.library.opcheck(torch.ops.factorlayer.layers_backward, (grad_y, x, states, tensors, text, wanted))
+        return
     if net.activation in LEARNED:
         return
     torch.library.opcheck(torch.ops.factorlayer.stack_states, (x, tensors, text))
