@@ -10,13 +10,13 @@
 namespace factorlayer {
 
 int64_t Chain::in_features() const {
-  if (contractions.empty()) return turned + slope + through;
+  if (contractions.empty()) return turned + slope + through + sums;
   const Contraction& c = contractions.front();
   return c.outer * c.p * c.inner;
 }
 
 int64_t Chain::out_features() const {
-  if (contractions.empty()) return turned + slope + through;
+  if (contractions.empty()) return turned + slope + through + sums;
   const Contraction& c = contractions.back();
   return c.outer * c.q * c.inner;
 }
@@ -61,7 +61,7 @@ static int64_t parse_turn(std::istringstream& words, const Chain& chain) {
   return outer * rows * columns;
 }
 
-// Of "slope" and "through".
+// Of "slope", "through" and "sums".
 static int64_t parse_features(const std::string& name, std::istringstream& words, const Chain& chain) {
   int64_t features = 0;
   words >> features;
@@ -80,7 +80,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, tf32; or contractions, backward, tf32. Behind an activation may stand
-// slope, or through if there is no bias, before tf32, and both may be all.
+// slope, or through if there is no bias, before tf32, and both may be all. sums stands alone.
 static Chain parse(const std::string& text) {
   Chain chain;
   bool has_activation = false;
@@ -109,6 +109,10 @@ static Chain parse(const std::string& text) {
       if (!has_activation || chain.bias || chain.slope || chain.through)
         throw std::invalid_argument("\"through\" stands in the wrong place");
       chain.through = parse_features(name, words, chain);
+    } else if (name == "sums") {
+      if (text.find(';') != std::string::npos)
+        throw std::invalid_argument("\"sums\" stands in the wrong place");
+      chain.sums = parse_features(name, words, chain);
     } else if (name == "backward") {
       if (finishing || chain.contractions.empty() || chain.rank != 1 || chain.x_turned)
         throw std::invalid_argument("\"backward\" stands in the wrong place");
@@ -132,7 +136,7 @@ static Chain parse(const std::string& text) {
     }
     if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
   }
-  if (chain.contractions.empty() && (!(chain.turned || chain.slope || chain.through) || chain.x_turned))
+  if (chain.contractions.empty() && (!(chain.turned || chain.slope || chain.through || chain.sums) || chain.x_turned))
     throw std::invalid_argument("there is no contraction in it");
   return chain;
 }
@@ -150,9 +154,10 @@ static Stack parse_stack(const std::string& text) {
       if (stack.backward || stack.states) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
-    if (layer.gradient || layer.backward || layer.slope || layer.through || layer.x_turned || layer.turned)
+    if (layer.gradient || layer.backward || layer.slope || layer.through || layer.sums || layer.x_turned ||
+        layer.turned)
       throw std::invalid_argument(
-          "\"gradient\", \"slope\", \"through\", \"backward\", \"turned\" and \"turn\" make no layer");
+          "\"gradient\", \"slope\", \"through\", \"sums\", \"backward\", \"turned\" and \"turn\" make no layer");
     if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())
       throw std::invalid_argument("a layer with " + std::to_string(layer.in_features()) +
                                   " inputs stands behind one with " +

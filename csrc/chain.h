@@ -14,6 +14,7 @@
 // behind an activation of n features makes it the gradient of what is activated, from x and grad_y: with contractions in
 // front, or of x itself without. "through n" there takes what contractions make, or x itself, for the gradient of the
 // activation's result, and makes it that of what is activated, from the result.
+// "sums n" is all of a chain: of n features, each one's sum over the samples.
 // States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
 // [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
 #pragma once
@@ -43,6 +44,7 @@ struct Chain {
   int64_t turned = 0;   // features of y, if it is stored turned
   int64_t slope = 0;    // features of y, if what is made is the gradient of what is activated
   int64_t through = 0;  // the same, of what has been activated before
+  int64_t sums = 0;     // features of x, if their sums over the samples are made
 
   size_t parameters() const { return program ? program->parameters : 0; }
   size_t weights() const { return contractions.size() + parameters(); }

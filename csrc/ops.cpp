@@ -110,9 +110,9 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
 
 void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
                   const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(!chain.gradient && !chain.backward && !chain.slope && !chain.through,
-                  "factorlayer: a chain with \"gradient\", \"backward\", \"slope\" or \"through\" is for the ops that make ",
-                  "gradients");
+  STD_TORCH_CHECK(!chain.gradient && !chain.backward && !chain.slope && !chain.through && !chain.sums,
+                  "factorlayer: a chain with \"gradient\", \"backward\", \"slope\", \"through\" or \"sums\" is for the ops ",
+                  "that make gradients");
   check_x(chain, x);
   check_layer(chain, x, weights, bias);
 }
@@ -150,8 +150,8 @@ void check_wanted(const std::vector<int64_t>& wanted, size_t tensors) {
 Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 // Uninitialised, on x's device, of x's dtype or another. The stable new_empty takes a microsecond more, in which it looks
-// an operator up by name.
-Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype = -1) {
+// an operator up by name. With one dimension, of one row, a vector.
+Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype = -1, int dimensions = 2) {
   int32_t type = 0, index = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
@@ -159,7 +159,8 @@ Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype 
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   AtenTensorHandle made = nullptr;
   // PyTorch writes to stderr what went wrong, and returns that something did.
-  if (aoti_torch_empty_strided(2, sizes, strides, dtype, type, index, &made))
+  const int from = 2 - dimensions;
+  if (aoti_torch_empty_strided(dimensions, sizes + from, strides + from, dtype, type, index, &made))
     throw std::runtime_error(std::string(x.is_cuda() ? "CUDA " : "") + "out of memory: factorlayer could not allocate [" +
                              std::to_string(rows) + ", " + std::to_string(columns) + "] for what it computes from x [" +
                              std::to_string(x.size(0)) + ", " + std::to_string(x.size(1)) +
@@ -463,14 +464,32 @@ std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>
   return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
 }
 
+// Over the samples: the gradient of a bias.
+Tensor sums_cuda(const Tensor& grad_y, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  Tensor sums = new_matrix(grad_y, 1, chain.sums, -1, 1);
+  if (!grad_y.size(0)) return torch::stable::zero_(sums);
+
+  const Tensor given = aligned(as_contiguous(grad_y));
+  std::vector<Tensor> kept;
+  cuda::Params params{};
+  params.x = given.const_data_ptr();
+  params.y = sums.mutable_data_ptr();
+  params.batch = grad_y.size(0);
+  run_on_cuda(text, &chain, grad_y, chain.sums, params, kept);
+  return sums;
+}
+
 // Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction. With a bias in
-// one row, whose end is the bias's.
+// one row, whose end is the bias's. Or of a bias alone, if the chain is "sums": grad_y comes as x, too.
 Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
   const Chain& chain = find_chain(text.value);
-  STD_TORCH_CHECK(chain.gradient, "factorlayer: the chain should be a contraction and \"gradient\"");
+  STD_TORCH_CHECK(chain.gradient || chain.sums,
+                  "factorlayer: the chain should be a contraction and \"gradient\", or \"sums\"");
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "], a CUDA tensor");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  if (chain.sums) return sums_cuda(grad_y, text);
   const Contraction& c = chain.contractions[0];
   const int64_t count = c.weight_size() + (chain.bias ? c.q : 0), columns = chain.bias ? count : c.p;
   Tensor gradient = new_matrix(x, count / columns, columns);
@@ -520,10 +539,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
     count += c.weight_size();
   }
   std::vector<Tensor> gradients{new_matrix(x, x.size(0), chain.in_features())};
-  if (bias) {
-    const int64_t samples = 0;
-    gradients.push_back(torch::stable::sum(grad_y, torch::headeronly::IntHeaderOnlyArrayRef(&samples, 1)));
-  }
+  if (bias) gradients.push_back(sums_cuda(grad_y, {"sums " + std::to_string(chain.out_features())}));
   Tensor of_weights = new_matrix(x, 1, count);
   count = 0;
   for (const Tensor& weight : weights) {

@@ -128,7 +128,7 @@ def gradients(
         found |= {1: of_bias, 2: of_weight.view(weights[0].shape)}
         wanted &= 1
     elif wanted & 2:
-        found[1] = grad.sum(0)
+        found[1] = ops.weight_gradient(grad, grad, sums_text(grad.shape[1]))
     back = through_text(text, wanted, through, ops.fits)
     if back:
         found[0] = ops.slopes(x, grad, [_transposed(ops, weights[0])], None, back)
@@ -160,10 +160,10 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         seen.append(text)
         made = Chain.parse(text)
-        return x.new_empty(made.contractions[0].weight_size + made.bias * made.out_features)
+        return x.new_empty(made.sums or made.contractions[0].weight_size + made.bias * made.out_features)
 
     def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
-        seen.append(text)
+        seen.extend([text, sums_text(grad.shape[1])][: 1 + bias])
         return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
@@ -285,6 +285,12 @@ def through_text(text: str, wanted: int, through: str, fits: Callable[[Chain], b
         return None
     both = replace(_back(chain), activation=through, through=chain.in_features)
     return both.text if fits(both) else None
+
+
+@functools.lru_cache(1024)
+def sums_text(features: int) -> str:
+    """What makes the gradient of a bias."""
+    return Chain((), sums=features).text
 
 
 @functools.lru_cache(1024)

@@ -20,7 +20,7 @@ class Chain:
 
     States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
     are [outer, rows, columns], as [outer, columns, rows]. That can be all that is done, or the way back through an
-    activation, `slope` or `through`.
+    activation, `slope` or `through`. Or there are `sums` over samples, of what is given.
     """
 
     contractions: tuple[Contraction, ...]
@@ -34,6 +34,7 @@ class Chain:
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
+    sums: int = 0  # features of x, if it is these, over all samples, that are made
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
@@ -46,6 +47,7 @@ class Chain:
         stages += [self.activation] if self.activation != "identity" else []
         stages += [f"slope {self.slope}"] if self.slope else []
         stages += [f"through {self.through}"] if self.through else []
+        stages += [f"sums {self.sums}"] if self.sums else []
         stages += ["gradient"] if self.gradient else []
         stages += ["backward"] if self.backward else []
         stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
@@ -61,7 +63,7 @@ class Chain:
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         gradient = backward = x_turned = tf32 = False
-        turn, slope, through = None, 0, 0
+        turn, slope, through, sums = None, 0, 0, 0
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -83,11 +85,13 @@ class Chain:
                 slope = int(numbers[0])
             elif name == "through":
                 through = int(numbers[0])
+            elif name == "sums":
+                sums = int(numbers[0])
             elif name == "tf32":
                 tf32 = True
             else:
                 activation = name
-        stages = (rank, bias, activation, gradient, backward, x_turned, turn, tf32, slope, through)
+        stages = (rank, bias, activation, gradient, backward, x_turned, turn, tf32, slope, through, sums)
         return Chain(tuple(contractions), *stages)
 
     @property
@@ -103,7 +107,7 @@ class Chain:
     @property
     def in_features(self) -> int:
         if not self.contractions:
-            return self.slope or self.through or math.prod(self.turn or ())
+            return self.slope or self.through or self.sums or math.prod(self.turn or ())
         c = self.contractions[0]
         return c.outer * c.p * c.inner
 

@@ -40,7 +40,7 @@ def most_samples(batch: int) -> int:
 
 
 class TileSums:
-    """What passes have in common whose blocks each have a tile of one contraction's weights."""
+    """What passes have in common whose blocks each have a tile of the sums, mostly for one contraction's weights."""
 
     contraction: Contraction
     dtype: str
@@ -51,6 +51,7 @@ class TileSums:
     units_per_sample: Any
     units_per_block: Any
     bias: Any = False  # whether that of the columns of what comes back is made, too
+    folds: Any = 1  # sums for each weight that a block has
 
     @property
     def weights(self) -> int:
@@ -69,7 +70,7 @@ class TileSums:
     @property
     def is_whole(self) -> bool:
         """Whether its blocks write gradients: a tile never has several."""
-        return self.most == 1
+        return bool(self.most * self.folds == 1)
 
     @property
     def result(self) -> str:
@@ -79,7 +80,7 @@ class TileSums:
     @property
     def part_bytes(self) -> int:
         """Of the sums that all blocks write, at most."""
-        return 0 if self.is_whole else self.most * self.weights * PART_BYTES[self.dtype]
+        return 0 if self.is_whole else int(self.most * self.folds * self.weights * PART_BYTES[self.dtype])
 
     @property
     def for_a_tile(self) -> str:
@@ -231,6 +232,7 @@ class Reduction:
 
     of: Summing
     in_place: bool = False  # sums that another pass reads, in the first block's place
+    folds: int = 1  # sums for each of its weights that a block has
     us: float = REDUCTION_US
 
     threads = 256
@@ -259,7 +261,7 @@ class Reduction:
     def source(self, name: str) -> str:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
-        numbers |= {"MOST": of.most, "WAYS": self.ways, "VECTOR": self.vector}
+        numbers |= {"MOST": of.most, "FOLDS": self.folds, "WAYS": self.ways, "VECTOR": self.vector}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]

@@ -84,7 +84,7 @@ class Plan:
     @property
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
-        if len(self.passes) == 1 or self.chain.gradient or self.chain.backward:
+        if len(self.passes) == 1 or self.chain.gradient or self.chain.backward or self.chain.sums:
             return 0
         kinds = {type(p) for p in self.passes}
         bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES

@@ -28,6 +28,7 @@ from factorlayer import (
     wide_gradient,
 )
 from factorlayer.chain import Chain
+from factorlayer.column_sums import ColumnSums
 from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -153,6 +154,8 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
                 raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
             return Plan(chain, dtype, batch, gpu, _with_reduction(both))
         return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
+    if chain.sums:
+        return Plan(chain, dtype, batch, gpu, _with_reduction(ColumnSums(chain.sums, dtype, batch, gpu)))
     if chain.slope or chain.through:
         return Plan(chain, dtype, batch, gpu, (_slopes(chain, dtype, batch, gpu),))
     if chain.backward:
@@ -194,8 +197,8 @@ def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tup
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
 
 
-def _with_reduction(summing: Gradient | WideGradient) -> tuple[Pass, ...]:
-    return (summing,) if summing.is_whole else (summing, Reduction(summing))
+def _with_reduction(summing: ColumnSums | Gradient | WideGradient) -> tuple[Pass, ...]:
+    return (summing,) if summing.is_whole else (summing, Reduction(summing, folds=summing.folds))
 
 
 def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from factorlayer import runtime
 from factorlayer.activations import activate, evaluate
-from factorlayer.backward import Ops, Visit, gradients, texts, visits
+from factorlayer.backward import Ops, Visit, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient, most_samples
@@ -68,6 +68,9 @@ def products(chain: Chain) -> bool:
 def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
+    if chain.sums:
+        assert grad is x
+        return grad.sum(0)
     assert chain.gradient
     (c,) = chain.contractions
     if chain.x_turned:
@@ -235,6 +238,8 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
     def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*given: Tensor) -> Tensor:
             ran.extend(each for each in given if isinstance(each, str))
+            if given[-1] is True:  # the op makes a bias's gradient as well, by another kernel
+                ran.append(sums_text(given[0].shape[1]))
             return op(*given)
 
         return run
@@ -331,6 +336,21 @@ def test_a_dense_layers_bias_is_summed_with_its_weight_where_that_family_does() 
 
 def both_of(contraction: Contraction) -> Chain:
     return Chain((contraction,), bias=True, gradient=True)
+
+
+def test_sums_have_a_text_of_their_own() -> None:
+    only = Chain((), sums=5)
+    assert only.text == "sums 5" and Chain.parse(only.text) == only and only.in_features == 5
+    for text in ("sums 5; relu", "relu; sums 5", "tied 0 1 2 2 1; sums 2", "sums 5; sums 5", "sums 5; tf32"):
+        with pytest.raises(ValueError, match="wrong place"):
+            torch.ops.factorlayer.forward(torch.ones(1, 5), [], None, text)
+    for text, message in {"sums": "positive size", "sums 0": "positive size", "sums 5 5": "one word too many"}.items():
+        with pytest.raises(ValueError, match=message):
+            torch.ops.factorlayer.forward(torch.ones(1, 5), [], None, text)
+    with pytest.raises(RuntimeError, match="for the ops that make gradients"):
+        torch.ops.factorlayer.forward(torch.ones(1, 5), [], None, "sums 5")
+    with pytest.raises(ValueError, match="make no layer"):
+        torch.ops.factorlayer.stack_forward(torch.ones(1, 5), [], "sums 5 | relu; slope 5")
 
 
 def test_slopes_have_a_text_of_their_own() -> None:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from factorlayer import gradient
 from factorlayer.activations import activate, evaluate
-from factorlayer.backward import Ops, gradients, texts, visits
+from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
-from factorlayer.gpu import DTYPES, Gpu
+from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
@@ -511,14 +511,14 @@ def test_a_backward_pass_is_made_of_such_kernels(
         return run(text, x, [*weights, grad], bias)[-1].view_as(grad)
 
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
-        return run(text, x, [grad])[-1]
+        return run(text, x, [] if grad is x else [grad])[-1]
 
     def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str, bias: bool) -> list[Tensor]:
         grad_x, *_, summed = run(text, x, [*weights, grad])
         parts = summed.split([w.numel() for w in weights])
         return [
             grad_x.view_as(x),
-            *([grad.sum(0)] if bias else []),
+            *([run(sums_text(grad.shape[1]), grad, [])[-1]] if bias else []),
             *(part.view_as(w) for part, w in zip(parts, weights, strict=True)),
         ]
 
@@ -602,6 +602,36 @@ def test_slopes_of_what_is_given(features: int, dtype: str, activation: str, bat
     assert not errors
     right = torch.func.vjp(lambda z: activate(activation, z), torch.from_numpy(z))[1](torch.from_numpy(grad))[0]
     np.testing.assert_allclose(made.reshape(batch, -1), right, rtol=4 * EPS[dtype], atol=EPS[dtype])
+
+
+# Sums over samples: rows that 16 bytes divide and others, ways and tiles of a block, a rest that makes no whole row
+@pytest.mark.parametrize(
+    ("features", "dtype", "batch", "planned"),
+    [
+        (64, "bfloat16", 50, SMALL),
+        (64, "bfloat16", 5000, LARGE),
+        (8, "float16", 3000, LARGE),
+        (4104, "float32", 70, MEDIUM),
+        (13, "bfloat16", 3001, LARGE),
+        (12, "float16", 7, SMALL),
+        (2003, "bfloat16", 41, MEDIUM),
+        (63, "float32", 1026, MEDIUM),
+        (33, "float64", 601, MEDIUM),
+        (6, "float64", 3, SMALL),
+    ],
+)
+def test_sums(features: int, dtype: str, batch: int, planned: int, emulator: Emulator) -> None:
+    found = plan(Chain((), sums=features), dtype, planned, Gpu(90, 2, 232448))
+    assert len(found.passes) == 1 or planned != SMALL or features % (16 // ELEMENT_BYTES[dtype])
+    x = drawing(dtype)(batch, features)
+    (*_, made), errors = emulator.run(found, emulator.compile(found), x, [], None, blocks=2)
+    assert not errors
+    right = x.sum(0)
+    rounded = batch**0.5 if dtype == "float64" else 2  # numpy's sums, too
+    assert np.linalg.norm(made - right) <= rounded * EPS[dtype] * np.linalg.norm(right)
+    x[batch // 2, features // 2] = np.nan
+    (*_, sick), errors = emulator.run(found, emulator.compile(found), x, [], None, blocks=2)
+    assert not errors and np.isnan(sick).sum() == 1 and np.isnan(sick[features // 2])
 
 
 # Products that go back through the activation before: as the slopes with theirs, by each kind of row

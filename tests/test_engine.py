@@ -329,7 +329,22 @@ SLOPES += [
 ]
 
 
-AnyCase = Case | GradientCase | BackwardCase | StackCase | SlopeCase
+@dataclass(frozen=True)
+class SumsCase:
+    """Over samples, of a bias's gradient."""
+
+    features: int
+    dtype: str
+    architecture: str = "sm_90a"
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.dtype}-{self.features}"
+
+
+SUMS = [SumsCase(features, dtype) for features in (63, 1024, 4104) for dtype in DTYPES]
+SUMS += [SumsCase(100, "bfloat16", "sm_80"), SumsCase(13, "float64", "sm_86"), SumsCase(100, "float16", "sm_120")]
+
+AnyCase = Case | GradientCase | BackwardCase | StackCase | SlopeCase | SumsCase
 
 
 @dataclass(frozen=True)
@@ -356,6 +371,8 @@ def compile_case(case: AnyCase) -> list[Kernel]:
         )
     if isinstance(case, SlopeCase):
         chain = case.chain
+    elif isinstance(case, SumsCase):
+        return compile_plan(plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture)
     elif isinstance(case, BackwardCase):
         chain = all_gradients_of(case.spec)
     elif isinstance(case, GradientCase):
@@ -473,6 +490,11 @@ def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -
 @pytest.mark.parametrize("case", SLOPES, ids=str)
 def test_slopes_compile(case: SlopeCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, SPILLED[case.dtype] if case.p else 0, case.activation == "sine")
+
+
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_sums_compile(case: SumsCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, 0)
 
 
 @pytest.mark.parametrize("case", list(activated()), ids=str)

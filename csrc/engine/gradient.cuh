@@ -192,7 +192,7 @@ template <class Pass> struct Gradient {
 
 // What the blocks of each tile have summed, added up in their order. A thread has VECTOR sums side by side, and every WAYS-th
 // block's; many weights fill the GPU by themselves, of few several threads share one. Pass: Element, COUNT (of weights), WAYS,
-// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Result: what is written, sums where
+// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST, each with FOLDS for every weight. Result: what is written, sums where
 // they come from or elements.
 template <class Pass> struct Reduction {
   using Element = typename Pass::Element;
@@ -214,7 +214,7 @@ template <class Pass> struct Reduction {
   DEVICE void run() const {
     const u32 sums = shared_address(shared_memory);
     const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
-    const int parts = int(min(blocks, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const int parts = int(min(blocks, i64(Pass::MOST)) * Pass::FOLDS), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const auto* x = static_cast<const Some<Part>*>(params.x);
     auto* y = static_cast<Some<Result>*>(params.y);
     for (i64 first = i64(blockIdx.y) * kLanes; first < kCount; first += i64(gridDim.y) * kLanes) {
