@@ -123,6 +123,18 @@ template <class Pass> struct Wide {
     at.weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + piece;
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * P;
     at.left_weight = Q - j;
+    if constexpr (Pass::BESIDE >= 0 && Pass::GROUPS == 1) fetch_beside(at.tile, thread);
+  }
+  // Its part of the state is in L2 when the consumers, who have no registers to load it ahead, come to the tile.
+  DEVICE void fetch_beside(const Tile& tile, int thread) const {
+    constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns, kLine);
+    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + tile.q;
+#pragma unroll 1
+    for (int i = thread; i < kRows * kLines; i += 128) {
+      const i64 row = tile.first + i / kLines;
+      const int column = i % kLines * kLine;
+      if (row < rows() && tile.q + column < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
+    }
   }
   DEVICE void advance(Cursor& at, int thread) const {
     at.k += BK;
