@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from factorlayer.chain import Chain
+from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
 from factorlayer.emit import source
@@ -31,7 +32,8 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 Pass = (
-    Dense
+    ColumnSums
+    | Dense
     | Gradient
     | LargeBackward
     | Pair
