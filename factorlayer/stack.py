@@ -17,12 +17,16 @@ from factorlayer.fused import any_requires_grad
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError
 from factorlayer.spec import LayerSpec
-from factorlayer.stacked import Run, Stack, fused_stack, runs, why_no_stack
+from factorlayer.stacked import (
+    Run,
+    Stack,
+    fused_stack,
+    is_large_product,
+    is_left_to_cublas,
+    runs,
+    why_no_stack,
+)
 from factorlayer.stages import activation_of, scalars
-
-LARGEST_DENSE = (
-    1 << 19
-)  # elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
         return None
     if x.dtype not in (torch.float32, torch.float64):
         return "matrix products of 16 bits are left to PyTorch"
-    if any(layer.is_dense and layer.contractions[0].weight_size > LARGEST_DENSE for layer in stack.layers):
+    if any(map(is_large_product, stack.layers)):
         return "products with a weight this large are left to PyTorch"
     return None
 
@@ -124,7 +128,8 @@ def _one_by_one(
     for layer, name in zip(layers, who, strict=True):
         end = at + layer.tensors
         bias = tensors[end - 1] if layer.chain.bias else None
-        x = run(layer.spec, layer.chain, x, tensors[at : end - layer.chain.bias], bias, implementation, name)
+        way = "batched" if implementation == "fused" and is_left_to_cublas(layer.chain, x) else implementation
+        x = run(layer.spec, layer.chain, x, tensors[at : end - layer.chain.bias], bias, way, name)
         at = end
     return x
 
@@ -201,9 +206,10 @@ class LayerStack(nn.Module):
         return [LayerStack([(name, m.layer, m.activation)], self.implementation, self._owner) for name, m in members]
 
     def explain(self) -> list[str]:
-        alone = " (on a GPU, trained by itself: its activation learns)"
+        learns = " (on a GPU, trained by itself: its activation learns)"
+        large = " (on a GPU in 16 bits and tf32, by cuBLAS: one large product)"
         return [
-            f"{name}: {layer}{alone if layer.chain.parameters else ''}"
+            f"{name}: {layer}{learns if layer.chain.parameters else large if is_large_product(layer.chain) else ''}"
             for name, layer in zip(self.names, self.layers, strict=True)
         ]
 

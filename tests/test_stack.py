@@ -12,6 +12,7 @@ import torch
 from test_backward import OPS
 from torch import Tensor, nn
 
+import factorlayer.functional
 import factorlayer.fused
 import factorlayer.layerwise
 import factorlayer.stack
@@ -19,7 +20,7 @@ from factorlayer import FactorMLP, fuse
 from factorlayer.chain import Chain
 from factorlayer.layerwise import backward_by_layers, handed_back
 from factorlayer.spec import LayerSpec
-from factorlayer.stacked import STATES, Run, Stack, _parts, _runs_on_gpu, _tensors, known
+from factorlayer.stacked import STATES, Run, Stack, _parts, _runs_on_gpu, _tensors, is_large_product, known
 from factorlayer.stages import activation_of
 
 PRELU = activation_of(nn.PReLU())[0]
@@ -344,3 +345,29 @@ def test_a_layer_that_learns_its_activation_stays_apart(hopper: int) -> None:
     layers[2] = layers[2].replace("relu", PRELU)
     found = _runs_on_gpu(" | ".join(layers), torch.float16, hopper, True, True)
     assert found == tuple((a, b, " | ".join(layers[a:b]) + STATES) for a, b in ((0, 2), (3, 5)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "tf32", "bfloat16", "float64"])
+def test_large_products_are_left_to_cublas(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits and tf32, wherever they stand, though their neighbours would hand gradients back."""
+    memory = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    theirs = dtype in ("tf32", "bfloat16")
+    monkeypatch.setattr(factorlayer.stack, "is_left_to_cublas", lambda layer, x: theirs and is_large_product(layer))
+    ran: list[str] = []
+
+    def noted(spec: LayerSpec, chain: Chain, x: Tensor, *given: Any) -> Tensor:
+        ran.append(given[2])
+        return factorlayer.functional.run(spec, chain, x, *given)
+
+    monkeypatch.setattr(factorlayer.stack, "run", noted)
+    be_hopper(monkeypatch)
+    mlp = FactorMLP([256, 256, 768, 1024, 8], activation="relu", implementation="fused", dtype=memory)
+    layers = [layer.chain for layer in mlp._stacks[0][0].layers]
+    assert [is_large_product(layer) for layer in layers] == [False, False, True, False]
+    text = Stack(tuple(layers)).tf32_text if dtype == "tf32" else Stack(tuple(layers)).text
+    monkeypatch.setattr(factorlayer.stack, "runs", lambda *_: ())
+    mlp(torch.ones(1, 256, dtype=memory))
+    assert ran == ["fused", "fused", "batched" if theirs else "fused", "fused"]
+    joined = _runs_on_gpu(text, memory, 0, True, True)
+    assert not theirs or all(end <= 2 or begin >= 3 for begin, end, _ in joined)
+    assert ("by cuBLAS" in mlp._stacks[0][0].explain()[2]) and "cuBLAS" not in mlp._stacks[0][0].explain()[1]
