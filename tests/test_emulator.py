@@ -222,10 +222,10 @@ SUMMED = [
 ]
 
 
-def gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int = 2) -> Plan:
+def gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int = 2, architecture: int = 90) -> Plan:
     *numbers, tied = sizes
     chain = Chain((Contraction(0, *numbers, tied=tied),), gradient=True)
-    return plan(chain, dtype, batch, Gpu(90, processors, 232448))
+    return plan(chain, dtype, batch, Gpu(architecture, processors, 232448))
 
 
 def check_gradient(found: Plan, emulator: Emulator) -> None:
@@ -259,7 +259,7 @@ def check_gradient(found: Plan, emulator: Emulator) -> None:
 @pytest.mark.parametrize(("sizes", "dtype", "batch"), SUMMED, ids=str)
 def test_gradients_are_right_in_any_order(sizes: Sizes, dtype: str, batch: int, emulator: Emulator) -> None:
     """Two processors, whose blocks take several chunks each."""
-    check_gradient(gradient_of(sizes, dtype, batch), emulator)
+    check_gradient(gradient_of(sizes, dtype, batch, architecture=80), emulator)
 
 
 # The same on the warpgroup instructions, with wm, wn, height, n and least: rows that fill no chunk, or no four of them,
@@ -328,7 +328,7 @@ def test_a_bias_is_summed_with_its_weight(
 
 
 def test_cases_have_one_block_for_a_tile_and_several() -> None:
-    plans = [gradient_of(*case) for case in SUMMED]
+    plans = [gradient_of(*case, architecture=80) for case in SUMMED]
     assert {(type(found.passes[0]).__name__, len(found.passes)) for found in plans} >= {
         ("Gradient", 1),
         ("Gradient", 2),
