@@ -1054,7 +1054,7 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
         ("bfloat16", "wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);", ";", "race"),
         ("tf32", "sync_threads<128>(kMeeting);", "", "race"),
         ("tf32", "wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);", ";", "race"),
-        ("tf32", "min(first.end - piece, 16)", "16", "outside of the tensors"),
+        ("tf32", "&& piece < whole) copy", ") copy", "outside of the tensors"),
     ],
 )
 def test_finds_what_is_missing_where_rows_are_taken_apart(
