@@ -1,7 +1,7 @@
 """Gradients of weights on Hopper's warpgroup instructions: csrc/engine/wide_gradient.cuh, its tiles and source.
 
-Where nothing lies behind the mode, so that the rows of both states are contiguous. All others, and rows that are no
-multiple of 16 bytes, are left to gradient.py, as doubles are.
+Where nothing lies behind the mode, so that the rows of both states are contiguous. All others are left to gradient.py,
+as doubles are. Rows that are no multiple of 16 bytes are taken out of the pieces of 16 that they lie in.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ SLAB_BYTES = 64 * 128  # of 64 columns
 PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_STAGES = 8
+MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
 CYCLES = 1.65e3  # in a microsecond
 LATENCY_US = 0.8  # of loads
+COPY_CYCLES, TAKE_CYCLES = 30, 45  # of a producer: for a piece, and for 16 bytes that it takes out of them
 # By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
-# get; at most for sums.
+# get; at most for sums. Producers that take rows apart need as many as all get.
 REGISTERS = {
     2: {1: (0, 0, 192), 2: (232, 40, 192), 3: (152, 40, 96)},
     4: {1: (0, 0, 192), 2: (0, 0, 128)},
 }
+MOST_SUMS_TAKEN = {1: 192, 2: 128, 3: 96}
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,52 @@ class WideGradient(TileSums):
         return 2048 if self.bias else 0
 
     @functools.cached_property
+    def taken(self) -> tuple[tuple[int, int], ...]:
+        """Features and slabs of states whose rows are no whole pieces: they are taken apart, of 32 bits then both."""
+        states = (self.contraction.q, self.bm // 64), (self.contraction.p, -(-self.bn // 64))
+        loose = tuple(state for state in states if state[0] * self.size % 16)
+        return states if loose and self.size == 4 else loose
+
+    @functools.cached_property
+    def piece_bytes(self) -> int:
+        """Of a chunk of them"""
+        slots = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
+        return 16 * self.chunk * sum(slots)
+
+    @functools.cached_property
+    def ahead(self) -> int:
+        """Chunks of pieces on their way, while one is taken apart."""
+        if not self.taken:
+            return 0
+        return next((n for n in range(MOST_AHEAD, 1, -1) if self._stages(n) >= self._least_stages(n)), 1)
+
+    def _stages(self, ahead: int) -> int:
+        pieces = (ahead + 1) * self.piece_bytes
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.stage_bytes + 16))
+
+    def _least_stages(self, ahead: int) -> int:
+        """Where one state is copied to its place while the other's pieces are on their way, more than these."""
+        return (3, ahead + 2, 2)[len(self.taken)]
+
+    @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.ones_bytes) // (self.stage_bytes + 16))
+        return self._stages(self.ahead)
+
+    @property
+    def fits(self) -> bool:
+        c, most = self.contraction, REGISTERS[self.size][self.consumers][2]
+        if self.taken:
+            held = self.sums <= min(most, MOST_SUMS_TAKEN[self.consumers])
+            held = held and (1 if c.tied else c.outer) * max(c.p, c.q) * self.size * self.chunk < 1 << 30
+        else:
+            held = self.sums <= most and (self.size == 2 or self.slabs <= MOST_LOADED)
+        return held and self.stages >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + self.ones_bytes + 1024
+        pieces = (self.ahead + 1) * self.piece_bytes
+        return self.stages * (self.stage_bytes + 16) + pieces + self.ones_bytes + 1024
 
     @property
     def threads(self) -> int:
@@ -122,18 +164,20 @@ class WideGradient(TileSums):
 
     def __str__(self) -> str:
         c = self.contraction
+        ahead = f" and pieces of {self.ahead} more" if self.ahead else ""
         return (
             f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" of {c.outer} groups")
-            + f", {self.stages} stages of {self.chunk}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            + f", {self.stages} stages of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
-        more, fewer, _ = REGISTERS[self.size][self.consumers]
+        more, fewer, _ = REGISTERS[self.size][self.consumers] if not self.taken else (0, 0, 0)
         numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
         numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
+        numbers |= {"AHEAD": self.ahead}
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -141,7 +185,7 @@ class WideGradient(TileSums):
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         widths = (8, self.n) if self.bias else (self.n,)
         products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
-        code = hopper_headers(products, "wide_gradient.cuh")
+        code = hopper_headers(products, "packed.cuh", "pieces.cuh", "wide_gradient.cuh")
         return kernel(code, name, "WideGradient", lines, self.threads)
 
 
@@ -156,10 +200,7 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
         return
     if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
         return
-    registers, piece = REGISTERS[ELEMENT_BYTES[dtype]], 16 // ELEMENT_BYTES[dtype]
-    if c.p % piece or c.q % piece:
-        return
-    step = 16 if piece == 8 else 32
+    registers, step = REGISTERS[ELEMENT_BYTES[dtype]], 16 if ELEMENT_BYTES[dtype] == 2 else 32
     whole = -(-c.p // step) * step
     for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 4), (1, 2, 4, 8, 16)):
         if wm * wn not in registers or (bias and height > 2):  # whose columns take too many registers
@@ -167,9 +208,14 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
         widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
         for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
             plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias)
-            fits = plan.sums <= registers[plan.consumers][2] and (plan.size == 2 or plan.slabs <= MOST_LOADED)
-            if fits and plan.stages >= 3 and plan.tiles <= MOST_BLOCKS:
+            if plan.fits:
                 yield plan
+
+
+def _slots(features: int, columns: int, size: int) -> int:
+    """Of 16 bytes, for the pieces of a row's columns, as csrc/engine/pieces.cuh counts them."""
+    furthest = next((furthest for unit, furthest in ((16, 0), (8, 8), (4, 12)) if features * size % unit == 0), 16)
+    return -(-(furthest + columns * size) // 16) | 1
 
 
 def _time(plan: WideGradient) -> float:
@@ -181,7 +227,11 @@ def _time(plan: WideGradient) -> float:
     load = 0.12 + plan.stage_bytes / 100e3
     products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / CYCLES
     read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
-    if plan.size == 4:  # through registers, with one chunk on its way
+    if plan.taken:
+        slabs = sum(slabs for _, slabs in plan.taken)
+        load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)
+        read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
+    elif plan.size == 4:  # through registers, with one chunk on its way
         load = LATENCY_US
         read += SLAB_BYTES * plan.slabs
     if plan.is_split:

@@ -222,10 +222,10 @@ SUMMED = [
 ]
 
 
-def gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int = 2) -> Plan:
+def gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int = 2, architecture: int = 90) -> Plan:
     *numbers, tied = sizes
     chain = Chain((Contraction(0, *numbers, tied=tied),), gradient=True)
-    return plan(chain, dtype, batch, Gpu(90, processors, 232448))
+    return plan(chain, dtype, batch, Gpu(architecture, processors, 232448))
 
 
 def check_gradient(found: Plan, emulator: Emulator) -> None:
@@ -259,7 +259,7 @@ def check_gradient(found: Plan, emulator: Emulator) -> None:
 @pytest.mark.parametrize(("sizes", "dtype", "batch"), SUMMED, ids=str)
 def test_gradients_are_right_in_any_order(sizes: Sizes, dtype: str, batch: int, emulator: Emulator) -> None:
     """Two processors, whose blocks take several chunks each."""
-    check_gradient(gradient_of(sizes, dtype, batch), emulator)
+    check_gradient(gradient_of(sizes, dtype, batch, architecture=80), emulator)
 
 
 # The same on the warpgroup instructions, with wm, wn, height, n and least: rows that fill no chunk, or no four of them,
@@ -280,6 +280,17 @@ WIDE_SUMMED = [
     ((2, 132, 100, 1, False), "float32", 35, 8, (1, 2, 1, 64, 1)),
     ((4, 24, 44, 1, False), "float32", 351, 1, (1, 1, 1, 32, 2)),
     ((1, 68, 192, 1, True), "float32", 397, 8, (1, 1, 2, 64, 4)),
+    # Rows that are no whole pieces: of one state or both, odd, of whole words, of pairs of these; parts of rows
+    ((1, 63, 256, 1, True), "bfloat16", 300, 2, (2, 1, 2, 64, 1)),
+    ((1, 196, 132, 1, True), "float16", 330, 4, (2, 1, 1, 128, 1)),
+    ((1, 200, 70, 1, True), "bfloat16", 130, 4, (1, 2, 1, 64, 1)),
+    ((3, 37, 75, 1, True), "bfloat16", 101, 2, (2, 1, 1, 48, 1)),
+    ((2, 133, 201, 1, False), "float16", 70, 8, (1, 2, 2, 64, 1)),
+    ((1, 3, 5, 1, True), "bfloat16", 1, 1, (1, 1, 1, 16, 1)),
+    ((1, 63, 100, 1, True), "tf32", 300, 2, (2, 1, 1, 64, 1)),
+    ((1, 132, 66, 1, True), "tf32", 70, 3, (1, 2, 1, 64, 1)),
+    ((3, 70, 31, 1, False), "float32", 70, 6, (1, 1, 1, 64, 1)),
+    ((1, 27, 13, 1, True), "float32", 170, 2, (1, 1, 1, 32, 1)),
 ]
 
 
@@ -317,7 +328,7 @@ def test_a_bias_is_summed_with_its_weight(
 
 
 def test_cases_have_one_block_for_a_tile_and_several() -> None:
-    plans = [gradient_of(*case) for case in SUMMED]
+    plans = [gradient_of(*case, architecture=80) for case in SUMMED]
     assert {(type(found.passes[0]).__name__, len(found.passes)) for found in plans} >= {
         ("Gradient", 1),
         ("Gradient", 2),
@@ -1032,10 +1043,30 @@ def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulat
 def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
     dtype: str, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
-    found = wide_gradient_of((1, 64, 64, 1, True), dtype, 1500, 1, (1, 1, 1, 64, 1))
-    kernels = emulator.compile(found, {old: new})
-    states = np.ones((1500, 64))
-    _, errors = emulator.run(found, kernels, states, [states], None, blocks=1)
+    check_that_it_finds(64, dtype, {old: new}, said, emulator)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "old", "new", "said"),
+    [
+        ("bfloat16", "wait_for_copies<Pass::AHEAD - 1>();", "", "has not landed"),
+        ("bfloat16", "sync_threads<128>(kMeeting);", "", "race"),
+        ("bfloat16", "wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);", ";", "race"),
+        ("tf32", "sync_threads<128>(kMeeting);", "", "race"),
+        ("tf32", "wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);", ";", "race"),
+        ("tf32", "&& piece < whole) copy", ") copy", "outside of the tensors"),
+    ],
+)
+def test_finds_what_is_missing_where_rows_are_taken_apart(
+    dtype: str, old: str, new: str, said: str, emulator: Emulator
+) -> None:
+    check_that_it_finds(63, dtype, {old: new}, said, emulator)
+
+
+def check_that_it_finds(p: int, dtype: str, changes: dict[str, str], said: str, emulator: Emulator) -> None:
+    found = wide_gradient_of((1, p, 64, 1, True), dtype, 1501, 1, (1, 1, 1, 64, 1))
+    kernels = emulator.compile(found, changes)
+    _, errors = emulator.run(found, kernels, np.ones((1501, p)), [np.ones((1501, 64))], None, blocks=1)
     assert any(said in error for error in errors), errors
 
 

@@ -106,6 +106,8 @@ WIDE_SUMMED = [
     (2, 1024, 1024, 1, False),
     (4, 192, 768, 1, False),
     (3, 40, 72, 1, False),
+    (1, 63, 256, 1, True),
+    (1, 196, 384, 1, True),
 ]
 
 
@@ -452,28 +454,32 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bias", "least", "count"),
+    ("dtype", "bias", "p", "q", "least", "count"),
     [
-        ("bfloat16", False, 96, 9),
-        ("tf32", False, 96, 6),
-        ("float32", False, 128, 3),
-        ("bfloat16", True, 96, 9),
-        ("tf32", True, 96, 6),
+        ("bfloat16", False, 1000, 2008, 96, 9),
+        ("tf32", False, 1000, 2008, 96, 6),
+        ("float32", False, 1000, 2008, 128, 3),
+        ("bfloat16", True, 1000, 2008, 96, 9),
+        ("tf32", True, 1000, 2008, 96, 6),
+        ("bfloat16", True, 1001, 2007, 96, 6),
+        ("float16", True, 1004, 2000, 96, 6),
+        ("tf32", True, 1000, 2007, 96, 6),
+        ("float32", False, 1001, 2007, 128, 3),
     ],
 )
 def test_no_tiling_of_a_gradient_of_warpgroups_spills(
-    dtype: str, bias: bool, least: int, count: int, compiled: Compiled
+    dtype: str, bias: bool, p: int, q: int, least: int, count: int, compiled: Compiled
 ) -> None:
     """With as many sums as a thread may have; those that planned cases do not have, too."""
     gpu, seen = Gpu.of(90), set()
-    for tiled in wide_gradient.tilings(Contraction(0, 1, 1000, 2008, 1, tied=True), dtype, 16384, gpu, bias):
+    for tiled in wide_gradient.tilings(Contraction(0, 1, p, q, 1, tied=True), dtype, 16384, gpu, bias):
         tiling = (tiled.wm, tiled.wn, tiled.height, tiled.n)
         if tiling in seen or tiled.sums < least:
             continue
         seen.add(tiling)
         _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
         kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
-        check([kernel], GradientCase((1, 1000, 2008, 1, True), dtype, "sm_90a", 16384), 0)
+        check([kernel], GradientCase((1, p, q, 1, True), dtype, "sm_90a", 16384), 0)
     assert len(seen) >= count
 
 

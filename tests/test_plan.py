@@ -393,12 +393,25 @@ def test_gradients_of_large_products_are_for_warpgroups(
         assert isinstance(found.passes[0], WideGradient) == (arch == 90)
 
 
-def test_gradients_of_warpgroups_need_rows_of_whole_pieces() -> None:
-    for dtype, whole, broken in (("bfloat16", 1032, 1028), ("tf32", 1028, 1026)):
-        assert isinstance(gradient_of(1, whole, whole, 1, tied=True, dtype=dtype).passes[0], WideGradient)
-        for sizes in ((1, broken, 1024, 1), (1, 1024, broken, 1), (1, 1024, 1024, 2)):
-            for tied in (True, False):
-                assert isinstance(gradient_of(*sizes, tied=tied, dtype=dtype).passes[0], Gradient)
+def test_gradients_of_warpgroups_take_rows_apart_that_are_no_whole_pieces() -> None:
+    for dtype, whole, broken in (("bfloat16", 1032, 1028), ("tf32", 1028, 1026), ("float32", 1028, 1023)):
+        for p, q in ((whole, whole), (broken, 1024), (1024, broken), (broken, broken)):
+            summing, *_ = gradient_of(1, p, q, 1, tied=True, dtype=dtype).passes
+            assert isinstance(summing, WideGradient)
+            loose = ((q, summing.bm // 64), (p, summing.bn // 64)) if broken in (p, q) else ()
+            assert summing.taken == tuple(state for state in loose if broken == state[0] or dtype != "bfloat16")
+            assert ("pieces of" in str(summing)) == (broken in (p, q)) == (summing.ahead > 0)
+        assert isinstance(gradient_of(1, 1024, 1024, 2, tied=True, dtype=dtype).passes[0], Gradient)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "batch", "most_us"),
+    [(63, 256, 196608, 45), (13, 512, 32768, 20), (196, 384, 49152, 35), (384, 196, 49152, 35), (256, 4, 196608, 40)],
+)
+def test_gradients_of_odd_widths_are_bound_by_memory(p: int, q: int, batch: int, most_us: float) -> None:
+    for dtype in ("bfloat16", "float16"):
+        found = gradient_of(1, p, q, 1, tied=True, dtype=dtype, batch=batch)
+        assert isinstance(found.passes[0], WideGradient) and found.us <= most_us
 
 
 @dtypes

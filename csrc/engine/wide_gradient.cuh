@@ -9,15 +9,19 @@
 //
 // In 16 bits, both operands lie in shared memory as they do in memory, 64 rows below each other: the matrix unit turns
 // them. Of 32 bits it takes none that are turned. Chunks have 32 rows, which producers load into registers, a chunk ahead,
-// and store the other way, rounded to tf32 or split. With BIAS (one group, nothing split) the sums of G's columns are made as
-// well, as products with ones, and lie behind those of the weight. factorlayer/wide_gradient.py writes the constants:
+// and store the other way, rounded to tf32 or split. Rows that 16 bytes do not divide are copied as the pieces they lie in
+// (pieces.cuh), AHEAD chunks before producers take them apart; of 32 bits then those of both states.
+//
+// With BIAS (one group, nothing split) the sums of G's columns are made as well, as products with ones, and lie behind those
+// of the weight. factorlayer/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, STAGES, BIAS, MORE and FEWER (registers of consumers and producers; 0: as they are), SPLIT (float as
-//        three products of tf32)
+//        HEIGHT, N, STAGES, AHEAD (0: rows are whole pieces), BIAS, MORE and FEWER (registers of consumers and
+//        producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
+#include "pieces.cuh"
 #include "wgmma.cuh"
 
 template <class Pass> struct WideGradient {
@@ -32,14 +36,27 @@ template <class Pass> struct WideGradient {
   static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN);
   static constexpr int kLow = (kLeft + kRight) * kSlab;  // what high parts leave out of float, behind them
   static constexpr int kStageBytes = Pass::SPLIT ? 2 * kLow : kLow;
-  // Behind the stages ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, and barriers
+  static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS;
+  using PiecesG = Pieces<Element, Q, kRowG, kLeft, kChunk>;
+  using PiecesX = Pieces<Element, P, kRowX, kRight, kChunk>;
+  // Whole pieces that the matrix unit turns need no taking apart: they are copied to where they belong.
+  static constexpr bool kTakes = Pass::AHEAD > 0;
+  static constexpr bool kTakesG = kTakes && !(kTurns && PiecesG::kWhole), kTakesX = kTakes && !(kTurns && PiecesX::kWhole);
+  static constexpr bool kCopies = kTakesG != kTakesX;
+  static constexpr int kBytesG = kTakesG ? PiecesG::kBytes : 0, kBytesX = kTakesX ? PiecesX::kBytes : 0;
+  // Behind the stages ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, pieces, and
+  // barriers
   static constexpr int kOnes = Pass::STAGES * kStageBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
-  static constexpr int kFull = kOnes + kOnesBytes, kEmpty = kFull + Pass::STAGES * 8;
-  static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS, kWeights = i64(P) * Q * Pass::GROUPS;
+  static constexpr int kPieces = kOnes + kOnesBytes, kPiecesBytes = kBytesG + kBytesX;
+  static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kMeeting = 1;  // of producers, among a block's barriers
+  static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
+  static constexpr bool kSideBySide = P % 4 == 0 && kPart % 4 == 0;  // sums are stored by four
   static_assert(!Pass::BIAS || (Pass::GROUPS == 1 && !Pass::SPLIT));
-  static_assert(P % kPiece == 0 && Q % kPiece == 0 && N % (kTurns ? 16 : 32) == 0,
-                "pieces, and sums that change places or lie in their order");
+  static_assert(kTakes || (P % kPiece == 0 && Q % kPiece == 0), "rows of whole pieces");
+  static_assert(!kCopies || Pass::STAGES > Pass::AHEAD + 1, "copies to a stage that is not waited for");
+  static_assert(N % (kTurns ? 16 : 32) == 0, "sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
   static_assert(WN == 1 || N % 64 == 0, "slabs belong to one warpgroup");
 
@@ -100,18 +117,19 @@ template <class Pass> struct WideGradient {
   }
   DEVICE void put(const Square& x, u32 to) const {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 high[4], low[4];
+    for (int j = 0; j < 4; ++j) put_rows({x[0][j], x[1][j], x[2][j], x[3][j]}, to + j * 1024);
+  }
+  DEVICE void put_rows(const u32 (&x)[4], u32 to) const {
+    u32 high[4], low[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (Pass::SPLIT)
-          Split3::split(x[i][j], high[i], low[i]);
-        else
-          high[i] = tf32_of(x[i][j]);
-      }
-      store_u32x4(to + j * 1024, high);
-      if constexpr (Pass::SPLIT) store_u32x4(to + j * 1024 + kLow, low);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (Pass::SPLIT)
+        Split3::split(x[i], high[i], low[i]);
+      else
+        high[i] = tf32_of(x[i]);
     }
+    store_u32x4(to, high);
+    if constexpr (Pass::SPLIT) store_u32x4(to + kLow, low);
   }
   // While a chunk is stored, square by square, the next one is loaded to where it was.
   DEVICE void turn_chunks(int thread) const {
@@ -146,6 +164,101 @@ template <class Pass> struct WideGradient {
       }
       arrive(memory + kFull + stage * 8);
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+  }
+
+  template <class Rows, bool TAKES>
+  DEVICE void copy_rows(const void* state, i64 first, i64 column, int left, u32 slabs, u32 pieces, int thread) const {
+    const int there = int(min(rows - first, i64(kChunk))), row = thread / 8, piece = thread % 8;
+    if constexpr (TAKES)
+      Rows::template copy<128>(pieces, Rows::first_row(state, first, column, rows), there, left, thread);
+    else
+      copy<Rows::kSlabs, Rows::kStep>(
+          slabs + swizzled(row, piece),
+          static_cast<const Element*>(state) + ((first + row) * Rows::kStep + column + piece * 8), there - row,
+          left - piece * 8);
+  }
+  // Eight threads side by side have a piece each of eight rows or, of 32 bits, a column of all 32: then row i + 8 j is the
+  // j-th of piece i. IN_ORDER: columns are, too, and not as above.
+  template <class Rows, bool IN_ORDER>
+  DEVICE void take_rows(const void* state, i64 first, i64 column, int begin, u32 slabs, u32 pieces, int thread) const {
+    const FirstRow row = Rows::first_row(state, first, column, rows);
+    const int there = int(min(rows - first, i64(kChunk)));
+    if constexpr (kTurns) {
+      const int own = thread % 8 + thread / 64 * 8, piece = thread / 8 % 8;
+#pragma unroll
+      for (int slab = 0; slab < Rows::kSlabs; ++slab) {
+        u32 words[4][4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = own + i * 16;
+          Rows::take(Rows::row_at(pieces, row, r), begin, slab * 64 + piece * 8, r < there, words[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_u32x4(slabs + slab * kSlab + i * 2048 + swizzled(own, piece), words[i]);
+      }
+    } else {
+      const int own = thread % 8;
+      u32 from[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) from[j] = Rows::row_at(pieces, row, own + j * 8);
+#pragma unroll
+      for (int slab = 0; slab < Rows::kSlabs; ++slab) {
+        u32 words[4][4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const int c = slab * 64 + i / 4 * 16 + thread / 8, j = i % 4;
+          if (own + j * 8 < there && begin + c < Rows::kFeatures) words[i / 4][j] = load_u32(from[j] + c * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int c = i * 16 + thread / 8, place = IN_ORDER ? c : c / 32 * 32 + c % 32 / 4 + c % 4 * 8;
+          put_rows(words[i], slabs + slab * kSlab + swizzled(place, own));
+        }
+      }
+    }
+  }
+  struct Turn {
+    int stage = 0;
+    u32 phase = 1;
+    DEVICE void next() {
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+  };
+  DEVICE void take_chunks(int thread) const {
+    const Tile at = tile();
+    const i64 column_g = i64(at.group) * Q + at.q, column_x = i64(at.group) * P + at.p;
+    const void *g = params.weights[Pass::WEIGHT], *x = params.x;
+    Turn copied, taken;
+    int to = 0, from = 0;  // among pieces of chunks
+    const auto copy_next = [&](int chunk) {
+      if (chunk < chunks) {
+        if constexpr (kCopies) wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);
+        const u32 slabs = memory + copied.stage * kStageBytes, pieces = memory + kPieces + to * kPiecesBytes;
+        const i64 first = i64(chunk) * kChunk;
+        copy_rows<PiecesG, kTakesG>(g, first, column_g, Q - at.q, slabs, pieces, thread);
+        copy_rows<PiecesX, kTakesX>(x, first, column_x, P - at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
+      }
+      commit_copies();
+      copied.next();
+      to = to == Pass::AHEAD ? 0 : to + 1;
+    };
+#pragma unroll 1
+    for (int i = 0; i < Pass::AHEAD; ++i) copy_next(blockIdx.x + i * gridDim.x);
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+      wait_for_copies<Pass::AHEAD - 1>();
+      sync_threads<128>(kMeeting);  // this chunk's copies are there, and what the next ones overwrite has been taken
+      copy_next(chunk + Pass::AHEAD * gridDim.x);
+      if constexpr (!kCopies) wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);
+      const u32 slabs = memory + taken.stage * kStageBytes, pieces = memory + kPieces + from * kPiecesBytes;
+      const i64 first = i64(chunk) * kChunk;
+      if constexpr (kTakesG) take_rows<PiecesG, false>(g, first, column_g, at.q, slabs, pieces, thread);
+      if constexpr (kTakesX)
+        take_rows<PiecesX, !kSideBySide>(x, first, column_x, at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
+      arrive(memory + kFull + taken.stage * 8);
+      taken.next();
+      from = from == Pass::AHEAD ? 0 : from + 1;
     }
   }
 
@@ -290,11 +403,20 @@ template <class Pass> struct WideGradient {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int down = h * 64 + half * kDown;
-        if (q + down < Q) store_row(sums[h], half, to + i64(down) * P, p, t);  // for 8 rows of a warp, or none
+        const int end = q + down < Q ? P : 0;  // all of a warp exchange, whose rows may end between
+        store_row(sums[h], half, to + i64(down) * P, p, t, end);
       }
   }
-  DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t) const {
-    if constexpr (!kTurns) {
+  DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
+    if constexpr (!kSideBySide) {
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int c = p + n * 8 + t * 2 + i;
+          if (c < end) store_global(to + c, narrow<Result>(sums[n * 4 + half * 2 + i]));
+        }
+    } else if constexpr (!kTurns) {
 #pragma unroll
       for (int n = 0; n < N / 8; n += 4)
 #pragma unroll
@@ -303,7 +425,7 @@ template <class Pass> struct WideGradient {
 #pragma unroll
           for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
           const int c = p + n * 8 + t * 8 + i * 4;
-          if (c < P) store_global<16>(to + c, words);
+          if (c < end) store_global<16>(to + c, words);
         }
     } else if constexpr (is_same<Result, Element>) {
       const int odd = t & 1;
@@ -314,7 +436,7 @@ template <class Pass> struct WideGradient {
         const u32 given = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
         const u32 words[2] = {odd ? given : first, odd ? second : given};
         const int c = p + (n + odd) * 8 + t / 2 * 4;
-        if (c < P) store_global<8>(to + c, words);
+        if (c < end) store_global<8>(to + c, words);
       }
     } else {
 #pragma unroll
@@ -322,7 +444,7 @@ template <class Pass> struct WideGradient {
         const float* near = &sums[n * 4 + half * 2];
         const u32 words[2] = {__float_as_uint(near[0]), __float_as_uint(near[1])};
         const int c = p + n * 8 + t * 2;
-        if (c < P) store_global<8>(to + c, words);
+        if (c < end) store_global<8>(to + c, words);
       }
     }
   }
@@ -344,7 +466,9 @@ template <class Pass> struct WideGradient {
         consume<false>();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      if constexpr (kTurns)
+      if constexpr (kTakes)
+        take_chunks(threadIdx.x - kConsumers);
+      else if constexpr (kTurns)
         copy_chunks(threadIdx.x - kConsumers);
       else
         turn_chunks(threadIdx.x - kConsumers);

@@ -50,6 +50,8 @@ CASES = [
     Case(kronecker((13, 5, 3), (6, 17, 3), rank=2), 50),
     Case(kronecker((256,), (256,)), 3000, True, "relu"),
     Case(kronecker((136,), (204,)), 70, True, "gelu"),
+    Case(kronecker((63,), (250,)), 3000, True, "relu"),
+    Case(kronecker((256,), (4,)), 3000),
     Case(monarch((32, 32), (32, 32)), 70, True, "gelu"),
     Case(monarch((8, 64), (48, 16), rank=4), 300, True, "sine"),
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
