@@ -60,8 +60,8 @@ class Stack:
         return self.tf32_text if runs_in_tf32(x) else self.text
 
 
-# Elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not; the same by cuBLAS in 16
-# bits and tf32.
+# Elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not; the same by cuBLAS in
+# 16 bits and tf32.
 LARGEST_DENSE = 1 << 19
 
 
