@@ -115,9 +115,8 @@ class DenseStreamed(Dense):
         return 128 * (self.groups + 1)
 
     def __str__(self) -> str:
-        widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return (
-            f"dense layers, weights streamed: {widths}, {self.groups} warpgroups, {self.stages} stages of "
+            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.stages} stages of "
             f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
         )
 
@@ -139,6 +138,7 @@ class DenseStreamed(Dense):
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
         told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}
         told |= {"FIRST": i == 0, "LAST": i == last, "IN_PLACE": i > 0 and c.passes == 1}
+        told["STATE"] = self.tensors + i - 1 if self.states and i else -1
         told |= {"from": self.state_places[i], "to": self.state_places[i + 1] if i < last else 0}
         return told | {"bias_at": self._biases_at + biases}
 
@@ -161,7 +161,11 @@ class DenseStreamed(Dense):
     def _calls(self, what: str, given: str) -> list[str]:
         """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
         alike = [
-            (chain.bias, chain.activation, *(told[key] for key in told if key not in ("WEIGHT", "BIAS", "bias_at")))
+            (
+                chain.bias,
+                chain.activation,
+                *(told[key] for key in told if key not in ("WEIGHT", "BIAS", "STATE", "bias_at")),
+            )
             for chain, told in zip(self.layers, map(self.struct, range(len(self.layers))), strict=True)
         ]
         calls, begin = [], 0
@@ -176,20 +180,20 @@ class DenseStreamed(Dense):
         return calls
 
 
-def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseStreamed | None:
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return min(tilings(layers, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return min(tilings(layers, dtype, batch, gpu, states), key=lambda plan: plan.us, default=None)
 
 
-def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Iterator[DenseStreamed]:
+def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[DenseStreamed]:
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32") or len(layers) < 2:
         return
     if any(not chain.is_dense or chain.rank > 1 or chain.parameters for chain in layers):
         return
-    if sum(1 + chain.bias for chain in layers) > MOST_TENSORS:
+    if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
         return
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
-        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, rows=rows)
+        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows)
         if plan.stages >= LEAST_STAGES:
             yield replace(plan, us=_time(plan, batch))
 
@@ -215,6 +219,9 @@ def _time(plan: DenseStreamed, batch: int) -> float:
     sums = 64 * sum(c.all for c in plan.shapes) * 6 / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3
+    states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
+    read += groups * states
     busy = max(load, groups * products + 0.3 * sums, alone + store, 1.15 * read / 128 / CYCLES, groups * sums) + 0.5
-    moved = 64 * groups * (plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, moved)
+    moved = 64 * plan.size * (plan.sizes[0][0] + plan.sizes[-1][1]) + states
+    memory = groups * moved / (0.9 * plan.gpu.memory_bytes)
+    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, memory)

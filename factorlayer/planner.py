@@ -126,7 +126,8 @@ def plan_stack(
         tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
     else:
         tiled = [dense.tile(layers, dtype, batch, gpu, states)]
-        tiled += [dense_streamed.tile(layers, dtype, batch, gpu)] if not states and _streams(layers, dtype, gpu) else []
+        streams = _streams(layers, dtype, gpu, states)
+        tiled += [dense_streamed.tile(layers, dtype, batch, gpu, states)] if streams else []
     found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
@@ -136,10 +137,10 @@ def plan_stack(
 
 
 @functools.lru_cache(256)
-def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
+def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> bool:
     """Whether a pass that streams their weights is predicted to be faster than layer by layer, for many samples: layers
     that have a kernel for these have one for few as well."""
-    found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu)
+    found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu, states)
     return found is not None and found.us < sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
 
 

@@ -47,6 +47,22 @@ def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...
     assert type(small) is Dense
 
 
+@dtypes
+@pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
+def test_states_are_stored_by_the_same_kernel(widths: tuple[int, ...], dtype: str) -> None:
+    """With their bytes in what it is predicted to take; behind the tensors are theirs."""
+    for batch in BATCHES:
+        (plain,), (found,) = (plan_stack(dense(*widths), dtype, batch, HOPPER, states=s).passes for s in (False, True))
+        assert isinstance(found, DenseStreamed) and ", states between them stored, " in str(found)
+        assert found.us >= plain.us
+        places = [found.struct(i)["STATE"] for i in range(len(widths) - 1)]
+        assert places == [-1, *range(found.tensors, found.tensors + len(widths) - 2)]
+    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER, states=True).passes
+    assert type(small) is Dense
+    many = dense(*[20] * 25)
+    assert tile(many, dtype, 4096, HOPPER) and tile(many, dtype, 4096, HOPPER, states=True) is None
+
+
 def test_what_does_not_fit_or_is_another_kind_is_not_streamed() -> None:
     wide, small = dense(768, 3072, 768), dense(300, 300, 300)
     assert tile(wide, "bfloat16", 4096, HOPPER) is None

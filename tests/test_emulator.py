@@ -848,20 +848,35 @@ def test_elu_of_what_is_rounded_is_right_for_small_numbers_too(emulator: Emulato
     assert np.max(np.abs(y / right - 1)) <= 1.2 * EPS["float16"]
 
 
-@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
-def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
+def check_states(found: Plan, layers: list[Chain], batch: int, emulator: Emulator) -> None:
     """Stored beside the outputs."""
-    layers = stack_of(widths, dtype, activation, "relu")
-    draw = drawing(dtype)
-    x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
-    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
-    (made,), errors = emulator.run(planned, emulator.compile(planned), x, tensors, None, blocks=1)
+    draw, dtype = drawing(found.dtype), found.dtype
+    x, tensors = draw(batch, layers[0].in_features), drawn_tensors(layers, draw)
+    (made,), errors = emulator.run(found, emulator.compile(found), x, tensors, None, blocks=1)
     assert not errors
-    y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[1:-2])]))
+    widths = [layer.out_features for layer in layers]
+    y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[:-2])]))
     for count, state in enumerate([*states, y], 1):
         used = sum(1 + layer.parameters + layer.bias for layer in layers[:count])
         right = run_in_torch(layers[:count], torch.from_numpy(x), [torch.from_numpy(t) for t in tensors[:used]])
         assert np.linalg.norm(state - right.numpy().ravel()) <= 3 * EPS[dtype] * count * torch.linalg.norm(right)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
+def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
+    layers = stack_of(widths, dtype, activation, "relu")
+    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
+    check_states(planned, layers, batch, emulator)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch", "tiling"), STREAMED_STACKS, ids=str)
+def test_states_of_streamed_stacks(
+    widths: list[int], dtype: str, activation: str, batch: int, tiling: tuple[int, int], emulator: Emulator
+) -> None:
+    groups, rows = tiling
+    layers = [replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation, "relu"))]
+    planned = DenseStreamed(tuple(layers), dtype, groups, Gpu(90, 1, 232448), states=True, rows=rows)
+    check_states(Plan(layers[0], dtype, LARGE, planned.gpu, (planned,)), layers, batch, emulator)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 // of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
 // samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds.
 // They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
-// lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row.
+// lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row. States that are wanted in
+// memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), AHEAD (chunks on their way to
 //       who rounds them to tf32, no more than come behind the first layer: x waits for that one, and they for x), STATE_BYTES
@@ -13,7 +14,8 @@
 //       as they are), First, load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
-//        to (in a warpgroup's states), bias_at (bytes), Activation. Of layers that are all as one is, `number` come before.
+//        to (in a warpgroup's states), bias_at (bytes), STATE (parameter: where in memory its x is wanted; -1: nowhere),
+//        Activation. Of layers that are all as one is, `number` come before.
 #pragma once
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -271,19 +273,57 @@ template <class Pass> struct DenseStreamed {
       release(kEmpty + last * 8);
     }
   }
-  // z = x W' + b
-  template <class L> DEVICE void multiply(Sums<L>& z, Ring& ring) const {
-    constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
-    const u64 left = operand(states + L::from);
+  // Slabs of a layer's x to memory. A warp moves rows that it wrote; lanes lie side by side along them.
+  template <class L> DEVICE void save(int slab, int slabs, int round, Element* to) const {
+    if constexpr (L::STATE >= 0) {
+      if (!to) return;
+      constexpr int kBytes = kWide<L::P>, kLanes = least(32, 128 / kBytes), kDown = 32 / kLanes;
+      constexpr int kAlong = 128 / (kLanes * kBytes), kTogether = least(16 / kDown, 8);
+      int row = thread / 32 * 16 + thread % 32 / kLanes, lane = thread % kLanes;
+      stay_here(row, lane);  // or its places are kept through all products
+      const i64 sample = sample_of(round, warpgroup) + row;
+      const int rows = int(min(i64(16), params.batch - sample));
 #pragma unroll 1
-    for (int c = 0; c < kWhole; ++c)
+      for (int s = slab; s < slab + slabs; ++s)
+#pragma unroll 1
+        for (int j = 0; j < kAlong; ++j) {
+          const int at = (j * kLanes + lane) * kBytes, feature = s * kSlab + at / kSize;
+          const u32 from = states + L::from + s * 8192 + swizzled(row, at / 16) + at % 16;
+          Element* there = to + sample * L::P + feature;
+#pragma unroll
+          for (int first = 0; first < 16; first += kTogether * kDown) {
+            Words<kBytes> x[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+              const int down = first + i * kDown;
+              x[i] = load_words<kBytes>((from ^ (down & 7) << 4) + down * 128);
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+              const int down = first + i * kDown;
+              if (down < rows && feature < L::P) store_words<kBytes>(there + down * L::P, x[i]);
+            }
+          }
+        }
+    }
+  }
+  // z = x W' + b, and meanwhile x to memory, if `to` is a place for it
+  template <class L> DEVICE void multiply(Sums<L>& z, Ring& ring, int round, Element* to) const {
+    constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
+    const u64 left = operand(uniform(states) + L::from);  // made anew: all layers' operands would fill the registers
+#pragma unroll 1
+    for (int c = 0; c < kWhole; ++c) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
         take<L, kSteps>(z[part], ring, left + c * (L::SLABS * 512), c > 0 || part > 0);
-    if constexpr (kRest > 0)
+      save<L>(c * L::SLABS, L::SLABS, round, to);
+    }
+    if constexpr (kRest > 0) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
         take<L, kRest>(z[part], ring, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
+      save<L>(kWhole * L::SLABS, ceil_div(kRest, 4), round, to);
+    }
     wait_for_products<0>();
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
@@ -360,13 +400,20 @@ template <class Pass> struct DenseStreamed {
     }
   }
 
+  // Where in memory
+  template <class L> DEVICE Element* wanted(int number) const {
+    if constexpr (L::STATE < 0)
+      return nullptr;
+    else
+      return static_cast<Element*>(const_cast<void*>(params.weights[L::STATE + number]));
+  }
   template <class L> DEVICE void layer(Ring& ring, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
-      multiply<L>(z, ring);
+      multiply<L>(z, ring, round, pass == 0 ? wanted<L>(number) : nullptr);
       if constexpr (L::FIRST)
         if (pass == L::PASSES - 1) release(kXEmpty);
       if constexpr (L::LAST) {
