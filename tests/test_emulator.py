@@ -836,16 +836,25 @@ def test_streamed_stacks_are_right_and_keep_samples_apart(
     check_stack(found, list(layers), batch, emulator)
 
 
-def test_elu_of_what_is_rounded_is_right_for_small_numbers_too(emulator: Emulator) -> None:
+@pytest.mark.parametrize("activation", ["elu", "gelu"])
+def test_activations_of_what_is_rounded_are_right_for_small_numbers_too(activation: str, emulator: Emulator) -> None:
     """Of each element, through two layers that change nothing."""
-    layers = tuple(replace(layer, bias=False) for layer in stack_of([32, 32, 32], "float16", "elu"))
+    layers = tuple(replace(layer, bias=False) for layer in stack_of([32, 32, 32], "float16", activation))
     planned = DenseStreamed(layers, "float16", 1, Gpu(90, 1, 232448), rows=64)
     found = Plan(layers[0], "float16", SMALL, planned.gpu, (planned,))
-    x = decode(encode(-np.geomspace(1e-4, 12, 64 * 32).reshape(64, 32), "float16"), "float16").reshape(64, 32)
+    below = -np.geomspace(1e-3, 12 if activation == "elu" else 3.5, 64 * 16)
+    x = decode(encode(np.concatenate([below, -below]).reshape(64, 32), "float16"), "float16").reshape(64, 32)
     (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(32)] * 2, None, blocks=1)
     assert not errors
-    right = np.expm1(x.ravel())
+    right = activate(activation, torch.from_numpy(x.ravel())).numpy()
     assert np.max(np.abs(y / right - 1)) <= 1.2 * EPS["float16"]
+
+    layers = tuple(replace(layer, bias=False) for layer in stack_of([1, 1, 1], "float16", activation))
+    found = replace(found, passes=(replace(planned, layers=layers),))
+    x = np.array([[np.inf], [-np.inf], [np.nan]])
+    (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(1)] * 2, None, blocks=1)
+    assert not errors
+    np.testing.assert_array_equal(y, activate(activation, torch.from_numpy(x.ravel())).numpy())
 
 
 def check_states(found: Plan, layers: list[Chain], batch: int, emulator: Emulator) -> None:
