@@ -17,6 +17,8 @@ from factorlayer.resident import round_up
 WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_STAGES, LEAST_STAGES = 8, 3
 CYCLES = 1.65e3  # in a microsecond
+INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
+OTHER_INSTRUCTIONS = 32  # for each sum between layers that another function is taken of
 REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
 
 
@@ -216,12 +218,13 @@ def _time(plan: DenseStreamed, batch: int) -> float:
             / plan.slab
             * (columns * (groups + (3 if plan.size == 4 else 1)) + 64 * groups * c.parts * c.passes)
         )
-    sums = 64 * sum(c.all for c in plan.shapes) * 6 / 32 / plan.gpu.instructions
+    each = [*(INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers[:-1]), 6]
+    sums = 64 * sum(c.all * n for c, n in zip(plan.shapes, each, strict=True)) / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3
     states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
-    read += groups * states
-    busy = max(load, groups * products + 0.3 * sums, alone + store, 1.15 * read / 128 / CYCLES, groups * sums) + 0.5
+    shared = 1.15 * (read + groups * states) / 128 / CYCLES
+    busy = max(load, groups * (products + 0.6 * sums), alone + store, shared) + 0.5
     moved = 64 * plan.size * (plan.sizes[0][0] + plan.sizes[-1][1]) + states
     memory = groups * moved / (0.9 * plan.gpu.memory_bytes)
     return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, memory)

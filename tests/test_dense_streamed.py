@@ -63,6 +63,11 @@ def test_states_are_stored_by_the_same_kernel(widths: tuple[int, ...], dtype: st
     assert tile(many, dtype, 4096, HOPPER) and tile(many, dtype, 4096, HOPPER, states=True) is None
 
 
+def test_a_function_of_many_instructions_takes_longer() -> None:
+    us = [plan_stack(dense(*WIDTHS[3], activation=name), "bfloat16", 49152, HOPPER).us for name in ("relu", "tanh")]
+    assert us[1] > us[0]
+
+
 def test_what_does_not_fit_or_is_another_kind_is_not_streamed() -> None:
     wide, small = dense(768, 3072, 768), dense(300, 300, 300)
     assert tile(wide, "bfloat16", 4096, HOPPER) is None
