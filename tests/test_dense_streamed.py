@@ -38,7 +38,7 @@ def dense(*widths: int, activation: str = "relu") -> tuple[Chain, ...]:
 @pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
 def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...], dtype: str) -> None:
     for batch in BATCHES:
-        (found,) = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
+        *_, found = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
         assert isinstance(found, DenseStreamed) and "weights streamed: " in str(found)
     for arch in (80, 89, 100, 120):
         with pytest.raises(PlanError, match="no pass takes all layers"):
@@ -52,7 +52,7 @@ def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...
 def test_states_are_stored_by_the_same_kernel(widths: tuple[int, ...], dtype: str) -> None:
     """With their bytes in what it is predicted to take; behind the tensors are theirs."""
     for batch in BATCHES:
-        (plain,), (found,) = (plan_stack(dense(*widths), dtype, batch, HOPPER, states=s).passes for s in (False, True))
+        plain, found = (plan_stack(dense(*widths), dtype, batch, HOPPER, states=s).passes[-1] for s in (False, True))
         assert isinstance(found, DenseStreamed) and ", states between them stored, " in str(found)
         assert found.us >= plain.us
         places = [found.struct(i)["STATE"] for i in range(len(widths) - 1)]

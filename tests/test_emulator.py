@@ -832,7 +832,7 @@ def test_streamed_stacks_are_right_and_keep_samples_apart(
     groups, rows = tiling
     layers = tuple(replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation)))
     planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=rows)
-    found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
+    found = Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes)
     check_stack(found, list(layers), batch, emulator)
 
 
@@ -841,7 +841,7 @@ def test_activations_of_what_is_rounded_are_right_for_small_numbers_too(activati
     """Of each element, through two layers that change nothing."""
     layers = tuple(replace(layer, bias=False) for layer in stack_of([32, 32, 32], "float16", activation))
     planned = DenseStreamed(layers, "float16", 1, Gpu(90, 1, 232448), rows=64)
-    found = Plan(layers[0], "float16", SMALL, planned.gpu, (planned,))
+    found = Plan(layers[0], "float16", SMALL, planned.gpu, planned.passes)
     below = -np.geomspace(1e-3, 12 if activation == "elu" else 3.5, 64 * 16)
     x = decode(encode(np.concatenate([below, -below]).reshape(64, 32), "float16"), "float16").reshape(64, 32)
     (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(32)] * 2, None, blocks=1)
@@ -850,7 +850,7 @@ def test_activations_of_what_is_rounded_are_right_for_small_numbers_too(activati
     assert np.max(np.abs(y / right - 1)) <= 1.2 * EPS["float16"]
 
     layers = tuple(replace(layer, bias=False) for layer in stack_of([1, 1, 1], "float16", activation))
-    found = replace(found, passes=(replace(planned, layers=layers),))
+    found = replace(found, passes=replace(planned, layers=layers).passes)
     x = np.array([[np.inf], [-np.inf], [np.nan]])
     (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(1)] * 2, None, blocks=1)
     assert not errors
@@ -885,7 +885,7 @@ def test_states_of_streamed_stacks(
     groups, rows = tiling
     layers = [replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation, "relu"))]
     planned = DenseStreamed(tuple(layers), dtype, groups, Gpu(90, 1, 232448), states=True, rows=rows)
-    check_states(Plan(layers[0], dtype, LARGE, planned.gpu, (planned,)), layers, batch, emulator)
+    check_states(Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes), layers, batch, emulator)
 
 
 @pytest.mark.parametrize(
@@ -1066,15 +1066,18 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
 @pytest.mark.parametrize(
     ("dtype", "width", "old", "new", "said"),
     [
-        ("bfloat16", 192, "wait(kEmpty, at, at.phase ^ 1);", "", "race"),
-        ("bfloat16", 192, "wait(kFull, ring, ring.phase);\n    fence", "fence", "has not landed"),
+        ("bfloat16", 192, "wait(kEmpty, ring, ring.phase ^ 1);\n#pragma", "\n#pragma", "race"),
+        ("bfloat16", 192, "wait(kFull, ring, ring.phase);\n    if", "if", "has not landed"),
         ("bfloat16", 64, "wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);", "", "race"),
         ("bfloat16", 192, "fence_copy_engine(), meet();", "fence_copy_engine();", "race: a matrix unit"),
-        ("bfloat16", 192, "ring.phase);\n    fence_copy_engine();", "ring.phase);", "no fence: a matrix unit"),
+        ("bfloat16", 192, "if constexpr (!kInChunks) fence_copy_engine();", "", "no fence: a matrix unit"),
         ("bfloat16", 192, "wait_for_products<1>();\n", "", "race"),
-        ("tf32", 192, "sync_threads<128>(kMeeting);", "", "race"),
-        ("tf32", 192, "wait_for_copies<Pass::AHEAD>(), finish", "finish", "has not landed"),
-        ("tf32", 192, "wait_for_copies<0>();\n", "", "has not landed"),
+        ("tf32", 192, "wait(kEmpty, ring, ring.phase ^ 1);\n          expect", "expect", "race"),
+        ("tf32", 192, "wait(kFull, ring, ring.phase);\n    if", "if", "has not landed"),
+        ("tf32", 192, "sync_threads<kLoaders>(kMeeting);", "", "race"),
+        ("tf32", 192, "wait_for_copies<0>();\n        sync", "sync", "has not landed"),
+        ("tf32", 192, "wait_for_bytes(memory + kXFull, round & 1), ", "", "race"),
+        ("tf32", 192, "round & 1), fence_copy_engine();", "round & 1);", "no fence: a matrix unit"),
     ],
 )
 def test_finds_what_is_missing_of_streamed_layers(
@@ -1083,7 +1086,7 @@ def test_finds_what_is_missing_of_streamed_layers(
     """Of 64, the ring has room for all that comes behind the first layer."""
     layers = tuple(stack_of([192, width, width, 32], dtype, "relu"))
     planned = DenseStreamed(layers, dtype, 2 if dtype == "bfloat16" else 1, Gpu(90, 1, 232448), rows=64)
-    found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
+    found = Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes)
     kernels = emulator.compile(found, {old: new})
     tensors = drawn_tensors(list(layers), lambda *shape: np.ones(shape))
     _, errors = emulator.run(found, kernels, np.ones((600, 192)), tensors, None, blocks=1)
