@@ -323,8 +323,8 @@ def test_layers_are_joined_where_gradients_are_handed_back(hopper: int) -> None:
     assert handed_back(text, torch.bfloat16, hopper) == (True, True, True, False)
     assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
     assert not _runs_on_gpu(text, torch.bfloat16, hopper, True, False)
-    assert _parts(text, torch.bfloat16, hopper) == tuple(text.split(" | "))
-    text = dense(48, 512, 256, 128, 128)  # of which one kernel forward has the last two
+    assert _parts(text, torch.bfloat16, hopper) == (text,)  # one kernel makes all states
+    text = dense(768, 3072, 256, 128, 128)  # of which one kernel forward has the last two
     assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
     *alone, third, last = text.split(" | ")
     assert _parts(text, torch.bfloat16, hopper) == (*alone, f"{third} | {last}")
