@@ -145,10 +145,14 @@ class Dense:
         """For one sample."""
         return self.sizes[-1][1] * self.size
 
-    def __str__(self) -> str:
+    @property
+    def made(self) -> str:
+        """For people"""
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
-        states = ", states between them stored" if self.states else ""
-        return f"dense layers: {widths}{states}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
+        return widths + ", states between them stored" * self.states
+
+    def __str__(self) -> str:
+        return f"dense layers: {self.made}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         """What the kernel is told of layer i."""

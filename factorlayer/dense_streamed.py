@@ -17,6 +17,8 @@ from factorlayer.resident import round_up
 WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_STAGES, LEAST_STAGES = 8, 3
 CYCLES = 1.65e3  # in a microsecond
+INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
+OTHER_INSTRUCTIONS = 32  # for each sum between layers that another function is taken of
 REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
 
 
@@ -40,7 +42,7 @@ class DenseStreamed(Dense):
 
     rows: int = WIDEST
 
-    headers: ClassVar[tuple[str, ...]] = ("dense_streamed.cuh",)
+    headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
 
     @property
     def slab(self) -> int:
@@ -99,8 +101,20 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Of shared memory, beside the stages: states, biases and x's barrier"""
-        return self.groups * self.state_places[-1] + self.bias_bytes + 8
+        """Of shared memory, beside the stages: states, biases and x's barriers"""
+        return self.groups * self.state_places[-1] + self.bias_bytes + 16
+
+    @functools.cached_property
+    def chunk_places(self) -> tuple[int, ...]:
+        """Where each layer's chunks begin in memory, if they are put there, and where they end."""
+        slabs = (c.passes * c.parts * -(-c.k // self.slab) for c in self.shapes)
+        sizes = (128 * c.n * count for c, count in zip(self.shapes, slabs, strict=True))
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+    @property
+    def passes(self) -> tuple[Dense | WeightChunks, ...]:
+        """All that it takes."""
+        return (self,) if self.size == 2 else (WeightChunks(self), self)
 
     @functools.cached_property
     def stages(self) -> int:
@@ -115,9 +129,8 @@ class DenseStreamed(Dense):
         return 128 * (self.groups + 1)
 
     def __str__(self) -> str:
-        widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return (
-            f"dense layers, weights streamed: {widths}, {self.groups} warpgroups, {self.stages} stages of "
+            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.stages} stages of "
             f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
         )
 
@@ -139,8 +152,9 @@ class DenseStreamed(Dense):
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
         told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}
         told |= {"FIRST": i == 0, "LAST": i == last, "IN_PLACE": i > 0 and c.passes == 1}
+        told["STATE"] = self.tensors + i - 1 if self.states and i else -1
         told |= {"from": self.state_places[i], "to": self.state_places[i + 1] if i < last else 0}
-        return told | {"bias_at": self._biases_at + biases}
+        return told | {"bias_at": self._biases_at + biases, "chunks_at": self.chunk_places[i]}
 
     @property
     def _biases_at(self) -> int:
@@ -150,18 +164,22 @@ class DenseStreamed(Dense):
         """Self-contained CUDA C++ of the kernel `name`."""
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
         numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
-        numbers |= {"AHEAD": min(3, self.stages - 2, sum(self.chunks[1:])), "STATE_BYTES": self.state_places[-1]}
-        numbers |= {"states_at": self.stages * 128 * self.stage_rows, "MORE": more, "FEWER": fewer}
+        numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
+        numbers |= {"MORE": more, "FEWER": fewer}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))
-        body += function("weights(const C& c, typename C::Filling& ring)", self._calls("stream", "ring"))
+        body += function("weights(const C& c, typename C::Ring& ring)", self._calls("stream", "ring"))
         return write(self, name, "DenseStreamed", lines, body, {c.n for c in self.shapes})
 
     def _calls(self, what: str, given: str) -> list[str]:
         """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
         alike = [
-            (chain.bias, chain.activation, *(told[key] for key in told if key not in ("WEIGHT", "BIAS", "bias_at")))
+            (
+                chain.bias,
+                chain.activation,
+                *(told[key] for key in told if key not in ("WEIGHT", "BIAS", "STATE", "bias_at", "chunks_at")),
+            )
             for chain, told in zip(self.layers, map(self.struct, range(len(self.layers))), strict=True)
         ]
         calls, begin = [], 0
@@ -176,20 +194,56 @@ class DenseStreamed(Dense):
         return calls
 
 
-def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseStreamed | None:
+@dataclass(frozen=True)
+class WeightChunks:
+    """A pass that puts weights as the stages of the one behind it hold them: csrc/engine/weight_chunks.cuh."""
+
+    of: DenseStreamed
+
+    shared = 0
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @property
+    def threads(self) -> int:
+        return self.of.threads
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all"""
+        return self.of.chunk_places[-1]
+
+    @property
+    def split(self) -> int:
+        return min(-(-self.output_bytes // (16 * self.threads)), self.of.gpu.sms)
+
+    @property
+    def us(self) -> float:
+        return 2.0 + self.output_bytes / 1e6
+
+    def __str__(self) -> str:
+        return f"weights as stages hold them: {self.output_bytes} bytes"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        calls = [f"c.template layer<L{i}>();" for i in range(len(self.of.layers))]
+        return write(self.of, name, "WeightChunks", [], function("weights(const C& c)", calls), set())
+
+
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return min(tilings(layers, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return min(tilings(layers, dtype, batch, gpu, states), key=lambda plan: plan.us, default=None)
 
 
-def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> Iterator[DenseStreamed]:
+def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[DenseStreamed]:
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32") or len(layers) < 2:
         return
     if any(not chain.is_dense or chain.rank > 1 or chain.parameters for chain in layers):
         return
-    if sum(1 + chain.bias for chain in layers) > MOST_TENSORS:
+    if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
         return
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
-        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, rows=rows)
+        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows)
         if plan.stages >= LEAST_STAGES:
             yield replace(plan, us=_time(plan, batch))
 
@@ -201,20 +255,18 @@ def _time(plan: DenseStreamed, batch: int) -> float:
     load = products = read = 0.0
     for (p, _), c, chunks in zip(plan.sizes, plan.shapes, plan.chunks, strict=True):
         columns, chunk = c.all, 128 * c.n * c.slabs
-        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[
-            max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
-        ]
-        load += chunks * max(whole * (0.12 + chunk / 100e3), 0.7 / (plan.stages - 1))
+        widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
+        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if plan.size == 2 else 1.0
+        load += chunks * max(whole * (0.12 * (plan.size == 2) + chunk / 100e3), 0.7 / (plan.stages - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
-        read += (
-            128
-            * c.k
-            / plan.slab
-            * (columns * (groups + (3 if plan.size == 4 else 1)) + 64 * groups * c.parts * c.passes)
-        )
-    sums = 64 * sum(c.all for c in plan.shapes) * 6 / 32 / plan.gpu.instructions
+        read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
+    each = [*(INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers[:-1]), 6]
+    sums = 64 * sum(c.all * n for c, n in zip(plan.shapes, each, strict=True)) / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3
-    busy = max(load, groups * products + 0.3 * sums, alone + store, 1.15 * read / 128 / CYCLES, groups * sums) + 0.5
-    moved = 64 * groups * (plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, moved)
+    states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
+    shared = 1.15 * (read + groups * states) / 128 / CYCLES
+    busy = max(load, groups * (products + 0.6 * sums), alone + store, shared) + 0.5
+    moved = 64 * plan.size * (plan.sizes[0][0] + plan.sizes[-1][1]) + states
+    memory = groups * moved / (0.9 * plan.gpu.memory_bytes)
+    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, memory)

@@ -12,6 +12,7 @@ from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
+from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction, TileSums
@@ -45,6 +46,7 @@ Pass = (
     | Slopes
     | Streamed
     | Turn
+    | WeightChunks
     | Wide
     | WideGradient
 )
@@ -56,7 +58,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient in a third. `us` is
+    """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient and chunks of
+    weights in a third. `us` is
     predicted. Of a stack, `chain` is the first layer's."""
 
     chain: Chain
@@ -80,6 +83,8 @@ class Plan:
         first = self.passes[0]
         if isinstance(first, DenseBackward | LargeBackward | PairBackward | SingleBackward | TileSums):
             return 0, 0, first.part_bytes
+        if isinstance(first, WeightChunks):
+            return 0, 0, first.output_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
 
@@ -87,6 +92,8 @@ class Plan:
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
         if len(self.passes) == 1 or self.chain.gradient or self.chain.backward or self.chain.sums:
+            return 0
+        if isinstance(self.passes[0], WeightChunks):
             return 0
         kinds = {type(p) for p in self.passes}
         bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
@@ -98,6 +105,10 @@ class Plan:
         if isinstance(p, Reduction | Parts):
             in_place = isinstance(p, Reduction) and p.in_place
             return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
+        if isinstance(p, WeightChunks):
+            return "x", "s2"
+        if isinstance(p, Dense):
+            return "x", "y"
         if isinstance(p, TileSums):
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1

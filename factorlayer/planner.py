@@ -29,7 +29,9 @@ from factorlayer import (
 )
 from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
+from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
+from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
@@ -126,21 +128,31 @@ def plan_stack(
         tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
     else:
         tiled = [dense.tile(layers, dtype, batch, gpu, states)]
-        tiled += [dense_streamed.tile(layers, dtype, batch, gpu)] if not states and _streams(layers, dtype, gpu) else []
-    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
+        streams = _streams(layers, dtype, gpu, states)
+        tiled += [dense_streamed.tile(layers, dtype, batch, gpu, states)] if streams else []
+    found = min((p for p in tiled if p), key=lambda p: sum(each.us for each in _passes(p)), default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")
-    passes = (found, Reduction(found)) if isinstance(found, DenseBackward) else (found,)
-    return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, passes)
+    return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, _passes(found))
+
+
+def _passes(found: Dense) -> tuple[Pass, ...]:
+    """With what is needed before or behind it."""
+    if isinstance(found, DenseStreamed):
+        return found.passes
+    return (found, Reduction(found)) if isinstance(found, DenseBackward) else (found,)
 
 
 @functools.lru_cache(256)
-def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
+def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> bool:
     """Whether a pass that streams their weights is predicted to be faster than layer by layer, for many samples: layers
     that have a kernel for these have one for few as well."""
-    found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu)
-    return found is not None and found.us < sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
+    found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu, states)
+    if found is None:
+        return False
+    alone = sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
+    return sum(p.us for p in found.passes) < alone
 
 
 @functools.lru_cache(256)

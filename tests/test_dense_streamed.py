@@ -38,13 +38,34 @@ def dense(*widths: int, activation: str = "relu") -> tuple[Chain, ...]:
 @pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
 def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...], dtype: str) -> None:
     for batch in BATCHES:
-        (found,) = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
+        *_, found = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
         assert isinstance(found, DenseStreamed) and "weights streamed: " in str(found)
     for arch in (80, 89, 100, 120):
         with pytest.raises(PlanError, match="no pass takes all layers"):
             plan_stack(dense(*widths), dtype, BATCHES[2], Gpu.of(arch))
     (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER).passes
     assert type(small) is Dense
+
+
+@dtypes
+@pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
+def test_states_are_stored_by_the_same_kernel(widths: tuple[int, ...], dtype: str) -> None:
+    """With their bytes in what it is predicted to take; behind the tensors are theirs."""
+    for batch in BATCHES:
+        plain, found = (plan_stack(dense(*widths), dtype, batch, HOPPER, states=s).passes[-1] for s in (False, True))
+        assert isinstance(found, DenseStreamed) and ", states between them stored, " in str(found)
+        assert found.us >= plain.us
+        places = [found.struct(i)["STATE"] for i in range(len(widths) - 1)]
+        assert places == [-1, *range(found.tensors, found.tensors + len(widths) - 2)]
+    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER, states=True).passes
+    assert type(small) is Dense
+    many = dense(*[20] * 25)
+    assert tile(many, dtype, 4096, HOPPER) and tile(many, dtype, 4096, HOPPER, states=True) is None
+
+
+def test_a_function_of_many_instructions_takes_longer() -> None:
+    us = [plan_stack(dense(*WIDTHS[3], activation=name), "bfloat16", 49152, HOPPER).us for name in ("relu", "tanh")]
+    assert us[1] > us[0]
 
 
 def test_what_does_not_fit_or_is_another_kind_is_not_streamed() -> None:

@@ -843,36 +843,60 @@ def test_streamed_stacks_are_right_and_keep_samples_apart(
     groups, rows = tiling
     layers = tuple(replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation)))
     planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=rows)
-    found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
+    found = Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes)
     check_stack(found, list(layers), batch, emulator)
 
 
-def test_elu_of_what_is_rounded_is_right_for_small_numbers_too(emulator: Emulator) -> None:
+@pytest.mark.parametrize("activation", ["elu", "gelu"])
+def test_activations_of_what_is_rounded_are_right_for_small_numbers_too(activation: str, emulator: Emulator) -> None:
     """Of each element, through two layers that change nothing."""
-    layers = tuple(replace(layer, bias=False) for layer in stack_of([32, 32, 32], "float16", "elu"))
+    layers = tuple(replace(layer, bias=False) for layer in stack_of([32, 32, 32], "float16", activation))
     planned = DenseStreamed(layers, "float16", 1, Gpu(90, 1, 232448), rows=64)
-    found = Plan(layers[0], "float16", SMALL, planned.gpu, (planned,))
-    x = decode(encode(-np.geomspace(1e-4, 12, 64 * 32).reshape(64, 32), "float16"), "float16").reshape(64, 32)
+    found = Plan(layers[0], "float16", SMALL, planned.gpu, planned.passes)
+    below = -np.geomspace(1e-3, 12 if activation == "elu" else 3.5, 64 * 16)
+    x = decode(encode(np.concatenate([below, -below]).reshape(64, 32), "float16"), "float16").reshape(64, 32)
     (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(32)] * 2, None, blocks=1)
     assert not errors
-    right = np.expm1(x.ravel())
+    right = activate(activation, torch.from_numpy(x.ravel())).numpy()
     assert np.max(np.abs(y / right - 1)) <= 1.2 * EPS["float16"]
 
-
-@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
-def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
-    """Stored beside the outputs."""
-    layers = stack_of(widths, dtype, activation, "relu")
-    draw = drawing(dtype)
-    x, tensors = draw(batch, widths[0]), drawn_tensors(layers, draw)
-    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
-    (made,), errors = emulator.run(planned, emulator.compile(planned), x, tensors, None, blocks=1)
+    layers = tuple(replace(layer, bias=False) for layer in stack_of([1, 1, 1], "float16", activation))
+    found = replace(found, passes=replace(planned, layers=layers).passes)
+    x = np.array([[np.inf], [-np.inf], [np.nan]])
+    (y,), errors = emulator.run(found, emulator.compile(found), x, [np.eye(1)] * 2, None, blocks=1)
     assert not errors
-    y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[1:-2])]))
+    np.testing.assert_array_equal(y, activate(activation, torch.from_numpy(x.ravel())).numpy())
+
+
+def check_states(found: Plan, layers: list[Chain], batch: int, emulator: Emulator) -> None:
+    """Stored beside the outputs."""
+    draw, dtype = drawing(found.dtype), found.dtype
+    x, tensors = draw(batch, layers[0].in_features), drawn_tensors(layers, draw)
+    (made,), errors = emulator.run(found, emulator.compile(found), x, tensors, None, blocks=1)
+    assert not errors
+    widths = [layer.out_features for layer in layers]
+    y, *states = np.split(made, np.cumsum([batch * q for q in (widths[-1], *widths[:-2])]))
     for count, state in enumerate([*states, y], 1):
         used = sum(1 + layer.parameters + layer.bias for layer in layers[:count])
         right = run_in_torch(layers[:count], torch.from_numpy(x), [torch.from_numpy(t) for t in tensors[:used]])
         assert np.linalg.norm(state - right.numpy().ravel()) <= 3 * EPS[dtype] * count * torch.linalg.norm(right)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
+def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
+    layers = stack_of(widths, dtype, activation, "relu")
+    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
+    check_states(planned, layers, batch, emulator)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "activation", "batch", "tiling"), STREAMED_STACKS, ids=str)
+def test_states_of_streamed_stacks(
+    widths: list[int], dtype: str, activation: str, batch: int, tiling: tuple[int, int], emulator: Emulator
+) -> None:
+    groups, rows = tiling
+    layers = [replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation, "relu"))]
+    planned = DenseStreamed(tuple(layers), dtype, groups, Gpu(90, 1, 232448), states=True, rows=rows)
+    check_states(Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes), layers, batch, emulator)
 
 
 @pytest.mark.parametrize(
@@ -1073,15 +1097,18 @@ def check_that_it_finds(p: int, dtype: str, changes: dict[str, str], said: str, 
 @pytest.mark.parametrize(
     ("dtype", "width", "old", "new", "said"),
     [
-        ("bfloat16", 192, "wait(kEmpty, at, at.phase ^ 1);", "", "race"),
-        ("bfloat16", 192, "wait(kFull, ring, ring.phase);\n    fence", "fence", "has not landed"),
+        ("bfloat16", 192, "wait(kEmpty, ring, ring.phase ^ 1);\n#pragma", "\n#pragma", "race"),
+        ("bfloat16", 192, "wait(kFull, ring, ring.phase);\n    if", "if", "has not landed"),
         ("bfloat16", 64, "wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);", "", "race"),
         ("bfloat16", 192, "fence_copy_engine(), meet();", "fence_copy_engine();", "race: a matrix unit"),
-        ("bfloat16", 192, "ring.phase);\n    fence_copy_engine();", "ring.phase);", "no fence: a matrix unit"),
+        ("bfloat16", 192, "if constexpr (!kInChunks) fence_copy_engine();", "", "no fence: a matrix unit"),
         ("bfloat16", 192, "wait_for_products<1>();\n", "", "race"),
-        ("tf32", 192, "sync_threads<128>(kMeeting);", "", "race"),
-        ("tf32", 192, "wait_for_copies<Pass::AHEAD>(), finish", "finish", "has not landed"),
-        ("tf32", 192, "wait_for_copies<0>();\n", "", "has not landed"),
+        ("tf32", 192, "wait(kEmpty, ring, ring.phase ^ 1);\n          expect", "expect", "race"),
+        ("tf32", 192, "wait(kFull, ring, ring.phase);\n    if", "if", "has not landed"),
+        ("tf32", 192, "sync_threads<kLoaders>(kMeeting);", "", "race"),
+        ("tf32", 192, "wait_for_copies<0>();\n        sync", "sync", "has not landed"),
+        ("tf32", 192, "wait_for_bytes(memory + kXFull, round & 1), ", "", "race"),
+        ("tf32", 192, "round & 1), fence_copy_engine();", "round & 1);", "no fence: a matrix unit"),
     ],
 )
 def test_finds_what_is_missing_of_streamed_layers(
@@ -1090,7 +1117,7 @@ def test_finds_what_is_missing_of_streamed_layers(
     """Of 64, the ring has room for all that comes behind the first layer."""
     layers = tuple(stack_of([192, width, width, 32], dtype, "relu"))
     planned = DenseStreamed(layers, dtype, 2 if dtype == "bfloat16" else 1, Gpu(90, 1, 232448), rows=64)
-    found = Plan(layers[0], dtype, LARGE, planned.gpu, (planned,))
+    found = Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes)
     kernels = emulator.compile(found, {old: new})
     tensors = drawn_tensors(list(layers), lambda *shape: np.ones(shape))
     _, errors = emulator.run(found, kernels, np.ones((600, 192)), tensors, None, blocks=1)

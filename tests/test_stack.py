@@ -32,6 +32,14 @@ _cpu = torch.library.Library("factorlayer", "IMPL")
 _cpu.impl("layers_backward", torch.no_grad()(lambda *given: backward_by_layers(*given)), "CPU")
 
 
+def states_by_layers(x: Tensor, tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    made, at = [x], 0
+    for layer, count in zip(text.split(" | "), _tensors(text), strict=True):
+        made.append(torch.ops.factorlayer.stack_forward(made[-1], tensors[at : at + count], layer))
+        at += count
+    return made[1:]
+
+
 def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) -> list[str]:
     """As if a GPU had kernels for these runs alone. Returns the texts of those that are asked for, as they are."""
     asked: list[str] = []
@@ -43,20 +51,13 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) ->
             return ((0, len(layers), stack.text + STATES),)
         return tuple((begin, end, " | ".join(layers[begin:end])) for begin, end in cut)
 
-    def states(x: Tensor, tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-        made, at = [x], 0
-        for layer, count in zip(text.split(" | "), _tensors(text), strict=True):
-            made.append(torch.ops.factorlayer.stack_forward(made[-1], tensors[at : at + count], layer))
-            at += count
-        return made[1:]
-
     def fused_stack(text: str, *rest: object) -> Tensor:
         asked.append(text)
         return right(text, *rest)
 
     monkeypatch.setattr(factorlayer.stack, "runs", runs)
     monkeypatch.setattr(factorlayer.stack, "fused_stack", fused_stack)
-    monkeypatch.setattr(factorlayer.stacked, "_states", states)
+    monkeypatch.setattr(factorlayer.stacked, "_states", states_by_layers)
     monkeypatch.setattr(factorlayer.stacked, "_parts", known(lambda text, *_: (text,)))
     be_hopper(monkeypatch)
     return asked
@@ -199,12 +200,8 @@ def test_in_tf32_fewer_layers_are_trained_at_once(hopper: int) -> None:
     assert [run[:2] for run in found] == [(0, 1), (1, 3), (3, 5)]
     text = dense(32, 64, 16, tf32=True)
     assert _runs_on_gpu(text, torch.float32, hopper, True) == ((0, 2, text),)
-    wide, three = (
-        dense(*[128] * 8, tf32=True),
-        dense(*[128] * 4, tf32=True) + STATES,
-    )  # whose weights are all a kernel has
-    found = _runs_on_gpu(wide, torch.float32, hopper, True)
-    assert found == ((0, 3, three), (3, 6, three), (6, 7, dense(128, 128, tf32=True)))
+    wide = dense(*[128] * 8, tf32=True)  # layers by themselves, whose states one kernel stores
+    assert _runs_on_gpu(wide, torch.float32, hopper, True) == ((0, 7, wide + STATES),)
     found = _runs_on_gpu(dense(48, 512, 128, 12, tf32=True), torch.float32, hopper, True)
     assert found == ((2, 3, dense(128, 12, tf32=True)),)
     assert not _runs_on_gpu(dense(32, 64, 64, 16), torch.float32, hopper, True)
@@ -232,6 +229,7 @@ def trained_as_on_hopper(monkeypatch: pytest.MonkeyPatch, tf32: bool = False) ->
         return _runs_on_gpu(text, x.dtype, -1, recorded, joined) if recorded else ((0, len(stack.layers), text),)
 
     monkeypatch.setattr(factorlayer.stack, "runs", runs)
+    monkeypatch.setattr(factorlayer.stacked, "_states", states_by_layers)
     return be_hopper(monkeypatch)
 
 
@@ -326,8 +324,8 @@ def test_layers_are_joined_where_gradients_are_handed_back(hopper: int) -> None:
     assert handed_back(text, torch.bfloat16, hopper) == (True, True, True, False)
     assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
     assert not _runs_on_gpu(text, torch.bfloat16, hopper, True, False)
-    assert _parts(text, torch.bfloat16, hopper) == tuple(text.split(" | "))
-    text = dense(48, 512, 256, 128, 128)  # of which one kernel forward has the last two
+    assert _parts(text, torch.bfloat16, hopper) == (text,)  # one kernel makes all states
+    text = dense(768, 3072, 256, 128, 128)  # of which one kernel forward has the last two
     assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
     *alone, third, last = text.split(" | ")
     assert _parts(text, torch.bfloat16, hopper) == (*alone, f"{third} | {last}")

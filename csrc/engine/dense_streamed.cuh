@@ -3,39 +3,34 @@
 //
 // A warpgroup's states lie in shared memory, in slabs of 128 bytes of each row: its products read them there, and what becomes
 // of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
-// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds.
+// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds. Those
+// of 32 bits have been rounded, and lie in memory as in a stage (weight_chunks.cuh): a thread has the copy engine bring them.
 // They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
-// lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row.
+// lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row. States that are wanted in
+// memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
-// Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), AHEAD (chunks on their way to
-//       who rounds them to tf32, no more than come behind the first layer: x waits for that one, and they for x), STATE_BYTES
-//       (of a warpgroup), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0:
-//       as they are), First, load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
+// Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
+//       states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
+//       load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
-//        to (in a warpgroup's states), bias_at (bytes), Activation. Of layers that are all as one is, `number` come before.
+//        to (in a warpgroup's states), bias_at (bytes), STATE (parameter: where in memory its x is wanted; -1: nowhere),
+//        chunks_at (bytes, of 32 bits: where in params.sums its chunks begin), Activation. Of layers that are all as one is, `number` come before.
 #pragma once
 #include "params.cuh"
 #include "pointwise.cuh"
-#include "wgmma.cuh"
-
-// Which feature row r of a chunk makes, column r of sums. What a row is that is the sum of multiples of different powers of
-// two, is the sum of what they are.
-enum class Dealt { in_order, by_words, by_16_bytes };
-template <int SIZE, Dealt DEALT> DEVICE constexpr int dealt_row(int r) {
-  if (DEALT == Dealt::by_16_bytes)
-    return SIZE == 2 ? r / 32 * 32 + r % 8 / 2 * 8 + r % 32 / 8 * 2 + r % 2 : r / 16 * 16 + r % 8 / 2 * 4 + r % 16 / 8 * 2 + r % 2;
-  return DEALT == Dealt::by_words ? r / 8 * 8 + r % 2 * 4 + r % 8 / 2 : r;
-}
+#include "weight_chunks.cuh"
 
 template <class Pass> struct DenseStreamed {
   using Element = typename Pass::Element;
   using First = typename Pass::First;
   static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kStep = 32 / kSize;
-  static constexpr bool kRounds = kSize == 4;
+  static constexpr bool kInChunks = kSize == 4;
+  static constexpr int kLoaders = kInChunks ? 64 : 128;  // who copy rows
   static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
   static constexpr int kFull = Pass::barriers_at, kEmpty = kFull + Pass::STAGES * 8, kXEmpty = kEmpty + Pass::STAGES * 8;
+  static constexpr int kXFull = kXEmpty + 8;  // in chunks only: or that x is there is said with the first chunk
   static constexpr int kMeeting = Pass::GROUPS + 1;                    // of the producers
   template <class L> static constexpr int kColumns = L::PARTS * L::N;  // of a pass
   template <class L> using Sums = float[L::PARTS][L::N / 2];
@@ -64,13 +59,6 @@ template <class Pass> struct DenseStreamed {
       last = stage;
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
     }
-  };
-  // Those filled that have yet to be rounded: a byte for each, the last one's lowest, has its rows by 16, and kWithX if x came
-  // with it.
-  static constexpr u32 kWithX = 128;
-  struct Filling : Ring {
-    int oldest = 0, waiting = 0;
-    u32 bytes = 0, x = 0;
   };
   DEVICE void wait(int barrier, const Ring& ring, u32 phase) const {
     wait_for_bytes(memory + barrier + ring.stage * 8, phase);
@@ -110,10 +98,10 @@ template <class Pass> struct DenseStreamed {
   // the matrix from there on. What lies outside is zero.
   template <Dealt DEALT, int P, int HEIGHT>
   DEVICE void copy_slab(u32 to, const Element* from, i64 rows, int columns) const {
-    constexpr int kLanes = lanes(least(128, round_up(P * kSize, 32)) / kWide<P>), kDown = 128 / kLanes;
+    constexpr int kLanes = lanes(least(128, round_up(P * kSize, 32)) / kWide<P>), kDown = kLoaders / kLanes;
     constexpr int kCount = least(kWide<P> == 2 ? 32 : 16, ceil_div(HEIGHT, kDown)), kTogether = kCount * kDown;
     static_assert(HEIGHT <= kTogether || kTogether % 32 == 0, "rows of what follows are dealt like the first ones");
-    const int r = thread / kLanes, at = thread % kLanes * kWide<P>, first_row = dealt_row<kSize, DEALT>(r);
+    const int loader = thread % kLoaders, r = loader / kLanes, at = loader % kLanes * kWide<P>, first_row = dealt_row<kSize, DEALT>(r);
     const bool inside = at / kSize < columns;
     from += i64(first_row) * P + at / kSize, rows -= first_row;
     to += swizzled(r, at / 16) + at % 16;
@@ -137,75 +125,78 @@ template <class Pass> struct DenseStreamed {
       from += i64(kTogether) * P, rows -= kTogether, to += kTogether * 128;
     }
   }
-  // All that lies there
-  DEVICE void round_rows(u32 from, int rows_by_16) const {
-    constexpr int kTogether = 4;
-    from += thread * 16;
+  // All x's, by those who copied them
+  DEVICE void round_x() const {
+    constexpr int kTogether = 4, kBytes = kLoaders * 16;
 #pragma unroll 1
-    for (int i = 0; i < rows_by_16; i += kTogether, from += kTogether * 2048) {
-      u32 x[kTogether][4];
+    for (int i = 0; i < Pass::GROUPS; ++i) {
+      const u32 from = memory + Pass::states_at + i * Pass::STATE_BYTES + thread % kLoaders * 16;
+#pragma unroll 1
+      for (int at = 0; at < kXSlabs * 8192; at += kTogether * kBytes) {
+        u32 x[kTogether][4];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-        if (i + j < rows_by_16) load_u32x4(from + j * 2048, x[j]);
+        for (int j = 0; j < kTogether; ++j) load_u32x4(from + at + j * kBytes, x[j]);
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (i + j >= rows_by_16) break;
+        for (int j = 0; j < kTogether; ++j) {
 #pragma unroll
-        for (u32& word : x[j]) word = tf32_of(word);
-        store_u32x4(from + j * 2048, x[j]);
+          for (u32& word : x[j]) word = tf32_of(word);
+          store_u32x4(from + at + j * kBytes, x[j]);
+        }
       }
     }
   }
-  // `behind` it, others are waiting.
-  DEVICE void finish_oldest(Filling& at, int behind) const {
-    const u32 byte = at.bytes >> behind * 8;
-    sync_threads<128>(kMeeting);
-    if (byte & kWithX)
-#pragma unroll 1
-      for (int i = 0; i < Pass::GROUPS; ++i) round_rows(memory + Pass::states_at + i * Pass::STATE_BYTES, kXSlabs * 4);
-    round_rows(memory + at.oldest * kStageBytes, byte & kWithX - 1);
-    arrive(memory + kFull + at.oldest * 8);
-    if (++at.oldest == Pass::STAGES) at.oldest = 0;
-  }
-  template <bool COPIED> DEVICE void finish_chunk(Filling& at, int rows) const {
-    if constexpr (kRounds) {
-      commit_copies();
-      at.bytes = at.bytes << 8 | rows / 16 | at.x, at.x = 0;
-      if (at.waiting < Pass::AHEAD)
-        ++at.waiting;
-      else
-        wait_for_copies<Pass::AHEAD>(), finish_oldest(at, Pass::AHEAD);
-    } else if constexpr (COPIED) {
-      arrive_with_copies(memory + kFull + at.stage * 8);
-    } else {
-      arrive(memory + kFull + at.stage * 8);
-    }
-    at.advance();
-  }
 
-  template <class L> DEVICE void stream(Filling& at, int number = 0) const {
-    static_assert(L::PASSES == 1 || kColumns<L> % kSlab == 0, "passes have slabs of their own");
-    constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
-    const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
+  // One thread's: chunks that lie in memory as in a stage
+  template <class L> DEVICE void stream_chunks(Ring& ring, int number) const {
+    constexpr int kSlabs = ceil_div(L::K, kSlab), kSlabBytes = L::N * 128;
+    constexpr i64 kBytes = i64(L::PASSES) * L::PARTS * kSlabs * kSlabBytes;
+    const char* from = static_cast<const char*>(params.sums) + L::chunks_at + number * kBytes;
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass)
 #pragma unroll 1
-      for (int k = 0; k < L::K; k += kSlab * L::SLABS)
+      for (int slab = 0; slab < kSlabs; slab += L::SLABS)
 #pragma unroll 1
         for (int part = 0; part < L::PARTS; ++part) {
-          const int q = pass * kColumns<L> + part * L::N;
-          wait(kEmpty, at, at.phase ^ 1);
-#pragma unroll 1
-          for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
-            const int p = k + s * kSlab;
-            const u32 to = memory + at.stage * kStageBytes + s * (L::N * 128);
-            copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
-          }
-          finish_chunk<(kWide<L::P> > 2)>(at, least(L::SLABS, ceil_div(L::K - k, kSlab)) * L::N);
+          const int bytes = least(L::SLABS, kSlabs - slab) * kSlabBytes;
+          const u32 full = memory + kFull + ring.stage * 8;
+          wait(kEmpty, ring, ring.phase ^ 1);
+          expect_bytes(full, bytes);
+          load_run(memory + ring.stage * kStageBytes, from, bytes, full);
+          from += bytes;
+          ring.advance();
         }
   }
-  // Once the x before has been read. That it is there is said with the first chunk.
-  DEVICE void load_x(Filling& at, int round) const {
+  template <class L> DEVICE void stream(Ring& ring, int number = 0) const {
+    static_assert(L::PASSES == 1 || kColumns<L> % kSlab == 0, "passes have slabs of their own");
+    if constexpr (kInChunks) {
+      stream_chunks<L>(ring, number);
+    } else {
+      constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
+      const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
+#pragma unroll 1
+      for (int pass = 0; pass < L::PASSES; ++pass)
+#pragma unroll 1
+        for (int k = 0; k < L::K; k += kSlab * L::SLABS)
+#pragma unroll 1
+          for (int part = 0; part < L::PARTS; ++part) {
+            const int q = pass * kColumns<L> + part * L::N;
+            wait(kEmpty, ring, ring.phase ^ 1);
+#pragma unroll 1
+            for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
+              const int p = k + s * kSlab;
+              const u32 to = memory + ring.stage * kStageBytes + s * (L::N * 128);
+              copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
+            }
+            if constexpr (kWide<L::P> > 2)
+              arrive_with_copies(memory + kFull + ring.stage * 8);
+            else
+              arrive(memory + kFull + ring.stage * 8);
+            ring.advance();
+          }
+    }
+  }
+  // Once the x before has been read
+  DEVICE void load_x(int round) const {
     constexpr int P = First::P;
     wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);
 #pragma unroll 1
@@ -218,17 +209,25 @@ template <class Pass> struct DenseStreamed {
         copy_slab<Dealt::in_order, P, 64>(to, from, params.batch - sample, P - s * kSlab);
       }
     }
-    at.x = kWithX;
   }
   DEVICE void produce() const {
-    Filling at;
-    for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
-      load_x(at, round);
-      Pass::weights(*this, at);
-    }
-    if constexpr (kRounds) {
-      wait_for_copies<0>();
-      for (; at.waiting > 0; --at.waiting) finish_oldest(at, at.waiting - 1);
+    Ring ring;
+    if constexpr (!kInChunks) {
+      for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
+        load_x(round);
+        Pass::weights(*this, ring);
+      }
+    } else if (thread >= kLoaders) {
+      for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
+        load_x(round);
+        commit_copies();
+        wait_for_copies<0>();
+        sync_threads<kLoaders>(kMeeting);
+        round_x();
+        arrive(memory + kXFull);
+      }
+    } else if (thread == 0) {
+      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, ring);
     }
   }
 
@@ -258,7 +257,7 @@ template <class Pass> struct DenseStreamed {
   template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Ring& ring, u64 left, bool going) const {
     const int last = ring.last;
     wait(kFull, ring, ring.phase);
-    fence_copy_engine();
+    if constexpr (!kInChunks) fence_copy_engine();
     const u64 right = operand(memory + ring.stage * kStageBytes);
     ring.advance();
     open_products();
@@ -271,19 +270,57 @@ template <class Pass> struct DenseStreamed {
       release(kEmpty + last * 8);
     }
   }
-  // z = x W' + b
-  template <class L> DEVICE void multiply(Sums<L>& z, Ring& ring) const {
-    constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
-    const u64 left = operand(states + L::from);
+  // Slabs of a layer's x to memory. A warp moves rows that it wrote; lanes lie side by side along them.
+  template <class L> DEVICE void save(int slab, int slabs, int round, Element* to) const {
+    if constexpr (L::STATE >= 0) {
+      if (!to) return;
+      constexpr int kBytes = kWide<L::P>, kLanes = least(32, 128 / kBytes), kDown = 32 / kLanes;
+      constexpr int kAlong = 128 / (kLanes * kBytes), kTogether = least(16 / kDown, 8);
+      int row = thread / 32 * 16 + thread % 32 / kLanes, lane = thread % kLanes;
+      stay_here(row, lane);  // or its places are kept through all products
+      const i64 sample = sample_of(round, warpgroup) + row;
+      const int rows = int(min(i64(16), params.batch - sample));
 #pragma unroll 1
-    for (int c = 0; c < kWhole; ++c)
+      for (int s = slab; s < slab + slabs; ++s)
+#pragma unroll 1
+        for (int j = 0; j < kAlong; ++j) {
+          const int at = (j * kLanes + lane) * kBytes, feature = s * kSlab + at / kSize;
+          const u32 from = states + L::from + s * 8192 + swizzled(row, at / 16) + at % 16;
+          Element* there = to + sample * L::P + feature;
+#pragma unroll
+          for (int first = 0; first < 16; first += kTogether * kDown) {
+            Words<kBytes> x[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+              const int down = first + i * kDown;
+              x[i] = load_words<kBytes>((from ^ (down & 7) << 4) + down * 128);
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+              const int down = first + i * kDown;
+              if (down < rows && feature < L::P) store_words<kBytes>(there + down * L::P, x[i]);
+            }
+          }
+        }
+    }
+  }
+  // z = x W' + b, and meanwhile x to memory, if `to` is a place for it
+  template <class L> DEVICE void multiply(Sums<L>& z, Ring& ring, int round, Element* to) const {
+    constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
+    const u64 left = operand(uniform(states) + L::from);  // made anew: all layers' operands would fill the registers
+#pragma unroll 1
+    for (int c = 0; c < kWhole; ++c) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
         take<L, kSteps>(z[part], ring, left + c * (L::SLABS * 512), c > 0 || part > 0);
-    if constexpr (kRest > 0)
+      save<L>(c * L::SLABS, L::SLABS, round, to);
+    }
+    if constexpr (kRest > 0) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
         take<L, kRest>(z[part], ring, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
+      save<L>(kWhole * L::SLABS, ceil_div(kRest, 4), round, to);
+    }
     wait_for_products<0>();
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
@@ -360,13 +397,21 @@ template <class Pass> struct DenseStreamed {
     }
   }
 
+  // Where in memory
+  template <class L> DEVICE Element* wanted(int number) const {
+    if constexpr (L::STATE < 0)
+      return nullptr;
+    else
+      return static_cast<Element*>(const_cast<void*>(params.weights[L::STATE + number]));
+  }
   template <class L> DEVICE void layer(Ring& ring, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
+    if constexpr (L::FIRST && kInChunks) wait_for_bytes(memory + kXFull, round & 1), fence_copy_engine();
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
-      multiply<L>(z, ring);
+      multiply<L>(z, ring, round, pass == 0 ? wanted<L>(number) : nullptr);
       if constexpr (L::FIRST)
         if (pass == L::PASSES - 1) release(kXEmpty);
       if constexpr (L::LAST) {
@@ -399,10 +444,14 @@ template <class Pass> struct DenseStreamed {
 
   DEVICE void run() const {
     if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kFull + threadIdx.x * 8, kInChunks ? 1 : 128);
       init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::GROUPS * 4);
     }
-    if (threadIdx.x == 0) init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
+    if (threadIdx.x == 0) {
+      init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
+      init_barrier(memory + kXFull, kLoaders);
+    }
+    if constexpr (kInChunks) fence_copy_engine();
     __syncthreads();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();

@@ -59,6 +59,18 @@ DEVICE void wait_for_kernel_before() {
 #endif
 }
 
+// 2^x and 1/x in one instruction each, off by 2^-22 of it at most; what is smaller than normal numbers is zero.
+DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // What is the same for a whole warp, so that the compiler keeps it, and what follows from it, in uniform registers: the matrix
 // unit's descriptors have to be there.
 DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from factorlayer.dense import Dense
 from factorlayer.dense_backward import DenseBackward
+from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, Reduction, TileSums
@@ -89,7 +90,8 @@ class Kernel:
         )
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
-        numbers += [grid_x, grid_y, int(bias), weights, end, *places[1:]]
+        in_chunks = isinstance(p, DenseStreamed) and len(p.passes) > 1
+        numbers += [grid_x, grid_y, int(bias), weights, -1 if in_chunks else end, *places[1:]]
         return [str(self.program), str(folder), *map(str, numbers)]
 
     def outputs(self, batch: int) -> list[int]:
@@ -115,6 +117,8 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
+        if isinstance(p, WeightChunks):
+            return p.output_bytes
         if isinstance(p, Parts):
             return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, SingleBackward):
@@ -181,6 +185,9 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
+            if isinstance(kernel.planned, WeightChunks):
+                (self.folder / "chunks").write_bytes(memory)
+                continue
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
             written = b"".join(memory[at : at + size] for at, size in zip(places, sizes, strict=False))
             outputs.append(decode(written, kernel.dtype(plan)))

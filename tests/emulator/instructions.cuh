@@ -39,7 +39,6 @@ inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 
-inline float __expf(float x) { return std::exp(x); }
 
 inline void wait_for_kernel_before() {}
 inline void __syncthreads() { emulator::sync_block(0, 0); }
@@ -68,6 +67,8 @@ inline u32 bf16x2_of(float x, float y) { return emulator::bf16_of(x) | u32(emula
 inline u32 f16x2_of(float x, float y) { return emulator::f16_of(x) | u32(emulator::f16_of(y)) << 16; }
 inline u32 tf32_of(u32 x) { return (x >> 23 & 255) == 255 ? x : emulator::truncated_to_tf32(x + 0x1000); }
 
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_reciprocal(float x) { return 1.f / x; }
 inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline int uniform(int x) { return x; }
 inline void stay_here(int&, int&) {}

@@ -1,0 +1,44 @@
+// Weights of dense layers for dense_streamed.cuh, as its stages hold them: chunks behind one another in the order in which they
+// are multiplied, in rows of 128 bytes, rounded to tf32, zeros where a weight ends. So the copy engine brings each as it is, and
+// nobody rounds it again for every tile of samples.
+//
+// Pass: GROUPS, weights(c), which calls each layer. Layer: as there.
+#pragma once
+#include "params.cuh"
+#include "wgmma.cuh"
+
+// Which feature row r of a chunk makes, column r of sums. What a row is that is the sum of multiples of different powers of
+// two, is the sum of what they are.
+enum class Dealt { in_order, by_words, by_16_bytes };
+template <int SIZE, Dealt DEALT> DEVICE constexpr int dealt_row(int r) {
+  if (DEALT == Dealt::by_16_bytes)
+    return SIZE == 2 ? r / 32 * 32 + r % 8 / 2 * 8 + r % 32 / 8 * 2 + r % 2 : r / 16 * 16 + r % 8 / 2 * 4 + r % 16 / 8 * 2 + r % 2;
+  return DEALT == Dealt::by_words ? r / 8 * 8 + r % 2 * 4 + r % 8 / 2 : r;
+}
+
+template <class Pass> struct WeightChunks {
+  static constexpr int kSlab = 32, kThreads = (Pass::GROUPS + 1) * 128;
+  const Params& params;
+  DEVICE WeightChunks(const Params& given) : params(given) {}
+
+  template <class L> DEVICE void layer() const {
+    constexpr int kSlabs = ceil_div(L::K, kSlab), kPieces = L::N * 8;  // of a slab, by 16 bytes
+    constexpr int kAll = L::PARTS * kSlabs;                             // of a pass
+    constexpr Dealt kDealt = L::LAST ? Dealt::by_16_bytes : Dealt::by_words;
+    const float* weight = static_cast<const float*>(params.weights[L::WEIGHT]);
+    char* to = static_cast<char*>(params.y) + L::chunks_at;
+#pragma unroll 1
+    for (int i = blockIdx.y * kThreads + threadIdx.x; i < L::PASSES * kAll * kPieces; i += gridDim.y * kThreads) {
+      const int row = i % kPieces / 8, pass = i / kPieces / kAll, chunk = i / kPieces % kAll / (L::SLABS * L::PARTS);
+      const int slabs = min(L::SLABS, kSlabs - chunk * L::SLABS), inside = i / kPieces % kAll % (L::SLABS * L::PARTS);
+      const int q = (pass * L::PARTS + inside / slabs) * L::N + dealt_row<4, kDealt>(row);
+      const int p = (chunk * L::SLABS + inside % slabs) * kSlab + (i % 8 ^ row % 8) * 4;
+      u32 x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        x[j] = q < L::Q && p + j < L::P ? tf32_of(__float_as_uint(weight[i64(q) * L::P + p + j])) : 0;
+      store_global<16>(to + i64(i) * 16, x);
+    }
+  }
+  DEVICE void run() const { Pass::weights(*this); }
+};
