@@ -385,6 +385,7 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   params.bias = bias ? address(*bias) : nullptr;
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  if (weights.size() < cuda::MAX_WEIGHTS) params.weights[weights.size()] = params.bias;  // where a stack's layer has it
   run_on_cuda(text, &chain, x, chain.out_features(), params, kept);
   return y;
 }

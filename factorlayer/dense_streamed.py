@@ -18,7 +18,7 @@ WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_STAGES, LEAST_STAGES = 8, 3
 CYCLES = 1.65e3  # in a microsecond
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
-OTHER_INSTRUCTIONS = 32  # for each sum between layers that another function is taken of
+OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
 REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
 
 
@@ -236,7 +236,7 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool
 
 
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[DenseStreamed]:
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32") or len(layers) < 2:
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
         return
     if any(not chain.is_dense or chain.rank > 1 or chain.parameters for chain in layers):
         return
@@ -260,7 +260,7 @@ def _time(plan: DenseStreamed, batch: int) -> float:
         load += chunks * max(whole * (0.12 * (plan.size == 2) + chunk / 100e3), 0.7 / (plan.stages - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
         read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
-    each = [*(INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers[:-1]), 6]
+    each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]
     sums = 64 * sum(c.all * n for c, n in zip(plan.shapes, each, strict=True)) / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3

@@ -151,7 +151,7 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
     found = dense_streamed.tile(layers, dtype, BATCHES[-1], gpu, states)
     if found is None:
         return False
-    alone = sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
+    alone = PASS_WEIGHT * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
     return sum(p.us for p in found.passes) < alone
 
 
@@ -187,7 +187,22 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             best = found
     if best is None:
         best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
-    return best
+    by_rows = _by_rows(chain, dtype, batch, gpu)
+    return by_rows if by_rows and by_rows.us * _margin(chain, dtype) < best.us else best
+
+
+def _by_rows(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan | None:
+    """A dense layer by the pass that takes stacks of them, its weight streamed, unless there are few samples."""
+    if not chain.is_dense or chain.turn or chain.x_turned or batch <= BATCHES[0]:
+        return None
+    found = dense_streamed.tile((chain,), dtype, batch, gpu)
+    return Plan(chain, dtype, batch, gpu, found.passes) if found else None
+
+
+def _margin(chain: Chain, dtype: str) -> float:
+    """What such a pass has to win by: nothing where 16 bytes do not divide a row, which others move by elements."""
+    (c,) = chain.contractions
+    return 1.3 if all(n * ELEMENT_BYTES[dtype] % 16 == 0 for n in (c.p, c.q)) else 1.0
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -261,7 +261,8 @@ class _Member:
     def tensors(self) -> list[Tensor]:
         """Weights, the activation's parameters, and the bias."""
         own, layer = self.layer._parameters, self.layer
-        *found, bias = (own[name] if name in own else getattr(layer, name) for name in self.names)
+        found = [own[name] if name in own else getattr(layer, name) for name in self.names]
+        bias = found.pop()
         if isinstance(layer, FactorLinear):
             found += scalars(layer.activation, layer._scalar_names)
         if self.scalar_names:

@@ -144,6 +144,7 @@ int main(int count, char** arguments) {
   params.x = map_tensor(folder + "/x", 0);
   if (number(11)) params.bias = map_tensor(folder + "/bias", 0);
   for (int i = 0; i < number(12); ++i) params.weights[i] = map_tensor(folder + "/w" + std::to_string(i), 0);
+  if (number(11)) params.weights[number(12)] = params.bias;  // where a stack's layer has it
   params.y = map_tensor("", bytes);
   params.sums = number(13) < 0 ? map_tensor(folder + "/chunks", 0) : static_cast<u8*>(params.y) + number(13);
   for (int i = 14; i < count; ++i) params.weights[number(12) + i - 14] = static_cast<u8*>(params.y) + number(i);
