@@ -90,7 +90,7 @@ BLOCKS = [
     ("13 21 21 5", "gelu", 128, "float16", True),
     ("24 128 100 8", "silu", 200, "tf32", True),
     ("127 67 5", "tanh", 130, "bfloat16", True),
-    ("64 128 128 1", "sine", 70, "bfloat16", False),
+    ("63 250 12", "elu", 300, "bfloat16", True),
     ("13 300 40", "silu", 200, "bfloat16", False),
     ("48 264 256 12", "elu", 200, "tf32", False),
 ]

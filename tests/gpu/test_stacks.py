@@ -333,6 +333,18 @@ def test_compile(net: Net, dtype: str, dynamic: bool) -> None:
             assert float((found.double() - right.double()).norm() / right.double().norm()) <= 8 * EPS[dtype]
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_auto_joins_layers_as_well() -> None:
+    net = Net((48, 512, 256, 128, 12), "elu", 3000)
+    x, grad_y = drawn(net, "bfloat16")
+    found, mlp = results(net.block("bfloat16"), x, grad_y), net.block("bfloat16", "auto")
+    assert all(map(torch.equal, results(mlp, x, grad_y), found))
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, results(mlp, x, grad_y, compiled), found))
+
+
 @ways
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_export(net: Net, dynamic: bool) -> None:
