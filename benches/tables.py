@@ -110,7 +110,8 @@ def _blocks(rows: list[Row]) -> list[str]:
             cells += [_times(row.speedup(of_pass)), _number(row.efficiency(of_pass))]
             if has_published:
                 cells += [_published(row, of_pass), _times(row.lead(of_pass))]
-                cells.append(str(row.kernels or "-") if first else "")
+                note = f", {row.notes['v3']}" if "v3" in row.notes else ""
+                cells.append(f"{row.kernels or '-'}{note}" if first else "")
             lines.append(_line(row, f"{row.workload} ({row.shape})" if first else "", cells))
     return lines
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from factorlayer import FactorLinear, FactorMLP
 from factorlayer.spec import LayerSpec, resolve
+from factorlayer.stacked import LARGEST_DENSE
 
 PASSES = ("forward", "forward_backward")
 CPU_DTYPES = ("float32", "float64")
@@ -117,6 +118,11 @@ class Block:
     @property
     def features(self) -> tuple[int, int]:
         return self.widths[0], self.widths[-1]
+
+    def leaves_to_cublas(self, dtype: str) -> bool:
+        """Whether v3 does so with some of its products."""
+        products = [p * q for p, q in itertools.pairwise(self.widths)]
+        return dtype in ("bfloat16", "float16", "tf32") and max(products) > LARGEST_DENSE
 
     @property
     def depth(self) -> int:

@@ -589,3 +589,9 @@ def test_compare_refuses_what_is_no_results_file(tmp_path: Path) -> None:
     assert finished.exit_code == 2
     assert "should be a results file of `python -m benches.run`" in finished.output
     assert CliRunner().invoke(compare.app, [str(damaged), str(tmp_path / "none.json")]).exit_code == 2
+
+
+def test_only_blocks_with_large_products_leave_some_to_cublas() -> None:
+    blocks = [w for w in WORKLOADS if isinstance(w, Block) and w.device == "cuda"]
+    assert [w.name for w in blocks if w.leaves_to_cublas("tf32")] == ["mlp-ffn_768"]
+    assert not any(w.leaves_to_cublas("float32") for w in blocks)
