@@ -56,7 +56,7 @@ def _of_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> It
     for tiled in dense.tilings(layers, dtype, batch, gpu):
         yield Scheme(REGISTERS, RESIDENT, str(64 * tiled.groups), Plan(layers[0], dtype, batch, gpu, (tiled,)))
     for streamed in dense_streamed.tilings(layers, dtype, batch, gpu):
-        yield Scheme(SHARED, STREAMED, str(64 * streamed.groups), Plan(layers[0], dtype, batch, gpu, (streamed,)))
+        yield Scheme(SHARED, STREAMED, str(64 * streamed.groups), Plan(layers[0], dtype, batch, gpu, streamed.passes))
 
 
 def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme]:
@@ -76,6 +76,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
             tiled = Resident(*fields)
             stays = any(isinstance(stage, Sandwich) for stage in tiled.stages)
             yield of(REGISTERS if stays else SHARED + ", in place" * tiled.in_place, RESIDENT, _samples(tiled), tiled)
+    if chain.is_dense:
+        for streamed in dense_streamed.tilings((chain,), dtype, batch, gpu):
+            yield of(NOWHERE, STREAMED, Fraction(64 * streamed.groups), *streamed.passes)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
     if len(best) > 1 and all(isinstance(p, Pair | Resident) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)

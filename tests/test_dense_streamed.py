@@ -11,10 +11,11 @@ from test_plan import LANES, conflicts
 
 from factorlayer.chain import Chain
 from factorlayer.dense import Dense
-from factorlayer.dense_streamed import LEAST_STAGES, DenseStreamed, tile
+from factorlayer.dense_streamed import LEAST_STAGES, DenseStreamed, WeightChunks, tile
 from factorlayer.gpu import Gpu
 from factorlayer.plan import PlanError
 from factorlayer.planner import BATCHES, plan_stack
+from factorlayer.schemes import schemes
 
 HOPPER = Gpu.of(90)
 WIDTHS = [
@@ -80,6 +81,17 @@ def test_what_does_not_fit_or_is_another_kind_is_not_streamed() -> None:
     factors = Chain.of(kronecker((30, 10), (30, 10)), True, "relu")
     assert tile((*small, factors), "bfloat16", 4096, HOPPER) is None
     assert tile((*small, replace(small[0], rank=2)), "bfloat16", 4096, HOPPER) is None
+
+
+@dtypes
+@pytest.mark.parametrize("widths", [(63, 256, 256, 4), (63, 256)], ids=str)
+def test_each_way_to_run_a_streamed_stack_has_all_its_passes(widths: tuple[int, ...], dtype: str) -> None:
+    text = " | ".join(layer.tf32_text if dtype == "tf32" else layer.text for layer in dense(*widths))
+    ways = [scheme.plan.passes for scheme in schemes(text, "float32" if dtype == "tf32" else dtype, 2, HOPPER)]
+    streamed = [passes for passes in ways if isinstance(passes[-1], DenseStreamed)]
+    assert streamed
+    for *before, last in streamed:
+        assert before == ([WeightChunks(last)] if dtype == "tf32" else [])
 
 
 @dtypes
