@@ -58,9 +58,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient and chunks of
-    weights in a third. `us` is
-    predicted. Of a stack, `chain` is the first layer's."""
+    """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient and chunks of weights
+    in a third. `us` is predicted. Of a stack, `chain` is the first layer's."""
 
     chain: Chain
     dtype: str
