@@ -101,14 +101,11 @@ static Chain parse(const std::string& text) {
       if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
       chain.gradient = true;
-    } else if (name == "slope") {
-      if (!has_activation || chain.slope || chain.through)
-        throw std::invalid_argument("\"slope\" stands in the wrong place");
-      chain.slope = parse_features(name, words, chain);
-    } else if (name == "through") {
-      if (!has_activation || chain.bias || chain.slope || chain.through)
-        throw std::invalid_argument("\"through\" stands in the wrong place");
-      chain.through = parse_features(name, words, chain);
+    } else if (name == "slope" || name == "through") {
+      int64_t& features = name == "slope" ? chain.slope : chain.through;
+      if (!has_activation || chain.slope || chain.through || (name == "through" && chain.bias))
+        throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
+      features = parse_features(name, words, chain);
     } else if (name == "sums") {
       if (text.find(';') != std::string::npos)
         throw std::invalid_argument("\"sums\" stands in the wrong place");
@@ -136,7 +133,7 @@ static Chain parse(const std::string& text) {
     }
     if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
   }
-  if (chain.contractions.empty() && (!(chain.turned || chain.slope || chain.through || chain.sums) || chain.x_turned))
+  if (chain.contractions.empty() && (!chain.in_features() || chain.x_turned))
     throw std::invalid_argument("there is no contraction in it");
   return chain;
 }
@@ -154,8 +151,7 @@ static Stack parse_stack(const std::string& text) {
       if (stack.backward || stack.states) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
-    if (layer.gradient || layer.backward || layer.slope || layer.through || layer.sums || layer.x_turned ||
-        layer.turned)
+    if (!layer.makes_y() || layer.x_turned || layer.turned)
       throw std::invalid_argument(
           "\"gradient\", \"slope\", \"through\", \"sums\", \"backward\", \"turned\" and \"turn\" make no layer");
     if (!stack.layers.empty() && stack.layers.back().out_features() != layer.in_features())

@@ -46,6 +46,7 @@ struct Chain {
   int64_t through = 0;  // the same, of what has been activated before
   int64_t sums = 0;     // features of x, if their sums over the samples are made
 
+  bool makes_y() const { return !(gradient || backward || slope || through || sums); }  // and no gradient
   size_t parameters() const { return program ? program->parameters : 0; }
   size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;

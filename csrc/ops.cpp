@@ -110,7 +110,7 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
 
 void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
                   const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(!chain.gradient && !chain.backward && !chain.slope && !chain.through && !chain.sums,
+  STD_TORCH_CHECK(chain.makes_y(),
                   "factorlayer: a chain with \"gradient\", \"backward\", \"slope\", \"through\" or \"sums\" is for the ops ",
                   "that make gradients");
   check_x(chain, x);
