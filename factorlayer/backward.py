@@ -103,7 +103,7 @@ def gradients(
     only = _only_visit(text, wanted, ops.fits)
     if only is not None:
         made = ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)
-        made[0] = _through(ops, made[0], x, through if wanted & 1 else "identity")
+        made[0] = back_through(ops, made[0], x, through if wanted & 1 else "identity")
         return made[~wanted & 1 :]
     chain = Chain.parse(text)
     count = len(chain.contractions)
@@ -138,11 +138,11 @@ def gradients(
     else:
         found |= _one_term(ops, text, grad, x, weights, wanted)
     if 0 in found:
-        found[0] = _through(ops, found[0], x, through)
+        found[0] = back_through(ops, found[0], x, through)
     return [found[bit] for bit in sorted(found)]
 
 
-def _through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tensor:
+def back_through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tensor:
     """The gradient of what an activation took, from that of the state that it made."""
     if activation == "identity":
         return grad
@@ -163,7 +163,9 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
         return x.new_empty(made.sums or made.contractions[0].weight_size + made.bias * made.out_features)
 
     def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
-        seen.extend([text, sums_text(grad.shape[1])][: 1 + bias])
+        seen.append(text)
+        if bias:  # which the op makes by another kernel
+            seen.append(sums_text(grad.shape[1]))
         return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
@@ -269,7 +271,7 @@ def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | 
 def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
     """What makes both gradients of a dense layer, if they are wanted and nothing makes x's with the weight's."""
     chain = Chain.parse(text)
-    if wanted & 6 != 6 or not chain.is_dense or chain.rank > 1 or visits(text, wanted, fits)[0].at_once:
+    if wanted & 6 != 6 or not chain.is_dense or visits(text, wanted, fits)[0].at_once:
         return None
     both = Chain(chain.contractions, bias=True, gradient=True, tf32=chain.tf32)
     return both.text if fits(both) else None
@@ -279,7 +281,7 @@ def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> s
 def through_text(text: str, wanted: int, through: str, fits: Callable[[Chain], bool]) -> str | None:
     """What makes the gradient of x, and takes that back through the activation before, if both are one kernel."""
     chain = Chain.parse(text)
-    if through == "identity" or not wanted & 1 or not chain.is_dense or chain.rank > 1:
+    if through == "identity" or not wanted & 1 or not chain.is_dense:
         return None
     if visits(text, wanted, fits)[0].at_once:
         return None

@@ -115,7 +115,7 @@ class Chain:
     def is_dense(self) -> bool:
         """Whether it is one matrix product."""
         (c, *further) = self.contractions
-        return not further and c.tied and c.outer * c.inner == 1
+        return not further and c.tied and c.outer * c.inner == 1 and self.rank == 1
 
     @property
     def out_features(self) -> int:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from factorlayer.chain import Chain
 from factorlayer.device import ELEMENT, MATH, hopper_headers, kernel, wgmma
@@ -146,6 +146,11 @@ class Dense:
         return self.sizes[-1][1] * self.size
 
     @property
+    def passes(self) -> tuple[Any, ...]:
+        """With what is needed before or behind it."""
+        return (self,)
+
+    @property
     def made(self) -> str:
         """For people"""
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
@@ -240,7 +245,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
         return
     for chain in layers:
         c = chain.contractions[0]
-        if not chain.is_dense or chain.rank > 1 or max(c.p, c.q) > WIDEST:
+        if not chain.is_dense or max(c.p, c.q) > WIDEST:
             return
     if sum(_tensors(chain) + states for chain in layers) > MOST_TENSORS:
         return

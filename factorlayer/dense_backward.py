@@ -14,7 +14,7 @@ from factorlayer.dense import Dense, function, write
 from factorlayer.dense import tile as tile_forward
 from factorlayer.expression import slope
 from factorlayer.gpu import Gpu
-from factorlayer.gradient import BlockSums
+from factorlayer.gradient import BlockSums, Reduction
 from factorlayer.resident import round_up
 
 SLAB = 64 * 128  # bytes: 64 samples of 64 features
@@ -27,6 +27,10 @@ class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
 
     headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh", "sums.cuh", "dense_backward.cuh")
+
+    @property
+    def passes(self) -> tuple[Dense | Reduction, ...]:
+        return self, Reduction(self)
 
     def columns(self, i: int) -> tuple[int, int]:
         p, q = self.sizes[i]

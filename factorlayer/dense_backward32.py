@@ -116,11 +116,11 @@ class DenseBackward32(DenseBackward):
         lines += [slope(chain.activation, f"Slope{i}") for i, chain in enumerate(self.layers)]
         body = function("turn_weights(const C& c)", [f"c.template turn_weight<L{i}>();" for i in range(last + 1)])
         if self.template == "DenseBackward32":
-            body += self.passes()
+            body += self.with_samples()
         widths = {8} | {n for i in range(last + 1) for n in self.columns(i)}
         return write(self, name, self.template, lines, body, widths)
 
-    def passes(self) -> list[str]:
+    def with_samples(self) -> list[str]:
         """What the kernel does with 64 samples, and where it begins and ends."""
         last = len(self.layers) - 1
         body = ["template <class C> struct AllSums {"]

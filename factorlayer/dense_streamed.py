@@ -113,7 +113,6 @@ class DenseStreamed(Dense):
 
     @property
     def passes(self) -> tuple[Dense | WeightChunks, ...]:
-        """All that it takes."""
         return (self,) if self.size == 2 else (WeightChunks(self), self)
 
     @functools.cached_property
@@ -238,7 +237,7 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[DenseStreamed]:
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
         return
-    if any(not chain.is_dense or chain.rank > 1 or chain.parameters for chain in layers):
+    if any(not chain.is_dense or chain.parameters for chain in layers):
         return
     if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
         return

@@ -118,7 +118,7 @@ def _run_in_torch(
 
 def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """What the activation takes. A dense layer's bias is added on the way, as nn.Linear does."""
-    if chain.is_dense and chain.rank == 1:
+    if chain.is_dense:
         return torch.nn.functional.linear(x, weights[0], bias)
     y = batched(chain, x, weights)
     return y if bias is None else y + bias

@@ -199,6 +199,7 @@ class BlockSums:
     dtype: str
     gpu: Gpu
     weights: Any
+    folds = 1
 
     @property
     def most(self) -> int:
@@ -224,6 +225,8 @@ class Summing(Protocol):
     def units_per_block(self) -> int: ...
     @property
     def most(self) -> int: ...
+    @property
+    def folds(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,6 @@ class Reduction:
 
     of: Summing
     in_place: bool = False  # sums that another pass reads, in the first block's place
-    folds: int = 1  # sums for each of its weights that a block has
     us: float = REDUCTION_US
 
     threads = 256
@@ -261,7 +263,7 @@ class Reduction:
     def source(self, name: str) -> str:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
-        numbers |= {"MOST": of.most, "FOLDS": self.folds, "WAYS": self.ways, "VECTOR": self.vector}
+        numbers |= {"MOST": of.most, "FOLDS": of.folds, "WAYS": self.ways, "VECTOR": self.vector}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]

@@ -69,7 +69,7 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBack
     (layer, *further), (c, *_) = layers, layers[0].contractions
     if further or gpu.arch != 90 or dtype not in ("bfloat16", "float16"):
         return None
-    if not layer.is_dense or layer.rank > 1 or layer.parameters or not LEAST < c.q <= MOST or c.p > MOST:
+    if not layer.is_dense or layer.parameters or not LEAST < c.q <= MOST or c.p > MOST:
         return None
     plan = LayerBackward((layer,), dtype, 2, gpu)
     return replace(plan, us=_time(plan, batch)) if plan.shared <= gpu.shared else None

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from factorlayer.backward import gradients, slope_texts, through_alone, through_text, visits
+from factorlayer.backward import back_through, gradients, slope_texts, through_alone, through_text, visits
 from factorlayer.chain import Chain
 from factorlayer.fused import cuda_ops, gpu_limits, has_kernel, missing_extension, raise_better
 from factorlayer.results import from_result
@@ -87,8 +87,7 @@ def _of_layer(
     ops = cuda_ops(x.get_device(), x.dtype)
     if has_backward(text, x.dtype, x.get_device()):
         made = all_at_once(grad, x, tensors, text, places)
-        if through != "identity":
-            made[0] = ops.slopes(x, made[0], [], None, through_alone(through, x.shape[1]))
+        made[0] = back_through(ops, made[0], x, through)
         return made
     *weights, last = tensors
     bias = last if Chain.parse(text).bias else None

@@ -29,9 +29,6 @@ from factorlayer import (
 )
 from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
-from factorlayer.dense import Dense
-from factorlayer.dense_backward import DenseBackward
-from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
@@ -131,18 +128,11 @@ def plan_stack(
         # Weights that stay in shared memory are faster: six layers of 128, 1.3 million samples, 401 us instead of 517.
         streams = tiled[0] is None and _streams(layers, dtype, gpu, states)
         tiled += [dense_streamed.tile(layers, dtype, batch, gpu, states)] if streams else []
-    found = min((p for p in tiled if p), key=lambda p: sum(each.us for each in _passes(p)), default=None)
+    found = min((p for p in tiled if p), key=lambda p: sum(each.us for each in p.passes), default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")
-    return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, _passes(found))
-
-
-def _passes(found: Dense) -> tuple[Pass, ...]:
-    """With what is needed before or behind it."""
-    if isinstance(found, DenseStreamed):
-        return found.passes
-    return (found, Reduction(found)) if isinstance(found, DenseBackward) else (found,)
+    return Plan(replace(layers[0], backward=backward), dtype, batch, gpu, found.passes)
 
 
 @functools.lru_cache(256)
@@ -226,7 +216,7 @@ def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tup
 
 
 def _with_reduction(summing: ColumnSums | Gradient | WideGradient) -> tuple[Pass, ...]:
-    return (summing,) if summing.is_whole else (summing, Reduction(summing, folds=summing.folds))
+    return (summing,) if summing.is_whole else (summing, Reduction(summing))
 
 
 def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:

@@ -54,7 +54,7 @@ def schemes(text: str, dtype: str, batch_class: int, gpu: Gpu) -> list[Scheme]:
 
 def _of_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme]:
     for tiled in dense.tilings(layers, dtype, batch, gpu):
-        yield Scheme(REGISTERS, RESIDENT, str(64 * tiled.groups), Plan(layers[0], dtype, batch, gpu, (tiled,)))
+        yield Scheme(REGISTERS, RESIDENT, str(64 * tiled.groups), Plan(layers[0], dtype, batch, gpu, tiled.passes))
     for streamed in dense_streamed.tilings(layers, dtype, batch, gpu):
         yield Scheme(SHARED, STREAMED, str(64 * streamed.groups), Plan(layers[0], dtype, batch, gpu, streamed.passes))
 

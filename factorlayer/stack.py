@@ -23,6 +23,7 @@ from factorlayer.stacked import (
     fused_stack,
     is_large_product,
     is_left_to_cublas,
+    is_short,
     runs,
     why_no_stack,
 )
@@ -91,7 +92,7 @@ def run_stack(
 
 def is_measured(x: Tensor) -> bool:
     """Whether layers that are trained one by one are known to be faster by ours than by PyTorch, if they are joined."""
-    return x.is_cuda and is_hopper(x.get_device()) and (x.element_size() == 2 or runs_in_tf32(x))
+    return x.is_cuda and is_hopper(x.get_device()) and is_short(x.dtype, runs_in_tf32(x))
 
 
 def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:

@@ -67,12 +67,17 @@ LARGEST_DENSE = 1 << 19
 
 def is_large_product(layer: Chain) -> bool:
     """One that is left to PyTorch's library."""
-    return layer.is_dense and layer.rank == 1 and layer.contractions[0].weight_size > LARGEST_DENSE
+    return layer.is_dense and layer.contractions[0].weight_size > LARGEST_DENSE
+
+
+def is_short(dtype: torch.dtype, tf32: bool) -> bool:
+    """Whether products are of 16 bits, or of those that TF32 keeps."""
+    return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and tf32)
 
 
 def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
     """Of a stack's layers that are run one by one. In float ours are twice as fast, of bfloat16 products."""
-    return x.is_cuda and (x.element_size() == 2 or runs_in_tf32(x)) and is_large_product(layer)
+    return x.is_cuda and is_short(x.dtype, runs_in_tf32(x)) and is_large_product(layer)
 
 
 # Of a stack's layers: from which number up to which, and their text, behind which stands STATES if their gradients are
@@ -137,8 +142,8 @@ def _joined(found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, dev
     handed = handed_back(" | ".join(layers), dtype, device)
     taken = {i for begin, end, _ in found for i in range(begin, end)}
     chains = list(map(Chain.parse, layers))
-    ours = dtype == torch.float64 or (dtype == torch.float32 and not chains[0].tf32)
-    taken |= {i for i, chain in enumerate(chains) if chain.parameters or (is_large_product(chain) and not ours)}
+    short = is_short(dtype, chains[0].tf32)
+    taken |= {i for i, chain in enumerate(chains) if chain.parameters or (short and is_large_product(chain))}
     alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
     made: list[Run] = []
     for begin, end, text in sorted([*found, *alone]):
