@@ -25,8 +25,6 @@ template <class Pass> struct ColumnSums {
 #pragma unroll
     for (int e = 0; e < kPiece; ++e) sum[e] += widen(x[e]);
   }
-  static DEVICE float load(u32 from, float) { return __uint_as_float(load_u32(from)); }
-  static DEVICE double load(u32 from, double) { return load_f64(from); }
 
   DEVICE void run() const {
     const int lane = threadIdx.x % LANES, way = threadIdx.x / LANES;
@@ -62,11 +60,8 @@ template <class Pass> struct ColumnSums {
 #pragma unroll
     for (int e = 0; e < kPiece; ++e) {
       for (int other = 1; other < WAYS; ++other)
-        sum[e] += load(sums + (e * 256 + other * LANES + lane) * sizeof(Part), sum[e]);
-      if constexpr (is_same<typename Pass::Result, Element>)
-        store_global(y + e, narrow<Element>(sum[e]));
-      else
-        store_global(y + e, sum[e]);
+        sum[e] += load_sum(sums + (e * 256 + other * LANES + lane) * sizeof(Part), sum[e]);
+      store_global(y + e, narrow<typename Pass::Result>(sum[e]));
     }
   }
 };

@@ -192,8 +192,8 @@ template <class Pass> struct Gradient {
 
 // What the blocks of each tile have summed, added up in their order. A thread has VECTOR sums side by side, and every WAYS-th
 // block's; many weights fill the GPU by themselves, of few several threads share one. Pass: Element, COUNT (of weights), WAYS,
-// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST, each with FOLDS for every weight. Result: what is written, sums where
-// they come from or elements.
+// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST, each with FOLDS for every weight.
+// Result: what is written, sums where they come from or elements.
 template <class Pass> struct Reduction {
   using Element = typename Pass::Element;
   using Result = typename Pass::Result;
@@ -203,8 +203,6 @@ template <class Pass> struct Reduction {
   template <class T> struct __align__(VECTOR * sizeof(T)) Some { T x[VECTOR]; };
   const Params& params;
   DEVICE Reduction(const Params& given) : params(given) {}
-  static DEVICE float load(u32 from, float) { return __uint_as_float(load_u32(from)); }
-  static DEVICE double load(u32 from, double) { return load_f64(from); }
   static DEVICE void add(Some<Part>& sum, const Some<Part>* from) {
     const auto words = *reinterpret_cast<const Words<sizeof(Some<Part>)>*>(from);
     const Part* further = reinterpret_cast<const Part*>(&words);
@@ -230,7 +228,7 @@ template <class Pass> struct Reduction {
         for (int other = 1; way == 0 && other < WAYS; ++other)
 #pragma unroll
           for (int i = 0; i < VECTOR; ++i)
-            sum.x[i] += load(sums + (i * 256 + other * kLanes + lane) * sizeof(Part), sum.x[i]);
+            sum.x[i] += load_sum(sums + (i * 256 + other * kLanes + lane) * sizeof(Part), sum.x[i]);
       }
       if (way == 0 && at < kCount) {
         Some<Result> result;

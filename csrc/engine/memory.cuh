@@ -10,6 +10,10 @@ DEVICE void store_shared(u32 to, Pair<f16> x) { store_shared(to, x.bits); }
 DEVICE void store_shared(u32 to, Pair<float> x) { store_f32x2(to, x.x, x.y); }
 DEVICE void store_shared(u32 to, Pair<double> x) { store_f64x2(to, x.x, x.y); }
 
+// One like the second argument
+DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
+DEVICE double load_sum(u32 from, double) { return load_f64(from); }
+
 // WARPS warps that work on one tile, GROUPS such groups in a block, each with a barrier of its own. The first one's is
 // __syncthreads' too: a block may use that only before its groups part.
 template <int WARPS, int GROUPS> DEVICE void sync_group(int group) {

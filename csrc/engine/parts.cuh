@@ -15,9 +15,6 @@ template <class Pass> struct Parts {
   const int warp, lane;
   DEVICE Parts(const Params& given) : params(given), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  static DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
-  static DEVICE double load_sum(u32 from, double) { return load_f64(from); }
-
   // Element `at` of all, if it is one of the TO-th and following, [Q, P]: of a weight with BEHIND_Q x BEHIND_P behind it in the
   // product [ALL_Q, ALL_P], whose gradient begins at FROM.
   template <int Q, int P, int ALL_Q, int ALL_P, int BEHIND_Q, int BEHIND_P, int FROM, int TO, class Others>
