@@ -13,6 +13,7 @@ from forward_rule import DTYPES, EPS, arithmetic
 from torch import Tensor, nn
 
 import factorlayer.layerwise
+from benches.workloads import Block, select
 from factorlayer import FactorMLP, fuse
 from factorlayer.backward import Ops
 from factorlayer.fused import cuda_ops, has_kernel
@@ -75,6 +76,7 @@ NETS = [
     Net((32, 64, 64, 16), "prelu", 3000),
     Net((13, 64, 64, 5), "learned-sine", 777),
 ]
+BLOCKS = [workload for workload, _ in select("cuda", dtypes=["bfloat16"]) if isinstance(workload, Block)]
 each = pytest.mark.parametrize("net", NETS, ids=str)
 # All gradients at once, from states that are stored, and layers by themselves
 WAYS = [Net((32, 64, 16), "gelu", 70), Net((128, 127, 127), "tanh", 70), Net((32, 64, 64, 16), "prelu", 70)]
@@ -89,7 +91,7 @@ def _no_compiled_graphs_left() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def results(mlp: FactorMLP, x: Tensor, grad_y: Tensor, run: nn.Module | None = None) -> list[Tensor]:
+def results(mlp: nn.Module, x: Tensor, grad_y: Tensor, run: nn.Module | None = None) -> list[Tensor]:
     """Of the block, or of what it was compiled to."""
     x = x.detach().requires_grad_()
     y = (mlp if run is None else run)(x)
@@ -133,12 +135,35 @@ def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> N
     right = results(exact, x.double(), grad_y.double())
     with arithmetic(dtype):
         found, plain = results(mlp, x, grad_y), results(net.block(dtype, "batched"), x, grad_y)
+    assert_as_right(net, dtype, found, plain, right)
+
+
+def assert_as_right(net: Net, dtype: str, found: list[Tensor], plain: list[Tensor], right: list[Tensor]) -> None:
+    """As PyTorch's own, by design; the output first, then gradients."""
     for i, (f, p, r) in enumerate(zip(found, plain, right, strict=True)):
         of_fused, of_plain = (float((t.double() - r).norm() / r.norm()) for t in (f, p))
         sums = net.batch**0.5 if dtype == "float64" else 1.0
         # Where rounding moves a sum of relu's across zero, a gradient loses or gains it all.
         kinks = (len(net.widths) * max(EPS[dtype], 1e-6)) ** 0.5 if "relu" in net.activation and i else 0.0
         assert of_fused <= 2 * of_plain + 4 * sums * EPS[dtype] + kinks, (i, of_fused, of_plain)
+
+
+@pytest.mark.parametrize("workload", BLOCKS, ids=lambda workload: workload.name)
+@dtypes
+def test_fuse_takes_every_measured_network_at_its_full_batch(workload: Block, dtype: str) -> None:
+    net = Net(workload.widths, workload.activation, workload.batch)
+    torch.manual_seed(0)
+    model = workload.dense().to_empty(device="cuda").to(DTYPES[dtype])
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    exact = workload.dense().to_empty(device="cuda").double()
+    exact.load_state_dict(model.state_dict())
+    fused = fuse(model)
+    x, grad_y = drawn(net, dtype)
+    with arithmetic(dtype):
+        found, plain = results(fused, x, grad_y), results(model, x, grad_y)
+    assert_as_right(net, dtype, found, plain, results(exact, x.double(), grad_y.double()))
 
 
 @pytest.mark.skipif(
