@@ -5,12 +5,15 @@ weight's gradient comes from the states before and behind it, or neighbours that
 computed but what a gradient that is wanted needs.
 
 Sums over samples want what is contracted side by side in memory. Untied weights with something behind the mode that
-they contract get their states turned: by the pass that makes the state, or by one that does nothing else.
+they contract get their states turned: by the pass that makes the state, or by one that does nothing else. On the way
+back through them a group makes what lies far apart in the gradient for the contraction before: that one takes its q's
+in another order, in which those of a group lie together, with its weight's rows in the same order.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +25,7 @@ from factorlayer.chain import Chain
 from factorlayer.spec import Contraction
 
 Turned = tuple[int, int, int]
+LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
 
 
 def _never(_: Chain) -> bool:
@@ -51,6 +55,7 @@ class Visit:
     at_once: bool
     hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
     hands_back: Turned | None = None  # and the gradient of what it reads for the one before
+    mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
 
     @functools.cached_property
     def turned(self) -> bool:
@@ -61,7 +66,24 @@ class Visit:
     def turn(self, is_grad: bool) -> Turned | None:
         """How the state before it, or the gradient behind it, is turned."""
         c = self.part.contractions[0]
+        if is_grad and self.mixed:
+            return self.mixed
         return (c.outer, c.q if is_grad else c.p, c.inner) if self.turned else None
+
+    def transposed(self, ops: Ops, weight: Tensor) -> Tensor:
+        """A weight for the way back."""
+        if not self.mixed:
+            return _transposed(ops, weight)
+        outer, rows, columns = self.mixed
+        q, p = weight.shape[-2:]
+        return weight.reshape(outer, rows, columns, p).permute(0, 3, 2, 1).reshape(outer, p, q)
+
+    def in_order(self, gradient: Tensor) -> Tensor:
+        """A weight's gradient, made of a gradient whose q's come in another order."""
+        if not self.mixed:
+            return gradient
+        outer, rows, columns = self.mixed
+        return gradient.reshape(outer, columns, rows, -1).transpose(1, 2).reshape(gradient.shape)
 
     @functools.cached_property
     def forward(self) -> str:
@@ -227,9 +249,10 @@ def _one_term(
             grad, *of_weights = ops.all_gradients(grad, states[i], own, visit.gradient, False)
             found |= {j + 2: of_weight for j, of_weight in zip(visit.weights, of_weights, strict=True)}
         elif visit.learns:
-            found[visit.weights[0] + 2] = ops.weight_gradient(grad, states[i], visit.gradient).view(own[0].shape)
+            of_weight = ops.weight_gradient(grad, states[i], visit.gradient)
+            found[visit.weights[0] + 2] = visit.in_order(of_weight).view(own[0].shape)
         if visit.returns and not visit.at_once:
-            grad = ops.forward(grad, [_transposed(ops, w) for w in own], None, visit.back)
+            grad = ops.forward(grad, [visit.transposed(ops, w) for w in own], None, visit.back)
         del states[i:]
     return {**found, 0: grad} if wanted & 1 else found
 
@@ -254,6 +277,7 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit
         at_once = learns[at] and (end > at + 1 or (returns and fits(replace(part, backward=True))))
         made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
+    made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
     on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
     return tuple(replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True))
@@ -298,6 +322,18 @@ def sums_text(features: int) -> str:
 @functools.lru_cache(1024)
 def through_alone(activation: str, features: int) -> str:
     return Chain((), activation=activation, through=features).text
+
+
+def _mixed(visit: Visit, following: Visit) -> Turned | None:
+    """In what order a visit can take its q's, so that the groups of the following one store theirs together."""
+    (c, *more), (behind, *further) = visit.part.contractions, following.part.contractions
+    if c.tied or c.inner > 1 or more or further or not following.turned or c.outer % behind.outer:
+        return None
+    groups = c.outer // behind.outer
+    rows = behind.p // groups
+    if behind.p % groups or rows % LEAST_RUN or rows * behind.inner != c.q:
+        return None
+    return c.outer, rows, behind.inner
 
 
 def _are_neighbours(steps: Sequence[Contraction]) -> bool:

@@ -44,7 +44,7 @@ class Product:
     """A contraction with the layouts of its states in memory, in elements.
 
     x: [sample][term][group][p], or as a chain has it where p's are x_step > 1 apart. y: [sample][term][group / fast][a]
-    [group % fast][b] with q = b * (q / b) + a; groups within `fast` count (inner, next).
+    [group % fast][b] with q as `row_steps` has it; groups within `fast` count (inner, next).
     """
 
     dtype: str
@@ -81,6 +81,12 @@ class Product:
     def reads_beside(self) -> bool:
         """A state like y, with each sum what is at its place."""
         return self.slope or self.through
+
+    @property
+    def row_steps(self) -> tuple[int, int]:
+        """Of q, from one a to the next, and from one b: the following contraction's groups come first in q, unless
+        groups lie behind q as well, of which then only runs of b change places with these."""
+        return (self.b, 1) if self.contraction.inner > 1 else (1, self.contraction.q // self.b)
 
     @property
     def outer(self) -> int:
@@ -143,7 +149,10 @@ def y_turned(chain: Chain) -> tuple[int, int, int] | None:
     if not chain.turn:
         return None
     outer, rows, columns = chain.turn
-    return _turned(chain.contractions[-1], Contraction(-1, outer, rows, 1, columns, tied=False))
+    last = chain.contractions[-1]
+    if last.inner > 1 and not last.tied and columns == last.inner and outer % last.outer == 0:
+        return columns, 1, rows
+    return _turned(last, Contraction(-1, outer, rows, 1, columns, tied=False))
 
 
 def _natural(c: Contraction) -> tuple[int, int, int]:
@@ -298,7 +307,8 @@ class Streamed:
             "WEIGHT": c.weight,
             **{"P": c.p, "Q": c.q, "OUTER": p.outer, "INNER": p.inner, "X_STEP": p.x_step, "GROUPS": p.groups},
             **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
-            **{"FAST": p.fast, "NEXT": p.next, "A": c.q // p.b, "B": p.b, "TJ": self.columns, "TB": self.together},
+            **{"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together},
+            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
             **{"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt},
             **{"BK": self.bk, "STAGES": self.stages, "SPAN": self.span, "RESULT": self.result},
             **dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True)),

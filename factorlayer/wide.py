@@ -162,7 +162,8 @@ class Wide:
         more, fewer = self.registers
         numbers = {
             **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
-            **{"FAST": p.fast, "NEXT": p.next, "A": c.q // p.b, "B": p.b},
+            **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
+            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
             **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
             **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
             **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
@@ -265,7 +266,7 @@ def _time(plan: Wide) -> float:
     slab = max(load, products, 1.15 * read / 128 / CYCLES)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
-    store = result / 40e3 * (1 if _run_bytes(plan) >= 32 or plan.cluster > 1 else 5)
+    store = result / 40e3 * (1 if _run_bytes(plan) >= 32 or plan.cluster > 1 else 80 / _run_bytes(plan))
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
     busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)

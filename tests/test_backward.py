@@ -113,9 +113,12 @@ LEARNED = trace(nn.Sequential(nn.PReLU(), Snake()))[0].program  # two parameters
 activations = pytest.mark.parametrize("activation", ["identity", "gelu", LEARNED], ids=["identity", "gelu", "learned"])
 
 
+MIXED = monarch((3, 9), (8, 2), rank=8)
+
+
 @pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
 @activations
-@pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2)], ids=spec_id)
+@pytest.mark.parametrize("spec", [*SMALL_SPECS, kronecker((3, 4, 2), (2, 5, 3), rank=2), MIXED], ids=spec_id)
 def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
     """All of them, all but one, and any one alone."""
     torch.manual_seed(0)
@@ -249,6 +252,19 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
     ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes)), fits)
     gradients(ops, grad_y, x, weights, bias, text, all_of(weights) | 2)
     assert texts(text, fits) == list(dict.fromkeys(ran))
+
+
+@pytest.mark.parametrize("wanted", [0b1101, 0b1100, 0b1000, 0b1001, 0b0101, 0b0001])
+def test_groups_store_their_part_of_a_gradient_together(wanted: int) -> None:
+    """Where the weight contracted last learns, so that its states lie turned, and a run of theirs is long enough."""
+    for spec, together in ((MIXED, True), (monarch((3, 9), (8, 2), rank=7), False), (monarch((3, 9), (8, 2)), False)):
+        chain = Chain.of(spec, False, "identity")
+        found = visits(chain.text, wanted, nothing)
+        assert [visit.mixed for visit in found[:-1]] == [
+            (3, 8, 2) if together and wanted & 4 else None for visit in found[:-1]
+        ]
+        if wanted == 0b1101:
+            assert found[1].back.endswith("; turn 3 8 2") == together
 
 
 def parts(spec: LayerSpec) -> list[Contraction]:

@@ -493,6 +493,7 @@ def test_both_gradients_of_one_factor_at_once(
         (kronecker((5, 6), (4, 7)), "float32", "gelu"),
         (kronecker((4, 3), (3, 5), rank=2), "float64", "sine"),
         (monarch((4, 6), (5, 3)), "tf32", "identity"),
+        (monarch((3, 16), (8, 4), rank=8), "float16", "identity"),
         (monarch((2, 3, 4), (3, 2, 5)), "float32", "identity"),
         (kronecker((136,), (72,)), "float16", "tanh"),
     ],
@@ -726,6 +727,38 @@ def test_turn(turn: tuple[int, int, int], dtype: str, emulator: Emulator) -> Non
         assert not errors
         right = x.reshape(2, matrices, rows, columns).swapaxes(2, 3)
         np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
+
+
+# Untied products whose groups, behind q, store runs of theirs side by side: outer, p, q and inner, and the runs
+RUNS = [
+    ((1, 72, 96, 4), 48, "bfloat16", 90, 130, "Wide"),
+    ((2, 64, 48, 16), 8, "float16", 90, 70, "Streamed"),
+    ((1, 64, 64, 16), 64, "bfloat16", 90, 70, "Wide"),
+    ((1, 40, 64, 16), 16, "tf32", 90, 70, "Wide"),
+    ((2, 40, 48, 4), 24, "float32", 90, 70, "Wide"),
+    ((1, 20, 24, 3), 8, "bfloat16", 80, 33, "Streamed"),
+    ((2, 9, 40, 5), 20, "tf32", 80, 7, "Streamed"),
+    ((1, 7, 16, 2), 8, "float64", 80, 5, "Streamed"),
+]
+
+
+@pytest.mark.parametrize("x_turned", [True, False], ids=["turned", "in-order"])
+@pytest.mark.parametrize("case", RUNS, ids=str)
+def test_groups_store_runs(
+    case: tuple[tuple[int, int, int, int], int, str, int, int, str], x_turned: bool, emulator: Emulator
+) -> None:
+    (outer, p, q, inner), run, dtype, architecture, batch, family = case
+    c = Contraction(0, outer, p, q, inner, tied=False)
+    turn = outer * q // run, run, inner
+    found = plan(Chain((c,), x_turned=x_turned, turn=turn), dtype, MEDIUM, replace(Gpu.of(architecture), sms=2))
+    assert type(found.passes[-1]).__name__ == family or not x_turned
+    draw = drawing(dtype)
+    x, weight = draw(batch, outer, inner, p), draw(outer, inner, q, p) / 8
+    right = np.einsum("oiqp,noip->noqi", weight, x).reshape(batch, *turn).swapaxes(2, 3).ravel()
+    given = x if x_turned else x.swapaxes(2, 3)
+    outputs, errors = emulator.run(found, emulator.compile(found), given.reshape(batch, -1), [weight], None, blocks=2)
+    assert not errors
+    assert np.linalg.norm(outputs[-1].ravel() - right) <= 2 * EPS[dtype] * np.linalg.norm(right)
 
 
 # Widths, whose rows are copied 2 to 16 bytes at a time, in whole and in half steps

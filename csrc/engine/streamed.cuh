@@ -6,15 +6,15 @@
 // The left matrix is operand A. Chunks of BK k's go through a ring of STAGES copies. A block has WM x WN warps for one
 // group, WG groups at once, STEPS times; a warp has MT x NT tiles of 16 x 8 sums. Untied weights have a group for each
 // (outer, inner), in the order in which results lie in memory, which is ours between two passes:
-//     y[sample][group / FAST][a][group % FAST][b],     column j = a * B + b is row b * A + a of the weight
+//     y[sample][group / FAST][a][group % FAST][b],     column j = a * B + b is row a * STEP_A + b * STEP_B of the weight
 // so that runs of a block's groups and b's are contiguous; sums are put together in shared memory and stored from there.
 // What no tile divides is padded with zeros in shared memory. factorlayer/streamed.py writes the constants:
 //
 // Pass:  Math, Element, Activation, BIAS, BY_ROWS, WEIGHT (which), P, Q, OUTER and INNER (of tied weights), X_STEP (between
 //        k's of x), X_SAMPLE and Y_SAMPLE, X_TERM and Y_TERM (strides), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
-//        FAST, NEXT, A, B, WM, WN, WG, STEPS, MT, NT, BK, STAGES, SPAN, TJ (columns of a block), TB (b's that stay
-//        together), COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory), ROUND_X and
-//        ROUND_Y (to what the matrix unit takes: x as it is read, y as it is stored)
+//        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, STAGES, SPAN, TJ (columns of a block), TB (b's
+//        that stay together), COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory),
+//        ROUND_X and ROUND_Y (to what the matrix unit takes: x as it is read, y as it is stored)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -74,7 +74,7 @@ template <class Pass> struct Streamed {
   DEVICE bool has(int fast) const { return FAST % kGroups == 0 || fast < FAST; }
   // Row of the weight for column j of the tile, or -1.
   DEVICE int weight_row(int j) const {
-    return j < TJ && q + j < Q ? (q + j) % Pass::B * Pass::A + (q + j) / Pass::B : -1;
+    return j < TJ && q + j < Q ? (q + j) % Pass::B * Pass::STEP_B + (q + j) / Pass::B * Pass::STEP_A : -1;
   }
   DEVICE i64 x_offset(i64 row, int fast, int term) const {
     i64 at = place_in_x(row) + i64(term) * Pass::X_TERM;
@@ -104,7 +104,7 @@ template <class Pass> struct Streamed {
   using Offset = typename Index<(i64(Q) * P * WG > 1 << 30)>::type;
   static constexpr bool kInOrder = Pass::GROUPS == 1 || Pass::NEXT == 1 || Pass::NEXT == FAST;  // groups of x and weights
   using Weights = Rows<kByRows ? WG * BN : BM, kByRows ? BN : BM, Pass::COPY_W,
-                       kInOrder && (!kByRows || Pass::A == 1 || Pass::B == 1), P, i64(Q) * P>;
+                       kInOrder && (!kByRows || Pass::STEP_B == 1 || Pass::B == 1), P, i64(Q) * P>;
   using States = Rows<WG * BM, BM, kByRows ? Pass::COPY_X : kSize * BK / 8,
                       kInOrder && Pass::X_STEP == 1 && (Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P),
                       Pass::OUTER == 1 ? Pass::X_SAMPLE : P, P>;

@@ -17,9 +17,9 @@
 // state has at its place, grad_y, or, if the sums are that, the activation's result. It is loaded while the sums are made,
 // by the accesses of the results. factorlayer/wide.py writes the constants:
 //
-// Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST, NEXT, A, B,
-//        X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN (tiles of rows whose blocks run
-//        side by side), CONSUMERS, N, HELD, RUN,
+// Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
+//        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
+//        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of tf32), AHEAD (slabs on their way to producers who round),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
@@ -94,11 +94,11 @@ template <class Pass> struct Wide {
     const int n = r / 8, t = r % 8 / 2;
     return n / kEach * (4 * RUN) + t * RUN + n % kEach * 2 + r % 2;
   }
-  static constexpr DEVICE int weight_row(int j) { return j % B * Pass::A + j / B; }
+  static constexpr DEVICE int weight_row(int j) { return j % B * Pass::STEP_B + j / B * Pass::STEP_A; }
   static constexpr bool is_even() {
     for (int r = 0; r < kColumns; ++r)
       if (weight_row(column_of(r)) != weight_row(column_of(r % 16)) + weight_row(column_of(r / 16 * 16))) return false;
-    return B == Q || kColumns % B == 0 || B % kColumns == 0;
+    return Pass::STEP_B == 1 || kColumns % B == 0 || B % kColumns == 0;
   }
   static constexpr bool kEven = is_even();  // a thread's rows of the weight lie constants behind its first
   static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
