@@ -21,6 +21,7 @@ DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MOST_STAGES = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
+REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -85,11 +86,6 @@ class Wide:
         p = self.product
         groups = -(-p.fast // (self.held * self.cluster)) * (p.groups // p.fast)
         return -(-p.contraction.q // self.columns) * groups * p.terms_out
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a consumer's and a producer's thread, where they are not what all get."""
-        return (232, 40) if self.consumers > 1 else (0, 0)
 
     @property
     def threads(self) -> int:
@@ -159,7 +155,7 @@ class Wide:
         """Self-contained CUDA C++ of the kernel `name`."""
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
-        more, fewer = self.registers
+        more, fewer = REGISTERS[self.consumers]
         numbers = {
             **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
             **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
@@ -211,8 +207,11 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
     c, size = product.contraction, product.size
     if product.x_step > 1 or c.p * size % 16 or (product.outer > 1 and product.terms_in > 1):
         return
-    for consumers, (held, run, cluster) in itertools.product((1, 2), _holdings(product)):
+    for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
+        if consumers > 2 and (size == 2 or held > 1):
+            continue
         most = MOST_HELD[size] - (20 if size == 2 and cluster > 1 else 0)  # an exchange needs some, too
+        most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
         for n in _widths(product, run):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + (product.dtype == "float32")) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them

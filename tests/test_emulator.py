@@ -92,8 +92,10 @@ CASES = [
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 2, MEDIUM),
     Case(kronecker((3, 32, 40), (2, 40, 32)), "tf32", 6, MEDIUM),
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL),
-    # Wide: rounded and split operands, several slabs, groups held, two blocks of a cluster
+    # Wide: rounded and split operands, three consumers, several slabs, groups held, two blocks of a cluster
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
+    Case(kronecker((160,), (192,)), "float32", 70, LARGE),
+    Case(kronecker((160,), (192,)), "tf32", 140, LARGE),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
@@ -1062,6 +1064,7 @@ def test_cases_cover_the_families() -> None:
     assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
+    ways += [f"CONSUMERS = {count}" for count in (1, 2, 3)]
     ways += [f"{way} = {used}" for way in ("BULK_LOAD", "BULK_STORE", "ROUND_X") for used in ("true", "false")]
     assert not [way for way in ways if way not in text]
 
