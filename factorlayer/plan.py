@@ -23,6 +23,7 @@ from factorlayer.parts import Parts
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
+from factorlayer.small import Small
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 from factorlayer.wide import Wide
@@ -44,6 +45,7 @@ Pass = (
     | Resident
     | SingleBackward
     | Slopes
+    | Small
     | Streamed
     | Turn
     | WeightChunks
@@ -120,7 +122,7 @@ class Plan:
             read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Slopes | Streamed | Turn) else p.blocks if isinstance(p, TileSums) else 1
+            most = 0 if isinstance(p, Slopes | Streamed | Turn) else p.blocks if isinstance(p, Small | TileSums) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
@@ -139,7 +141,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | Pair | Slopes | Streamed | Turn | Wide):
+    if isinstance(p, Dense | Pair | Slopes | Small | Streamed | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -23,6 +23,7 @@ from factorlayer import (
     pair,
     pair_backward,
     single_backward,
+    small,
     streamed,
     wide,
     wide_gradient,
@@ -270,7 +271,8 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
     faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    found: list[tuple[float, Pass]] = [(resident.us, resident)] if resident else []
+    few = small.tile(work, batch, gpu)
+    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, few) if p]
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:

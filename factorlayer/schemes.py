@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import dense, dense_streamed, pair, tiling
+from factorlayer import dense, dense_streamed, pair, small, tiling
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.pair import Pair
 from factorlayer.plan import Pass, Plan
 from factorlayer.planner import BATCHES, cuts, one_by_one, parsed, plan
 from factorlayer.resident import Resident, Sandwich
+from factorlayer.small import Small
 from factorlayer.wide import Wide
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
@@ -72,6 +73,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         paired = pair.tile(work, batch, gpu)
         if paired:
             yield of(REGISTERS, RESIDENT, _samples(paired), paired)
+        few = small.tile(work, batch, gpu)
+        if few:
+            yield of(SHARED, RESIDENT, _samples(few), few)
         for _, fields in tiling.candidates(work, batch, gpu):
             tiled = Resident(*fields)
             stays = any(isinstance(stage, Sandwich) for stage in tiled.stages)
@@ -80,7 +84,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         for streamed in dense_streamed.tilings((chain,), dtype, batch, gpu):
             yield of(NOWHERE, STREAMED, Fraction(64 * streamed.groups), *streamed.passes)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
-    if len(best) > 1 and all(isinstance(p, Pair | Resident) for p in best):
+    if len(best) > 1 and all(isinstance(p, Pair | Resident | Small) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)
     yield of(MEMORY, STREAMED, _samples(each[0]), *each)
 

@@ -99,6 +99,11 @@ CASES = [
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+    # Small: five modes and four, of one size and several, blocks that share a multiprocessor
+    Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM),
+    Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
+    Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
+    Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
     # Programs in place of named activations: every operation, and one that is another function of single elements
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),
@@ -1058,7 +1063,7 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"Resident", "Streamed", "Pair", "Wide"}
+    assert learned == {"Resident", "Streamed", "Pair", "Small", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
@@ -1073,6 +1078,7 @@ RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
 STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
     "no-sync-between-stages": (RESIDENT, "\n    sync();\n  }\n", "\n  }\n", "race: a read"),
@@ -1083,6 +1089,9 @@ PLANTED = {
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(empty(slot), phase);", "", "race: a copy"),
     "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
     "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
+    "no-sync-before-columns": (FEW, "if (first + 4 == B) __syncthreads();", "", "race: a write"),
+    "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
+    "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::load", "Base::load", "race: a read"),
     "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
 }
 

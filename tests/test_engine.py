@@ -192,6 +192,7 @@ def activated() -> Iterator[Case]:
         (monarch((32, 32), (32, 32)), "tf32"),
         (monarch((64, 64), (64, 64)), "bfloat16"),
         (kronecker((128, 128), (128, 128)), "float32"),
+        (kronecker((8,) * 5, (8,) * 5), "float32"),
     ):
         for activation in (mish, PRELU, SNAKE):
             yield Case(spec, dtype, "sm_90a", BATCHES[2], activation)

@@ -31,6 +31,7 @@ from factorlayer.plan import Pass, Plan, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
+from factorlayer.small import Small
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 
@@ -79,7 +80,7 @@ class Kernel:
         p = self.planned
         grid_y = p.split
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
-        if isinstance(p, TileSums):
+        if isinstance(p, Small | TileSums):
             blocks *= p.blocks
         if not isinstance(p, Slopes | Streamed | Turn):
             grid_x = min(grid_x, max(1, blocks // grid_y))
