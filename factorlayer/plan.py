@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
-from factorlayer.dense_backward import DenseBackward
 from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient, Reduction, TileSums
+from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
@@ -24,6 +23,7 @@ from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
+from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 from factorlayer.wide import Wide
@@ -46,6 +46,7 @@ Pass = (
     | SingleBackward
     | Slopes
     | Small
+    | SplitPairBackward
     | Streamed
     | Turn
     | WeightChunks
@@ -82,7 +83,7 @@ class Plan:
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of the first two buffers for one sample, and of the third."""
         first = self.passes[0]
-        if isinstance(first, DenseBackward | LargeBackward | PairBackward | SingleBackward | TileSums):
+        if isinstance(first, BlockSums | TileSums):
             return 0, 0, first.part_bytes
         if isinstance(first, WeightChunks):
             return 0, 0, first.output_bytes

@@ -24,6 +24,7 @@ from factorlayer import (
     pair_backward,
     single_backward,
     small,
+    split_pair_backward,
     streamed,
     wide,
     wide_gradient,
@@ -241,7 +242,7 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
             return single, Reduction(single)
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        families = (pair_backward, large_backward) if inner == 1 else ()
+        families = (pair_backward, large_backward, split_pair_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
         if found:

@@ -385,6 +385,9 @@ AT_ONCE = [
     (((48, 64), (64, 32)), "tf32", 5, 90),
     (((64, 64), (64, 64)), "float32", 5, 90),
     (((48, 48), (48, 48)), "float32", 5, 90),
+    (((64, 64), (64, 64)), "tf32", 5, 80),
+    (((31, 28), (26, 60)), "tf32", 5, 90),
+    (((45, 60), (51, 44)), "float32", 9, 90),
     (((20, 31), (36, 42)), "float32", 9, 80),
     (((16, 16), (16, 16)), "float32", 2, 90),
     (((64, 64), (64, 64)), "float64", 3, 90),
@@ -399,6 +402,11 @@ AT_ONCE = [
 LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
+def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
+    is_split = dtype in ("float32", "tf32") and architecture == 90 and min(min(s) for s in sizes) >= 24
+    return "LargeBackward" if sizes in LARGE_PAIRS else "SplitPairBackward" if is_split else "PairBackward"
+
+
 def all_gradients_of(spec: LayerSpec) -> Chain:
     return replace(Chain.of(spec, False, "identity"), backward=True)
 
@@ -411,7 +419,7 @@ def test_all_gradients_at_once(
     spec = kronecker(*sizes)
     gpu = replace(Gpu.of(architecture), sms=2)
     found = plan(all_gradients_of(spec), dtype, LARGE, gpu)
-    assert type(found.passes[0]).__name__ == ("LargeBackward" if sizes in LARGE_PAIRS else "PairBackward")
+    assert type(found.passes[0]).__name__ == family_of(sizes, dtype, architecture)
     kernels = emulator.compile(found)
     draw = drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
@@ -1194,6 +1202,20 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
         (32, "tf32", "wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();", "", "has not landed"),
         (96, "bfloat16", "fence_copy_engine();\n      u32 t[", "u32 t[", "no fence: a matrix unit"),
         (96, "bfloat16", "sync_group<8, 2>(1);  // dT has", "// dT has", "race"),
+        (64, "float32", "wait_for_bytes(empty(group, 0), phase);", "", "race"),
+        (64, "float32", "wait_for_bytes(empty(group, 1), phase);", "", "race"),
+        (64, "float32", "wait_for_bytes(full(warpgroup, 0), phase);", "", "race: a matrix unit"),
+        (
+            64,
+            "float32",
+            "fence_copy_engine();\n      arrive(full(group, 0));",
+            "arrive(full(group, 0));",
+            "no fence: a matrix unit",
+        ),
+        (64, "float32", "fence_copy_engine();\n      wait", "wait", "no fence: a matrix unit"),
+        (64, "float32", "sync_threads<128>(2 + warpgroup);  // all", "// all", "race: a matrix unit"),
+        (64, "float32", "sync_threads<128>(2 + warpgroup);  // dT has", "// dT has", "race"),
+        (64, "float32", "wait_for_products<1>();\n", "", "race"),
     ],
 )
 def test_finds_what_is_missing_of_all_gradients(
@@ -1203,7 +1225,7 @@ def test_finds_what_is_missing_of_all_gradients(
     found = plan(all_gradients_of(spec), dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})
-    x = np.ones((30 if size == 32 else 3, size**2))
+    x = np.ones(({32: 30, 64: 5, 96: 3}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
     assert any(said in error for error in errors), errors
 

@@ -90,15 +90,6 @@ template <class Pass> struct TwoFactors {
     }
   }
 
-  // Two neighbours as the words of their pieces, for parts of 16 bits.
-  static DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-      word[i] = Pair<Part>(x, y).bits;
-      if (i < PIECES - 1) x -= widen(Part{u16(word[i])}), y -= widen(Part{u16(word[i] >> 16)});
-    }
-  }
-
   // To shared memory, padded with zeros: A, and the pieces of B that are not in registers.
   DEVICE void load_weights() const {
     [[maybe_unused]] const float scale = kScalesA ? Pass::scale_a(params) : 1.f;
@@ -147,7 +138,7 @@ template <class Pass> struct TwoFactors {
         store_shared(place(i), tf32_of(x[i]));
       } else {
         u32 word[PIECES];
-        split(__uint_as_float(x[i]), N > 1 ? __uint_as_float(x[(i + 1) % N]) : 0.f, word);
+        split<Part>(__uint_as_float(x[i]), N > 1 ? __uint_as_float(x[(i + 1) % N]) : 0.f, word);
 #pragma unroll
         for (int piece = FIRST; piece < PIECES; ++piece) {
           if constexpr (N > 1)
@@ -266,7 +257,7 @@ template <class Pass> struct TwoFactors {
         word[0][i] = tf32_of(__float_as_uint(x[i]));
       } else {
         u32 pieces[PIECES];
-        split(x[2 * i], x[2 * i + 1], pieces);
+        split<Part>(x[2 * i], x[2 * i + 1], pieces);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) word[piece][i] = pieces[piece];
       }
@@ -354,7 +345,7 @@ template <class Pass> struct TwoFactors {
       held[0][s][i] = q < Q1 && p < P1 ? *reinterpret_cast<const u32*>(factor + q * P1 + p) : 0;
     } else {
       u32 word[PIECES];
-      split(at(p), at(p + 1), word);
+      split<Part>(at(p), at(p + 1), word);
 #pragma unroll
       for (int piece = 0; piece < HELD; ++piece) held[piece][s][i] = word[piece];
     }
@@ -410,7 +401,7 @@ template <class Pass> struct TwoFactors {
         } else {
           const int at = (2 * s + i / 2) * 4 + i % 2 * 2;
           u32 word[PIECES];
-          split(t[at], t[at + 1], word);
+          split<Part>(t[at], t[at + 1], word);
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) left[piece][s][i] = word[piece];
         }

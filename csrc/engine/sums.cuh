@@ -32,9 +32,13 @@ DEVICE void get_sums(u32 from, double (&sum)[4]) {
 }
 
 // THREADS of a block, in groups of MEMBERS that hold sums of the same places: N fours, sum_of(n), each. Adds them up in the
-// order of the groups, as many at once as BYTES of shared memory hold, and hands them out: place(n, member, sums).
-template <int N, int THREADS, int MEMBERS, int BYTES, class Real, class SumOf, class Place>
-DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place) {
+// order of the groups, as many at once as BYTES of shared memory hold, and hands them out: place(n, member, sums). Those threads
+// meet by sync().
+struct SyncBlock {
+  DEVICE void operator()() const { __syncthreads(); }
+};
+template <int N, int THREADS, int MEMBERS, int BYTES, class Real, class SumOf, class Place, class Sync = SyncBlock>
+DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sync& sync = {}) {
   constexpr int kFour = 4 * sizeof(Real), kFit = BYTES / (THREADS * kFour), kAtOnce = kFit < N ? kFit : N;
   static_assert(kFit > 0 && THREADS % MEMBERS == 0);
   if constexpr (THREADS == MEMBERS) {
@@ -43,11 +47,11 @@ DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place) {
   } else {
 #pragma unroll
     for (int first = 0; first < N; first += kAtOnce) {
-      __syncthreads();
+      sync();
 #pragma unroll
       for (int n = first; n < first + kAtOnce && n < N; ++n)
         put_sums(memory + ((n - first) * THREADS + threadIdx.x) * kFour, sum_of(n));
-      __syncthreads();
+      sync();
 #pragma unroll 1
       for (int j = threadIdx.x; j < (N - first < kAtOnce ? N - first : kAtOnce) * MEMBERS; j += THREADS) {
         const u32 from = memory + (j / MEMBERS * THREADS + j % MEMBERS) * kFour;

@@ -32,6 +32,15 @@ template <> struct __align__(16) Pair<double> {
   DEVICE Pair(double x, double y) : x(x), y(y) {}
 };
 
+// Two neighbours as the words of their pieces, of 16 bits each, whose sums they are: of bf16, three hold all bits.
+template <class Part, int PIECES> DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    word[i] = Pair<Part>(x, y).bits;
+    if (i < PIECES - 1) x -= widen(Part{u16(word[i])}), y -= widen(Part{u16(word[i] >> 16)});
+  }
+}
+
 template <class Element> DEVICE Element narrow(Sum<Element> x);
 template <> DEVICE bf16 narrow<bf16>(float x) { return {u16(Pair<bf16>(x, 0.f).bits)}; }
 template <> DEVICE f16 narrow<f16>(float x) { return {u16(Pair<f16>(x, 0.f).bits)}; }

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.dense import Dense
-from factorlayer.dense_backward import DenseBackward
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES
-from factorlayer.gradient import PART_BYTES, Reduction, TileSums
+from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -32,6 +31,7 @@ from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
+from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 
@@ -84,11 +84,7 @@ class Kernel:
             blocks *= p.blocks
         if not isinstance(p, Slopes | Streamed | Turn):
             grid_x = min(grid_x, max(1, blocks // grid_y))
-        sums = (
-            grid_x * p.part_bytes // p.most
-            if isinstance(p, DenseBackward | LargeBackward | PairBackward | SingleBackward | TileSums)
-            else 0
-        )
+        sums = grid_x * p.part_bytes // p.most if isinstance(p, BlockSums | TileSums) else 0
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
         in_chunks = isinstance(p, DenseStreamed) and len(p.passes) > 1
@@ -124,7 +120,7 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, SingleBackward):
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
-        if isinstance(p, LargeBackward | PairBackward):
+        if isinstance(p, LargeBackward | PairBackward | SplitPairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
             return sum(self.outputs(batch))
