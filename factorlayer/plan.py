@@ -23,6 +23,7 @@ from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
+from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
@@ -46,6 +47,7 @@ Pass = (
     | SingleBackward
     | Slopes
     | Small
+    | SmallBackward
     | SplitPairBackward
     | Streamed
     | Turn

@@ -24,6 +24,7 @@ from factorlayer import (
     pair_backward,
     single_backward,
     small,
+    small_backward,
     split_pair_backward,
     streamed,
     wide,
@@ -245,6 +246,9 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         families = (pair_backward, large_backward, split_pair_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
+        few = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
+        if few and (not found or few.us < found.us):
+            return few, Reduction(few)
         if found:
             if any(len(mode.parts) > 1 for mode in found.modes):
                 return found, Reduction(found, in_place=True), Parts(found.modes, dtype)

@@ -18,7 +18,7 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import gradient
+from factorlayer import gradient, small_backward
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -28,6 +28,7 @@ from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
 from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
+from factorlayer.resident import Mode
 from factorlayer.results import from_result
 from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
@@ -446,6 +447,44 @@ def test_all_gradients_at_once(
             assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
         before = grad_x if before is None else before
         np.testing.assert_array_equal(grad_x[fine], before[fine])
+
+
+# Of four and five small weights and x at once: one size and several, one thread for a column or for two
+@pytest.mark.parametrize(
+    ("sizes", "batch"), [((8,) * 5, 3), ((8,) * 4, 5), ((4,) * 5, 9), ((8, 8, 4, 8, 8), 3)], ids=str
+)
+def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: int, emulator: Emulator) -> None:
+    """And not finite where they may not be, which is for no other sample."""
+    chain = all_gradients_of(kronecker(sizes, sizes))
+    modes = tuple(Mode(((i, n, n),)) for i, n in enumerate(sizes))
+    few = small_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
+    assert few is not None
+    found = Plan(chain, "float32", LARGE, few.gpu, (few, Reduction(few)))
+    kernels, draw = emulator.compile(found), drawing("float32")
+    x, grad = draw(batch, *sizes), draw(batch, *sizes)
+    weights = [draw(n, n) / 3 for n in sizes]
+    sick = batch // 2
+    healthy: Array | None = None
+    for seed, value in enumerate((None, np.inf)):
+        if value is not None:
+            grad = grad.copy()
+            grad[sick, 1] = value
+        inputs = [t.reshape(batch, -1) for t in (x, grad)]
+        outputs, errors = emulator.run(found, kernels, inputs[0], [*weights, inputs[1]], None, blocks=2, seed=seed)
+        assert not errors
+        leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+        y = naive(kronecker(sizes, sizes), leaves[0].reshape(batch, -1), leaves[1:])
+        right = torch.autograd.grad(y, leaves, torch.from_numpy(inputs[1]))
+        parts = [outputs[0], *np.split(outputs[-1], np.cumsum([w.size for w in weights])[:-1])]
+        grad_x = outputs[0].reshape(batch, -1)
+        for part, expected in zip(parts, (t.numpy().ravel() for t in right), strict=True):
+            finite = np.isfinite(expected)
+            assert not np.isfinite(part[~finite]).any()
+            error = np.linalg.norm(part[finite] - expected[finite])
+            assert error <= 4 * EPS["float32"] * np.linalg.norm(expected[finite])
+        healthy = grad_x if healthy is None else healthy
+        fine = np.arange(batch) != (-1 if value is None else sick)
+        np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
 # Of one weight and x at once, p to q between outer and inner: by columns and by rows, several units of a row, padding

@@ -120,6 +120,7 @@ BACK = [
     kronecker((8, 8, 8), (9, 9, 9)),
     kronecker((112, 128), (112, 128)),
     kronecker((4,) * 6, (4,) * 6),
+    kronecker((8,) * 5, (8,) * 5),
 ]
 
 
@@ -144,8 +145,9 @@ def backward() -> Iterator[BackwardCase]:
             if name != "sm_90a" and (i + j) % 2
         ]
         for spec, architecture in cases:
-            gpu = Gpu.of(ARCHITECTURES[architecture])
-            if has_plan(all_gradients_of(spec).text, dtype.replace("tf32", "float32"), gpu.arch, gpu.sms, gpu.shared):
+            gpu, chain = Gpu.of(ARCHITECTURES[architecture]), all_gradients_of(spec)
+            text = chain.tf32_text if dtype == "tf32" else chain.text
+            if has_plan(text, dtype.replace("tf32", "float32"), gpu.arch, gpu.sms, gpu.shared):
                 yield BackwardCase(spec, dtype, architecture)
 
 

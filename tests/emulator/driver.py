@@ -31,6 +31,7 @@ from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
+from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
@@ -120,6 +121,8 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, SingleBackward):
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
+        if isinstance(p, SmallBackward):
+            return batch * p.output_bytes
         if isinstance(p, LargeBackward | PairBackward | SplitPairBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
