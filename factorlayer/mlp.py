@@ -105,7 +105,7 @@ class FactorMLP(RunsAsStacks):
 
     def explain(self) -> str:
         """Its layers, as they were understood."""
-        lines = ["FactorMLP:"]
+        lines = ["FactorMLP, frozen:" if self.is_frozen else "FactorMLP:"]
         for stack, gate in self._stacks:
             lines += [f"  {line}" for line in stack.explain()]
             lines += [f"  multiplied by {line}" for line in (gate.explain() if gate else [])]
