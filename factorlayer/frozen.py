@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
-from factorlayer.functional import autocast
+from factorlayer.functional import any_autocast, autocast
 from factorlayer.fused import missing_extension, raise_better, runs_in_tf32, transforms_active
 from factorlayer.stacked import (
     Stack,
@@ -70,35 +70,39 @@ class Frozen:
 
     def run(self, x: Tensor, implementation: str) -> Tensor | None:
         """x [..., in] -> [..., out] by one call, or None where something else has to be done: gradients, say."""
+        # A microsecond in here is a tenth of a call: no look at a thing that costs more than what follows from it.
         if (x.requires_grad and torch.is_grad_enabled()) or type(x) is not Tensor:
             return None
         if transforms_active() or forward_ad._current_level >= 0:
             return None
-        device = x.device
-        casting = torch.is_autocast_enabled(device.type) if device.type != "meta" else False
+        casting = any_autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if casting:
             x, _, _ = autocast(x, (), None)
-        key = x.dtype, device, runs_in_tf32(x), casting, implementation
-        compiling = is_compiling()
-        if key not in self._packed:
+        shape, compiling = x.shape, is_compiling()
+        try:
+            found = self._packed[x.dtype, x.device, runs_in_tf32(x), casting, implementation]
+        except KeyError:
             if compiling:
                 return None
-            self._packed[key] = self._pack(x, casting, implementation)
-        found = self._packed[key]
-        if found is None or (compiling and is_exporting()):  # an exported graph may run elsewhere
+            found = self._pack(x, casting, implementation)
+            self._packed[x.dtype, x.device, runs_in_tf32(x), casting, implementation] = found
+        if found is None or not shape or shape[-1] != self.features:
             return None
         text, packed = found
-        dimensions = x.dim()
-        if not dimensions or x.size(-1) != self.features:
-            return None
-        rows = x if dimensions == 2 else x.reshape(-1, self.features)
+        is_matrix = len(shape) == 2
+        rows = x if is_matrix else x.reshape(-1, self.features)
         y: Tensor
         try:
-            y = (_frozen if compiling else _frozen_now)(rows, packed, text)
+            if not compiling:
+                y = _frozen_now(rows, packed, text)
+            elif is_exporting():  # a graph that may run elsewhere
+                return None
+            else:
+                y = _frozen(rows, packed, text)
         except RuntimeError as error:
             raise_better(error, text, rows)
             raise
-        return y if dimensions == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+        return y if is_matrix else y.reshape(*shape[:-1], y.shape[-1])
 
     def prepare(self, implementation: str) -> None:
         """For calls with x like the values."""

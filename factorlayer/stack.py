@@ -14,7 +14,7 @@ from factorlayer.chain import Chain
 from factorlayer.expression import Expression
 from factorlayer.formula import formula
 from factorlayer.frozen import Frozen
-from factorlayer.functional import autocast, implementation_name, run
+from factorlayer.functional import any_autocast, autocast, implementation_name, run
 from factorlayer.fused import any_requires_grad, runs_in_tf32
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError, is_hopper
@@ -74,10 +74,10 @@ def run_stack(
 ) -> Tensor:
     """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
     if len(layers) > 1 and x.dim() and implementation in ("auto", "fused"):
-        cast, given, _ = autocast(x, tensors, None)
+        cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
         recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
         left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-        joined = implementation == "fused" or is_measured(cast)
+        joined = recorded and (implementation == "fused" or is_measured(cast))
         found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
         if found:
             is_matrix = len(cast.shape) == 2
@@ -169,17 +169,15 @@ class LayerStack(nn.Module):
         self.frozen: Frozen | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.frozen is not None:
-            return self._run_frozen(self.frozen, x)
+        frozen = self.frozen
+        if frozen is not None:
+            y = frozen.run(x, self.implementation)
+            if y is None:
+                y = run_stack(self._stack, self.layers, x, frozen.tensors, self.implementation, self._who)
+            return y
         if any(map(is_hooked, self._watched)):
             return self._one_by_one(x)
         return run_stack(self._stack, self.layers, x, self._tensors(), self.implementation, self._who)
-
-    def _run_frozen(self, frozen: Frozen, x: Tensor) -> Tensor:
-        y = frozen.run(x, self.implementation)
-        if y is not None:
-            return y
-        return run_stack(self._stack, self.layers, x, frozen.tensors, self.implementation, self._who)
 
     def freeze(self) -> None:
         """Runs with what its tensors are now, until it is frozen again, or no more."""
