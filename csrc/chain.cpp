@@ -138,6 +138,24 @@ static Chain parse(const std::string& text) {
   return chain;
 }
 
+// Each tensor begins at a multiple of 256 bytes, whatever its dtype: factorlayer/frozen.py puts them there.
+static std::vector<int64_t> places_of(const std::vector<Chain>& layers) {
+  std::vector<int64_t> places{0};
+  auto add = [&](int64_t elements) { places.push_back(places.back() + (elements + 127) / 128 * 128); };
+  for (const Chain& layer : layers) {
+    std::vector<int64_t> sizes(layer.weights(), 1);
+    for (const Contraction& c : layer.contractions) {
+      if (c.weight >= int64_t(layer.contractions.size()))
+        throw std::invalid_argument("a layer names weight " + std::to_string(c.weight) + ", which is not its own");
+      sizes[c.weight] = layer.rank * c.weight_size();
+    }
+    for (int64_t size : sizes) add(size);
+    if (layer.bias) add(layer.out_features());
+    if (places.back() > most_elements) throw std::invalid_argument("its weights are more than memory can hold");
+  }
+  return places;
+}
+
 // Neighbouring layers have to agree about the features between them.
 static Stack parse_stack(const std::string& text) {
   const std::string between = " | ";
@@ -148,7 +166,8 @@ static Stack parse_stack(const std::string& text) {
     if (to == std::string::npos && !stack.layers.empty()) {
       stack.backward = text.substr(from) == "backward";
       stack.states = text.substr(from) == "states";
-      if (stack.backward || stack.states) break;
+      stack.frozen = text.substr(from) == "frozen";
+      if (stack.backward || stack.states || stack.frozen) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
     if (!layer.makes_y() || layer.x_turned || layer.turned)
@@ -162,6 +181,7 @@ static Stack parse_stack(const std::string& text) {
     if (features > most_elements) throw std::invalid_argument("its states are more than memory can hold");
     stack.layers.push_back(layer);
   }
+  if (stack.frozen) stack.places = places_of(stack.layers);
   return stack;
 }
 

@@ -54,10 +54,12 @@ struct Chain {
   int64_t state_features() const;  // of x and of what each contraction makes of it, all together
 };
 
-// Layers one behind another, in the text with " | " between them; " | backward" at the end makes it all their gradients.
+// Layers one behind another, in the text with " | " between them; " | backward" at the end makes it all their gradients,
+// " | states" what each of them makes. With " | frozen" the tensors of all layers lie side by side in one.
 struct Stack {
   std::vector<Chain> layers;
-  bool backward = false, states = false;
+  bool backward = false, states = false, frozen = false;
+  std::vector<int64_t> places;  // if frozen: elements before each tensor, and before the end
 };
 
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.

@@ -1,6 +1,6 @@
-// The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward, stack_states and stack_backward: tensors of any
-// strides in, contiguous ones out, no memory shared between in and out. The only file that sees torch, through its stable
-// ABI. Callers are factorlayer/fused.py and exported graphs; shapes were checked in Python, so the checks here only keep
+// The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward, stack_states, stack_backward and,
+// with weights that stay as they are, stack_prepare and stack_frozen: tensors of any strides in, contiguous ones out, no
+// memory shared between in and out. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and exported graphs; shapes were checked in Python, so the checks here only keep
 // memory safe.
 #include <dlfcn.h>
 
@@ -119,8 +119,8 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
 
 // f(layer, its weights, its bias) for all layers, checked.
 template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
-  STD_TORCH_CHECK(!stack.backward && !stack.states,
-                  "factorlayer: a stack with \"backward\" or \"states\" is no text for an op; leave that word out");
+  STD_TORCH_CHECK(!stack.backward && !stack.states && !stack.frozen,
+                  "factorlayer: a stack with \"backward\", \"states\" or \"frozen\" is no text for this op; leave that word out");
   size_t count = 0;
   for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
   STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
@@ -134,6 +134,21 @@ template <class F> void for_layers(const Stack& stack, const Tensor& x, const st
     check_layer(layer, x, weights, bias);
     f(layer, weights, bias);
   }
+}
+
+// Whether the tensor has the elements of all layers' tensors, side by side, and bytes of prepared weights behind them.
+void check_values(const Stack& stack, const Tensor& frozen, int64_t prepared) {
+  STD_TORCH_CHECK(stack.frozen && frozen.dim() == 1 && frozen.is_contiguous(),
+                  "factorlayer: frozen layers should be a stack with \"frozen\" and one contiguous tensor [elements]");
+  const int64_t elements = stack.places.back() + prepared / int64_t(frozen.element_size());
+  STD_TORCH_CHECK(frozen.numel() == elements, "factorlayer: frozen layers should have ", elements, " elements, they have ",
+                  frozen.numel(), "; freeze them again");
+}
+
+void check_frozen(const Stack& stack, const Tensor& x, const Tensor& frozen, int64_t prepared) {
+  check_values(stack, frozen, prepared);
+  check_x(stack.layers.front(), x);
+  check(frozen, x, frozen.numel(), "what is frozen");
 }
 
 void check_wanted(const std::vector<int64_t>& wanted, size_t tensors) {
@@ -186,6 +201,16 @@ struct Call {
     for_layers(stack, x, given, [this](auto& layer, auto& weights, auto& bias) { append(layer, weights, bias); });
   }
 
+  // With the tensors of all layers in one.
+  Call(const Tensor& x, const Tensor& frozen, const Stack& stack) {
+    begin(x, 2);
+    check_frozen(stack, x, frozen, 0);
+    const char* first = static_cast<const char*>(tensors.emplace_back(frozen).const_data_ptr());
+    for (size_t i = 0; i + 1 < stack.places.size(); ++i)
+      problem.tensors.push_back(first + stack.places[i] * bytes_of(problem.dtype));
+    for (const Chain& layer : stack.layers) append(layer);
+  }
+
   int64_t out_features() const { return problem.layers.back()->out_features(); }
 
  private:
@@ -200,10 +225,14 @@ struct Call {
 
   void append(const Tensor& t) { problem.tensors.push_back(tensors.emplace_back(as_contiguous(t)).const_data_ptr()); }
 
-  void append(const Chain& layer, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias) {
+  void append(const Chain& layer) {
     STD_TORCH_CHECK(layer.program || cpu::has_activation(layer.activation), "factorlayer: unknown stage ",
                     layer.activation);
     problem.layers.push_back(&layer);
+  }
+
+  void append(const Chain& layer, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias) {
+    append(layer);
     for (const Tensor& weight : weights) append(weight);
     if (bias) append(*bias);
   }
@@ -285,6 +314,11 @@ std::vector<Tensor> stack_backward(const Tensor& grad_y, const Tensor& x, const 
   return run_backward(call, grad_y, wanted);
 }
 
+// `frozen` has the tensors of all layers, side by side.
+Tensor stack_frozen(const Tensor& x, const Tensor& frozen, const Text& stack) {
+  return run_forward(Call(x, frozen, find_stack(stack.value)));
+}
+
 std::string instruction_set() { return cpu::instruction_set(); }
 
 // CUDA
@@ -347,22 +381,23 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
 
 // Runs the plan of a text on params, whose x, y and weights are there. `chain` is what find_chain or find_stack made of it,
 // `out` the features of y. `kept` are tensors that it needs until its kernels are launched, after which PyTorch's streams
-// keep them.
+// keep them. `prepared` is what passes that read weights alone have made, if they have run.
 void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t out, const cuda::Params& params,
-                 std::vector<Tensor>& kept, void* second = nullptr) {
+                 std::vector<Tensor>& kept, void* second = nullptr, void* prepared = nullptr) {
   const cuda::PlanKey key{chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
   const cuda::Program& program = program_of(key, text.value);
   const cuda::Device& device = cuda::find_device(key.device);
-  void* others[4] = {nullptr, nullptr, nullptr, second};
+  void* others[4] = {nullptr, nullptr, prepared, second};
   for (int i = 0; i < 3; ++i) {
-    if (!program.plan.scratch[i]) continue;
+    if (!program.plan.scratch[i] || (i == 2 && prepared)) continue;
     const int64_t batch = params.batch, samples = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
     kept.push_back(new_matrix(x, i < 2 ? samples : 1, program.plan.scratch[i], aoti_torch_dtype_uint8()));
     others[i] = kept.back().mutable_data_ptr();
   }
   const cuda::ContextScope scope(device);
   const int64_t bytes = bytes_of(key.dtype);
-  cuda::run(program, x.size(1) * bytes, out * bytes, device, params, others, current_stream(key.device));
+  const cuda::Part part = prepared ? cuda::Part::samples : cuda::Part::all;
+  cuda::run(program, part, x.size(1) * bytes, out * bytes, device, params, others, current_stream(key.device));
 }
 
 Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
@@ -463,6 +498,74 @@ std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   for_layers(stack, x, tensors, [](auto&...) {});
   return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
+}
+
+// Of a frozen stack: bytes that the plans of all classes of batches need for prepared weights, and those before one's.
+struct Prepared {
+  int64_t all = 0, before = 0;
+  bool own = false;  // whether that one needs any
+
+  Prepared(const Stack& stack, const Text& text, DType dtype, int device, int batch_class) {
+    for (int each = 0; each < 3; ++each) {
+      const int64_t bytes = program_of({&stack, dtype, each, device}, text.value).plan.prepared;
+      if (each == batch_class) before = all, own = bytes;
+      all += (bytes + 255) / 256 * 256;  // as what comes before
+    }
+  }
+};
+
+// Where the tensors of a frozen stack's layers are.
+void set_weights(cuda::Params& params, const Stack& stack, const char* first, int64_t bytes) {
+  const size_t count = stack.places.size() - 1;
+  STD_TORCH_CHECK(count <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights and biases at most, the stack has ", count);
+  for (size_t i = 0; i < count; ++i) params.weights[i] = first + stack.places[i] * bytes;
+}
+
+// What the kernels for each class of batches prepare of weights, class by class. `values` has the tensors of all layers.
+Tensor stack_prepare_cuda(const Tensor& values, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(values.is_cuda(), "factorlayer: frozen layers must be a CUDA tensor for kernels to prepare");
+  check_values(stack, values, 0);
+  const DType dtype = dtype_of(values);
+  const int index = values.get_device_index();
+  cuda::Params params{};
+  params.batch = 1;
+  set_weights(params, stack, static_cast<const char*>(values.const_data_ptr()), bytes_of(dtype));
+  Tensor made = new_matrix(values, 1, Prepared(stack, text, dtype, index, 0).all / bytes_of(dtype), -1, 1);
+  const cuda::Device& device = cuda::find_device(index);
+  const cuda::ContextScope scope(device);
+  for (int each = 0; each < 3; ++each) {
+    const Prepared prepared(stack, text, dtype, index, each);
+    if (!prepared.own) continue;
+    void* others[4] = {nullptr, nullptr, static_cast<char*>(made.mutable_data_ptr()) + prepared.before, nullptr};
+    const cuda::Program& program = program_of({&stack, dtype, each, index}, text.value);
+    cuda::run(program, cuda::Part::weights, 0, 0, device, params, others, current_stream(index));
+  }
+  return made;
+}
+
+// `frozen` has the tensors of all layers, side by side, and behind them what stack_prepare makes of them.
+Tensor stack_frozen_cuda(const Tensor& x, const Tensor& frozen, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  const int64_t batch = x.size(0), out = stack.layers.back().out_features();
+  const Prepared prepared(stack, text, dtype_of(x), x.get_device_index(), cuda::batch_class(batch));
+  check_frozen(stack, x, frozen, prepared.all);
+  Tensor y = new_matrix(x, batch, out);
+  if (!batch) return y;
+
+  std::vector<Tensor> kept{aligned(as_contiguous(x))};
+  char* first = static_cast<char*>(frozen.mutable_data_ptr());
+  const int64_t bytes = int64_t(x.element_size());
+  cuda::Params params{};
+  params.x = kept[0].const_data_ptr();
+  params.y = y.mutable_data_ptr();
+  params.batch = batch;
+  set_weights(params, stack, first, bytes);
+  void* own = prepared.own ? first + stack.places.back() * bytes + prepared.before : nullptr;
+  run_on_cuda(text, &stack, x, out, params, kept, nullptr, own);
+  return y;
 }
 
 // Over the samples: the gradient of a bias.
@@ -711,6 +814,8 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
   m.def("stack_states(Tensor x, Tensor[] tensors, str stack) -> Tensor[]");
+  m.def("stack_prepare(Tensor values, str stack) -> Tensor");
+  m.def("stack_frozen(Tensor x, Tensor frozen, str stack) -> Tensor");
   m.def("stack_backward(Tensor grad_y, Tensor x, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
   m.def("layers_backward(Tensor grad_y, Tensor x, Tensor[] states, Tensor[] tensors, str stack, int[] wanted) -> "
         "Tensor[]");
@@ -736,12 +841,15 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
   m.impl("backward", TORCH_BOX(&factorlayer::backward));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward));
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward));
+  m.impl("stack_frozen", TORCH_BOX(&factorlayer::stack_frozen));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
   m.impl("stack_states", TORCH_BOX(&factorlayer::stack_states_cuda));
+  m.impl("stack_prepare", TORCH_BOX(&factorlayer::stack_prepare_cuda));
+  m.impl("stack_frozen", TORCH_BOX(&factorlayer::stack_frozen_cuda));
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
   m.impl("slopes", TORCH_BOX(&factorlayer::slopes_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));

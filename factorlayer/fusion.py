@@ -92,21 +92,27 @@ class Fused(RunsAsStacks):
         calls = fx.GraphModule(owner, graph)
         # Not copies of what lies on the way to a parameter, but the module's own parts: another may take its place.
         calls._modules, calls._parameters, calls._buffers = owner._modules, owner._parameters, owner._buffers
+        # A stack is found and called without what modules do at it, which takes longer than what is in the stack.
+        calls.__dict__.update((name, stack.forward) for name, stack in self._stacks.items())
         self._calls = [calls]
         self.__dict__["forward"] = calls.forward  # with the module's own arguments
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickle: without what can be built again."""
         built = ("_calls", "_stacks", "_reasons", "forward")
-        return {name: value for name, value in self.__dict__.items() if name not in built}
+        kept = {name: value for name, value in self.__dict__.items() if name not in built}
+        return kept | {"_frozen": {name: stack.frozen for name, stack in self._stacks.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        frozen = state.pop("_frozen")
         super().__setstate__(state)
         self._build()
+        for name, stack in self._stacks.items():
+            stack.frozen = frozen[name]
 
     def explain(self) -> str:
         """What runs as stacks, what stays as it was, and why."""
-        lines = [f"fuse({type(self.module).__name__}):"]
+        lines = [f"fuse({type(self.module).__name__}){', frozen' * self.is_frozen}:"]
         for node in self._calls[0].graph.nodes:
             stack = self._stacks.get(str(node.target))
             if stack is not None:

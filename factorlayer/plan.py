@@ -110,7 +110,7 @@ class Plan:
             in_place = isinstance(p, Reduction) and p.in_place
             return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
         if isinstance(p, WeightChunks):
-            return "x", "s2"
+            return "none", "s2"
         if isinstance(p, Dense):
             return "x", "y"
         if isinstance(p, TileSums):

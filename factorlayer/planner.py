@@ -32,6 +32,8 @@ from factorlayer import (
 )
 from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
+from factorlayer.dense import Dense
+from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
@@ -47,6 +49,7 @@ from factorlayer.turn import Turn
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
+WORDS = ("backward", "states", "frozen")  # behind the layers of a stack
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
@@ -107,9 +110,9 @@ def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool
 
 def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     *parts, last = (part.strip() for part in text.split("|"))
-    layers, dtype = parsed(" | ".join(parts) if last in ("backward", "states") and parts else text, dtype)
+    layers, dtype = parsed(" | ".join(parts) if last in WORDS and parts else text, dtype)
     if parts:
-        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, last == "backward", last == "states")
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, *(last == word for word in WORDS))
     return plan(layers[0], dtype, BATCHES[batch_class], gpu)
 
 
@@ -120,9 +123,16 @@ def parsed(text: str, dtype: str) -> tuple[tuple[Chain, ...], str]:
 
 
 def plan_stack(
-    layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, backward: bool = False, states: bool = False
+    layers: tuple[Chain, ...],
+    dtype: str,
+    batch: int,
+    gpu: Gpu,
+    backward: bool = False,
+    states: bool = False,
+    frozen: bool = False,
 ) -> Plan:
-    """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients."""
+    """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients. If
+    they are frozen, what is done with weights alone takes no time."""
     if backward:
         families = (dense_backward, dense_backward32, layer_backward)
         tiled = [family.tile(layers, dtype, batch, gpu) for family in families]
@@ -131,7 +141,11 @@ def plan_stack(
         # Weights that stay in shared memory are faster: six layers of 128, 1.3 million samples, 401 us instead of 517.
         streams = tiled[0] is None and _streams(layers, dtype, gpu, states)
         tiled += [dense_streamed.tile(layers, dtype, batch, gpu, states)] if streams else []
-    found = min((p for p in tiled if p), key=lambda p: sum(each.us for each in p.passes), default=None)
+
+    def us(p: Dense) -> float:
+        return math.fsum(each.us for each in p.passes if not (frozen and isinstance(each, WeightChunks)))
+
+    found = min((p for p in tiled if p), key=us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from factorlayer.activations import activate
 from factorlayer.chain import Chain
 from factorlayer.expression import Expression
 from factorlayer.formula import formula
-from factorlayer.functional import autocast, implementation_name, run
+from factorlayer.frozen import Frozen
+from factorlayer.functional import any_autocast, autocast, implementation_name, run
 from factorlayer.fused import any_requires_grad, runs_in_tf32
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError, is_hopper
@@ -25,9 +27,13 @@ from factorlayer.stacked import (
     is_left_to_cublas,
     is_short,
     runs,
+    why_auto_is_not_stacked,
     why_no_stack,
 )
 from factorlayer.stages import activation_of, scalars
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,10 @@ def run_stack(
 ) -> Tensor:
     """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
     if len(layers) > 1 and x.dim() and implementation in ("auto", "fused"):
-        cast, given, _ = autocast(x, tensors, None)
+        cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
         recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
         left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-        joined = implementation == "fused" or is_measured(cast)
+        joined = recorded and (implementation == "fused" or is_measured(cast))
         found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
         if found:
             is_matrix = len(cast.shape) == 2
@@ -93,17 +99,6 @@ def run_stack(
 def is_measured(x: Tensor) -> bool:
     """Whether layers that are trained one by one are known to be faster by ours than by PyTorch, if they are joined."""
     return x.is_cuda and is_hopper(x.get_device()) and is_short(x.dtype, runs_in_tf32(x))
-
-
-def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
-    """Why auto takes the layers one by one, though all at once would do, or None."""
-    if x.is_cuda:
-        return None
-    if x.dtype not in (torch.float32, torch.float64):
-        return "matrix products of 16 bits are left to PyTorch"
-    if any(map(is_large_product, stack.layers)):
-        return "products with a weight this large are left to PyTorch"
-    return None
 
 
 def _run_by_run(
@@ -171,11 +166,39 @@ class LayerStack(nn.Module):
             self._have_scalars |= added.has_scalars
             self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
+        self.frozen: Frozen | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        frozen = self.frozen
+        if frozen is not None:
+            y = frozen.run(x, self.implementation)
+            if y is None:
+                y = run_stack(self._stack, self.layers, x, frozen.tensors, self.implementation, self._who)
+            return y
         if any(map(is_hooked, self._watched)):
             return self._one_by_one(x)
         return run_stack(self._stack, self.layers, x, self._tensors(), self.implementation, self._who)
+
+    def freeze(self) -> None:
+        """Runs with what its tensors are now, until it is frozen again, or no more."""
+        if any(map(is_hooked, self._watched)):
+            raise ValueError(
+                f"{self._owner}: freeze: layers {', '.join(self.names)} should have no hooks, which would not run; "
+                "remove them before"
+            )
+        tensors = self._tensors()
+        kinds = sorted(set(map(_kind, tensors)))
+        if len(kinds) > 1 or kinds[0].endswith(SHARDED):
+            raise ValueError(
+                f"{self._owner}: freeze: the weights of layers {', '.join(self.names)} should be of one dtype, on one "
+                f"device and no shards; they are {' and '.join(kinds)}; convert them with .to()"
+            )
+        frozen = Frozen(self._stack, tensors)
+        frozen.prepare(self.implementation)
+        self.frozen = frozen
+
+    def unfreeze(self) -> None:
+        self.frozen = None
 
     def _tensors(self) -> list[Tensor]:
         """The members', layer by layer."""
@@ -227,9 +250,13 @@ class LayerStack(nn.Module):
 
 
 class RunsAsStacks(nn.Module):
-    """A module whose implementation is that of its stacks."""
+    """A module whose implementation is that of its stacks, and which is frozen as they are."""
 
     _implementation: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_freeze_again)
 
     @property
     def stacks(self) -> list[LayerStack]:
@@ -244,6 +271,49 @@ class RunsAsStacks(nn.Module):
         self._implementation = implementation_name(name)
         for stack in self.stacks:
             stack.implementation = self._implementation
+
+    def freeze(self) -> Self:
+        """Its stacks, and those of all modules in it, run from now on with what their weights are now, for inference.
+
+        These are packed once, as kernels take them; on a GPU this compiles what calls will run. They are constants: x
+        may have gradients, they have none, and what is done to the parameters has no effect until freeze() is called
+        again. load_state_dict() of the module calls it, and .to(), .half() and the like do the same to what is frozen.
+        Hooks that layers get afterwards are not called. state_dict() has the parameters; copies and pickles are frozen.
+        """
+        stacks = [stack for part in self.modules() if isinstance(part, RunsAsStacks) for stack in part.stacks]
+        before = [stack.frozen for stack in stacks]
+        try:
+            for stack in stacks:
+                stack.freeze()
+        except BaseException:
+            for stack, frozen in zip(stacks, before, strict=True):
+                stack.frozen = frozen
+            raise
+        return self
+
+    def unfreeze(self) -> Self:
+        """Its stacks run with their weights as they are at each call."""
+        for part in self.modules():
+            for stack in part.stacks if isinstance(part, RunsAsStacks) else ():
+                stack.unfreeze()
+        return self
+
+    @property
+    def is_frozen(self) -> bool:
+        return any(stack.frozen is not None for stack in self.stacks)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for stack in self.stacks:
+            if stack.frozen is not None:
+                stack.frozen.apply(fn)
+        return self
+
+
+def _freeze_again(module: nn.Module, incompatible: object) -> None:
+    """With what it has loaded."""
+    if isinstance(module, RunsAsStacks) and module.is_frozen:
+        module.freeze()
 
 
 @dataclass
@@ -274,6 +344,13 @@ class _Member:
         if self.scalar_names:
             found += scalars(self.activation, self.scalar_names)
         return [tensor for tensor in (*found, bias) if tensor is not None]
+
+
+SHARDED = ", sharded"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}" + SHARDED * (type(tensor).__name__ == "DTensor")
 
 
 def is_hooked(module: nn.Module) -> bool:

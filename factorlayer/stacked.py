@@ -96,6 +96,17 @@ def why_no_stack(x: Tensor) -> str | None:
     return "nobody has said how it is sharded" if type(x).__name__ == "DTensor" else None
 
 
+def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
+    """Why auto takes the layers one by one, though all at once would do, or None."""
+    if x.is_cuda:
+        return None
+    if x.dtype not in (torch.float32, torch.float64):
+        return "matrix products of 16 bits are left to PyTorch"
+    if any(map(is_large_product, stack.layers)):
+        return "products with a weight this large are left to PyTorch"
+    return None
+
+
 def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
     """What goes through layers at once, if anything does; layers between runs are left to themselves, but if `joined`
     only where they are no faster together."""

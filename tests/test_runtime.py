@@ -141,7 +141,9 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
             "the last pass should write y",
         ),
         (plan_text().replace(" x y ", " x w "), "the last pass should write y, or w behind it"),
-        (plan_text().replace(" x y ", " w y "), 'a buffer should be x, s0, s1 or s2, it is "w"'),
+        (plan_text().replace(" x y ", " w y "), 'a buffer should be x, none, s0, s1 or s2, it is "w"'),
+        (plan_text().replace(" x y ", " x none "), 'a buffer should be y, w, s0, s1 or s2, it is "none"'),
+        (plan_text().replace(" x y ", " none y "), "a pass that reads weights alone should write s2"),
         (plan_text().replace(" x y ", " s2 y "), "this pass reads a buffer that no pass before it wrote"),
         (
             "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n"
@@ -186,11 +188,13 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TWO_FACTORS = "tied 1 2 3 5 1; tied 0 1 2 4 5"  # 6 -> 20
 
 
-def launch(native: Path, plan: str, batch: int, dtype: str = "bfloat16", device: int = 0, **answers: str) -> list[str]:
+def launch(
+    native: Path, plan: str, batch: int, dtype: str = "bfloat16", device: int = 0, part: str = "all", **answers: str
+) -> list[str]:
     """What the driver was asked for."""
     (native / "plan").write_text(plan)
     nvrtc = torch.ops.factorlayer.compiler()[1]
-    command = [native / "launch", TWO_FACTORS, dtype, str(batch), str(device), native / "plan", nvrtc]
+    command = [native / "launch", TWO_FACTORS, dtype, str(batch), str(device), native / "plan", nvrtc, part]
     environment = os.environ | {"LD_LIBRARY_PATH": str(native), **answers}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -239,6 +243,24 @@ def test_passes_over_chunks(native: Path) -> None:
     assert [call["grid"] for call in calls[6:]] == ["123 1 1", "21 1 1", "26 5 1"]
     assert "attribute 8 = 60000" in lines  # more than 48 KB of shared memory have to be asked for
     assert sum(line.startswith("attribute") for line in lines) == 1
+
+
+def test_passes_that_prepare_weights_may_run_alone_or_be_left_out(native: Path) -> None:
+    plan = "factorlayer plan 1\nchunk 100\nscratch 0 0 4096\n"
+    plan += pass_text(f"none s2 128 0 1 {1 << 40} 1 7 sm_90 a", kernel("a"))
+    plan += pass_text("x y 256 0 1 1 0 1 sm_90 b", kernel("b"))
+
+    def run(part: str, batch: int) -> list[dict[str, str]]:
+        return list(launches(launch(native, plan, batch, part=part)))
+
+    (preparing,) = run("weights", 1)
+    assert (preparing["kernel"], preparing["grid"]) == ("a", "1 7 1")
+    assert (preparing["x"], preparing["y"]) == ("(nil)", "0x60000000")
+    assert [call["kernel"] for call in run("all", 250)] == list("ababab")
+    rest = run("samples", 250)
+    assert [call["kernel"] for call in rest] == list("bbb")
+    assert {call["sums"] for call in rest} == {"0x60000000"}
+    assert [call["x"] for call in rest] == ["0x10000000", hex(0x10000000 + 1008), hex(0x10000000 + 2016)]
 
 
 def test_sums_and_a_second_output(native: Path) -> None:

@@ -478,8 +478,9 @@ WRONG_CALLS = {
         dict(stack="tied 0 1 6 6 1; backward | tied 0 1 6 3 1"),
         '"backward", "turned" and "turn" make no layer',
     ),
-    "all gradients": (dict(stack=f"{FIRST} | {LAST} | backward"), '"backward" or "states" is no text for an op'),
-    "states": (dict(stack=f"{FIRST} | {LAST} | states"), '"backward" or "states" is no text for an op'),
+    "all gradients": (dict(stack=f"{FIRST} | {LAST} | backward"), 'or "frozen" is no text for this op'),
+    "states": (dict(stack=f"{FIRST} | {LAST} | states"), 'or "frozen" is no text for this op'),
+    "frozen": (dict(stack=f"{FIRST} | {LAST} | frozen"), 'or "frozen" is no text for this op'),
     "states-too-large": (
         dict(stack=" | ".join(["tied 0 1 1 1 140737488355328"] * 2)),
         "its states are more than memory can hold",

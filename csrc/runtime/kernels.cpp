@@ -137,7 +137,7 @@ std::string cubin_of(const Pass& pass, std::string& warning) {
   return cubin;
 }
 
-void run(const Program& program, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
+void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
          void* const (&others)[4], Stream stream) {
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
   const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
@@ -147,7 +147,10 @@ void run(const Program& program, int64_t x_row, int64_t y_row, const Device& dev
     given.batch = std::min(chunk, batch - first);
     for (size_t i = 0; i < program.functions.size(); ++i) {
       const Pass& pass = program.plan.passes[i];
-      given.x = pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row : others[pass.in - 1];
+      if (part == (pass.in == Pass::none ? Part::samples : Part::weights)) continue;
+      given.x = pass.in == Pass::none      ? nullptr
+                : pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row
+                                           : others[pass.in - 1];
       given.y = pass.out == Pass::outside ? static_cast<char*>(params.y) + first * y_row : others[pass.out - 1];
       int64_t blocks = 0;
       if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;

@@ -64,10 +64,13 @@ const Program& build_program(const PlanKey& key, const std::string& plan, bool r
 // The kernel from the cache or from NVRTC. Throws CompilationFailed.
 std::string cubin_of(const Pass& pass, std::string& warning);
 
-// Launches all passes, chunk by chunk. params.x, y and batch are those of the whole call, whose rows have x_row and y_row
+// Passes that read weights alone, or those that read x, or both.
+enum class Part { weights, samples, all };
+
+// Launches a plan's passes, chunk by chunk. params.x, y and batch are those of the whole call, whose rows have x_row and y_row
 // bytes; the first two of `others` hold min(batch, chunk) samples, the fourth is the second output. The device's context is
 // current.
-void run(const Program& program, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
+void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
          void* const (&others)[4], Stream stream);
 
 }  // namespace factorlayer::cuda

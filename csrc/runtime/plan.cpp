@@ -70,8 +70,9 @@ constexpr int64_t MANY = int64_t(1) << 48;  // no offset into memory overflows
 Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& outside) {
   if (word == outside) return Pass::outside;
   if (word == "w" && outside == "y") return Pass::second;
+  if (word == "none" && outside == "x") return Pass::none;
   if (word != "s0" && word != "s1" && word != "s2")
-    reader.fail("a buffer should be " + outside + (outside == "y" ? ", w" : "") + ", s0, s1 or s2, it is \"" + word + "\"");
+    reader.fail("a buffer should be " + outside + (outside == "y" ? ", w" : ", none") + ", s0, s1 or s2, it is \"" + word + "\"");
   return Pass::Buffer(Pass::s0 + word[1] - '0');
 }
 
@@ -103,7 +104,7 @@ Plan parse_plan(const std::string& text) {
   plan.chunk = reader.number(reader.line("chunk", 1)[1], "the chunk", 0, MANY);
   const std::vector<std::string> scratch = reader.line("scratch", 3);
   for (int i = 0; i < 3; ++i) plan.scratch[i] = reader.number(scratch[i + 1], "the bytes of scratch", 0, MANY);
-  bool written[] = {true, false, false, plan.scratch[2] > 0, false};  // sums are written beside what a pass says
+  bool written[] = {true, false, false, plan.scratch[2] > 0, false, true};  // sums are written beside what a pass says
   bool writes_y = false;
   while (!reader.at_end()) {
     plan.passes.push_back(parse_pass(reader));
@@ -111,6 +112,8 @@ Plan parse_plan(const std::string& text) {
     if (!written[pass.in]) reader.fail("this pass reads a buffer that no pass before it wrote");
     if (pass.out >= Pass::s0 && pass.out <= Pass::s2 && !plan.scratch[pass.out - 1]) reader.fail("this pass writes scratch of no bytes");
     if (pass.in == pass.out && pass.in != Pass::outside && pass.in != Pass::s2) reader.fail("this pass reads the buffer that it writes");
+    if (pass.in == Pass::none && pass.out != Pass::s2) reader.fail("a pass that reads weights alone should write s2");
+    if (pass.in == Pass::none) plan.prepared = plan.scratch[2];
     written[pass.out] = true;
     writes_y |= pass.out == Pass::outside;
   }

@@ -4,12 +4,13 @@
 //     factorlayer plan 1
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
-//     pass <in: x|s0|s1|s2> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
+//     pass <in: x|s0|s1|s2|none> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
 //         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
 //     <source, and a newline>
 //     pass …
 //
-// A pass may add up s2 where it lies. A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
+// A pass may add up s2 where it lies. One that reads nothing but weights, "none", prepares them in s2, and needs to run only
+// once for weights that stay as they are. A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -18,7 +19,7 @@
 namespace factorlayer {
 
 struct Pass {
-  enum Buffer { outside, s0, s1, s2, second };  // outside: x as input, y as output; second: w, another output
+  enum Buffer { outside, s0, s1, s2, second, none };  // outside: x as input, y as output; second: w, another output
   Buffer in, out;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;
@@ -28,6 +29,7 @@ struct Pass {
 struct Plan {
   int64_t chunk;
   int64_t scratch[3];
+  int64_t prepared;  // bytes of weights in s2, or 0
   std::vector<Pass> passes;
 };
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from factorlayer.backward import Ops
 from factorlayer.fused import cuda_ops, has_kernel
 from factorlayer.stacked import STATES, Stack, fused_stack, runs
 
+ROOT = Path(__file__).parent.parent.parent
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
 
 
@@ -414,3 +419,131 @@ def test_second_derivatives(net: Net) -> None:
     for fused, plain, right in zip(*found, strict=True):
         of_fused, of_plain = (float((t.double() - right).norm() / right.norm()) for t in (fused, plain))
         assert of_fused <= 2 * of_plain + 4 * EPS["bfloat16"], (of_fused, of_plain)
+
+
+# Frozen
+
+
+def kernels(run: nn.Module, x: Tensor) -> list[str]:
+    """Of one call, without gradients."""
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.no_grad():
+        run(x)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
+            run(x)
+            torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@each
+@dtypes
+@pytest.mark.parametrize("batch", [1, 100, 3000])  # of each class
+def test_frozen_layers_make_the_same(net: Net, dtype: str, batch: int) -> None:
+    mlp, exact = net.block(dtype), net.block(dtype, "batched").double()
+    exact.load_state_dict(mlp.state_dict())
+    x, _ = drawn(replace(net, batch=batch), dtype)
+    with arithmetic(dtype), torch.no_grad():
+        plain, right = mlp(x), exact(x.double())
+        mlp.freeze()
+        for parameter in mlp.parameters():
+            parameter.zero_()
+        found = mlp(x)
+        assert torch.equal(mlp(x), found)
+        assert mlp(x[:0]).shape == (0, net.widths[-1])
+    of_found, of_plain = (float((y.double() - right).norm() / right.norm()) for y in (found, plain))
+    assert of_found <= 1.1 * of_plain + EPS[dtype], (of_found, of_plain)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32"])
+@pytest.mark.parametrize("net", NETS[:-2], ids=str)
+def test_frozen_layers_are_one_kernel(net: Net, dtype: str) -> None:
+    x, _ = drawn(net, dtype)
+    with arithmetic(dtype):
+        (only,) = kernels(net.block(dtype).freeze(), x)
+    assert only.startswith("factorlayer")
+
+
+@each
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_graphs_of_frozen_layers(net: Net, dtype: str) -> None:
+    mlp = net.block(dtype)
+    x, _ = drawn(net, dtype)
+    with arithmetic(dtype), torch.no_grad():
+        mlp.freeze()
+        right = mlp(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = mlp(x)
+        for parameter in mlp.parameters():
+            parameter.zero_()
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, right)
+
+
+def test_what_is_frozen_runs_on_any_stream() -> None:
+    mlp = NETS[-4].block("tf32")
+    x, _ = drawn(NETS[-4], "tf32")
+    with arithmetic("tf32"), torch.no_grad():
+        mlp.freeze()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = mlp(x)
+        stream.synchronize()
+        assert torch.equal(found, mlp(x))
+
+
+CAPTURED = """
+    import torch
+    from factorlayer import FactorMLP
+    mlp = FactorMLP([48, 64, 12], implementation="fused", device="cuda", dtype=torch.bfloat16).freeze().half()
+    x = torch.randn(70, 48, device="cuda", dtype=torch.float16)
+    try:
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            mlp(x)
+    except RuntimeError as error:
+        assert "not packed for torch.float16 on cuda:0, and a capture cannot do it" in str(error), error
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_nothing_is_packed_in_a_capture() -> None:
+    """In a process of its own: a capture that failed leaves PyTorch's stream as it was."""
+    command = [sys.executable, "-c", textwrap.dedent(CAPTURED)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "refused"), done.stderr
+
+
+def test_frozen_layers_follow_the_tf32_switch() -> None:
+    net = NETS[0]
+    mlp, exact = net.block("float32"), net.block("float32", "batched").double()
+    exact.load_state_dict(mlp.state_dict())
+    x, _ = drawn(net, "float32")
+    mlp.freeze()
+    errors = []
+    for dtype in ("float32", "tf32"):
+        with arithmetic(dtype), torch.no_grad():
+            right = exact(x.double())
+            errors.append(float((mlp(x).double() - right).norm() / right.norm()))
+    assert errors[0] < 1e-5 < errors[1] < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_frozen_layers_compile_and_move(dtype: str) -> None:
+    net = NETS[-4]
+    mlp = net.block(dtype)
+    x, _ = drawn(net, dtype)
+    with arithmetic(dtype), torch.no_grad():
+        right = mlp.freeze()(x)
+        torch.testing.assert_close(torch.compile(mlp, fullgraph=True)(x), right)
+        torch.testing.assert_close(mlp.cpu().cuda()(x), right)
+        there = mlp.cpu()(x.cpu()).cuda()
+    assert float((there - right).float().norm() / right.float().norm()) < 100 * EPS[dtype]

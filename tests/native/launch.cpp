@@ -1,4 +1,4 @@
-// launch CHAIN DTYPE BATCH DEVICE PLAN_FILE NVRTC: builds the plan's program twice and runs it once, on pointers that
+// launch CHAIN DTYPE BATCH DEVICE PLAN_FILE NVRTC PART: builds the plan's program twice and runs it once, on pointers that
 // nobody follows: x at 0x10000000, y at 0x20000000, scratch at 0x30000000, 0x40000000 and 0x60000000, w at 0x70000000, weights from 0x50 on.
 #include <cstdio>
 #include <cstdlib>
@@ -38,7 +38,11 @@ int main(int, char** words) {
     params.x = at(0x10000000), params.y = at(0x20000000), params.batch = batch;
     for (int i = 0; i < cuda::MAX_WEIGHTS; ++i) params.weights[i] = at(0x50 + i);
     void* others[4] = {at(0x30000000), at(0x40000000), at(0x60000000), at(0x70000000)};
-    cuda::run(*program, chain.in_features() * bytes_of(dtype), chain.out_features() * bytes_of(dtype), device, params, others,
+    const std::string part = words[7];
+    const cuda::Part which = part == "weights"   ? cuda::Part::weights
+                             : part == "samples" ? cuda::Part::samples
+                                                 : cuda::Part::all;
+    cuda::run(*program, which, chain.in_features() * bytes_of(dtype), chain.out_features() * bytes_of(dtype), device, params, others,
               at(0x77));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error %s\n", error.what());

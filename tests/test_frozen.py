@@ -1,0 +1,341 @@
+"""Frozen blocks: the numbers of the moment when they were frozen, whatever happens to the parameters afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_fusion import model
+from test_mlp import block, each_block
+from torch import Tensor, nn
+
+import factorlayer.frozen
+from factorlayer import FactorMLP, fuse
+from factorlayer.frozen import ALIGNMENT, FROZEN
+from factorlayer.gpu import Gpu
+from factorlayer.planner import plan_of
+
+LAYERS = "tied 0 1 6 5 1; bias; relu | tied 0 1 5 3 1"
+
+
+def inputs(mlp: FactorMLP, *leading: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(*leading, mlp.layers[0].in_features, dtype=torch.float64)
+
+
+def change(module: nn.Module) -> None:
+    """Each parameter, past everything that could notice."""
+    for parameter in module.parameters():
+        parameter.data.add_(0.1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that the op is called with."""
+    made: list[str] = []
+    right = factorlayer.frozen._frozen_now
+
+    def frozen(x: Tensor, tensor: Tensor, text: str) -> Tensor:
+        made.append(text)
+        return right(x, tensor, text)
+
+    monkeypatch.setattr(factorlayer.frozen, "_frozen_now", frozen)
+    return made
+
+
+@each_block
+@pytest.mark.parametrize("implementation", ["auto", "v1", "v2", "v3"])
+def test_parameters_count_as_they_were(kind: str, implementation: str) -> None:
+    mlp = block(kind, implementation=implementation)
+    x = inputs(mlp, 7)
+    before = mlp(x)
+    assert mlp.freeze() is mlp and mlp.is_frozen and mlp.explain().startswith("FactorMLP, frozen:")
+    change(mlp)
+    assert torch.equal(mlp(x), before)
+    live = copy.deepcopy(mlp).unfreeze()
+    assert not live.is_frozen and not torch.equal(live(x), before)
+    assert torch.equal(mlp.freeze()(x), live(x))
+    assert torch.equal(mlp.unfreeze()(x), live(x))
+
+
+def test_one_call_takes_all_layers(calls: list[str]) -> None:
+    mlp = block("mixed").freeze()
+    calls.clear()
+    for leading in ((5,), (), (2, 3), (0,)):
+        x = inputs(mlp, *leading)
+        assert mlp(x).shape == x.shape
+        torch.testing.assert_close(mlp(x), copy.deepcopy(mlp).unfreeze()(x))
+    text = mlp.stacks[0]._stack.text
+    assert set(calls) == {text + FROZEN} and len(calls) == 8
+
+
+def test_a_model_between_whose_stacks_others_stand(calls: list[str]) -> None:
+    plain = model().eval()
+    fast, x = fuse(plain), torch.randn(5, 12).double()
+    right = fast(x)
+    assert fast.freeze().explain().startswith("fuse(Sequential), frozen:")
+    calls.clear()
+    assert torch.equal(fast(x), right) and len(calls) == 2
+    with torch.no_grad():
+        plain[0].weight.zero_()  # of a stack
+    assert torch.equal(fast(x), right)
+    with torch.no_grad():
+        plain[9].bias.add_(1)  # by itself
+    torch.testing.assert_close(fast(x), right + 1)
+
+
+def test_blocks_in_a_model_are_frozen_with_it() -> None:
+    inner = FactorMLP([6, 8, 6])
+    fast = fuse(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), inner, nn.Linear(6, 2)))
+    x = torch.randn(3, 4)
+    right = fast(x)
+    fast.freeze()
+    change(inner)
+    assert inner.is_frozen and torch.equal(fast(x), right)
+    fast.unfreeze()
+    assert not inner.is_frozen and not torch.equal(fast(x), right)
+
+
+# What may be done to a frozen block
+
+
+@each_block
+def test_x_has_the_gradients_of_what_was_frozen(kind: str) -> None:
+    mlp = block(kind)
+    x = inputs(mlp, 6).requires_grad_()
+    grad_y = torch.randn_like(mlp(x))
+    (right,) = torch.autograd.grad(mlp(x), x, grad_y)
+    mlp.freeze()
+    change(mlp)
+    y = mlp(x)
+    torch.testing.assert_close(torch.autograd.grad(y, x, grad_y)[0], right)
+    mlp(x).backward(grad_y)
+    assert all(parameter.grad is None for parameter in mlp.parameters())
+    assert not mlp(x.detach()).requires_grad
+
+
+def test_torch_func_and_second_derivatives() -> None:
+    mlp = block("dense", activation="tanh", implementation="auto")
+    x = inputs(mlp, 4)
+
+    def transforms() -> list[Tensor]:
+        one = torch.func.vmap(torch.func.jacrev(mlp))(x)
+        forward = torch.func.jvp(mlp, (x,), (torch.ones_like(x),))[1]
+        return [one, torch.func.vmap(mlp)(x), forward, torch.autograd.functional.hessian(lambda x: mlp(x).sum(), x)]
+
+    right = transforms()
+    mlp.freeze()
+    change(mlp)
+    torch.testing.assert_close(transforms(), right)
+
+
+def test_an_inference_mode_that_ends() -> None:
+    mlp = block("mixed")
+    x = inputs(mlp, 4)
+    with torch.inference_mode():
+        right = mlp(x)
+        mlp.freeze()
+        assert torch.equal(mlp(x), right)
+    (gradient,) = torch.autograd.grad(mlp(x.requires_grad_()).sum(), x)
+    assert gradient.abs().sum() > 0
+
+
+def test_optimizers_train_on_and_nothing_notices() -> None:
+    mlp = block("mixed").freeze()
+    x = inputs(mlp, 4)
+    right = mlp(x)
+    optimizer = torch.optim.SGD(mlp.parameters(), 0.1)
+    for parameter in mlp.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(mlp.train()(x), right)
+    assert not torch.equal(mlp.freeze()(x), right)
+
+
+def test_what_is_loaded_is_frozen() -> None:
+    mlp, other = block("gated").freeze(), block("gated")
+    change(other)
+    x = inputs(mlp, 3)
+    names = list(mlp.state_dict())
+    assert names == list(other.state_dict())
+    nn.Sequential(mlp).load_state_dict(nn.Sequential(other).state_dict())
+    assert mlp.is_frozen and torch.equal(mlp(x), other(x))
+    change(mlp)
+    assert torch.equal(mlp(x), other(x))
+    plain = block("gated")
+    plain.load_state_dict(other.state_dict())
+    assert not plain.is_frozen
+
+
+def test_moves_between_dtypes_and_devices() -> None:
+    mlp = block("mixed").freeze()
+    x = inputs(mlp, 3)
+    right = mlp(x)
+    change(mlp)
+    torch.testing.assert_close(nn.Sequential(mlp).float()(x.float()), right.float())
+    torch.testing.assert_close(mlp.half()(x.half()), right.half(), atol=0.02, rtol=0.02)
+    assert mlp.to("meta")(x.half().to("meta")).shape == right.shape
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize("make", [lambda: block("mixed"), lambda: block("gated"), lambda: fuse(model().eval()[:8])])
+def test_copies_and_pickles_are_frozen(make: Callable[[], nn.Module], again: Callable[[nn.Module], nn.Module]) -> None:
+    module = make().freeze()
+    x = torch.randn(3, next(m for m in module.modules() if hasattr(m, "in_features")).in_features).double()
+    right = module(x)
+    other = again(module)
+    change(other)
+    assert other.is_frozen and torch.equal(other(x), right)
+    assert torch.equal(module.unfreeze()(x), right)
+    assert other.is_frozen and not torch.equal(other.unfreeze()(x), right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype, calls: list[str]) -> None:
+    mlp = block("learned", implementation="v3").float()
+    x = inputs(mlp, 3).float()
+    with torch.autocast("cpu", dtype):
+        right = mlp(x)
+        mlp.freeze()
+        calls.clear()
+        assert torch.equal(mlp(x), right) and right.dtype == dtype and len(calls) == 1
+    with pytest.raises(TypeError, match="x and weight_0 should have one dtype"):
+        mlp(x.to(dtype))
+    with torch.autocast("cpu", dtype), pytest.raises(TypeError, match="should have one dtype"):
+        block("learned").freeze()(x)
+
+
+def test_parametrizations_are_evaluated_once() -> None:
+    mlp = block("dense")
+    nn.utils.parametrizations.weight_norm(mlp.layers[0])
+    x = inputs(mlp, 3)
+    right = mlp(x)
+    mlp.freeze()
+    mlp.layers[0].parametrizations.weight.original0.data.mul_(2)
+    assert torch.equal(mlp(x), right)
+
+
+@each_block
+def test_compiles_as_a_whole(kind: str) -> None:
+    torch._dynamo.reset()
+    mlp = block(kind, implementation="fused").freeze()
+    x = inputs(mlp, 5)
+    right = mlp(x)
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), right)
+    change(mlp)
+    torch.testing.assert_close(compiled(x), right)
+    (gradient,) = torch.autograd.grad(compiled(x.requires_grad_()).sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(mlp(x).sum(), x)[0])
+
+
+def test_a_compiled_graph_calls_the_op_that_is_frozen() -> None:
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    mlp = block("mixed").freeze()
+    torch.compile(mlp, fullgraph=True, backend=backend)(inputs(mlp, 5))
+    assert "stack_frozen" in graphs[0]
+
+
+def test_exports_what_any_gpu_can_prepare() -> None:
+    mlp = block("mixed").freeze()
+    x = inputs(mlp, 5)
+    right = mlp(x)
+    with torch.no_grad():
+        exported = torch.export.export(mlp, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    change(mlp)
+    assert "stack_forward" in str(exported.graph) and "stack_frozen" not in str(exported.graph)
+    torch.testing.assert_close(exported.module()(x), right)
+    assert exported.module()(x[:2]).shape == (2, 6)
+
+
+def test_flops_are_those_of_the_layers() -> None:
+    x, tensors = torch.randn(7, 6), [torch.randn(shape) for shape in ((5, 6), (5,), (3, 5))]
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        torch.ops.factorlayer.stack_frozen(x, factorlayer.frozen._side_by_side(tensors), LAYERS + FROZEN)
+    assert counter.get_total_flops() == 2 * 7 * (6 * 5 + 5 * 3)
+
+
+# What is refused
+
+
+def test_hooks_are_refused() -> None:
+    mlp = block("gated")
+    mlp.gates[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"FactorMLP: freeze: layers gates\.0 should have no hooks"):
+        mlp.freeze()
+    assert not mlp.is_frozen
+
+
+def test_weights_of_two_dtypes_are_refused() -> None:
+    mlp = block("mixed")
+    mlp.layers[2].half()
+    with pytest.raises(ValueError, match=r"of one dtype.*they are torch\.float16 on cpu and torch\.float64 on cpu"):
+        mlp.freeze()
+
+
+def test_a_wrong_input_names_the_layer() -> None:
+    mlp = block("dense").freeze()
+    with pytest.raises(ValueError, match=r"layer layers\.0: the last dimension of x should be in_features=5"):
+        mlp(torch.randn(2, 6, dtype=torch.float64))
+    with pytest.raises(TypeError, match="should have one dtype"):
+        mlp(torch.randn(2, 5))
+
+
+# The raw op
+
+
+def side_by_side(*shapes: tuple[int, ...]) -> Tensor:
+    return factorlayer.frozen._side_by_side([torch.randn(shape) for shape in shapes])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(frozen=torch.zeros(2 * ALIGNMENT)), "should have 384 elements, they have 256; freeze them again"),
+        (dict(frozen=torch.zeros(3 * ALIGNMENT, 1)), r"should be a stack with \"frozen\" and one contiguous tensor"),
+        (dict(frozen=torch.zeros(6 * ALIGNMENT)[::2]), r"should be a stack with \"frozen\" and one contiguous tensor"),
+        (dict(frozen=torch.zeros(3 * ALIGNMENT).double()), "what is frozen must be a CPU tensor of x's dtype"),
+        (dict(x=torch.ones(7, 5)), r"x must be \[batch, 6\]"),
+        (dict(x=torch.ones(6)), r"x must be \[batch, 6\]"),
+        (dict(stack=LAYERS), "should be a stack with"),
+        (dict(stack="tied 1 1 6 5 1 | frozen"), "a layer names weight 1, which is not its own"),
+    ],
+)
+def test_wrong_calls_raise(change: dict[str, object], message: str) -> None:
+    right = {"x": torch.ones(7, 6), "frozen": side_by_side((5, 6), (5,), (3, 5)), "stack": LAYERS + FROZEN}
+    assert torch.ops.factorlayer.stack_frozen(**right).shape == (7, 3)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        torch.ops.factorlayer.stack_frozen(**{**right, **change})
+
+
+def test_opcheck() -> None:
+    given = torch.randn(4, 6), side_by_side((5, 6), (5,), (3, 5)), LAYERS + FROZEN
+    torch.library.opcheck(torch.ops.factorlayer.stack_frozen, given)
+
+
+def test_any_strides_of_x() -> None:
+    mlp = block("mixed").freeze()
+    x = inputs(mlp, 6)
+    turned = x.t().contiguous().t()
+    assert not turned.is_contiguous() and torch.equal(mlp(turned), mlp(x))
+
+
+# Plans
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_plan_says_which_passes_read_weights_alone(dtype: str) -> None:
+    text = " | ".join(f"tied 0 1 {p} {q} 1; bias; relu; tf32" for p, q in ((63, 256), (256, 256), (256, 4)))
+    for batch_class in range(3):
+        found = plan_of(text + FROZEN, dtype, batch_class, Gpu(90, 132, 232448)).text()
+        words = [line.split()[1:3] for line in found.splitlines() if line.startswith("pass ")]
+        assert words == ([["none", "s2"], ["x", "y"]] if dtype == "float32" else [["x", "y"]])
