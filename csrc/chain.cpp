@@ -90,7 +90,7 @@ static Chain parse(const std::string& text) {
     words >> name;
     if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned;
-    if (name == "tf32" && !chain.contractions.empty()) {
+    if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
       chain.tf32 = true;
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;

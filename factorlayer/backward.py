@@ -237,11 +237,12 @@ def _one_term(
 ) -> dict[int, Tensor]:
     planned = visits(text, wanted, ops.fits)
     found: dict[int, Tensor] = {}
-    states = [_turned(ops, x, planned[0].turn(is_grad=False))]  # that each visit reads
+    tf32 = Chain.parse(text).tf32
+    states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads
     last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
     for visit in planned[:last]:
         states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward))
-    grad = _turned(ops, grad, planned[-1].turn(is_grad=True))
+    grad = _turned(ops, grad, planned[-1].turn(is_grad=True), tf32)
     for i in reversed(range(len(planned))):
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
@@ -367,10 +368,10 @@ def _transposed(ops: Ops, weight: Tensor) -> Tensor:
     return _turned(ops, weight.reshape(-1, q * p), (1, q, p)).view(*matrices, p, q)
 
 
-def _turned(ops: Ops, x: Tensor, turn: Turned | None) -> Tensor:
-    return ops.forward(x, [], None, _turning(turn)) if turn else x
+def _turned(ops: Ops, x: Tensor, turn: Turned | None, tf32: bool = False) -> Tensor:
+    return ops.forward(x, [], None, _turning(turn, tf32)) if turn else x
 
 
 @functools.lru_cache(1024)
-def _turning(turn: Turned) -> str:
-    return Chain((), turn=turn).text
+def _turning(turn: Turned, tf32: bool) -> str:
+    return Chain((), turn=turn, tf32=tf32).text

@@ -56,7 +56,7 @@ class Product:
     terms_in: int = 1  # states of x, and of y; the weights have as many as the larger one
     terms_out: int = 1
     terms: int = 1
-    ours_in: bool = False  # x, or y, is a state between two of these passes
+    ours_in: bool = False  # x, or y, is a state between two of our passes: of tf32, rounded
     ours_out: bool = False
     bias: bool = False
     activation: str = "identity"
@@ -132,8 +132,8 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 terms_in=chain.rank if i > 0 else 1,
                 terms_out=chain.rank if i < last else 1,
                 terms=chain.rank,
-                ours_in=i > 0,
-                ours_out=i < last,
+                ours_in=i > 0 or chain.x_turned,
+                ours_out=i < last or chain.turn is not None,
                 bias=chain.bias and i == last,
                 activation=chain.activation if i == last else "identity",
                 scalars=len(chain.contractions),

@@ -14,7 +14,7 @@ TILE_BYTES = 16384
 
 @dataclass(frozen=True)
 class Turn:
-    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]."""
+    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it."""
 
     matrices: int
     rows: int
@@ -80,4 +80,5 @@ class Turn:
         numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool ROUNDS = {str(self.dtype == 'tf32').lower()};"]
         return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads)

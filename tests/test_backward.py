@@ -468,7 +468,7 @@ def test_states_that_lie_turned_have_a_text_of_their_own() -> None:
     chain = Chain((Contraction(0, 1, 3, 4, 2, tied=False),), x_turned=True, turn=(1, 2, 4), tf32=True)
     assert chain.text == "turned; untied 0 1 3 4 2; turn 1 2 4; tf32" and Chain.parse(chain.text) == chain
     only = Chain((), turn=(2, 3, 4))
-    assert only.text == "turn 2 3 4" and Chain.parse(only.text) == only
+    assert only.text == "turn 2 3 4" and Chain.parse(only.text) == only and Chain.parse(only.tf32_text).tf32
     assert only.in_features == only.out_features == 24
     for text, message in {
         "turned": "no contraction",
@@ -481,8 +481,9 @@ def test_states_that_lie_turned_have_a_text_of_their_own() -> None:
         "turn 1 0 2": "three positive sizes",
     }.items():
         check_refused(text, message)
-    with pytest.raises(RuntimeError, match="is for tensors on a GPU"):
-        torch.ops.factorlayer.forward(torch.ones(1, 4), [], None, "turn 1 2 2")
+    for text in ("turn 1 2 2", "turn 1 2 2; tf32"):
+        with pytest.raises(RuntimeError, match="is for tensors on a GPU"):
+            torch.ops.factorlayer.forward(torch.ones(1, 4), [], None, text)
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:

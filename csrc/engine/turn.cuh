@@ -5,7 +5,7 @@
 // bits, where a run lies in one row, two rows are read together, and words of both are stored.
 //
 // Pass:  Element, ROWS, COLUMNS, TR (TR * sizeof(Element) a multiple of 128), TC (all columns, or whole runs of them),
-//        READ and WRITE (elements of one access), THREADS
+//        READ and WRITE (elements of one access), THREADS, ROUNDS (to tf32)
 #pragma once
 #include "params.cuh"
 
@@ -25,6 +25,11 @@ template <class Pass> struct Turn {
 
   static DEVICE u32 place(u32 memory, int r, int c) {
     return memory + (c * TR + (r / kPiece ^ c / kPiece * kStep % 8) * kPiece + r % kPiece) * kSize;
+  }
+
+  static DEVICE Element rounded(Element x) {
+    if constexpr (Pass::ROUNDS) return __uint_as_float(tf32_of(__float_as_uint(x)));
+    return x;
   }
 
   DEVICE void run() const {
@@ -58,7 +63,7 @@ template <class Pass> struct Turn {
       } else {
         const Element* element = reinterpret_cast<const Element*>(&read[n]);
 #pragma unroll
-        for (int e = 0; e < READ; ++e) store_shared(place(memory, (at + e) / TC, (at + e) % TC), element[e]);
+        for (int e = 0; e < READ; ++e) store_shared(place(memory, (at + e) / TC, (at + e) % TC), rounded(element[e]));
       }
     }
     __syncthreads();
