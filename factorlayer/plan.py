@@ -25,6 +25,7 @@ from factorlayer.slopes import Slopes
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
+from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 from factorlayer.wide import Wide
@@ -49,6 +50,7 @@ Pass = (
     | Small
     | SmallBackward
     | SplitPairBackward
+    | SplitSingleBackward
     | Streamed
     | Turn
     | WeightChunks

@@ -26,6 +26,7 @@ from factorlayer import (
     small,
     small_backward,
     split_pair_backward,
+    split_single_backward,
     streamed,
     wide,
     wide_gradient,
@@ -265,7 +266,8 @@ def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     first, *more = chain.contractions
     if first.tied and not more:
-        single = single_backward.tile(first, dtype, batch, gpu)
+        singles = [family.tile(first, dtype, batch, gpu) for family in (single_backward, split_single_backward)]
+        single = min((p for p in singles if p), key=lambda p: p.us, default=None)
         if single:
             return single, Reduction(single)
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):

@@ -19,7 +19,7 @@ PRODUCTS = {3: 6, 2: 3}  # of pieces, that count
 BARRIER_BYTES = 1024
 SLAB = 64 * 128  # bytes of a piece of a state
 START_US = 4.0  # with the weights and the first unit on their way
-UNIT_US = 1.0  # of waits and splitting, beside which the other groups' products are made
+UNIT_US = 1.3  # of waits and splitting, beside which the other groups' products are made
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def _time(plan: SplitPairBackward, batch: int) -> float:
     p0, p1, q0, q1 = plan.sizes
     memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
     p0, p1, q0, q1 = (round_up(n, 16) for n in plan.sizes)
-    count = 64 * (q0 * q1 + p1 * q1 + q1 * q0 + p0 * p1 + q1 * p1) * PRODUCTS[plan.pieces]
+    # The left operand is read as long as 32 columns are multiplied, the right one half as long as its own are.
+    of_p1, of_q0, of_q1 = (max(n, 32 + n / 2) for n in (p1, q0, q1))
+    count = 64 * ((q0 + p1) * of_q1 + q1 * of_q0 + (p0 + q1) * of_p1) * PRODUCTS[plan.pieces]
     products = count / (0.3 * plan.gpu.flops["bfloat16"])
     units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
     ends = plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes

@@ -388,7 +388,7 @@ AT_ONCE = [
     (((64, 64), (64, 64)), "float32", 5, 90),
     (((48, 48), (48, 48)), "float32", 5, 90),
     (((64, 64), (64, 64)), "tf32", 5, 80),
-    (((31, 28), (26, 60)), "tf32", 5, 90),
+    (((39, 44), (42, 60)), "tf32", 5, 90),
     (((45, 60), (51, 44)), "float32", 9, 90),
     (((20, 31), (36, 42)), "float32", 9, 80),
     (((16, 16), (16, 16)), "float32", 2, 90),
@@ -504,6 +504,13 @@ SINGLE = [
     ((16, 21, 43, 1), "tf32", 9, 80),
     ((32, 67, 34, 1), "float32", 5, 90),
     ((32, 20, 31, 1), "float64", 5, 90),
+    ((1, 128, 128, 128), "float32", 3, 90),
+    ((2, 100, 81, 64), "tf32", 3, 90),
+    ((1, 64, 64, 256), "float32", 2, 90),
+    ((2, 31, 50, 64), "tf32", 4, 90),
+    ((128, 128, 128, 1), "float32", 3, 90),
+    ((64, 84, 108, 1), "tf32", 5, 90),
+    ((192, 64, 44, 1), "float32", 3, 90),
 ]
 
 
@@ -514,7 +521,8 @@ def test_both_gradients_of_one_factor_at_once(
     outer, p, q, inner = sizes
     chain = Chain((Contraction(0, outer, p, q, inner, tied=True),), backward=True)
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
-    assert type(found.passes[0]).__name__ == "SingleBackward"
+    is_split = dtype in ("float32", "tf32") and architecture == 90 and min(p, q) >= 24 and max(outer, inner) >= 64
+    assert type(found.passes[0]).__name__ == ("SplitSingleBackward" if is_split else "SingleBackward")
     kernels = emulator.compile(found)
     draw = drawing(dtype)
     x, grad, weight = draw(batch, outer * p * inner), draw(batch, outer * q * inner), draw(q, p) / 8
@@ -1304,6 +1312,30 @@ def test_finds_what_is_missing_of_all_gradients(
     kernels = emulator.compile(found, {old: new})
     x = np.ones(({32: 30, 64: 5, 96: 3}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("size", "old", "new", "said"),
+    [
+        (128, "wait_for_bytes(empty(group, 0), phase);", "", "race"),
+        (128, "wait_for_bytes(empty(group, 1), phase);", "", "race"),
+        (128, "wait_for_bytes(empty(group, 2), phase);", "", "race"),
+        (64, "wait_for_bytes(empty(group, 1), phase);", "", "race"),
+        (128, "wait_for_bytes(full(group, 1 + h), phase);", "", "race: a matrix unit"),
+        (128, "if (h == 0) wait_for_bytes(full(group, 0), phase);", "", "race: a matrix unit"),
+        (128, "fence_copy_engine();\n    arrive(", "arrive(", "no fence: a matrix unit"),
+        (64, "fence_copy_engine();\n      sync_threads", "sync_threads", "no fence: a matrix unit"),
+        (64, "wait_for_products<0>();\n        if", "if", "race"),
+        (64, "wait_for_products<1>();\n", "", "sums touched in flight"),
+    ],
+)
+def test_finds_what_is_missing_of_both_gradients(size: int, old: str, new: str, said: str, emulator: Emulator) -> None:
+    chain = Chain((Contraction(0, 1, size, size, 64, tied=True),), backward=True)
+    found = plan(chain, "tf32", LARGE, Gpu(90, 1, 232448))
+    kernels = emulator.compile(replace(found, passes=found.passes[:1]), {old: new})
+    x = np.ones((6, size * 64))
+    _, errors = emulator.run(found, kernels, x, [np.ones((size, size)), x], None, blocks=1)
     assert any(said in error for error in errors), errors
 
 

@@ -161,11 +161,28 @@ class GradientCase:
     dtype: str
     architecture: str
     batch: int
+    both: bool = False  # that of x, too
 
     def __str__(self) -> str:
         outer, p, q, inner, tied = self.contraction
         kind = "tied" if tied else "untied"
-        return f"{self.architecture}-{self.dtype}-{kind}-{outer}-{p}x{q}-{inner}-n{self.batch}"
+        return f"{self.architecture}-{self.dtype}-{kind}-{outer}-{p}x{q}-{inner}-n{self.batch}{'-both' * self.both}"
+
+
+# Of one factor and x at once: by columns and by rows, with padding and without
+BOTH = [
+    GradientCase((*sizes, True), dtype, "sm_90a", BATCHES[2], True)
+    for sizes in (
+        (1, 128, 128, 128),
+        (128, 128, 128, 1),
+        (1, 64, 64, 4096),
+        (64, 64, 64, 1),
+        (2, 100, 76, 64),
+        (64, 28, 36, 1),
+    )
+    for dtype in DTYPES
+    if max(sizes[1:3]) < 128 or dtype != "float64"
+] + [GradientCase((2, 20, 36, 48, True), dtype, "sm_80", BATCHES[2], True) for dtype in DTYPES]
 
 
 def summed() -> Iterator[GradientCase]:
@@ -388,7 +405,7 @@ def compile_case(case: AnyCase) -> list[Kernel]:
         chain = all_gradients_of(case.spec)
     elif isinstance(case, GradientCase):
         *sizes, tied = case.contraction
-        chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=True)
+        chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=not case.both, backward=case.both)
     else:
         chain = Chain.of(case.spec, True, case.activation)
     return compile_plan(plan(chain, case.dtype, case.batch, gpu), case.architecture)
@@ -499,6 +516,11 @@ def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)
 def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -> None:
+    check(compiled[case].result(), case, 80)
+
+
+@pytest.mark.parametrize("case", BOTH, ids=str)
+def test_both_gradients_of_one_factor_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 80)
 
 

@@ -17,16 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, runtime
+from factorlayer import dense, pair_backward, runtime
 from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient
 from factorlayer.pair import Pair
-from factorlayer.pair_backward import PairBackward
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, plan, plan_stack, plan_text
-from factorlayer.resident import Resident, Sandwich, Stage
+from factorlayer.resident import Mode, Resident, Sandwich, Stage
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
@@ -555,9 +554,9 @@ def test_gradients_operands_are_read_without_bank_conflicts(dtype: str) -> None:
         return [addresses[lane // 8 * 8 + order[lane % 8]] for lane in range(32)], bytes_each
 
     for sizes in PAIRS:
-        chain = replace(chain_of(kronecker(*sizes), False, "identity"), backward=True)
-        p = plan(chain, dtype, 1024, Gpu.of(80)).passes[0]
-        assert isinstance(p, PairBackward)
+        modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
+        p = pair_backward.tile(modes, 1, dtype, 1024, Gpu.of(90))
+        assert p is not None
         of_x, of_g, of_a = p.strides
         b = reads_b_by_k(of_x, size)
         accesses = {"x": reads_a(of_x, size), "g": reads_a(of_g, size), "b": b if size == 2 else turned(b, of_x)}

@@ -5,7 +5,7 @@
 //
 // by warpgroups, each with units of its own. An operand is the sum of some bf16 pieces: of three, which hold all bits of a float,
 // or of two, for tf32. As 16 bits, the matrix unit reads them with k or with m and n contiguous. All lies in shared memory once,
-// in slabs of 64 columns; T alone is an operand in registers. Another warpgroup loads units and splits them; it refills G's
+// a block each; T alone is an operand in registers. Another warpgroup loads units and splits them; it refills G's
 // place while X is still read, and X's while dX is made.
 //
 // Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
@@ -19,7 +19,7 @@ template <class Pass> struct SplitPairBackward {
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int PIECES = Pass::PIECES, GROUPS = Pass::GROUPS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
-  static constexpr int kSlab = 64 * 128, kState = PIECES * kSlab, kGroup = 3 * kState, kBarrierBytes = 1024;
+  static constexpr int kState = PIECES * kPieceBytes, kGroup = 3 * kState, kBarrierBytes = 1024;
   static constexpr int kConsumers = GROUPS * 128, kSums = Q0 * P0 + Q1 * P1;
   static constexpr bool kPads = P0 < 64 || P1 < 64 || Q0 < 64 || Q1 < 64;
   static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 4 == 0 && Q1 % 4 == 0);
@@ -58,34 +58,11 @@ template <class Pass> struct SplitPairBackward {
       produce();
     } else {
       take_registers<Pass::REGISTERS>();
-      load_weight<Q0, P0>(a, [&](int q, int p) { return Pass::weight_a(params, q, p); });
-      load_weight<Q1, P1>(b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+      load_split_weight<PIECES, Q0, P0, kConsumers>(a, [&](int q, int p) { return Pass::weight_a(params, q, p); });
+      load_split_weight<PIECES, Q1, P1, kConsumers>(b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
       fence_copy_engine();
       sync_threads<kConsumers>(1);
       consume();
-    }
-  }
-  static DEVICE u32 place(int row, int column) { return swizzled(row, column / 8) + column % 8 * 2; }
-  template <int Q, int P, class At> DEVICE void load_weight(u32 to, At at) const {
-    constexpr int kRow = ceil_div(P, 2), kTogether = 8;
-#pragma unroll 1
-    for (int from = threadIdx.x; from < Q * kRow; from += kConsumers * kTogether) {
-      float w[kTogether][2];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int q = (from + i * kConsumers) / kRow, p = (from + i * kConsumers) % kRow * 2;
-        w[i][0] = q < Q ? at(q, p) : 0.f;
-        w[i][1] = q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int q = (from + i * kConsumers) / kRow, p = (from + i * kConsumers) % kRow * 2;
-        u32 word[PIECES];
-        split<bf16>(w[i][0], w[i][1], word);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece)
-          if (q < Q) store_shared(to + piece * kSlab + place(q, p), word[piece]);
-      }
     }
   }
 
@@ -105,7 +82,7 @@ template <class Pass> struct SplitPairBackward {
     for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
       const int j = i * 128 + threadIdx.x % 128;
       if (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4)
-        put_four<PIECES, kSlab>(to + place(j / (COLUMNS / 4), j % (COLUMNS / 4) * 4), x[i]);
+        put_four<PIECES>(to + place_in_block(j / (COLUMNS / 4), j % (COLUMNS / 4) * 4), x[i]);
     }
   }
   DEVICE void produce() const {
@@ -133,10 +110,6 @@ template <class Pass> struct SplitPairBackward {
     }
   }
 
-  // Piece i of operands: the 16 k's of step s, with k contiguous, or with all columns contiguous.
-  static DEVICE u64 by_k(u32 state, int i, int s) { return operand(state + i * kSlab) + s * 2; }
-  static DEVICE u64 by_column(u32 state, int i, int s) { return turned_operand(state + i * kSlab + s * 2048, kSlab); }
-
   DEVICE void consume() {
     int own = x_of(warpgroup), weights = a;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
@@ -149,7 +122,7 @@ template <class Pass> struct SplitPairBackward {
       wait_for_bytes(full(warpgroup, 1), phase);
       {
         Sums<kQ1> sums;
-        multiply_pieces<PIECES, kQ0 / 16>(sums, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
+        multiply_pieces<PIECES, kQ0 / 16>(sums, false, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
           Wgmma<bf16, kQ1>::multiply_turned(some, by_column(a, i, s), by_column(g, j, s), add);
         });
         wait_for_products<0>();
@@ -160,7 +133,7 @@ template <class Pass> struct SplitPairBackward {
           u32 word[PIECES];
           split_pair(sums.high, j, P0 == 64 || row < P0, word);
 #pragma unroll
-          for (int i = 0; i < PIECES; ++i) store_shared(d_t + i * kSlab + place(row, j / 4 * 8 + lane.t * 2), word[i]);
+          for (int i = 0; i < PIECES; ++i) store_shared(d_t + i * kPieceBytes + place_in_block(row, j / 4 * 8 + lane.t * 2), word[i]);
         }
       }
       fence_copy_engine();
@@ -168,7 +141,7 @@ template <class Pass> struct SplitPairBackward {
       T t;
       {
         Sums<kQ1> sums;
-        multiply_pieces<PIECES, kP1 / 16>(sums, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
+        multiply_pieces<PIECES, kP1 / 16>(sums, false, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
           Wgmma<bf16, kQ1>::multiply(some, by_k(x, i, s), by_k(b, j, s), add);
         });
         wait_for_products<0>();
@@ -188,7 +161,7 @@ template <class Pass> struct SplitPairBackward {
       }
       {
         Sums<kQ0> sums;
-        multiply_pieces<PIECES, kQ1 / 16>(sums, [&](float(&some)[kQ0 / 2], int s, int i, int j, bool add) {
+        multiply_pieces<PIECES, kQ1 / 16>(sums, false, [&](float(&some)[kQ0 / 2], int s, int i, int j, bool add) {
           Wgmma<bf16, kQ0>::multiply(some, t[s][i], by_k(g, j, s), add);
         });
         wait_for_products<0>();
@@ -199,10 +172,10 @@ template <class Pass> struct SplitPairBackward {
       }
       sync_threads<128>(2 + warpgroup);  // all of dT is there
       Sums<kP1> to_b, d_x;
-      multiply_pieces<PIECES, kP0 / 16>(to_b, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
+      multiply_pieces<PIECES, kP0 / 16>(to_b, false, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
         Wgmma<bf16, kP1>::multiply_turned(some, by_column(d_t, i, s), by_column(x, j, s), add);
       });
-      multiply_pieces<PIECES, kQ1 / 16>(d_x, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
+      multiply_pieces<PIECES, kQ1 / 16>(d_x, false, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
         Wgmma<bf16, kP1>::multiply_right_turned(some, by_k(d_t, i, s), by_column(b, j, s), add);
       });
       wait_for_products<1>();

@@ -33,6 +33,7 @@ from factorlayer.slopes import Slopes
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
+from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
 
@@ -119,7 +120,7 @@ class Kernel:
             return p.output_bytes
         if isinstance(p, Parts):
             return p.weights * ELEMENT_BYTES[p.dtype]
-        if isinstance(p, SingleBackward):
+        if isinstance(p, SingleBackward | SplitSingleBackward):
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
         if isinstance(p, SmallBackward):
             return batch * p.output_bytes
