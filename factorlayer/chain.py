@@ -20,7 +20,8 @@ class Chain:
 
     States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
     are [outer, rows, columns], as [outer, columns, rows]; with tf32 they are rounded to it. That can be all that is
-    done, or the way back through an activation, `slope` or `through`. Or there are `sums` over samples, of what is given.
+    done, or the way back through an activation, `slope` or `through`. Or there are `sums` over samples, of what is
+    given.
     """
 
     contractions: tuple[Contraction, ...]
