@@ -102,7 +102,7 @@ CASES = [
     Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
-    Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM),
+    Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
     Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
@@ -1171,6 +1171,7 @@ RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
 STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
@@ -1184,7 +1185,8 @@ PLANTED = {
     "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
     "no-sync-before-columns": (FEW, "if (first + 4 == B) __syncthreads();", "", "race: a write"),
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
-    "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::load", "Base::load", "race: a read"),
+    "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
+    "no-wait-for-what-is-staged": (STAGED, "wait_for_bytes(barrier, phase);", "", "race: a read"),
     "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
 }
 

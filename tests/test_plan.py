@@ -17,15 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, pair_backward, runtime
+from factorlayer import dense, pair_backward, runtime, small, small_backward
 from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient
+from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, plan, plan_stack, plan_text
-from factorlayer.resident import Mode, Resident, Sandwich, Stage
+from factorlayer.resident import Mode, Resident, Sandwich, Stage, Work
+from factorlayer.small import Small
+from factorlayer.small_backward import SmallBackward
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
 from factorlayer.turn import Turn
@@ -565,6 +567,54 @@ def test_gradients_operands_are_read_without_bank_conflicts(dtype: str) -> None:
             assert all(address % bytes_each == 0 for address in addresses), f"{p}, {what}: misaligned"
             most = 2 if what == "b" and size == 8 else 1
             assert conflicts(addresses, bytes_each) == most, f"{p}, {what}: lanes meet in a bank"
+
+
+@pytest.mark.parametrize("sizes", [(8,) * 5, (8,) * 4, (8, 8, 4, 8, 8), (4, 8, 8, 8, 4), (8, 4, 4, 4, 8)], ids=str)
+def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
+    """On chip at one visit, forward and, where a row has room for a weight's sums, backward."""
+    spec, modes = kronecker(sizes, sizes), tuple(Mode(((i, n, n),)) for i, n in enumerate(sizes))
+    work = Work(1, sizes, 1, tuple(reversed(list(enumerate(modes)))), "float32")
+    for gpu in (Gpu.of(80), Gpu.of(90)):
+        for batch in (1024, 16384):
+            few = small.tile(work, batch, gpu)
+            assert few is not None and few.shared <= gpu.shared
+            assert (
+                few.blocks * few.threads * 128 <= 65536 and few.blocks * (few.sizes.shared + 1024) <= gpu.shared + 1024
+            )
+            assert few.staged <= sizes[0] * sizes[1] and (few.staged > 0) == (few.blocks == 1 and gpu.arch == 90)
+            floor = batch * 2 * spec.in_features * 4 / gpu.sms / gpu.memory_bytes
+            assert floor < few.us < 6 * floor + 5
+    found = plan(chain_of(spec), "float32", 1024, Gpu.of(90))
+    assert [type(p) for p in found.passes] == [Small] and "small: " in str(found)
+    lanes = [lane * few.sizes.row_bytes for lane in range(32)]
+    assert conflicts(lanes, 16) == 1, "lanes meet in a bank"
+    chain = replace(chain_of(spec, False, "identity"), backward=True)
+    roomy = max(sizes) ** 2 <= sizes[-1] * sizes[-2]
+    assert (small_backward.tile(modes, 1, "float32", 1024, Gpu.of(90)) is not None) == roomy
+    if sizes == (8,) * 5:
+        back = plan(chain, "float32", 1024, Gpu.of(90))
+        assert [type(p) for p in back.passes] == [SmallBackward, Reduction]
+        assert back.scratch == (0, 0, 132 * 5 * 64 * 4) and back.us < 5 * floor / 16 + 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (kronecker((8,) * 5, (8,) * 5), "tf32"),
+        (kronecker((8,) * 5, (8,) * 5), "float64"),
+        (kronecker((8,) * 4, (8,) * 4, rank=2), "float32"),
+        (kronecker((8, 8, 8, 8, 8), (8, 8, 8, 8, 4)), "float32"),
+        (kronecker((8, 8, 8, 8, 4), (8, 8, 8, 8, 4)), "float32"),
+        (kronecker((6,) * 5, (6,) * 5), "float32"),
+        (kronecker((8,) * 3, (8,) * 3), "float32"),
+    ],
+    ids=str,
+)
+def test_other_small_factors_have_other_families(spec: LayerSpec, dtype: str) -> None:
+    assert not any(isinstance(p, Small) for p in plan(chain_of(spec), dtype, 1024, Gpu.of(90)).passes)
+    modes = tuple(Mode(((i, q, p),)) for i, (q, p) in enumerate(zip(spec.out_factors, spec.in_factors, strict=True)))
+    taken = small_backward.tile(modes, 1, dtype, 1024, Gpu.of(90))
+    assert taken is None or spec.rank > 1, "terms go back one by one"
 
 
 @dtypes

@@ -88,7 +88,7 @@ template <class Pass> struct SmallBackward : SmallState<Pass> {
     __syncwarp();
     constexpr int kFours = N * N / 4;
     float sum[4] = {};
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < kFours; ++i) {
       float more[4];
       load_row(scratch + (lane / kFours + i * (32 / kFours)) * kRow + lane % kFours * 16, more);
@@ -183,7 +183,7 @@ template <class Pass> struct SmallBackward : SmallState<Pass> {
       store_row(own + q * E * 4, sum);
     }
     add_up<E>(sums[kModes - 1]);
-#pragma unroll 1
+#pragma unroll 2
     for (int p = 0; p < D; ++p) {
       float x[E], w[D], y[E], sum[D];
       load_row(row + p * E * 4, x);
@@ -201,7 +201,7 @@ template <class Pass> struct SmallBackward : SmallState<Pass> {
     float t[A][B], h[A][B] = {};
     contract_a(t, x);
     const u32 from = state + Base::place(column);
-#pragma unroll 1
+#pragma unroll 2
     for (int q = 0; q < B; ++q) {
       float g[A], w[B], sum[B];
 #pragma unroll
