@@ -1,7 +1,7 @@
 // The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward, stack_states, stack_backward and,
 // with weights that stay as they are, stack_prepare and stack_frozen: tensors of any strides in, contiguous ones out, no
-// memory shared between in and out. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py and exported graphs; shapes were checked in Python, so the checks here only keep
-// memory safe.
+// memory shared between in and out. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py,
+// stacked.py, frozen.py and exported graphs; shapes were checked in Python, so the checks here only keep memory safe.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -73,12 +73,26 @@ DType dtype_named(const std::string& name) {
   STD_TORCH_CHECK(false, "factorlayer: a dtype should be float64, float32, bfloat16 or float16, it is \"", name, "\"");
 }
 
-void check(const Tensor& t, const Tensor& x, int64_t elements, const char* name) {
-  const bool at_home = x.is_cpu() ? t.is_cpu() : t.is_cuda() && t.get_device_index() == x.get_device_index();
-  STD_TORCH_CHECK(at_home && t.scalar_type() == x.scalar_type() && t.numel() == elements, "factorlayer: ", name,
-                  " must be a ", x.is_cpu() ? "CPU" : "CUDA", " tensor of x's dtype",
-                  x.is_cpu() ? "" : " and on x's device", " with ", elements, " elements; it has ", t.numel(),
-                  at_home ? "" : ", elsewhere", t.scalar_type() == x.scalar_type() ? "" : ", of another dtype");
+// Where a tensor is, and of what: asked of x once for all tensors that are compared with it.
+struct Home {
+  int32_t type = 0, index = 0, dtype = 0;
+  bool is_cpu;
+
+  Home(const Tensor& t) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+    is_cpu = type == aoti_torch_device_type_cpu();
+    if (!is_cpu) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &index));
+  }
+};
+
+void check(const Tensor& t, const Home& x, int64_t elements, const char* name) {
+  const Home own(t);
+  const bool at_home = own.type == x.type && own.index == x.index, alike = own.dtype == x.dtype;
+  STD_TORCH_CHECK(at_home && alike && t.numel() == elements, "factorlayer: ", name, " must be a ",
+                  x.is_cpu ? "CPU" : "CUDA", " tensor of x's dtype", x.is_cpu ? "" : " and on x's device", " with ",
+                  elements, " elements; it has ", t.numel(), at_home ? "" : ", elsewhere",
+                  alike ? "" : ", of another dtype");
 }
 
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
@@ -87,12 +101,11 @@ void check_x(const Chain& chain, const Tensor& x) {
                   chain.in_features(), "]");
 }
 
-void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
-                 const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.is_cuda() || !(chain.x_turned || chain.turned),
+void check_layer(const Chain& chain, const Home& x, const Tensor* weights, size_t given, const Tensor* bias) {
+  STD_TORCH_CHECK(!x.is_cpu || !(chain.x_turned || chain.turned),
                   "factorlayer: a chain with \"turned\" or \"turn\" is for tensors on a GPU");
-  STD_TORCH_CHECK(weights.size() == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ",
-                  weights.size(), " were given");
+  STD_TORCH_CHECK(given == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ", given,
+                  " were given");
   const size_t count = chain.contractions.size();
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(count), "factorlayer: the chain names weight ", c.weight,
@@ -102,8 +115,8 @@ void check_layer(const Chain& chain, const Tensor& x, const std::vector<Tensor>&
     STD_TORCH_CHECK(weight.dim() >= 2 && weight.size(weight.dim() - 1) == c.p && weight.size(weight.dim() - 2) == c.q,
                     "factorlayer: a weight must be [..., ", c.q, ", ", c.p, "]");
   }
-  for (size_t i = count; i < weights.size(); ++i) check(weights[i], x, 1, "an activation's parameter");
-  STD_TORCH_CHECK(bias.has_value() == chain.bias, "factorlayer: bias and chain disagree");
+  for (size_t i = count; i < given; ++i) check(weights[i], x, 1, "an activation's parameter");
+  STD_TORCH_CHECK((bias != nullptr) == chain.bias, "factorlayer: bias and chain disagree");
   if (bias) check(*bias, x, chain.out_features(), "bias");
   STD_TORCH_CHECK(!bias || bias->dim() == 1, "factorlayer: bias must be [", chain.out_features(), "]");
 }
@@ -114,11 +127,10 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
                   "factorlayer: a chain with \"gradient\", \"backward\", \"slope\", \"through\" or \"sums\" is for the ops ",
                   "that make gradients");
   check_x(chain, x);
-  check_layer(chain, x, weights, bias);
+  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
 }
 
-// f(layer, its weights, its bias) for all layers, checked.
-template <class F> void for_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, F&& f) {
+void check_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(!stack.backward && !stack.states && !stack.frozen,
                   "factorlayer: a stack with \"backward\", \"states\" or \"frozen\" is no text for this op; leave that word out");
   size_t count = 0;
@@ -127,12 +139,10 @@ template <class F> void for_layers(const Stack& stack, const Tensor& x, const st
                   tensors.size(), " were given");
   check_x(stack.layers.front(), x);
   const Tensor* at = tensors.data();
+  const Home home(x);
   for (const Chain& layer : stack.layers) {
-    const std::vector<Tensor> weights(at, at + layer.weights());
-    at += weights.size();
-    const std::optional<Tensor> bias = layer.bias ? std::optional(*at++) : std::nullopt;
-    check_layer(layer, x, weights, bias);
-    f(layer, weights, bias);
+    check_layer(layer, home, at, layer.weights(), layer.bias ? at + layer.weights() : nullptr);
+    at += layer.weights() + layer.bias;
   }
 }
 
@@ -193,12 +203,16 @@ struct Call {
   Call(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias, const Chain& chain) {
     begin(x, weights.size() + 2);
     check_inputs(chain, x, weights, bias);
-    append(chain, weights, bias);
+    append(chain);
+    for (const Tensor& weight : weights) append(weight);
+    if (bias) append(*bias);
   }
 
   Call(const Tensor& x, const std::vector<Tensor>& given, const Stack& stack) {
     begin(x, given.size() + 1);
-    for_layers(stack, x, given, [this](auto& layer, auto& weights, auto& bias) { append(layer, weights, bias); });
+    check_layers(stack, x, given);
+    for (const Chain& layer : stack.layers) append(layer);
+    for (const Tensor& tensor : given) append(tensor);
   }
 
   // With the tensors of all layers in one.
@@ -229,12 +243,6 @@ struct Call {
     STD_TORCH_CHECK(layer.program || cpu::has_activation(layer.activation), "factorlayer: unknown stage ",
                     layer.activation);
     problem.layers.push_back(&layer);
-  }
-
-  void append(const Chain& layer, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias) {
-    append(layer);
-    for (const Tensor& weight : weights) append(weight);
-    if (bias) append(*bias);
   }
 };
 
@@ -434,7 +442,7 @@ Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tens
                   "factorlayer: the chain should have an activation without parameters and \"slope\" or \"through\"");
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_x(chain, x);
-  check_layer(chain, x, weights, bias);
+  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
   check(beside, x, x.size(0) * features, "what is read beside x");
   STD_TORCH_CHECK(weights.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
                   " weights at most, the chain has ", weights.size());
@@ -483,7 +491,7 @@ std::vector<Tensor> run_layers(const Stack& stack, const Tensor& x, const std::v
 Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  for_layers(stack, x, tensors, [](auto&...) {});
+  check_layers(stack, x, tensors);
   if (stack.layers.size() == 1) {  // whose plan is a chain's
     const bool has_bias = stack.layers[0].bias;
     const std::optional<Tensor> bias = has_bias ? std::optional<Tensor>(tensors.back()) : std::nullopt;
@@ -496,7 +504,7 @@ Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, c
 std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  for_layers(stack, x, tensors, [](auto&...) {});
+  check_layers(stack, x, tensors);
   return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
 }
 
@@ -673,7 +681,7 @@ std::vector<Tensor> stack_backward_cuda(const Tensor& grad_y, const Tensor& x, c
                                         const Text& text, const std::vector<int64_t>& wanted) {
   const Stack& layers = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  for_layers(layers, x, tensors, [](auto&...) {});
+  check_layers(layers, x, tensors);
   check_wanted(wanted, tensors.size());
   STD_TORCH_CHECK(tensors.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
                   " weights and biases at most, the stack has ", tensors.size());

@@ -38,9 +38,10 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseStreamed(Dense):
-    """A pass, tiled. A chunk of a weight has at most `rows` of it."""
+    """A pass, tiled. A chunk of a weight has at most `rows` of it. If weights are `frozen`, chunks are made once."""
 
     rows: int = WIDEST
+    frozen: bool = False
 
     headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
 
@@ -113,7 +114,12 @@ class DenseStreamed(Dense):
 
     @property
     def passes(self) -> tuple[Dense | WeightChunks, ...]:
-        return (self,) if self.size == 2 else (WeightChunks(self), self)
+        return (WeightChunks(self), self) if self.in_chunks else (self,)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether weights lie in memory as stages hold them, put there by the pass before."""
+        return self.frozen or self.size == 4
 
     @functools.cached_property
     def stages(self) -> int:
@@ -163,6 +169,7 @@ class DenseStreamed(Dense):
         """Self-contained CUDA C++ of the kernel `name`."""
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
         numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
+        numbers["IN_CHUNKS"] = int(self.in_chunks)
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
         numbers |= {"MORE": more, "FEWER": fewer}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
@@ -229,12 +236,16 @@ class WeightChunks:
         return write(self.of, name, "WeightChunks", [], function("weights(const C& c)", calls), set())
 
 
-def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> DenseStreamed | None:
+def tile(
+    layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
+) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return min(tilings(layers, dtype, batch, gpu, states), key=lambda plan: plan.us, default=None)
+    return min(tilings(layers, dtype, batch, gpu, states, frozen), key=lambda plan: plan.us, default=None)
 
 
-def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[DenseStreamed]:
+def tilings(
+    layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
+) -> Iterator[DenseStreamed]:
     if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
         return
     if any(not chain.is_dense or chain.parameters for chain in layers):
@@ -242,7 +253,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
     if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
         return
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
-        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows)
+        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows, frozen=frozen)
         if plan.stages >= LEAST_STAGES:
             yield replace(plan, us=_time(plan, batch))
 
@@ -255,8 +266,8 @@ def _time(plan: DenseStreamed, batch: int) -> float:
     for (p, _), c, chunks in zip(plan.sizes, plan.shapes, plan.chunks, strict=True):
         columns, chunk = c.all, 128 * c.n * c.slabs
         widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
-        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if plan.size == 2 else 1.0
-        load += chunks * max(whole * (0.12 * (plan.size == 2) + chunk / 100e3), 0.7 / (plan.stages - 1))
+        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not plan.in_chunks else 1.0
+        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.stages - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
         read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
     each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from operator import getitem
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -149,9 +150,6 @@ class LayerStack(nn.Module):
         self._who = tuple(f"{who}: layer {name}" for name in self.names)
         self._members: list[_Member] = []  # no children, whose parameters would have two names
         self.layers: tuple[Layer, ...] = ()
-        # What forward looks at: to find that at every call would take longer than all the rest of it.
-        self._watched: list[nn.Module] = []
-        self._places: list[tuple[nn.Module, str]] = []
         self._is_given: list[bool] = []
         self._have_scalars = False
         for _, member, activation in members:
@@ -160,13 +158,29 @@ class LayerStack(nn.Module):
             stage, scalar_names = activation_of(activation)
             added = _Member(member, activation, stage, scalar_names)
             self._members.append(added)
-            self._watched += [part for part in (member, activation) if isinstance(part, nn.Module)]
-            self._places += [(member, each) for each in added.names]
             self._is_given += [True] * (len(added.names) - 1) + [layer.chain.bias]
             self._have_scalars |= added.has_scalars
             self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
         self.frozen: Frozen | None = None
+        self._look()
+
+    def _look(self) -> None:
+        """Finds where forward looks, which stays where it is: to ask the modules at every call would take longer than
+        all the rest of it."""
+        parts = [part for m in self._members for part in (m.layer, m.activation) if isinstance(part, nn.Module)]
+        self._owns = [vars(part) for part in parts]
+        self._hooks = [own[name] for own in self._owns for name in HOOKS]
+        self._parameters_of = [vars(m.layer)["_parameters"] for m in self._members for _ in m.names]
+        self._names_in = [name for m in self._members for name in m.names]
+
+    def __getstate__(self) -> dict[str, Any]:
+        found = ("_owns", "_hooks", "_parameters_of", "_names_in")
+        return {name: value for name, value in self.__dict__.items() if name not in found}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._look()
 
     def forward(self, x: Tensor) -> Tensor:
         frozen = self.frozen
@@ -175,13 +189,16 @@ class LayerStack(nn.Module):
             if y is None:
                 y = run_stack(self._stack, self.layers, x, frozen.tensors, self.implementation, self._who)
             return y
-        if any(map(is_hooked, self._watched)):
+        if self._is_hooked():
             return self._one_by_one(x)
         return run_stack(self._stack, self.layers, x, self._tensors(), self.implementation, self._who)
 
+    def _is_hooked(self) -> bool:
+        return any(self._hooks) or any("forward" in own for own in self._owns)
+
     def freeze(self) -> None:
         """Runs with what its tensors are now, until it is frozen again, or no more."""
-        if any(map(is_hooked, self._watched)):
+        if self._is_hooked():
             raise ValueError(
                 f"{self._owner}: freeze: layers {', '.join(self.names)} should have no hooks, which would not run; "
                 "remove them before"
@@ -204,7 +221,7 @@ class LayerStack(nn.Module):
         """The members', layer by layer."""
         if not self._have_scalars:
             try:
-                own = [part._parameters[name] for part, name in self._places]
+                own = list(map(getitem, self._parameters_of, self._names_in))
             except KeyError:  # a parametrization has taken the place of a parameter
                 own = []
             if [tensor is not None for tensor in own] == self._is_given:
@@ -353,8 +370,10 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device}" + SHARDED * (type(tensor).__name__ == "DTensor")
 
 
+HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backward_hooks")
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling it does something else than its class's forward."""
-    own = module.__dict__  # an attribute of a module takes ten times as long
-    before = own["_forward_pre_hooks"] or own["_backward_pre_hooks"]
-    return bool(before or own["_forward_hooks"] or own["_backward_hooks"]) or "forward" in own
+    own = vars(module)
+    return any(own[name] for name in HOOKS) or "forward" in own

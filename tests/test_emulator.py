@@ -968,14 +968,25 @@ def test_stacks_are_right_and_keep_samples_apart(
     check_stack(found, layers, batch, emulator)
 
 
-@pytest.mark.parametrize(("widths", "dtype", "activation", "batch", "tiling"), STREAMED_STACKS, ids=str)
+@pytest.mark.parametrize(
+    ("widths", "dtype", "activation", "batch", "tiling", "frozen"),
+    [(*case, frozen) for case in STREAMED_STACKS for frozen in (False, True) if case[1] != "tf32" or not frozen],
+    ids=str,
+)
 def test_streamed_stacks_are_right_and_keep_samples_apart(
-    widths: list[int], dtype: str, activation: str, batch: int, tiling: tuple[int, int], emulator: Emulator
+    widths: list[int],
+    dtype: str,
+    activation: str,
+    batch: int,
+    tiling: tuple[int, int],
+    frozen: bool,
+    emulator: Emulator,
 ) -> None:
     """One processor, whose warpgroups take several tiles. The second layer has no bias; those behind may be alike."""
     groups, rows = tiling
     layers = tuple(replace(layer, bias=i != 1) for i, layer in enumerate(stack_of(widths, dtype, activation)))
-    planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=rows)
+    planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=rows, frozen=frozen)
+    assert len(planned.passes) == 1 + (frozen or dtype == "tf32")
     found = Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes)
     check_stack(found, list(layers), batch, emulator)
 
@@ -1254,17 +1265,23 @@ def check_that_it_finds(p: int, dtype: str, changes: dict[str, str], said: str, 
         ("tf32", 192, "wait(kEmpty, ring, ring.phase ^ 1);\n          expect", "expect", "race"),
         ("tf32", 192, "wait(kFull, ring, ring.phase);\n    if", "if", "has not landed"),
         ("tf32", 192, "sync_threads<kLoaders>(kMeeting);", "", "race"),
-        ("tf32", 192, "wait_for_copies<0>();\n        sync", "sync", "has not landed"),
+        ("tf32", 192, "wait_for_copies<0>();\n        if", "if", "has not landed"),
         ("tf32", 192, "wait_for_bytes(memory + kXFull, round & 1), ", "", "race"),
         ("tf32", 192, "round & 1), fence_copy_engine();", "round & 1);", "no fence: a matrix unit"),
+        ("frozen bfloat16", 192, "wait(kEmpty, ring, ring.phase ^ 1);\n          expect", "expect", "race"),
+        ("frozen bfloat16", 192, "wait_for_copies<0>();\n        if", "if", "has not landed"),
+        ("frozen bfloat16", 192, "wait_for_bytes(memory + kXFull, round & 1), ", "", "race"),
+        ("frozen bfloat16", 192, "round & 1), fence_copy_engine();", "round & 1);", "no fence: a matrix unit"),
     ],
 )
 def test_finds_what_is_missing_of_streamed_layers(
     dtype: str, width: int, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
     """Of 64, the ring has room for all that comes behind the first layer."""
+    *frozen, dtype = dtype.split()
     layers = tuple(stack_of([192, width, width, 32], dtype, "relu"))
-    planned = DenseStreamed(layers, dtype, 2 if dtype == "bfloat16" else 1, Gpu(90, 1, 232448), rows=64)
+    groups = 2 if dtype == "bfloat16" else 1
+    planned = DenseStreamed(layers, dtype, groups, Gpu(90, 1, 232448), rows=64, frozen=bool(frozen))
     found = Plan(layers[0], dtype, LARGE, planned.gpu, planned.passes)
     kernels = emulator.compile(found, {old: new})
     tensors = drawn_tensors(list(layers), lambda *shape: np.ones(shape))

@@ -231,9 +231,10 @@ class StackCase:
     last: str = "identity"
     backward: bool = False
     states: bool = False
+    frozen: bool = False
 
     def __str__(self) -> str:
-        behind = f"-{self.last}{'-backward' * self.backward}{'-states' * self.states}"
+        behind = f"-{self.last}{'-backward' * self.backward}{'-states' * self.states}{'-frozen' * self.frozen}"
         activation = {PRELU: "prelu", SNAKE: "snake"}.get(self.activation, self.activation)
         return f"{'-'.join(map(str, self.widths))}-{self.dtype}-{activation}{behind}"
 
@@ -263,6 +264,9 @@ STACKS = [
     StackCase((196, 384, 196), "bfloat16", "gelu"),
     StackCase((196, 384, 196), "tf32", "gelu"),
     StackCase((45, 300, 129, 5), "bfloat16", "silu"),
+    StackCase((63, *[256] * 8, 4), "bfloat16", frozen=True),
+    StackCase((48, 512, 256, 128, 12), "float16", "elu", frozen=True),
+    StackCase((196, 384, 196), "bfloat16", "gelu", frozen=True),
     StackCase((63, *[256] * 8, 4), "bfloat16", states=True),
     StackCase((63, *[256] * 8, 4), "tf32", states=True),
     StackCase((48, 512, 256, 128, 12), "float16", "elu", states=True),
@@ -394,9 +398,8 @@ class Kernel:
 def compile_case(case: AnyCase) -> list[Kernel]:
     gpu = Gpu.of(ARCHITECTURES[case.architecture])
     if isinstance(case, StackCase):
-        return compile_plan(
-            plan_stack(case.layers, case.dtype, case.batch, gpu, case.backward, case.states), case.architecture
-        )
+        which = case.backward, case.states, case.frozen
+        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture)
     if isinstance(case, SlopeCase):
         chain = case.chain
     elif isinstance(case, SumsCase):

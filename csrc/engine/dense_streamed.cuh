@@ -3,19 +3,20 @@
 //
 // A warpgroup's states lie in shared memory, in slabs of 128 bytes of each row: its products read them there, and what becomes
 // of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
-// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds. Those
-// of 32 bits have been rounded, and lie in memory as in a stage (weight_chunks.cuh): a thread has the copy engine bring them.
+// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds. Or
+// they lie in memory as in a stage, IN_CHUNKS (weight_chunks.cuh), as those of 32 bits do, which have been rounded there, and
+// those that stay as they are: a thread has the copy engine bring them.
 // They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row. States that are wanted in
 // memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
-//       states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
+//       IN_CHUNKS, states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
 //       load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
 //        to (in a warpgroup's states), bias_at (bytes), STATE (parameter: where in memory its x is wanted; -1: nowhere),
-//        chunks_at (bytes, of 32 bits: where in params.sums its chunks begin), Activation. Of layers that are all as one is, `number` come before.
+//        chunks_at (bytes: where in params.sums its chunks begin, if they are there), Activation. Of layers that are all as one is, `number` come before.
 #pragma once
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -25,7 +26,7 @@ template <class Pass> struct DenseStreamed {
   using Element = typename Pass::Element;
   using First = typename Pass::First;
   static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kStep = 32 / kSize;
-  static constexpr bool kInChunks = kSize == 4;
+  static constexpr bool kInChunks = Pass::IN_CHUNKS;
   static constexpr int kLoaders = kInChunks ? 64 : 128;  // who copy rows
   static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
@@ -222,8 +223,10 @@ template <class Pass> struct DenseStreamed {
         load_x(round);
         commit_copies();
         wait_for_copies<0>();
-        sync_threads<kLoaders>(kMeeting);
-        round_x();
+        if constexpr (kSize == 4) {
+          sync_threads<kLoaders>(kMeeting);
+          round_x();
+        }
         arrive(memory + kXFull);
       }
     } else if (thread == 0) {

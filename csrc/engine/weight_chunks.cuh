@@ -1,8 +1,8 @@
 // Weights of dense layers for dense_streamed.cuh, as its stages hold them: chunks behind one another in the order in which they
-// are multiplied, in rows of 128 bytes, rounded to tf32, zeros where a weight ends. So the copy engine brings each as it is, and
-// nobody rounds it again for every tile of samples.
+// are multiplied, in rows of 128 bytes, floats rounded to tf32, zeros where a weight ends. So the copy engine brings each as it
+// is, and nobody rounds it again for every tile of samples.
 //
-// Pass: GROUPS, weights(c), which calls each layer. Layer: as there.
+// Pass: Element, GROUPS, weights(c), which calls each layer. Layer: as there.
 #pragma once
 #include "params.cuh"
 #include "wgmma.cuh"
@@ -17,26 +17,33 @@ template <int SIZE, Dealt DEALT> DEVICE constexpr int dealt_row(int r) {
 }
 
 template <class Pass> struct WeightChunks {
-  static constexpr int kSlab = 32, kThreads = (Pass::GROUPS + 1) * 128;
+  using Element = typename Pass::Element;
+  static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kThreads = (Pass::GROUPS + 1) * 128;
   const Params& params;
   DEVICE WeightChunks(const Params& given) : params(given) {}
 
   template <class L> DEVICE void layer() const {
     constexpr int kSlabs = ceil_div(L::K, kSlab), kPieces = L::N * 8;  // of a slab, by 16 bytes
     constexpr int kAll = L::PARTS * kSlabs;                             // of a pass
-    constexpr Dealt kDealt = L::LAST ? Dealt::by_16_bytes : Dealt::by_words;
-    const float* weight = static_cast<const float*>(params.weights[L::WEIGHT]);
+    constexpr Dealt kDealt = L::LAST ? Dealt::by_16_bytes : kSize == 4 ? Dealt::by_words : Dealt::in_order;
+    const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT]);
     char* to = static_cast<char*>(params.y) + L::chunks_at;
 #pragma unroll 1
     for (int i = blockIdx.y * kThreads + threadIdx.x; i < L::PASSES * kAll * kPieces; i += gridDim.y * kThreads) {
       const int row = i % kPieces / 8, pass = i / kPieces / kAll, chunk = i / kPieces % kAll / (L::SLABS * L::PARTS);
       const int slabs = min(L::SLABS, kSlabs - chunk * L::SLABS), inside = i / kPieces % kAll % (L::SLABS * L::PARTS);
-      const int q = (pass * L::PARTS + inside / slabs) * L::N + dealt_row<4, kDealt>(row);
-      const int p = (chunk * L::SLABS + inside % slabs) * kSlab + (i % 8 ^ row % 8) * 4;
-      u32 x[4];
+      const int q = (pass * L::PARTS + inside / slabs) * L::N + dealt_row<kSize, kDealt>(row);
+      const int p = (chunk * L::SLABS + inside % slabs) * kSlab + (i % 8 ^ row % 8) * (16 / kSize);
+      u32 x[4] = {};
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        x[j] = q < L::Q && p + j < L::P ? tf32_of(__float_as_uint(weight[i64(q) * L::P + p + j])) : 0;
+      for (int j = 0; j < 16 / kSize; ++j)
+        if (q < L::Q && p + j < L::P) {
+          const Element from = weight[i64(q) * L::P + p + j];
+          if constexpr (kSize == 4)
+            x[j] = tf32_of(__float_as_uint(from));
+          else
+            x[j / 2] |= u32(from.bits) << j % 2 * 16;
+        }
       store_global<16>(to + i64(i) * 16, x);
     }
   }
