@@ -38,9 +38,9 @@ DEVICE void multiply_pieces(SplitSums<N>& sums, bool continued, const Multiply& 
 // or with m and n contiguous, the 16 k's of step s.
 constexpr int kPieceBytes = 64 * 128;
 DEVICE u32 place_in_block(int row, int column) { return swizzled(row, column / 8) + column % 8 * 2; }
-DEVICE u64 by_k(u32 block, int piece, int s) { return operand(block + piece * kPieceBytes) + s * 2; }
+DEVICE u64 by_k(u32 block, int piece, int s) { return operand(block) + (piece * (kPieceBytes / 16) + s * 2); }
 DEVICE u64 by_column(u32 block, int piece, int s) {
-  return turned_operand(block + piece * kPieceBytes + s * 2048, kPieceBytes);
+  return turned_operand(block, kPieceBytes) + (piece * (kPieceBytes / 16) + s * 128);
 }
 
 // A weight [q, p] to blocks, by rows of these; at(q, p) is an element.

@@ -41,6 +41,7 @@ from factorlayer.gpu import Gpu  # noqa: E402
 from factorlayer.grouped import Grouped  # noqa: E402
 from factorlayer.planner import BATCHES, has_plan, plan  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
+from factorlayer.split_pair_backward import SplitPairBackward  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
 
 TOOLS = {
@@ -75,8 +76,10 @@ LAYERS = [
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
 TRAINED = [
-    ("kronecker", "32 32", 24, "float64 float32 tf32"),
+    ("kronecker", "32 32", 24, "float64 tf32"),
     ("kronecker", "112 128", 5, "bfloat16"),
+    ("kronecker", "64 60", 24, "float32"),
+    ("kronecker", "128 128", 5, "tf32"),
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
     ("kronecker", "3x2 12x16 16x8", 72, "bfloat16"),
     ("kronecker", "5x4 6x7", 5, "float64"),
@@ -215,7 +218,7 @@ def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[boo
 
     for text in texts(chain.text, fits):
         for made in plan(Chain.parse(text), dtype, batch, gpu).passes:
-            yield isinstance(made, Grouped) and made.groups > 1
+            yield isinstance(made, Grouped | SplitPairBackward) and made.groups > 1
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
