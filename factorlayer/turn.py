@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from factorlayer.device import ELEMENT, headers, kernel
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 
-TILE_BYTES = 16384
+ACCESSES = 4  # of a thread, on their way at once
+BLOCKS = 5  # on a multiprocessor: some read while others write
 
 
 @dataclass(frozen=True)
@@ -25,26 +26,33 @@ class Turn:
 
     threads = 256
     split = 1
-    units_per_block = 1
 
     @property
     def size(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
     @functools.cached_property
-    def tile(self) -> tuple[int, int]:
-        """Rows, of which 128 bytes are a column's least, and columns."""
+    def tile(self) -> tuple[int, int, int]:
+        """Rows and columns, 128 bytes of each, and tiles side by side. Few columns are all in one, with rows of many
+        matrices, and few rows in several."""
         least = 128 // self.size
-        columns = self.columns if self.columns <= least else least
-        most = max(1, TILE_BYTES // (columns * self.size * least))
-        return least * min(most, -(-self.rows // least)), columns
+        elements = ACCESSES * self.threads * self.read
+        if self.is_stacked:
+            rows = self.batch * self.matrices * self.rows // (2 * self.gpu.sms)
+            return least * max(1, min(elements // (self.columns * least), -(-rows // least))), self.columns, 1
+        if self.rows <= least:
+            rows = -(-self.rows // 8) * 8
+            return rows, least, max(1, min(elements // (rows * least), -(-self.columns // least)))
+        return least * max(1, min(elements // (least * least), -(-self.rows // least))), least, 1
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.columns * self.size <= 256
 
     @property
     def read(self) -> int:
         """Elements of one access."""
-        rows, columns = self.tile
-        whole = self.rows * self.columns if columns == self.columns else self.columns
-        return math.gcd(16 // self.size, whole, rows * columns)
+        return math.gcd(16 // self.size, self.rows * self.columns if self.is_stacked else self.columns)
 
     @property
     def write(self) -> int:
@@ -52,13 +60,17 @@ class Turn:
 
     @property
     def shared(self) -> int:
-        rows, columns = self.tile
-        return rows * columns * self.size
+        return math.prod(self.tile) * self.size
 
     @property
     def units_per_sample(self) -> int:
-        rows, columns = self.tile
-        return self.matrices * -(-self.rows // rows) * -(-self.columns // columns)
+        rows, columns, beside = self.tile
+        tiles = -(-self.rows // rows) * -(-self.columns // (columns * beside))
+        return self.matrices * (self.rows if self.is_stacked else tiles)
+
+    @property
+    def units_per_block(self) -> int:
+        return self.tile[0] if self.is_stacked else 1
 
     @property
     def output_bytes(self) -> int:
@@ -68,17 +80,17 @@ class Turn:
     @property
     def us(self) -> float:
         """Predicted."""
-        return 2.5 + 2 * self.batch * self.output_bytes / (0.75 * self.gpu.memory_bytes * self.gpu.sms)
+        return 2.5 + 2 * self.batch * self.output_bytes / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
 
     def __str__(self) -> str:
-        return f"turn: {self.rows}×{self.columns}, in tiles of {self.tile[0]}×{self.tile[1]}"
+        return f"turn: {self.rows}×{self.columns}, in tiles of {self.tile[0]}×{self.tile[1] * self.tile[2]}"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        rows, columns = self.tile
-        numbers = {"ROWS": self.rows, "COLUMNS": self.columns, "TR": rows, "TC": columns}
+        numbers = {"MATRICES": self.matrices, "ROWS": self.rows, "COLUMNS": self.columns}
+        numbers |= dict(zip(("TR", "TC", "BESIDE"), self.tile, strict=True))
         numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool ROUNDS = {str(self.dtype == 'tf32').lower()};"]
-        return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads)
+        return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads, BLOCKS)

@@ -766,8 +766,22 @@ def test_back_through_an_activation_by_itself(
     np.testing.assert_allclose(made.reshape(batch, -1), right, rtol=4 * EPS[dtype], atol=EPS[dtype])
 
 
-# Matrices, rows and columns: whole and partial tiles, rows in one tile and in several, accesses of 2 to 16 bytes
-TURNS = [(1, 3, 7), (2, 200, 8), (1, 768, 4), (3, 64, 48), (1, 5, 130), (1, 130, 136), (2, 72, 200)]
+# Matrices, rows and columns: whole and partial tiles, rows in one tile and in several, accesses of 2 to 16 bytes, tiles
+# with rows of many matrices, and several side by side
+TURNS = [
+    (1, 16, 688),
+    (2, 13, 200),
+    (1, 4, 1000),
+    (1, 3, 7),
+    (2, 200, 8),
+    (1, 768, 4),
+    (3, 64, 48),
+    (1, 5, 130),
+    (1, 130, 136),
+    (2, 72, 200),
+    (40, 24, 4),
+    (9, 40, 2),
+]
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=str)
@@ -775,13 +789,13 @@ TURNS = [(1, 3, 7), (2, 200, 8), (1, 768, 4), (3, 64, 48), (1, 5, 130), (1, 130,
 def test_turn(turn: tuple[int, int, int], dtype: str, emulator: Emulator) -> None:
     """In tf32, floats are rounded."""
     matrices, rows, columns = turn
-    found = plan(Chain((), turn=turn), dtype, SMALL, Gpu.of(80))
-    x = decode(encode(np.random.default_rng(0).standard_normal((2, matrices * rows * columns)), dtype), dtype)
+    x = decode(encode(np.random.default_rng(0).standard_normal((5, matrices * rows * columns)), dtype), dtype)
     kept = x if dtype != "tf32" else (x.astype(np.float32).view(np.uint32) + 0x1000 & 0xFFFFE000).view(np.float32)
-    for seed in range(2):
-        outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(2, -1), [], None, blocks=2, seed=seed)
+    for seed, planned in enumerate((SMALL, LARGE)):
+        found = plan(Chain((), turn=turn), dtype, planned, Gpu.of(80))
+        outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(5, -1), [], None, blocks=2, seed=seed)
         assert not errors
-        right = kept.reshape(2, matrices, rows, columns).swapaxes(2, 3)
+        right = kept.reshape(5, matrices, rows, columns).swapaxes(2, 3)
         np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
 
 
