@@ -215,7 +215,11 @@ def _margin(chain: Chain, dtype: str) -> float:
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """A pass for each contraction, its weight streamed."""
-    passes = tuple(_product_pass(product, batch, gpu) for product in streamed.products(chain, dtype))
+    made = streamed.products(chain, dtype)
+    passes: tuple[Pass, ...] = tuple(_product_pass(product, batch, gpu) for product in made)
+    apart = group_by_group(made[-1], batch, gpu) if not chain.turn else ()
+    if apart and sum(p.us for p in apart) < passes[-1].us:
+        passes = (*passes[:-1], *apart)
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
@@ -223,6 +227,16 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     turned = (turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
+
+
+def group_by_group(product: Product, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """A last product whose groups take turns in y, in two passes: its groups one by one, and a turn."""
+    c = product.contraction
+    if c.tied or c.inner == 1:
+        return ()
+    found = wide.tile(replace(product, fast=c.inner, next=1, b=c.q, apart=True), batch, gpu)
+    dtype = "float32" if product.dtype == "tf32" else product.dtype  # y is not rounded
+    return (found, Turn(c.outer, c.inner, c.q, dtype, batch, gpu)) if found else ()
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

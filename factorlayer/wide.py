@@ -175,6 +175,7 @@ class Wide:
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
             "BIAS": p.bias,
+            "APART": p.apart,
             "ROUND_X": p.dtype == "float32" or (rounds and not p.ours_in),
             "SPLIT": p.dtype == "float32",
             "ROUND_Y": rounds and p.ours_out,
@@ -265,7 +266,8 @@ def _time(plan: Wide) -> float:
     slab = max(load, products, 1.15 * read / 128 / CYCLES)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
-    store = result / 40e3 * (1 if _run_bytes(plan) >= 32 or plan.cluster > 1 else 80 / _run_bytes(plan))
+    run = 32 if plan.cluster > 1 else _run_bytes(plan)
+    store = result / 40e3 * (1 if run >= 32 else 5 if run >= 16 else 16)
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
     busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
