@@ -236,7 +236,8 @@ def group_by_group(product: Product, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if c.tied or c.inner == 1:
         return ()
     found = wide.tile(replace(product, fast=c.inner, next=1, b=c.q, apart=True), batch, gpu)
-    return (found, Turn(c.outer, c.inner, c.q, product.dtype, batch, gpu)) if found else ()
+    dtype = "float32" if product.dtype == "tf32" else product.dtype  # y is not rounded
+    return (found, Turn(c.outer, c.inner, c.q, dtype, batch, gpu)) if found else ()
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
