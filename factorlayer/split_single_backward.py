@@ -27,7 +27,7 @@ class SplitSingleBackward(BlockSums):
     us: float = 0.0
 
     threads = 384
-    copy_registers, registers = 96, 208  # of a thread, by what its warpgroup does
+    copy_registers, registers = 88, 208  # of a thread, by what its warpgroup does
     size = 4
     split = 1
     units_per_block = 1

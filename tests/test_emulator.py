@@ -1058,6 +1058,7 @@ def test_states_of_streamed_stacks(
         (kronecker((4,) * 6, (4,) * 6), "bfloat16", 2, 0.5),
         (kronecker((3, 4, 2, 5), (4, 3, 6, 2)), "float32", 7, 1.0),
         (kronecker((8, 8, 8), (9, 9, 9)), "float64", 3, 1.0),
+        (kronecker((7, 8, 48), (8, 7, 52)), "tf32", 5, 1.0),
     ],
     ids=lambda given: spec_id(given) if isinstance(given, LayerSpec) else str(given),
 )

@@ -23,6 +23,7 @@ template <class Pass> struct SplitPairBackward {
   static constexpr int kConsumers = GROUPS * 128, kSums = Q0 * P0 + Q1 * P1;
   static constexpr bool kPads = P0 < 64 || P1 < 64 || Q0 < 64 || Q1 < 64;
   static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 4 == 0 && Q1 % 4 == 0);
+  static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
   template <int N> using Sums = SplitSums<N>;
   using T = u32[kQ1 / 16][PIECES][4];
 

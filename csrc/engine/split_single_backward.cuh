@@ -21,6 +21,7 @@ template <class Pass> struct SplitSingleBackward {
   static constexpr int kGroup = 2 * kParts * kBlock, kBarrierBytes = 1024, kWeight = kParts * kParts * kBlock;
   static constexpr int kConsumers = 256, kBarriers = kParts + 1;  // of a group: of X, and of G's blocks
   static_assert(ceil_div(Q, 64) == kParts && kParts <= 2 && (kByColumns ? INNER % 64 == 0 : P % 4 == 0 && Q % 4 == 0));
+  static_assert(Pass::COPY_REGISTERS + 2 * Pass::REGISTERS <= kAllRegisters<3>);
   using Four = u32[4];
   using Fours = Four[8];  // of a block on its way: every eighth row, and where in these a thread's are
 

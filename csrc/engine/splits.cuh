@@ -5,6 +5,9 @@
 #pragma once
 #include "wgmma.cuh"
 
+// What the warpgroups of a block have together, each of its threads, when it is launched: whoever takes more waits for ever.
+template <int WARPGROUPS> constexpr int kAllRegisters = 65536 / (WARPGROUPS * 128) / 8 * 8 * WARPGROUPS;
+
 template <int N> struct SplitSums {
   float high[N / 2], low[N / 2];
   DEVICE void arrived() {
