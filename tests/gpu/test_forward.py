@@ -41,6 +41,7 @@ CASES = [
     Case(kronecker((12,) * 4, (12,) * 4), 70, False),
     Case(kronecker((3, 5, 4), (7, 2, 9)), 2100),
     Case(kronecker((8,) * 5, (8,) * 5), 300, False),
+    Case(kronecker((8,) * 4, (8,) * 4), 2100, True, "gelu"),
     Case(kronecker((12,) * 5, (12,) * 5), 16, False),
     Case(kronecker((64, 64, 64), (64, 64, 64)), 5),
     Case(kronecker((4,) * 6, (4,) * 6), 3),
