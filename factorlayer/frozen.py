@@ -44,6 +44,7 @@ class Frozen:
     def __init__(self, stack: Stack, tensors: Sequence[Tensor]) -> None:
         self.stack, self.shapes = stack, [t.shape for t in tensors]
         self.features = stack.layers[0].in_features
+        _refuse_capture(tensors[0])
         with torch.inference_mode(False), torch.no_grad():  # what is made here may be used anywhere
             self._take(_side_by_side(tensors))
 
@@ -53,6 +54,7 @@ class Frozen:
             self.tensors.append(values[at : at + shape.numel()].view(shape))
             at += _room(shape.numel())
         self._packed: dict[Key, tuple[str, Tensor] | None] = {}
+        _wait_for(values)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickle: what another GPU's kernels take may be something else."""
@@ -127,18 +129,28 @@ class Frozen:
                 return None
             text = found[0][2] + FROZEN
             if x.is_cuda:
-                if torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(
-                        f"frozen layers are not packed for {x.dtype} on {x.device}, and a capture cannot do it; "
-                        "call freeze() or the layers before the capture"
-                    )
+                _refuse_capture(x)
                 try:
                     values = torch.cat([values, _prepare(values, text)])
                 except RuntimeError as error:
                     raise_better(error, text, x)
                     raise
-                torch.cuda.current_stream(x.device).synchronize()  # calls may come on other streams
+                _wait_for(values)
             return text, values
+
+
+def _refuse_capture(like: Tensor) -> None:
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"frozen layers are not packed for {like.dtype} on {like.device}, and a capture cannot do it; "
+            "call freeze() or the layers before the capture"
+        )
+
+
+def _wait_for(made: Tensor) -> None:
+    """Calls may come on other streams."""
+    if made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()
 
 
 def _room(elements: int) -> int:
