@@ -98,7 +98,9 @@ class Visit:
 
     @functools.cached_property
     def back(self) -> str:
-        return replace(_back(self.part), x_turned=self.turned, turn=self.hands_back).text
+        # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
+        x_turned = self.turned or (self.mixed is not None and self.part.tf32)
+        return replace(_back(self.part), x_turned=x_turned, turn=self.hands_back).text
 
     def __str__(self) -> str:
         names = ", ".join(f"weight_{i}" for i in self.weights)

@@ -231,9 +231,10 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 
 
 def group_by_group(product: Product, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """A last product whose groups take turns in y, in two passes: its groups one by one, and a turn."""
+    """A last product whose groups take turns in y, in two passes: its groups one by one, and a turn. Of few samples,
+    another kernel's start is more than that saves."""
     c = product.contraction
-    if c.tied or c.inner == 1:
+    if c.tied or c.inner == 1 or batch <= BATCHES[0]:
         return ()
     found = wide.tile(replace(product, fast=c.inner, next=1, b=c.q, apart=True), batch, gpu)
     dtype = "float32" if product.dtype == "tf32" else product.dtype  # y is not rounded
