@@ -26,6 +26,7 @@ from factorlayer.spec import Contraction
 
 Turned = tuple[int, int, int]
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
+LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order
 
 
 def _never(_: Chain) -> bool:
@@ -173,7 +174,7 @@ def back_through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tens
     return ops.slopes(state, grad, [], None, through_alone(activation, state.shape[1]))
 
 
-def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
+def texts(text: str, fits: Callable[[Chain], bool], batch: int) -> list[str]:
     """The chains whose kernels make all gradients of a chain: found by making them of tensors without contents."""
     chain, seen = Chain.parse(text), []
 
@@ -196,7 +197,7 @@ def texts(text: str, fits: Callable[[Chain], bool]) -> list[str]:
         seen.append(text)
         return torch.empty_like(grad)
 
-    x, grad_y = (torch.empty(1, n, device="meta") for n in (chain.in_features, chain.out_features))
+    x, grad_y = (torch.empty(batch, n, device="meta") for n in (chain.in_features, chain.out_features))
     weights = [x.new_empty(1)] * chain.weights
     for c in chain.contractions:
         shape = (chain.rank, -1, c.q, c.p) if chain.rank > 1 else (-1, c.q, c.p)
@@ -237,7 +238,7 @@ def _all_terms(
 def _one_term(
     ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    planned = visits(text, wanted, ops.fits)
+    planned = visits(text, wanted, ops.fits, len(x) >= LEAST_MIXED)
     found: dict[int, Tensor] = {}
     tf32 = Chain.parse(text).tf32
     states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads
@@ -261,8 +262,8 @@ def _one_term(
 
 
 @functools.lru_cache(1024)
-def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit, ...]:
-    """Of the contractions of a chain, in their order: as many at once as fit."""
+def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True) -> tuple[Visit, ...]:
+    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another (`mixes`)."""
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
@@ -280,7 +281,8 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool]) -> tuple[Visit
         at_once = learns[at] and (end > at + 1 or (returns and fits(replace(part, backward=True))))
         made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
-    made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
+    if mixes:
+        made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
     on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
     return tuple(replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True))

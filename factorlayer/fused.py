@@ -114,7 +114,7 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     compile and load. Raises CompileError."""
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
-        further = texts(text, cuda_ops(device, x.dtype).fits) if recorded else []
+        further = texts(text, cuda_ops(device, x.dtype).fits, batch) if recorded else []
         for each in (text, *further):
             prepare(each, x.dtype, batch, device)
 

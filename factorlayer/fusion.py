@@ -92,8 +92,7 @@ class Fused(RunsAsStacks):
         calls = fx.GraphModule(owner, graph)
         # Not copies of what lies on the way to a parameter, but the module's own parts: another may take its place.
         calls._modules, calls._parameters, calls._buffers = owner._modules, owner._parameters, owner._buffers
-        # A stack is found and called without what modules do at it, which takes longer than what is in the stack.
-        calls.__dict__.update((name, stack.forward) for name, stack in self._stacks.items())
+        calls.__dict__.update(self._stacks)  # where they are found at once
         self._calls = [calls]
         self.__dict__["forward"] = calls.forward  # with the module's own arguments
 

@@ -55,6 +55,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
+TURNED = 1.1  # what a product by groups has to win by, with the turn behind it
 FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 
 
@@ -219,7 +220,7 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     made = streamed.products(chain, dtype)
     passes: tuple[Pass, ...] = tuple(_product_pass(product, batch, gpu) for product in made)
     apart = group_by_group(made[-1], batch, gpu) if not chain.turn else ()
-    if apart and sum(p.us for p in apart) < passes[-1].us:
+    if apart and TURNED * sum(p.us for p in apart) < passes[-1].us:
         passes = (*passes[:-1], *apart)
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from factorlayer import runtime
 from factorlayer.activations import activate, evaluate
-from factorlayer.backward import Ops, Visit, gradients, sums_text, texts, visits
+from factorlayer.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient, most_samples
@@ -123,7 +123,9 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits:
     """All of them, all but one, and any one alone."""
     torch.manual_seed(0)
     chain, count = Chain.of(spec, True, activation), len(spec.weight_shapes)
-    leaves = [torch.randn(5, spec.in_features), torch.randn(spec.out_features), *map(torch.randn, spec.weight_shapes)]
+    samples = LEAST_MIXED if spec is MIXED else 5
+    leaves = [torch.randn(samples, spec.in_features), torch.randn(spec.out_features)]
+    leaves += [*map(torch.randn, spec.weight_shapes)]
     leaves += [torch.rand([1] * i) + 0.5 for i in range(chain.parameters)]  # of any number of dimensions
     x, bias, *weights = (leaf.double().requires_grad_() for leaf in leaves)
     y = activate(activation, naive(spec, x, weights[:count]) + bias, weights[count:])
@@ -251,7 +253,13 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
     weights = [*map(torch.randn, spec.weight_shapes), *[torch.ones(1)] * chain.parameters]
     ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes)), fits)
     gradients(ops, grad_y, x, weights, bias, text, all_of(weights) | 2)
-    assert texts(text, fits) == list(dict.fromkeys(ran))
+    assert texts(text, fits, len(x)) == list(dict.fromkeys(ran))
+
+
+def test_of_few_samples_nothing_is_put_in_another_order() -> None:
+    text = Chain.of(MIXED, False, "identity").text
+    assert any("turn 3 8 2" in each for each in texts(text, nothing, LEAST_MIXED))
+    assert not any("turn 3 8 2" in each for each in texts(text, nothing, LEAST_MIXED - 1))
 
 
 @pytest.mark.parametrize("wanted", [0b1101, 0b1100, 0b1000, 0b1001, 0b0101, 0b0001])

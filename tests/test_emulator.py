@@ -18,7 +18,7 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import gradient, small_backward
+from factorlayer import backward, gradient, small_backward
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -564,9 +564,10 @@ def test_both_gradients_of_one_factor_at_once(
     ids=lambda given: spec_id(given) if isinstance(given, LayerSpec) else str(given),
 )
 def test_a_backward_pass_is_made_of_such_kernels(
-    spec: LayerSpec, dtype: str, activation: str, emulator: Emulator
+    spec: LayerSpec, dtype: str, activation: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """backward.gradients by kernels of real plans, its states and gradients in the dtype's own memory."""
+    monkeypatch.setattr(backward, "LEAST_MIXED", 1)
     gpu = Gpu(90, 2, 232448)
     memory = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     ran = []
@@ -610,7 +611,7 @@ def test_a_backward_pass_is_made_of_such_kernels(
     ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
     assert any(visit.at_once for visit in visits(text, wanted, fits)) == (dtype == "bfloat16")
     found = gradients(ops, grad_y, x, weights, bias, text, wanted)
-    assert list(dict.fromkeys(ran)) == texts(text, fits)
+    assert list(dict.fromkeys(ran)) == texts(text, fits, len(x))
     assert sum("slope" in each for each in ran) == (activation != "identity")
     exact = [t.double().requires_grad_() for t in (x, bias, *weights)]
     y = activate(activation, naive(spec, exact[0], exact[2:]) + exact[1])

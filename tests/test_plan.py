@@ -324,18 +324,22 @@ def test_layers_in_tf32_are_no_wider_than_their_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "blocks", "rank", "turns"), [((4096, 11008), 16, 16, True), ((768, 3072), 4, 48, False)]
+    ("features", "blocks", "rank", "dtype", "held"),
+    [
+        ((4096, 11008), 16, 16, "tf32", 1),
+        ((4096, 11008), 16, 16, "bfloat16", 8),
+        ((768, 3072), 4, 48, "tf32", 4),
+    ],
 )
-def test_many_groups_are_stored_one_by_one_and_turned(
-    features: tuple[int, int], blocks: int, rank: int, turns: bool
+def test_many_groups_in_tf32_are_stored_one_by_one_and_turned(
+    features: tuple[int, int], blocks: int, rank: int, dtype: str, held: int
 ) -> None:
     """Few are held together until all are there."""
     (p, q) = (n // blocks for n in features)
     chain = Chain.of(monarch((blocks, p), (q, blocks), rank), True, "relu")
-    for dtype in ("bfloat16", "tf32"):
-        found = plan(chain, dtype, BATCHES[-1], Gpu.of(90))
-        assert [type(each) for each in found.passes] == [Wide, Wide, Turn][: 2 + turns]
-        assert isinstance(found.passes[1], Wide) and found.passes[1].held == (1 if turns else 4)
+    found = plan(chain, dtype, BATCHES[-1], Gpu.of(90))
+    assert [type(each) for each in found.passes] == [Wide, Wide, Turn][: 3 if held == 1 else 2]
+    assert isinstance(found.passes[1], Wide) and found.passes[1].held == held
 
 
 def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:
