@@ -263,7 +263,7 @@ def _one_term(
 
 @functools.lru_cache(1024)
 def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True) -> tuple[Visit, ...]:
-    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another (`mixes`)."""
+    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`."""
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]

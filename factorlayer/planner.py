@@ -55,7 +55,6 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
-TURNED = 1.1  # what a product by groups has to win by, with the turn behind it
 FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 
 
@@ -217,11 +216,7 @@ def _margin(chain: Chain, dtype: str) -> float:
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """A pass for each contraction, its weight streamed."""
-    made = streamed.products(chain, dtype)
-    passes: tuple[Pass, ...] = tuple(_product_pass(product, batch, gpu) for product in made)
-    apart = group_by_group(made[-1], batch, gpu) if not chain.turn else ()
-    if apart and TURNED * sum(p.us for p in apart) < passes[-1].us:
-        passes = (*passes[:-1], *apart)
+    passes = tuple(_product_pass(product, batch, gpu) for product in streamed.products(chain, dtype))
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
@@ -229,17 +224,6 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     turned = (turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
-
-
-def group_by_group(product: Product, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """A last product whose groups take turns in y, in two passes: its groups one by one, and a turn. Of few samples,
-    another kernel's start is more than that saves."""
-    c = product.contraction
-    if c.tied or c.inner == 1 or batch <= BATCHES[0]:
-        return ()
-    found = wide.tile(replace(product, fast=c.inner, next=1, b=c.q, apart=True), batch, gpu)
-    dtype = "float32" if product.dtype == "tf32" else product.dtype  # y is not rounded
-    return (found, Turn(c.outer, c.inner, c.q, dtype, batch, gpu)) if found else ()
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -61,7 +61,6 @@ class Product:
     bias: bool = False
     activation: str = "identity"
     scalars: int = 0  # the first weight that is a parameter of the activation
-    apart: bool = False  # y is the last state, but another pass turns it, so that only its bias has the chain's order
     slope: bool = False  # the activation's, times a state like y that is read
     through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
 

@@ -175,7 +175,6 @@ class Wide:
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
             "BIAS": p.bias,
-            "APART": p.apart,
             "ROUND_X": p.dtype == "float32" or (rounds and not p.ours_in),
             "SPLIT": p.dtype == "float32",
             "ROUND_Y": rounds and p.ours_out,

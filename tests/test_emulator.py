@@ -27,12 +27,11 @@ from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Reduction
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
-from factorlayer.planner import BATCHES, group_by_group, has_plan, plan, plan_stack
+from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
 from factorlayer.resident import Mode
 from factorlayer.results import from_result
 from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.streamed import products
 from factorlayer.tracing import trace
 from factorlayer.wide_gradient import WideGradient
 
@@ -840,29 +839,6 @@ def test_groups_store_runs(
     outputs, errors = emulator.run(found, emulator.compile(found), given.reshape(batch, -1), [weight], None, blocks=2)
     assert not errors
     assert np.linalg.norm(outputs[-1].ravel() - right) <= 2 * EPS[dtype] * np.linalg.norm(right)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [((1, 72, 96, 4), "bfloat16"), ((2, 24, 40, 3), "float16"), ((2, 20, 24, 3), "tf32"), ((1, 40, 70, 5), "float32")],
-    ids=str,
-)
-def test_a_product_group_by_group(sizes: tuple[int, int, int, int], dtype: str, emulator: Emulator) -> None:
-    """With a turn behind it, whose y is not the order in which a bias is added."""
-    outer, p, q, inner = sizes
-    chain = Chain((Contraction(0, *sizes, tied=False),), bias=True, activation="relu", x_turned=True)
-    gpu = replace(Gpu.of(90), sms=2)
-    passes = group_by_group(products(chain, dtype)[0], MEDIUM, gpu)
-    assert [type(p).__name__ for p in passes] == ["Wide", "Turn"]
-    found = Plan(chain, dtype, MEDIUM, gpu, passes)
-    draw, batch = drawing(dtype), 130
-    x, weight, bias = draw(batch, outer, inner, p), draw(outer, inner, q, p) / 8, draw(outer * q * inner)
-    right = np.maximum(np.einsum("oiqp,noip->noqi", weight, x).reshape(batch, -1) + bias, 0)
-    outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(batch, -1), [weight], bias, blocks=2)
-    assert not errors
-    assert np.linalg.norm(outputs[-1].reshape(batch, -1) - right) <= 2 * EPS[dtype] * np.linalg.norm(right)
-    # y is not rounded as states are
-    assert dtype != "tf32" or (outputs[-1].astype(np.float32).view(np.uint32) & 0x1FFF).any()
 
 
 # Widths, whose rows are copied 2 to 16 bytes at a time, in whole and in half steps

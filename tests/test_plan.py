@@ -30,7 +30,6 @@ from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
-from factorlayer.turn import Turn
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -321,25 +320,6 @@ def test_layers_in_tf32_are_no_wider_than_their_sums() -> None:
     for arch, dtype in ((100, "tf32"), (80, "tf32"), (90, "float32"), (90, "float64")):
         with pytest.raises(PlanError, match="no pass makes all gradients"):
             plan_stack(narrow, dtype, 1024, Gpu.of(arch), backward=True)
-
-
-@pytest.mark.parametrize(
-    ("features", "blocks", "rank", "dtype", "held"),
-    [
-        ((4096, 11008), 16, 16, "tf32", 1),
-        ((4096, 11008), 16, 16, "bfloat16", 8),
-        ((768, 3072), 4, 48, "tf32", 4),
-    ],
-)
-def test_many_groups_in_tf32_are_stored_one_by_one_and_turned(
-    features: tuple[int, int], blocks: int, rank: int, dtype: str, held: int
-) -> None:
-    """Few are held together until all are there."""
-    (p, q) = (n // blocks for n in features)
-    chain = Chain.of(monarch((blocks, p), (q, blocks), rank), True, "relu")
-    found = plan(chain, dtype, BATCHES[-1], Gpu.of(90))
-    assert [type(each) for each in found.passes] == [Wide, Wide, Turn][: 3 if held == 1 else 2]
-    assert isinstance(found.passes[1], Wide) and found.passes[1].held == held
 
 
 def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:

@@ -20,7 +20,7 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
-//        APART (y is turned by another pass, as BIAS has it), STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of tf32), AHEAD (slabs on their way to producers who round),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
@@ -234,11 +234,10 @@ template <class Pass> struct Wide {
   }
   DEVICE const Element* biases(i64 row) const { return static_cast<const Element*>(params.bias) + row % Pass::OUTER * Q; }
   DEVICE float bias_at(const Tile& tile, i64 row, int j, int fast) const {
-    const i64 at = Pass::APART ? (i64(tile.slow) * Q + j) * FAST + fast : feature(tile, j, fast);
-    return j < Q && fast < FAST ? widen(biases(row)[at]) : 0;
+    return j < Q && fast < FAST ? widen(biases(row)[feature(tile, j, fast)]) : 0;
   }
   // Of 16 bits and one group, those of a thread's columns lie side by side.
-  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && !Pass::APART;
+  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1;
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
     constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
 #pragma unroll
