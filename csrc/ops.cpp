@@ -357,19 +357,33 @@ void locate_compiler() {
   if (!cuda::find_compiler()) cuda::locate_compiler(python::nvrtc_paths());
 }
 
+// Of a GPU, as the cache has them.
+std::string limits_of(int capability, int processors, int shared_bytes) {
+  return "sm_" + std::to_string(capability) + " with " + std::to_string(processors) + " SMs of " +
+         std::to_string(shared_bytes) + " bytes";
+}
+
 // The plan from the cache or from the planner, which takes longer than all the rest of a first call does. A plan that
 // cannot be kept is made again by the next process, and that is all.
 std::string plan_of(const std::string& chain, DType dtype, int batch_class, int capability, int processors,
                     int shared_bytes) {
   const std::string name = chain + " in " + name_of(dtype) + ", batch class " + std::to_string(batch_class);
-  const std::string gpu = "sm_" + std::to_string(capability) + " with " + std::to_string(processors) + " SMs of " +
-                          std::to_string(shared_bytes) + " bytes";
-  const cache::Key key{"plan", name, gpu, "", "", python::planner()};
+  const cache::Key key{"plan", name, limits_of(capability, processors, shared_bytes), "", "", python::planner()};
   if (std::optional<std::string> plan = cache::load(key)) return *plan;
   const std::string plan =
       python::plan_text(chain, name_of(dtype), batch_class, capability, processors, shared_bytes);
   cache::store(key, plan);
   return plan;
+}
+
+// Whether there is one: answers are kept as well, for the planner may have to compare many plans to tell.
+bool has_plan(const Text& chain, const Text& dtype, int64_t capability, int64_t processors, int64_t shared_bytes) {
+  const std::string gpu = limits_of(int(capability), int(processors), int(shared_bytes));
+  const cache::Key key{"plan", "whether " + chain.value + " in " + dtype.value + " has one", gpu, "", "", python::planner()};
+  if (std::optional<std::string> answer = cache::load(key)) return *answer == "yes";
+  const bool has = python::has_plan(chain.value, dtype.value, int(capability), int(processors), int(shared_bytes));
+  cache::store(key, has ? "yes" : "no");
+  return has;
 }
 
 const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& chain) {
@@ -833,6 +847,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
+  m.def("has_plan(str chain, str dtype, int capability, int processors, int shared_bytes) -> bool");
   m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");
   m.def("install(str chain, str dtype, int batch_class, int device, str plan) -> str[]");
   m.def("failure(str chain, str dtype, int batch_class, int device) -> str[]");
@@ -868,6 +883,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&factorlayer::instruction_set));
   m.impl("batch_class", TORCH_BOX(&factorlayer::batch_class));
   m.impl("plan", TORCH_BOX(&factorlayer::plan));
+  m.impl("has_plan", TORCH_BOX(&factorlayer::has_plan));
   m.impl("prepare", TORCH_BOX(&factorlayer::prepare));
   m.impl("install", TORCH_BOX(&factorlayer::install));
   m.impl("failure", TORCH_BOX(&factorlayer::failure));

@@ -87,6 +87,11 @@ std::string plan_text(const std::string& chain, const std::string& dtype, int ba
               processors, shared_bytes);
 }
 
+bool has_plan(const std::string& chain, const std::string& dtype, int capability, int processors, int shared_bytes) {
+  return call("factorlayer.planner", "has_plan", "ssiii", chain.c_str(), dtype.c_str(), capability, processors,
+              shared_bytes) == "True";
+}
+
 std::vector<std::string> nvrtc_paths() {
   std::vector<std::string> paths;
   if (!is_running()) return paths;

@@ -97,9 +97,8 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 @functools.lru_cache(1024)
 def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
     """Whether the engine has kernels of its own for a text."""
-    from factorlayer.planner import has_plan  # not needed for kernels that are known
-
-    return has_plan(text, dtype_name(dtype), *gpu_limits(device))
+    has: bool = torch.ops.factorlayer.has_plan(text, dtype_name(dtype), *gpu_limits(device))
+    return has
 
 
 def gpu_limits(device: int) -> tuple[int, int, int]:

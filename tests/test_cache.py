@@ -235,6 +235,22 @@ def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
     assert before[entry.file].endswith(text.encode())
 
 
+def test_whether_there_is_a_plan_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = ("float32", 90, 132, 232448)
+    asked = f"{CHAIN}; backward", CHAIN
+    answers = [torch.ops.factorlayer.has_plan(text, *limits) for text in asked]
+    assert answers == [factorlayer.planner.has_plan(text, *limits) for text in asked] == [False, True]
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError("the planner was asked again")
+
+    monkeypatch.setattr(factorlayer.planner, "has_plan", refuse)
+    assert [torch.ops.factorlayer.has_plan(text, *limits) for text in asked] == answers
+    assert all(entry.whole and entry.name.startswith("whether") for entry in runtime.cache_entries())
+    with pytest.raises(RuntimeError, match="asked again"):
+        torch.ops.factorlayer.has_plan(CHAIN, "float64", *limits[1:])
+
+
 def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variants: list[tuple[object, ...]] = [(), (CHAIN.replace("; bias", ""),), (f"{CHAIN}; tf32",)]
     variants += [(CHAIN, torch.float64), (CHAIN, torch.float32, 65), (CHAIN, torch.float32, 2049)]
