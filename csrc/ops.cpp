@@ -376,14 +376,17 @@ std::string plan_of(const std::string& chain, DType dtype, int batch_class, int 
   return plan;
 }
 
-// Whether there is one: answers are kept as well, for the planner may have to compare many plans to tell.
-bool has_plan(const Text& chain, const Text& dtype, int64_t capability, int64_t processors, int64_t shared_bytes) {
+// What else the planner is asked, has_plan for one: it may have to compare many plans, so its answers are kept, too.
+std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
+                        int64_t shared_bytes) {
+  const std::string name = question.value + " of " + chain.value + " in " + dtype.value;
   const std::string gpu = limits_of(int(capability), int(processors), int(shared_bytes));
-  const cache::Key key{"plan", "whether " + chain.value + " in " + dtype.value + " has one", gpu, "", "", python::planner()};
-  if (std::optional<std::string> answer = cache::load(key)) return *answer == "yes";
-  const bool has = python::has_plan(chain.value, dtype.value, int(capability), int(processors), int(shared_bytes));
-  cache::store(key, has ? "yes" : "no");
-  return has;
+  const cache::Key key{"plan", name, gpu, "", "", python::planner()};
+  if (std::optional<std::string> answer = cache::load(key)) return *answer;
+  const std::string answer = python::ask_planner(question.value, chain.value, dtype.value, int(capability),
+                                                 int(processors), int(shared_bytes));
+  cache::store(key, answer);
+  return answer;
 }
 
 const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& chain) {
@@ -847,7 +850,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
-  m.def("has_plan(str chain, str dtype, int capability, int processors, int shared_bytes) -> bool");
+  m.def("ask_planner(str question, str chain, str dtype, int capability, int processors, int shared_bytes) -> str");
   m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");
   m.def("install(str chain, str dtype, int batch_class, int device, str plan) -> str[]");
   m.def("failure(str chain, str dtype, int batch_class, int device) -> str[]");
@@ -883,7 +886,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&factorlayer::instruction_set));
   m.impl("batch_class", TORCH_BOX(&factorlayer::batch_class));
   m.impl("plan", TORCH_BOX(&factorlayer::plan));
-  m.impl("has_plan", TORCH_BOX(&factorlayer::has_plan));
+  m.impl("ask_planner", TORCH_BOX(&factorlayer::ask_planner));
   m.impl("prepare", TORCH_BOX(&factorlayer::prepare));
   m.impl("install", TORCH_BOX(&factorlayer::install));
   m.impl("failure", TORCH_BOX(&factorlayer::failure));

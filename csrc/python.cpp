@@ -87,9 +87,10 @@ std::string plan_text(const std::string& chain, const std::string& dtype, int ba
               processors, shared_bytes);
 }
 
-bool has_plan(const std::string& chain, const std::string& dtype, int capability, int processors, int shared_bytes) {
-  return call("factorlayer.planner", "has_plan", "ssiii", chain.c_str(), dtype.c_str(), capability, processors,
-              shared_bytes) == "True";
+std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype, int capability,
+                        int processors, int shared_bytes) {
+  return call("factorlayer.planner", question.c_str(), "ssiii", chain.c_str(), dtype.c_str(), capability, processors,
+              shared_bytes);
 }
 
 std::vector<std::string> nvrtc_paths() {

@@ -20,8 +20,9 @@ std::string planner();
 std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
                       int processors, int shared_bytes);
 
-// factorlayer.planner.has_plan: whether a chain has one on a GPU.
-bool has_plan(const std::string& chain, const std::string& dtype, int capability, int processors, int shared_bytes);
+// What another function of factorlayer.planner says of a chain on a GPU.
+std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype, int capability,
+                        int processors, int shared_bytes);
 
 // factorlayer.runtime.nvrtc_paths: where NVRTC may be among the Python packages.
 std::vector<std::string> nvrtc_paths();

@@ -97,8 +97,13 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 @functools.lru_cache(1024)
 def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
     """Whether the engine has kernels of its own for a text."""
-    has: bool = torch.ops.factorlayer.has_plan(text, dtype_name(dtype), *gpu_limits(device))
-    return has
+    return ask_planner("has_plan", text, dtype, device) == "True"
+
+
+def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> str:
+    """What a function of planner.py says of a text on a GPU; from the cache, if it has been asked before."""
+    answer: str = torch.ops.factorlayer.ask_planner(question, text, dtype_name(dtype), *gpu_limits(device))
+    return answer
 
 
 def gpu_limits(device: int) -> tuple[int, int, int]:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from factorlayer.backward import back_through, gradients, slope_texts, through_alone, through_text, visits
 from factorlayer.chain import Chain
-from factorlayer.fused import cuda_ops, gpu_limits, has_kernel, missing_extension, raise_better
+from factorlayer.fused import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
 from factorlayer.results import from_result
-from factorlayer.runtime import dtype_name
 
 if missing_extension is None:
     _all_at_once = torch.ops.factorlayer.stack_backward.default
@@ -39,10 +38,8 @@ def handed_back(text: str, dtype: torch.dtype, device: int) -> tuple[bool, ...]:
 
 
 def _is_handed(layer: str, behind: str, dtype: torch.dtype, device: int) -> bool:
-    from factorlayer.planner import predicted  # not needed for kernels that are known
-
     def us(*texts: str) -> float:
-        return sum(predicted(text, dtype_name(dtype), *gpu_limits(device)) for text in texts)
+        return sum(float(ask_planner("predicted", text, dtype, device)) for text in texts)
 
     chain = Chain.parse(layer)
     if from_result(chain.activation) is None or has_backward(layer, dtype, device):

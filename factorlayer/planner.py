@@ -83,7 +83,13 @@ def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int) -> float
         return math.inf
 
 
-def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool) -> tuple[tuple[int, int], ...]:
+def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:
+    return cut(stack, dtype, arch, sms, shared, backward=True)
+
+
+def cut(
+    stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool = False
+) -> tuple[tuple[int, int], ...]:
     """Runs of a stack's layers, from one number up to another, each of which one pass takes. Backward, it makes all
     gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
     layers, gpu = stack.split(" | "), Gpu(arch, sms, shared)

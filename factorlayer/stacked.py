@@ -9,6 +9,7 @@ what each makes, or one takes the gradient back through the activation of the on
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.fused import (
-    gpu_limits,
+    ask_planner,
     has_kernel,
     missing_extension,
     raise_better,
@@ -33,7 +34,6 @@ from factorlayer.fused import (
     why_not_fused,
 )
 from factorlayer.layerwise import all_at_once, backward_by_layers, handed_back, tensors_of
-from factorlayer.runtime import dtype_name
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -132,10 +132,8 @@ def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joi
     layers = text.split(" | ")
     if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
         return ((0, len(layers), text),)
-    from factorlayer.planner import cut  # not needed for kernels that are known
-
     found: list[Run] = []
-    for begin, end in cut(text, dtype_name(dtype), *gpu_limits(device), backward=recorded):
+    for begin, end in ast.literal_eval(ask_planner("cut_backward" if recorded else "cut", text, dtype, device)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]
             longer = " | ".join(layers[first:end]) + STATES

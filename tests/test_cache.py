@@ -235,20 +235,26 @@ def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
     assert before[entry.file].endswith(text.encode())
 
 
-def test_whether_there_is_a_plan_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = ("float32", 90, 132, 232448)
-    asked = f"{CHAIN}; backward", CHAIN
-    answers = [torch.ops.factorlayer.has_plan(text, *limits) for text in asked]
-    assert answers == [factorlayer.planner.has_plan(text, *limits) for text in asked] == [False, True]
+    stack = "tied 0 1 8 8 1; bias; relu | tied 0 1 8 4 1; bias"
+    questions = [("has_plan", CHAIN), ("has_plan", f"{CHAIN}; backward"), ("predicted", CHAIN), ("cut_backward", stack)]
+
+    def answers() -> list[str]:
+        return [torch.ops.factorlayer.ask_planner(question, text, *limits) for question, text in questions]
+
+    right = [str(getattr(factorlayer.planner, question)(text, *limits)) for question, text in questions]
+    assert answers() == right and right[:2] == ["True", "False"]
 
     def refuse(*_: object) -> bool:
         raise AssertionError("the planner was asked again")
 
-    monkeypatch.setattr(factorlayer.planner, "has_plan", refuse)
-    assert [torch.ops.factorlayer.has_plan(text, *limits) for text in asked] == answers
-    assert all(entry.whole and entry.name.startswith("whether") for entry in runtime.cache_entries())
+    for question, _ in questions:
+        monkeypatch.setattr(factorlayer.planner, question, refuse)
+    assert answers() == right
+    assert all(entry.whole for entry in runtime.cache_entries()) and len(runtime.cache_entries()) == len(questions)
     with pytest.raises(RuntimeError, match="asked again"):
-        torch.ops.factorlayer.has_plan(CHAIN, "float64", *limits[1:])
+        torch.ops.factorlayer.ask_planner("has_plan", CHAIN, "float64", *limits[1:])
 
 
 def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,7 @@ def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in ("forward", "weight_gradient", "slopes")})
-    for module in (factorlayer.fused, factorlayer.stacked, factorlayer.layerwise):
-        monkeypatch.setattr(module, "gpu_limits", lambda device: H100)
+    monkeypatch.setattr(factorlayer.fused, "gpu_limits", lambda device: H100)
 
     def cuda_ops(device: int, dtype: torch.dtype) -> Any:
         return replace(ops, fits=lambda chain: factorlayer.fused.has_kernel(chain.text, dtype, device))

@@ -10,7 +10,7 @@
 
 namespace factorlayer::cache {
 
-// A plan, or whether there is one, has the chain, dtype and class of batch sizes as name, the GPU's limits with the architecture, its planner as
+// A plan has the chain, dtype and class of batch sizes as name, or what else the planner was asked of a chain, the GPU's limits with the architecture, its planner as
 // source, and no compiler and options.
 struct Key {
   std::string kind;  // kernel or plan
