@@ -33,16 +33,31 @@ def _never(_: Chain) -> bool:
     return False
 
 
+def _before_activation(
+    activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The gradient of what an activation takes, and those of its parameters that learn."""
+
+    def run(z: Tensor, *learned: Tensor) -> Tensor:
+        given = dict(enumerate(scalars)) | dict(zip(learns, learned, strict=True))
+        return activate(activation, z, list(given.values()))
+
+    found: tuple[Tensor, ...] = torch.func.vjp(run, z, *(scalars[i] for i in learns))[1](grad)
+    return found
+
+
 @dataclass(frozen=True)
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes."""
+    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes. What learns in an
+    activation has PyTorch's."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
     all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, bool], list[Tensor]]
     slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
+    learned: Callable[..., tuple[Tensor, ...]] = _before_activation
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,7 @@ def gradients(
         learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
         if scalars:
             z = ops.forward(x, weights, bias, before)
-            grad, *of_scalars = _before_activation(chain.activation, grad, z, scalars, learns)
+            grad, *of_scalars = ops.learned(chain.activation, grad, z, scalars, learns)
             found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
         elif at_once:
             grad = ops.slopes(grad, x, weights, bias, at_once)
@@ -174,51 +189,59 @@ def back_through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tens
     return ops.slopes(state, grad, [], None, through_alone(activation, state.shape[1]))
 
 
-def texts(text: str, fits: Callable[[Chain], bool], batch: int) -> list[str]:
-    """The chains whose kernels make all gradients of a chain: found by making them of tensors without contents."""
-    chain, seen = Chain.parse(text), []
+def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]]:
+    """Ops that make hollow tensors, and the texts of what would run, each with its number of samples."""
+    asked: list[tuple[str, int]] = []
 
     def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
-        seen.append(text)
-        return x.new_empty(len(x), Chain.parse(text).out_features)
+        asked.append((text, len(x)))
+        return hollow(len(x), Chain.parse(text).out_features)
 
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
-        seen.append(text)
+        asked.append((text, len(x)))
         made = Chain.parse(text)
-        return x.new_empty(made.sums or made.contractions[0].weight_size + made.bias * made.out_features)
+        return hollow(made.sums or made.contractions[0].weight_size + made.bias * made.out_features)
 
     def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
-        seen.append(text)
+        asked.append((text, len(x)))
         if bias:  # which the op makes by another kernel
-            seen.append(sums_text(grad.shape[1]))
-        return [torch.empty_like(t) for t in (x, *([grad[0]] if bias else []), *weights)]
+            asked.append((sums_text(grad.shape[1]), len(x)))
+        return [hollow(*t.shape) for t in (x, *([grad[0]] if bias else []), *weights)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
-        seen.append(text)
-        return torch.empty_like(grad)
+        asked.append((text, len(x)))
+        return hollow(*grad.shape)
 
-    x, grad_y = (torch.empty(batch, n, device="meta") for n in (chain.in_features, chain.out_features))
-    weights = [x.new_empty(1)] * chain.weights
+    def learned(
+        activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        return grad, *(scalars[i] for i in learns)
+
+    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned), asked
+
+
+def hollow(*shape: int) -> Tensor:
+    """One element for all: what is asked of it is its shape. (PyTorch's meta device takes two seconds to wake up.)"""
+    return torch.zeros((), device="cpu").expand(shape)
+
+
+def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
+    """Its weights and bias."""
+    weights = [hollow(1)] * chain.weights
     for c in chain.contractions:
-        shape = (chain.rank, -1, c.q, c.p) if chain.rank > 1 else (-1, c.q, c.p)
-        weights[c.weight] = x.new_empty(chain.rank * c.weight_size).view(shape)
-    ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
-    bias = grad_y[0] if chain.bias else None
-    gradients(ops, grad_y, x, weights, bias, text, (1 << (len(weights) + 2)) - 1)
-    return list(dict.fromkeys(seen))
+        weights[c.weight] = hollow(*([chain.rank] if chain.rank > 1 else []), c.weight_size // (c.q * c.p), c.q, c.p)
+    return weights, hollow(chain.out_features) if chain.bias else None
 
 
-def _before_activation(
-    activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """The gradient of what an activation takes, and those of its parameters that learn."""
-
-    def run(z: Tensor, *learned: Tensor) -> Tensor:
-        given = dict(enumerate(scalars)) | dict(zip(learns, learned, strict=True))
-        return activate(activation, z, list(given.values()))
-
-    found: tuple[Tensor, ...] = torch.func.vjp(run, z, *(scalars[i] for i in learns))[1](grad)
-    return found
+def texts(text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1) -> list[tuple[str, int]]:
+    """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
+    chain = Chain.parse(text)
+    weights, bias = hollow_layer(chain)
+    given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
+    ops, asked = recording(fits)
+    x, grad_y = hollow(batch, chain.in_features), hollow(batch, chain.out_features)
+    gradients(ops, grad_y, x, weights, bias, text, wanted & given)
+    return list(dict.fromkeys(asked))
 
 
 def _all_terms(

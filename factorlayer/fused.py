@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,15 @@ from factorlayer.activations import activate
 from factorlayer.backward import Ops, gradients, slope_texts, texts, visits
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
-from factorlayer.runtime import MAX_WEIGHTS, dtype_name, prepare, raise_failure, tf32_allowed, why_not_on_gpu
+from factorlayer.runtime import (
+    MAX_WEIGHTS,
+    class_of_batch,
+    dtype_name,
+    prepare_together,
+    raise_failure,
+    tf32_allowed,
+    why_not_on_gpu,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,7 +90,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     from factorlayer.planner import explain  # not needed to run kernels that are in the cache
 
     text, device = text_for(chain, x), x.get_device()
-    kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
+    kernels = explain(text, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
     fits = cuda_ops(device, x.dtype).fits
     back = [str(visit) for visit in reversed(visits(text, everything, fits))]
@@ -119,8 +127,7 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
         further = texts(text, cuda_ops(device, x.dtype).fits, batch) if recorded else []
-        for each in (text, *further):
-            prepare(each, x.dtype, batch, device)
+        prepare_together([(text, batch), *further], x.dtype, device)
 
 
 def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recorded: bool) -> Tensor:
@@ -291,11 +298,19 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
 def _backward_on_cuda(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
 ) -> list[Tensor]:
-    ops = cuda_ops(x.get_device(), x.dtype)
+    device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
+    ops = cuda_ops(device, dtype)
+    key = chain, wanted, class_of_batch(batch), dtype, device
+    if key not in _prepared:
+        prepare_together(texts(chain, ops.fits, batch, wanted), dtype, device)
+        _prepared.add(key)
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
         return gradients(ops, grad_y, x, weights, bias, chain, wanted)
     with torch.no_grad():
         return gradients(ops, grad_y, x, weights, bias, chain, wanted)
+
+
+_prepared: set[Hashable] = set()  # backward passes whose kernels are there, or have been
 
 
 @functools.cache

@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,13 +106,25 @@ def _find_reason(index: int) -> str | None:
 def plan_text(chain: str, dtype: torch.dtype, batch: int, capability: int, processors: int, shared_bytes: int) -> str:
     """The plan from the cache or from the planner; needs no GPU."""
     ops = torch.ops.factorlayer
-    return str(ops.plan(chain, dtype_name(dtype), ops.batch_class(batch), capability, processors, shared_bytes))
+    return str(ops.plan(chain, dtype_name(dtype), class_of_batch(batch), capability, processors, shared_bytes))
+
+
+@functools.lru_cache(4096)
+def class_of_batch(batch: int) -> int:
+    """Plans depend on the batch by this alone."""
+    return int(torch.ops.factorlayer.batch_class(batch))
 
 
 def prepare(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
     """Plans, compiles and loads what a call of the raw op needs. Raises CompileError."""
-    ops = torch.ops.factorlayer
-    _raise(ops.prepare(chain, dtype_name(dtype), ops.batch_class(batch), device))
+    _raise(torch.ops.factorlayer.prepare(chain, dtype_name(dtype), class_of_batch(batch), device))
+
+
+def prepare_together(asked: Sequence[tuple[str, int]], dtype: torch.dtype, device: int) -> None:
+    """The same for several chains, each with its batch: in threads, since the compiler takes longest."""
+    with ThreadPoolExecutor(min(len(asked), os.cpu_count() or 1) or 1) as pool:
+        for done in [pool.submit(prepare, chain, dtype, batch, device) for chain, batch in asked]:
+            done.result()
 
 
 def install(chain: str, dtype: torch.dtype, batch_class: int, device: int, plan: str) -> None:
@@ -120,8 +134,7 @@ def install(chain: str, dtype: torch.dtype, batch_class: int, device: int, plan:
 
 def raise_failure(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
     """Raises CompileError if that is why a call of the raw op failed."""
-    ops = torch.ops.factorlayer
-    _raise(ops.failure(chain, dtype_name(dtype), ops.batch_class(batch), device))
+    _raise(torch.ops.factorlayer.failure(chain, dtype_name(dtype), class_of_batch(batch), device))
 
 
 def fill_cache(plan: str) -> None:

@@ -13,7 +13,7 @@ from factorlayer.case import Problem
 from factorlayer.fused import gpu_limits
 from factorlayer.gpu import LIMITS, Gpu
 from factorlayer.plan import PlanError
-from factorlayer.runtime import cache_entries, cache_folder, dtype_name, fill_cache
+from factorlayer.runtime import cache_entries, cache_folder, class_of_batch, dtype_name, fill_cache
 from factorlayer.stack import LayerStack
 
 
@@ -53,7 +53,7 @@ def gpu_of(problem: Problem, arch: int | None) -> Gpu:
 
 def sources(problem: Problem, gpu: Gpu) -> Iterator[Source]:
     """Forward kernels of v3. A stack that no single kernel takes comes layer by layer."""
-    dtype, batch_class = dtype_name(problem.x.dtype), torch.ops.factorlayer.batch_class(len(problem.x))
+    dtype, batch_class = dtype_name(problem.x.dtype), class_of_batch(len(problem.x))
     limits = (gpu.arch, gpu.sms, gpu.shared)
 
     def planned(stack: LayerStack) -> Source:

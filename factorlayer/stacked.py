@@ -33,7 +33,8 @@ from factorlayer.fused import (
     transforms_active,
     why_not_fused,
 )
-from factorlayer.layerwise import all_at_once, backward_by_layers, handed_back, tensors_of
+from factorlayer.layerwise import all_at_once, backward_by_layers, handed_back, prepare_layers, tensors_of
+from factorlayer.runtime import class_of_batch
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -214,12 +215,29 @@ def _made_by_layers(text: str, x: Tensor, tensors: Sequence[Tensor], stored: boo
     return made[1:]
 
 
+_prepared: set[Hashable] = set()
+
+
+def _prepare_training(text: str, x: Tensor, needs: tuple[bool, ...]) -> None:
+    """Before a first forward pass: what it runs, and the backward pass, which follows."""
+    device, batch = x.get_device(), len(x)
+    key = text, needs, class_of_batch(batch), x.dtype, device
+    if key not in _prepared:
+        parts = [part + STATES * (" | " in part) for part in _parts(text, x.dtype, device)]
+        wanted = [place for place, need in enumerate(needs) if need]
+        prepare_layers(text, wanted, batch, x.dtype, device, [(part, batch) for part in parts])
+        _prepared.add(key)
+
+
 class _Stack(Function):
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.text = text
         if text.endswith(STATES):
-            *states, y = _made_by_layers(text.removesuffix(STATES), x, tensors, stored=True)
+            layers = text.removesuffix(STATES)
+            if not is_compiling():
+                _prepare_training(layers, x, ctx.needs_input_grad[1:])
+            *states, y = _made_by_layers(layers, x, tensors, stored=True)
         else:
             states, y = [], _forward(x, tensors, text)
         ctx.save_for_backward(*states, x, *tensors)

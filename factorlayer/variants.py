@@ -18,7 +18,7 @@ from factorlayer.case import Problem
 from factorlayer.gpu import Gpu
 from factorlayer.plan import Plan
 from factorlayer.planner import plan_of
-from factorlayer.runtime import CompileError, dtype_name, install
+from factorlayer.runtime import CompileError, class_of_batch, dtype_name, install
 from factorlayer.schemes import Scheme, schemes
 from factorlayer.stack import LayerStack
 
@@ -89,7 +89,7 @@ def tables(problem: Problem, gpu: Gpu, min_run_time: float) -> Iterator[Table]:
 
 
 def _schemes(stack: LayerStack, x: Tensor, gpu: Gpu) -> list[Scheme]:
-    return schemes(stack.text_for(x), dtype_name(x.dtype), torch.ops.factorlayer.batch_class(len(x)), gpu)
+    return schemes(stack.text_for(x), dtype_name(x.dtype), class_of_batch(len(x)), gpu)
 
 
 def _called(problem: Problem) -> list[tuple[LayerStack, Tensor]]:
@@ -120,7 +120,7 @@ def _table(
     min_run_time: float,
 ) -> Table:
     """`layers` are the stack's, to compare with."""
-    dtype, batch_class = dtype_name(x.dtype), torch.ops.factorlayer.batch_class(len(x))
+    dtype, batch_class = dtype_name(x.dtype), class_of_batch(len(x))
     text = stack.text_for(x)
     chosen = plan_of(text, dtype, batch_class, gpu)
     with torch.no_grad():

@@ -24,6 +24,7 @@ from torch import Tensor
 import factorlayer.functional
 import factorlayer.fused
 from factorlayer import CompileError, FactorLinear, runtime
+from factorlayer.backward import texts
 from factorlayer.chain import Chain
 from factorlayer.fused import text_for, why_not_fused
 from factorlayer.spec import resolve
@@ -511,8 +512,11 @@ def test_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below autograd, where the dispatcher calls it."""
+    """Below autograd, where the dispatcher calls it. Before the first time it compiles what that takes, at once."""
+    prepared = []
     monkeypatch.setattr(factorlayer.fused, "cuda_ops", lambda device, dtype: OPS)
+    monkeypatch.setattr(factorlayer.fused, "prepare_together", lambda asked, *_: prepared.append(asked))
+    monkeypatch.setattr(factorlayer.fused, "_prepared", set())
     for bias in (True, False):
         layer = FactorLinear(12, 20, bias, factors=((3, 4), (4, 5)), activation="gelu", dtype=torch.float64)
         x, grad_y = torch.randn(7, 12, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
@@ -522,6 +526,9 @@ def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.Monke
             found = factorlayer.fused._backward_on_cuda(*arguments)
             torch.testing.assert_close(found, right)
             assert not any(gradient.requires_grad for gradient in found)
+            assert prepared.pop() == texts(layer.chain.text, OPS.fits, 7, wanted)
+            factorlayer.fused._backward_on_cuda(*arguments)
+            assert not prepared
     assert torch._C._dispatch_has_kernel_for_dispatch_key("factorlayer::backward", "CUDA")
 
 

@@ -81,6 +81,7 @@ def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return replace(ops, fits=lambda chain: factorlayer.fused.has_kernel(chain.text, dtype, device))
 
     monkeypatch.setattr(factorlayer.layerwise, "cuda_ops", cuda_ops)
+    monkeypatch.setattr(factorlayer.layerwise, "prepare_together", lambda *_: None)
     return ran
 
 
@@ -256,6 +257,29 @@ def test_gradients_go_back_through_activations(activation: str, tf32: bool, monk
     products = ["tied 0 1 140 152 1; ", "tied 0 1 152 144 1; ", "tied 0 1 144 136 1; "] if tf32 else [""] * 3
     texts = [f"{p}{activation}; through {n}" for p, n in zip(products, (152, 144, 136), strict=True)]
     assert through == [text + "; tf32" * tf32 for text in texts] and all("tanh; slope 140" in text for text in slopes)
+
+
+@pytest.mark.parametrize("activation", ["relu", "elu"])
+@pytest.mark.parametrize("tf32", [False, True], ids=["float64", "tf32"])
+def test_training_begins_with_all_kernels(activation: str, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first forward and backward pass are compiled together; later ones of the same class of batches have
+    them."""
+    mlp = wide_block(activation, torch.float32 if tf32 else torch.float64)
+    ran, prepared = trained_as_on_hopper(monkeypatch, tf32), []
+    monkeypatch.setattr(factorlayer.layerwise, "prepare_together", lambda asked, *_: prepared.append(asked))
+    for module in (factorlayer.layerwise, factorlayer.stacked):
+        monkeypatch.setattr(module, "_prepared", set())
+    for batch, passes in ((66, 1), (67, 1), (64, 2)):
+        y = mlp(torch.randn(batch, 132, dtype=mlp.layers[0].weight.dtype, requires_grad=True))
+        assert len(prepared) == passes
+        layers = mlp._stacks[0][0]._stack
+        forward = _parts(layers.tf32_text if tf32 else layers.text, y.dtype, -1)
+        ran.clear()
+        y.sum().backward()
+        assert len(prepared) == passes
+        texts = [text for text, _ in prepared[-1]]
+        assert [text.removesuffix(STATES) for text in texts] == [*forward, *dict.fromkeys(ran)]
+        assert {samples for _, samples in prepared[-1]} == {66 if passes == 1 else 64, 1}
 
 
 @pytest.mark.parametrize("frozen", ["x", "first", "weights", "biases", "all but x", "all but the first"])

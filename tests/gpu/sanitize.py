@@ -217,8 +217,8 @@ def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[boo
     def fits(chain: Chain) -> bool:
         return has_plan(chain.text, dtype, gpu.arch, gpu.sms, gpu.shared)
 
-    for text in texts(chain.text, fits, batch):
-        for made in plan(Chain.parse(text), dtype, batch, gpu).passes:
+    for text, samples in texts(chain.text, fits, batch):
+        for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
             yield isinstance(made, Grouped | SplitPairBackward) and made.groups > 1
 
 
