@@ -218,8 +218,18 @@ def _field(name: str, value: int | bool | str) -> str:
     return f"static constexpr {kind} {name} = {str(value).lower()};"
 
 
-def write(plan: Dense, name: str, template: str, lines: list[str], body: list[str], widths: set[int]) -> str:
-    """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products."""
+def write(
+    plan: Dense,
+    name: str,
+    template: str,
+    lines: list[str],
+    body: list[str],
+    widths: set[int],
+    threads: int | None = None,
+    waits: bool = True,
+) -> str:
+    """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products. It has
+    the plan's threads, or other ones."""
     last = len(plan.layers) - 1
     head = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
     head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
@@ -232,7 +242,9 @@ def write(plan: Dense, name: str, template: str, lines: list[str], body: list[st
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", plan.loading())
     products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
-    return kernel(hopper_headers(products, *plan.headers), name, template, head + body, plan.threads)
+    return kernel(
+        hopper_headers(products, *plan.headers), name, template, head + body, threads or plan.threads, waits=waits
+    )
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:

@@ -121,6 +121,11 @@ class DenseStreamed(Dense):
         """Whether weights lie in memory as stages hold them, put there by the pass before."""
         return self.frozen or self.size == 4
 
+    @property
+    def follows(self) -> bool:
+        """Whether that pass runs each time, so that this one can start meanwhile."""
+        return self.in_chunks and not self.frozen
+
     @functools.cached_property
     def stages(self) -> int:
         return min(MOST_STAGES, (self.gpu.shared - self.rest_bytes) // (128 * self.stage_rows + 16))
@@ -169,14 +174,15 @@ class DenseStreamed(Dense):
         """Self-contained CUDA C++ of the kernel `name`."""
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
         numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
-        numbers["IN_CHUNKS"] = int(self.in_chunks)
+        numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
         numbers |= {"MORE": more, "FEWER": fewer}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))
         body += function("weights(const C& c, typename C::Ring& ring)", self._calls("stream", "ring"))
-        return write(self, name, "DenseStreamed", lines, body, {c.n for c in self.shapes})
+        widths = {c.n for c in self.shapes}
+        return write(self, name, "DenseStreamed", lines, body, widths, waits=not self.follows)
 
     def _calls(self, what: str, given: str) -> list[str]:
         """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
@@ -207,12 +213,9 @@ class WeightChunks:
     of: DenseStreamed
 
     shared = 0
+    threads = 512
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
-
-    @property
-    def threads(self) -> int:
-        return self.of.threads
 
     @property
     def output_bytes(self) -> int:
@@ -233,7 +236,8 @@ class WeightChunks:
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         calls = [f"c.template layer<L{i}>();" for i in range(len(self.of.layers))]
-        return write(self.of, name, "WeightChunks", [], function("weights(const C& c)", calls), set())
+        lines = [f"static constexpr int THREADS = {self.threads};"]
+        return write(self.of, name, "WeightChunks", lines, function("weights(const C& c)", calls), set(), self.threads)
 
 
 def tile(

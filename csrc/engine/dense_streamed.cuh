@@ -11,7 +11,7 @@
 // memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
-//       IN_CHUNKS, states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
+//       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
 //       load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
@@ -230,6 +230,7 @@ template <class Pass> struct DenseStreamed {
         arrive(memory + kXFull);
       }
     } else if (thread == 0) {
+      if constexpr (Pass::CHUNKS_BEFORE) wait_for_kernel_before();
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, ring);
     }
   }

@@ -59,6 +59,14 @@ DEVICE void wait_for_kernel_before() {
 #endif
 }
 
+// Behind that, lets blocks of the next kernel start once all of this one's are here. What earlier kernels wrote is there for
+// them, what this one writes once they have waited.
+DEVICE void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 2^x and 1/x in one instruction each, off by 2^-22 of it at most; what is smaller than normal numbers is zero.
 DEVICE float fast_exp2(float x) {
   float y;

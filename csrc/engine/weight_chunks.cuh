@@ -2,7 +2,7 @@
 // are multiplied, in rows of 128 bytes, floats rounded to tf32, zeros where a weight ends. So the copy engine brings each as it
 // is, and nobody rounds it again for every tile of samples.
 //
-// Pass: Element, GROUPS, weights(c), which calls each layer. Layer: as there.
+// Pass: Element, THREADS, weights(c), which calls each layer. Layer: as there.
 #pragma once
 #include "params.cuh"
 #include "wgmma.cuh"
@@ -18,7 +18,7 @@ template <int SIZE, Dealt DEALT> DEVICE constexpr int dealt_row(int r) {
 
 template <class Pass> struct WeightChunks {
   using Element = typename Pass::Element;
-  static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kThreads = (Pass::GROUPS + 1) * 128;
+  static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kThreads = Pass::THREADS;
   const Params& params;
   DEVICE WeightChunks(const Params& given) : params(given) {}
 
@@ -28,8 +28,11 @@ template <class Pass> struct WeightChunks {
     constexpr Dealt kDealt = L::LAST ? Dealt::by_16_bytes : kSize == 4 ? Dealt::by_words : Dealt::in_order;
     const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT]);
     char* to = static_cast<char*>(params.y) + L::chunks_at;
+    // Each layer begins with the thread behind the last one's: most have one piece of all, and wait for memory once.
+    const int threads = gridDim.y * kThreads, before = L::chunks_at / 16 % threads;
+    const int first = blockIdx.y * kThreads + threadIdx.x - before;
 #pragma unroll 1
-    for (int i = blockIdx.y * kThreads + threadIdx.x; i < L::PASSES * kAll * kPieces; i += gridDim.y * kThreads) {
+    for (int i = first < 0 ? first + threads : first; i < L::PASSES * kAll * kPieces; i += threads) {
       const int row = i % kPieces / 8, pass = i / kPieces / kAll, chunk = i / kPieces % kAll / (L::SLABS * L::PARTS);
       const int slabs = min(L::SLABS, kSlabs - chunk * L::SLABS), inside = i / kPieces % kAll % (L::SLABS * L::PARTS);
       const int q = (pass * L::PARTS + inside / slabs) * L::N + dealt_row<kSize, kDealt>(row);
@@ -47,5 +50,8 @@ template <class Pass> struct WeightChunks {
       store_global<16>(to + i64(i) * 16, x);
     }
   }
-  DEVICE void run() const { Pass::weights(*this); }
+  DEVICE void run() const {
+    let_next_kernel_start();
+    Pass::weights(*this);
+  }
 };

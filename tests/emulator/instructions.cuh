@@ -41,6 +41,7 @@ inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 
 
 inline void wait_for_kernel_before() {}
+inline void let_next_kernel_start() {}
 inline void __syncthreads() { emulator::sync_block(0, 0); }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline bool __all_sync(u32, bool here) {
