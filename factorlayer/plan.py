@@ -12,6 +12,7 @@ from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
+from factorlayer.double_pair import DoublePair
 from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
@@ -38,6 +39,7 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 Pass = (
     ColumnSums
     | Dense
+    | DoublePair
     | Gradient
     | LargeBackward
     | Pair
@@ -146,7 +148,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | Pair | Slopes | Small | Streamed | Turn | Wide):
+    if isinstance(p, Dense | DoublePair | Pair | Slopes | Small | Streamed | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -17,6 +17,7 @@ from factorlayer import (
     dense_backward,
     dense_backward32,
     dense_streamed,
+    double_pair,
     gradient,
     large_backward,
     layer_backward,
@@ -295,11 +296,13 @@ def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | No
 
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
-    """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
-    faster than pairs."""
+    """Of all families, by predicted times. Those of resident passes with large modes are too short, in double as well,
+    but they start faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    few = small.tile(work, batch, gpu)
+    few, double = small.tile(work, batch, gpu), double_pair.tile(work, batch, gpu)
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, few) if p]
+    if double:
+        found.append((double.us * (0.85 if batch * work.outer > 8 * gpu.sms else 1.0), double))
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:

@@ -105,6 +105,10 @@ CASES = [
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
     Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
+    # Double pair: one chunk and several, of odd sizes, before other modes; the first has stages for the whole unit
+    Case(kronecker((80, 16), (70, 90)), "float64", 5, MEDIUM),
+    Case(kronecker((97, 31), (124, 45)), "float64", 5, MEDIUM, activation=LEARNED),
+    Case(kronecker((128, 124), (100, 128)), "float64", 3, MEDIUM),
     # Programs in place of named activations: every operation, and one that is another function of single elements
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),

@@ -211,6 +211,7 @@ def activated() -> Iterator[Case]:
         (monarch((32, 32), (32, 32)), "tf32"),
         (monarch((64, 64), (64, 64)), "bfloat16"),
         (kronecker((128, 128), (128, 128)), "float32"),
+        (kronecker((128, 128), (128, 128)), "float64"),
         (kronecker((8,) * 5, (8,) * 5), "float32"),
     ):
         for activation in (mish, PRELU, SNAKE):

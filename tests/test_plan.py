@@ -20,6 +20,7 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 from factorlayer import dense, pair_backward, runtime, small, small_backward
 from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
+from factorlayer.double_pair import DoublePair
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
@@ -579,6 +580,34 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
         back = plan(chain, "float32", 1024, Gpu.of(90))
         assert [type(p) for p in back.passes] == [SmallBackward, Reduction]
         assert back.scratch == (0, 0, 132 * 5 * 64 * 4) and back.us < 5 * floor / 16 + 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "taken"),
+    [
+        (((128, 128), (128, 128)), 1024, True),
+        (((97, 124), (128, 65)), 1024, True),
+        (((64, 64, 64), (64, 64, 64)), 1024, True),
+        (((64, 64), (64, 64)), 1024, False),
+        (((128, 129), (128, 128)), 1024, False),
+        (((128, 128), (128, 128)), 16, False),
+    ],
+    ids=str,
+)
+def test_two_large_factors_of_doubles_have_a_family(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], batch: int, taken: bool
+) -> None:
+    """Where the state and both weights do not fit shared memory, or two factors of three do not fill it."""
+    found = plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(90))
+    doubles = [p for p in found.passes if isinstance(p, DoublePair)]
+    assert bool(doubles) == taken and ("double pair: " in str(found)) == taken
+    for p in doubles:
+        assert p.shared <= p.gpu.shared and p.stages >= 3
+        floor = batch * p.work.outer * 2 * (p.sizes[0] * p.sizes[1] * p.sizes[3] + p.sizes[0] * p.sizes[2] * p.sizes[3])
+        assert floor / 132 / 0.5e6 < p.us < 2 * floor / 132 / 0.45e6 + 5
+    assert not any(
+        isinstance(p, DoublePair) for p in plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(80)).passes
+    )
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 // written any more; and moves no use of sums across the wait for them.
 DEVICE void stay_here(int& x, int& y) { asm volatile("" : "+r"(x), "+r"(y)); }
 DEVICE void settle(u32 (&x)[4]) { asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory"); }
+DEVICE void touch(double& x) { asm volatile("" : "+d"(x)::"memory"); }
 template <int N> DEVICE void touch(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");

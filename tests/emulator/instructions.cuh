@@ -74,6 +74,7 @@ inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline int uniform(int x) { return x; }
 inline void stay_here(int&, int&) {}
 inline void settle(u32 (&)[4]) {}
+inline void touch(double&) {}
 template <int N> inline void touch(float (&)[N]) {}
 
 template <class T> inline T load(u32 from) {
