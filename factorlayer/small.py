@@ -32,6 +32,11 @@ class Sizes:
     e: int
 
     @property
+    def modes(self) -> list[int]:
+        """Those there are."""
+        return [n for n in (self.a, self.b, self.c, self.d, self.e) if n > 1]
+
+    @property
     def rows(self) -> int:
         """In shared memory."""
         return self.a * self.b * self.c
@@ -47,7 +52,7 @@ class Sizes:
     @property
     def weights(self) -> list[int]:
         """Elements of each mode's."""
-        return [n * n for n in (self.a, self.b, self.c, self.d, self.e) if n > 1]
+        return [n * n for n in self.modes]
 
     @property
     def row_bytes(self) -> int:
@@ -65,7 +70,7 @@ class Sizes:
         return [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
 
     def __str__(self) -> str:
-        return "·".join(str(n) for n in (self.a, self.b, self.c, self.d, self.e) if n > 1)
+        return "·".join(map(str, self.modes))
 
 
 def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
@@ -145,8 +150,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:
     if sizes is None or sizes.shared > gpu.shared:
         return None
     plan = Small(work, sizes, gpu)
-    multiply_adds = sum(n for n in (sizes.a, sizes.b, sizes.c, sizes.d, sizes.e) if n > 1)
-    return replace(plan, us=time_of(sizes, multiply_adds, 2, plan.blocks, batch * work.outer, gpu))
+    return replace(plan, us=time_of(sizes, sum(sizes.modes), 2, plan.blocks, batch * work.outer, gpu))
 
 
 def time_of(sizes: Sizes, multiply_adds: int, states: int, blocks: int, units: int, gpu: Gpu) -> float:

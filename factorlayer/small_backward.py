@@ -65,5 +65,4 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     plan = SmallBackward(sizes, outer, gpu)
     if plan.shared > gpu.shared:
         return None
-    multiply_adds = MULTIPLY_ADDS * sum(n for n in (sizes.a, sizes.b, sizes.c, sizes.d, sizes.e) if n > 1)
-    return replace(plan, us=time_of(sizes, multiply_adds, 3, 1, batch * outer, gpu))
+    return replace(plan, us=time_of(sizes, MULTIPLY_ADDS * sum(sizes.modes), 3, 1, batch * outer, gpu))
