@@ -37,16 +37,25 @@ def hopper_headers(products: str, *further: str) -> str:
 
 
 def kernel(
-    code: str, name: str, template: str, lines: Sequence[str], threads: int, blocks: int = 1, cluster: str = ""
+    code: str,
+    name: str,
+    template: str,
+    lines: Sequence[str],
+    threads: int,
+    blocks: int = 1,
+    cluster: str = "",
+    waits: bool = True,
 ) -> str:
-    """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it."""
+    """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it. It
+    `waits` for the kernel before it, unless the template does."""
     struct = "\n  ".join(lines)
     return (
         code
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
         + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
         + f"{name}(const __grid_constant__ Params params) {{\n"
-        + f"  wait_for_kernel_before();\n  {template}<Pass>(params).run();\n}}\n"
+        + ("  wait_for_kernel_before();\n" if waits else "")
+        + f"  {template}<Pass>(params).run();\n}}\n"
     )
 
 

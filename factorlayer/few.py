@@ -1,0 +1,317 @@
+"""Passes of few samples for an untied contraction, and for all gradients of two: csrc/engine/few.cuh, tiles and source.
+
+What counts is how soon all of a weight is on its way, and how few kernels wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.chain import Chain
+from factorlayer.device import ELEMENT, MATH, headers, kernel
+from factorlayer.expression import cuda_type
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.spec import Contraction
+from factorlayer.streamed import Product
+
+MOST_SAMPLES = 64
+MOST_BLOCKS = 65535  # along y of a grid
+START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
+BYTES_FACTOR = 0.8  # of a thread's registers that hold a weight
+HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
+TURN_THREADS = 128
+
+
+def _chunk(size: int) -> int:
+    """Elements of a row that a warp's access has: four pieces of 16 bytes."""
+    return 64 // size
+
+
+@dataclass(frozen=True)
+class Few:
+    """A pass of one contraction, tiled. `us` is the time predicted."""
+
+    product: Product
+    wg: int
+    ways: int
+    first: bool
+    last: bool
+    gpu: Gpu
+    us: float = 0.0
+
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.wg * self.ways
+
+    @property
+    def shared(self) -> int:
+        return self.wg * self.ways * 16 * 18 * 4
+
+    @property
+    def split(self) -> int:
+        p = self.product
+        return -(-p.contraction.q // 16) * (p.groups // self.wg)
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread."""
+        return 8 * -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
+
+    @property
+    def blocks(self) -> int:
+        """At once on a multiprocessor."""
+        return max(1, 65536 // (self.threads * (64 if self.held <= 16 else 96 if self.held <= 32 else 160)))
+
+    @property
+    def run(self) -> int:
+        """Elements that are stored at once."""
+        p = self.product
+        return math.gcd(16 // p.size, self.wg if self.wg > 1 else p.b)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.product.y_features * self.product.size
+
+    def __str__(self) -> str:
+        p, c = self.product, self.product.contraction
+        return (
+            f"few: {c.p}→{c.q}, 16 columns for {self.wg} of {p.groups} groups, {self.wg * self.ways} warps, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        p, c = self.product, self.product.contraction
+        numbers = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
+        numbers |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
+        numbers |= {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
+        numbers |= {"WG": self.wg, "WAYS": self.ways, "RUN": self.run}
+        flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
+        lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
+        lines += [cuda_type(p.activation, p.scalars)]
+        lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
+                  f"static constexpr int {key} = {value};" for key, value in numbers.items()]  # fmt: skip
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False)
+
+
+def tile(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> Few | None:
+    """The fastest tiling by prediction, if it is a product of few samples that there is one for."""
+    p, c = product, product.contraction
+    takes = not c.tied and p.x_step == 1 and p.terms == 1 and not p.reads_beside and p.dtype != "float64"
+    if not takes or batch > MOST_SAMPLES or c.p * p.size % 16:
+        return None
+    found = []
+    for wg in (8, 4, 2, 1):
+        if p.fast % wg or (wg > 1 and (p.b > 1 or wg * p.size > 16)):
+            continue
+        for ways in (2, 4, 8, 16):
+            plan = Few(p, wg, ways, first, last, gpu)
+            if (
+                wg * ways <= 16
+                and plan.held <= HELD_ROWS
+                and plan.split <= MOST_BLOCKS
+                and ways <= max(2, -(-c.p // 32))
+            ):
+                found.append(replace(plan, us=_time(plan)))
+    return min(found, key=lambda plan: plan.us, default=None)
+
+
+def _time(plan: Few) -> float:
+    """Microseconds: the weight's way from memory, and what is done behind it; more where not all blocks fit at once."""
+    p, gpu = plan.product, plan.gpu
+    waves = -(-plan.split // (gpu.sms * plan.blocks))
+    us = (START_US if plan.first else NEXT_US) + p.weights * p.size / (gpu.memory_bytes * gpu.sms)
+    return us + 0.5 * (waves - 1) + 0.02 * plan.held + 0.05 * plan.ways + 0.4 / plan.run
+
+
+# All gradients of two contractions
+
+
+@dataclass(frozen=True)
+class FewPass:
+    """One of three passes that make all gradients of two untied contractions."""
+
+    template: str
+    chain: Chain
+    dtype: str
+    gpu: Gpu
+    ways: int
+    words: tuple[int, int]
+    us: float = 0.0
+
+    units_per_sample = 1
+    units_per_block = 1 << 40
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def both(self) -> tuple[Contraction, Contraction]:
+        first, second = self.chain.contractions
+        return first, second
+
+    @functools.cached_property
+    def rank(self) -> int:
+        first, second = self.both
+        return first.q // second.inner
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.ways
+
+    def _each(self, which: int) -> int:
+        """Columns of a lane."""
+        return self.words[which] * 4 // self.size
+
+    def _column_tiles(self, which: int) -> int:
+        c = self.both[which]
+        return c.outer * c.inner * -(-c.p // (8 * self._each(which)))
+
+    def _outer_tiles(self, which: int) -> int:
+        """Of a weight's gradient, by warps."""
+        c = self.both[which]
+        return c.outer * c.inner * -(-c.q // 16) * -(-c.p // (self.strips * _chunk(self.size)))
+
+    @property
+    def strips(self) -> int:
+        """Of 64 bytes, of a warp's part of a gradient."""
+        return 2 if self.dtype == "float32" else 4
+
+    @property
+    def turns(self) -> int:
+        """Blocks that turn states: a square of 16 bytes for each thread, of 16 samples."""
+        piece = 16 // self.size
+        first, second = self.both
+        across = math.gcd(piece, second.inner)
+        units = 16 // piece * (first.outer * first.p // piece + second.q * second.inner // across)
+        units += 16 * -(-second.q // piece) * (second.inner // across)
+        return -(-units // self.threads)
+
+    @property
+    def split(self) -> int:
+        first, _ = self.both
+        if self.template == "FewStates":
+            return first.outer * -(-first.q // 16) + self.turns
+        if self.template == "FewBack":
+            return self._column_tiles(1)
+        return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
+
+    @property
+    def shared(self) -> int:
+        rows = {"FewStates": 16, "FewBack": 8 * self._each(1), "FewLast": 8 * self._each(0)}[self.template]
+        return self.ways * rows * 18 * 4
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread that hold a weight."""
+        first, second = self.both
+        if self.template == "FewStates":
+            return 8 * -(-first.p // (_chunk(self.size) * self.ways))
+        c, words = (second, self.words[1]) if self.template == "FewBack" else (first, self.words[0])
+        return 16 // self.size * words * -(-c.q // (_chunk(self.size) * self.ways))
+
+    @property
+    def blocks(self) -> int:
+        """At once on a multiprocessor."""
+        registers = 64 if self.held <= 16 else 128 if self.held <= 48 else 255
+        if self.template == "FewLast":
+            registers = max(registers, 128)
+        return max(1, 65536 // (self.threads * registers))
+
+    @property
+    def part_bytes(self) -> int:
+        """Of what the first one makes, for as many samples as there may be."""
+        first, second = self.both
+        rows = -(-second.q * self.size // 16) * 16 // self.size
+        features = first.outer * first.p + second.inner * (second.p + second.q + rows)
+        return MOST_SAMPLES * features * self.size
+
+    @property
+    def output_bytes(self) -> int:
+        """Of what the second one makes, for one sample, which is padded to eight."""
+        first, _ = self.both
+        row = -(-first.q * self.size // 16) * 16 // self.size
+        return 8 * first.outer * (first.q + row) * self.size
+
+    def __str__(self) -> str:
+        first, second = self.both
+        what = {
+            "FewStates": f"{first.p}→{first.q} for {first.outer} groups, and states turned",
+            "FewBack": f"{second.q}→{second.p} for {second.inner} groups",
+            "FewLast": f"{first.q}→{first.p}, and gradients of both weights",
+        }
+        return f"few, backward: {what[self.template]}, {self.ways} warps, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        first, second = self.both
+        numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
+        numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
+        numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
+        numbers |= {"WAYS": self.ways, "WORDS_0": self.words[0], "WORDS_1": self.words[1]}
+        numbers |= {"STRIPS": self.strips, "TURNS": self.turns}
+        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return kernel(headers("few.cuh"), name, self.template, lines, self.threads, self.blocks, waits=False)
+
+
+def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:
+    """Three passes, if they take the chain."""
+    if not _is_pair(chain) or batch > MOST_SAMPLES or dtype == "float64" or chain.rank > 1:
+        return None
+    size = ELEMENT_BYTES[dtype]
+    first, second = chain.contractions
+    if first.p * size % 16 or second.p * size % 16:
+        return None
+    found = []
+    for template in ("FewStates", "FewBack", "FewLast"):
+        ways = [replace(plan, us=_backward_time(plan)) for plan in _passes(template, chain, dtype, gpu)]
+        if not ways:
+            return None
+        found.append(min(ways, key=lambda plan: plan.us))
+    return tuple(found)
+
+
+def _is_pair(chain: Chain) -> bool:
+    """Whether it is two contractions of a Monarch layer, all groups of the first in each of the second."""
+    if len(chain.contractions) != 2:
+        return False
+    first, second = chain.contractions
+    untied = not first.tied and not second.tied and first.inner == second.outer == 1
+    return untied and first.q % second.inner == 0 and first.outer * first.q == second.p * second.inner
+
+
+def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
+    for ways in (4, 8, 16):
+        for words in (2, 4):
+            plan = FewPass(template, chain, dtype, gpu, ways, (words, words))
+            most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS if ways < 16 else 64
+            takes = all(c.p % plan._each(i) == 0 for i, c in enumerate(plan.both))
+            if takes and plan.held <= most and plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:
+                yield plan
+
+
+def _backward_time(plan: FewPass) -> float:
+    """Microseconds, as above. Rows of 64 bytes rather than 128 cost a little, multiprocessors without a block more."""
+    first, second = plan.both
+    gpu, size = plan.gpu, plan.size
+    if plan.template == "FewStates":
+        moved, tiles = first.weight_size, plan.split
+    elif plan.template == "FewBack":
+        moved, tiles = second.weight_size, plan.split
+    else:
+        moved, tiles = first.weight_size + second.weight_size, plan._column_tiles(0)
+    waves = -(-plan.split // (gpu.sms * plan.blocks))
+    us = (START_US if plan.template == "FewStates" else NEXT_US) + moved * size / (gpu.memory_bytes * gpu.sms)
+    idle = max(0.0, 1 - tiles / gpu.sms)
+    row = 0.1 if plan.template != "FewStates" and plan.words[0] == 2 else 0.0
+    return us + 0.3 * (waves - 1) + idle + row + 0.02 * plan.held + 0.03 * plan.ways
