@@ -323,7 +323,7 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _single(work: Work, batch: int, gpu: Gpu) -> Streamed | Wide | None:
+def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
     """A pass of one factor whose weight comes from memory again and again."""
     (_, mode), *further = work.steps
     if further or len(mode.parts) > 1 or work.rank > 1:

@@ -20,6 +20,7 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 from factorlayer import dense, pair_backward, runtime, small, small_backward
 from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
+from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
@@ -135,7 +136,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
     """Bytes that each pass reads and writes for one sample."""
     sizes = []
     for p in found.passes:
-        if isinstance(p, (Streamed, Wide)):
+        if isinstance(p, (Few, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
         else:
@@ -148,7 +149,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
 def weights_of(found: Plan) -> list[int]:
     weights: list[int] = []
     for p in found.passes:
-        if isinstance(p, (Streamed, Wide)):
+        if isinstance(p, (Few, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
