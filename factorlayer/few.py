@@ -20,14 +20,18 @@ from factorlayer.streamed import Product
 MOST_SAMPLES = 64
 MOST_BLOCKS = 65535  # along y of a grid
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
-BYTES_FACTOR = 0.8  # of a thread's registers that hold a weight
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
-TURN_THREADS = 128
 
 
 def _chunk(size: int) -> int:
     """Elements of a row that a warp's access has: four pieces of 16 bytes."""
     return 64 // size
+
+
+def _registers(held: int, dtype: str) -> int:
+    """Of a thread, `held` of which hold a weight."""
+    of_pieces = 16 if dtype == "float32" else 0
+    return min(255, of_pieces + (64 if held <= 16 else 96 if held <= 32 else 128 if held <= 48 else 240))
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Few:
     @property
     def blocks(self) -> int:
         """At once on a multiprocessor."""
-        return max(1, 65536 // (self.threads * (64 if self.held <= 16 else 96 if self.held <= 32 else 160)))
+        return max(1, 65536 // (self.threads * _registers(self.held, self.product.dtype)))
 
     @property
     def run(self) -> int:
@@ -222,7 +226,7 @@ class FewPass:
     @property
     def blocks(self) -> int:
         """At once on a multiprocessor."""
-        registers = 64 if self.held <= 16 else 128 if self.held <= 48 else 255
+        registers = _registers(self.held, self.dtype)
         if self.template == "FewLast":
             registers = max(registers, 128)
         return max(1, 65536 // (self.threads * registers))
