@@ -6,6 +6,7 @@ What counts is how soon all of a weight is on its way, and how few kernels wait 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from factorlayer.streamed import Product
 MOST_SAMPLES = 64
 MOST_BLOCKS = 65535  # along y of a grid
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
+STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
 
 
@@ -41,6 +43,7 @@ class Few:
     product: Product
     wg: int
     ways: int
+    height: int
     first: bool
     last: bool
     gpu: Gpu
@@ -55,17 +58,17 @@ class Few:
 
     @property
     def shared(self) -> int:
-        return self.wg * self.ways * 16 * 18 * 4
+        return self.wg * self.ways * self.height * 16 * 18 * 4
 
     @property
     def split(self) -> int:
         p = self.product
-        return -(-p.contraction.q // 16) * (p.groups // self.wg)
+        return -(-p.contraction.q // (16 * self.height)) * (p.groups // self.wg)
 
     @property
     def held(self) -> int:
         """Registers of a thread."""
-        return 8 * -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
+        return 8 * self.height * -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
 
     @property
     def blocks(self) -> int:
@@ -86,8 +89,8 @@ class Few:
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
         return (
-            f"few: {c.p}→{c.q}, 16 columns for {self.wg} of {p.groups} groups, {self.wg * self.ways} warps, "
-            f"{self.shared} bytes of shared memory"
+            f"few: {c.p}→{c.q}, {16 * self.height} columns for {self.wg} of {p.groups} groups, "
+            f"{self.wg * self.ways} warps, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -96,7 +99,7 @@ class Few:
         numbers = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
         numbers |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
         numbers |= {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        numbers |= {"WG": self.wg, "WAYS": self.ways, "RUN": self.run}
+        numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "RUN": self.run}
         flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
         lines += [cuda_type(p.activation, p.scalars)]
@@ -116,8 +119,8 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> Few
     for wg in (8, 4, 2, 1):
         if p.fast % wg or (wg > 1 and (p.b > 1 or wg * p.size > 16)):
             continue
-        for ways in (2, 4, 8, 16):
-            plan = Few(p, wg, ways, first, last, gpu)
+        for ways, height in itertools.product((2, 4, 8, 16), (1, 2)):
+            plan = Few(p, wg, ways, height, first, last, gpu)
             if (
                 wg * ways <= 16
                 and plan.held <= HELD_ROWS
@@ -148,6 +151,7 @@ class FewPass:
     dtype: str
     gpu: Gpu
     ways: int
+    height: int  # of a warp's part of the first weight, in 16 rows
     words: tuple[int, int]
     us: float = 0.0
 
@@ -183,12 +187,12 @@ class FewPass:
     def _outer_tiles(self, which: int) -> int:
         """Of a weight's gradient, by warps."""
         c = self.both[which]
-        return c.outer * c.inner * -(-c.q // 16) * -(-c.p // (self.strips * _chunk(self.size)))
+        return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (STRIPS * _chunk(self.size)))
 
     @property
-    def strips(self) -> int:
-        """Of 64 bytes, of a warp's part of a gradient."""
-        return 2 if self.dtype == "float32" else 4
+    def tall(self) -> int:
+        """A warp's part of a gradient, in 16 rows."""
+        return 1 if self.dtype == "float32" else 2
 
     @property
     def turns(self) -> int:
@@ -204,14 +208,16 @@ class FewPass:
     def split(self) -> int:
         first, _ = self.both
         if self.template == "FewStates":
-            return first.outer * -(-first.q // 16) + self.turns
+            return first.outer * -(-first.q // (16 * self.height)) + self.turns
         if self.template == "FewBack":
             return self._column_tiles(1)
         return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
 
     @property
     def shared(self) -> int:
-        rows = {"FewStates": 16, "FewBack": 8 * self._each(1), "FewLast": 8 * self._each(0)}[self.template]
+        rows = {"FewStates": 16 * self.height, "FewBack": 8 * self._each(1), "FewLast": 8 * self._each(0)}[
+            self.template
+        ]
         return self.ways * rows * 18 * 4
 
     @property
@@ -219,7 +225,7 @@ class FewPass:
         """Registers of a thread that hold a weight."""
         first, second = self.both
         if self.template == "FewStates":
-            return 8 * -(-first.p // (_chunk(self.size) * self.ways))
+            return 8 * self.height * -(-first.p // (_chunk(self.size) * self.ways))
         c, words = (second, self.words[1]) if self.template == "FewBack" else (first, self.words[0])
         return 16 // self.size * words * -(-c.q // (_chunk(self.size) * self.ways))
 
@@ -262,7 +268,7 @@ class FewPass:
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         numbers |= {"WAYS": self.ways, "WORDS_0": self.words[0], "WORDS_1": self.words[1]}
-        numbers |= {"STRIPS": self.strips, "TURNS": self.turns}
+        numbers |= {"HEIGHT": self.height, "TALL": self.tall, "STRIPS": STRIPS, "TURNS": self.turns}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         return kernel(headers("few.cuh"), name, self.template, lines, self.threads, self.blocks, waits=False)
@@ -295,9 +301,9 @@ def _is_pair(chain: Chain) -> bool:
 
 
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
-    for ways in (4, 8, 16):
-        for words in (2, 4):
-            plan = FewPass(template, chain, dtype, gpu, ways, (words, words))
+    for ways in (2, 4, 8, 16):
+        for height, words in ((1, 2), (1, 4)) if template != "FewStates" else ((1, 2), (2, 2)):
+            plan = FewPass(template, chain, dtype, gpu, ways, height, (words, words))
             most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS if ways < 16 else 64
             takes = all(c.p % plan._each(i) == 0 for i, c in enumerate(plan.both))
             if takes and plan.held <= most and plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:

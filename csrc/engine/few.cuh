@@ -111,28 +111,30 @@ template <class Element, int COUNT> DEVICE void store_few(Element* to, const flo
   }
 }
 
-// 16 rows of a weight, [.., P], times 16 samples at a time; one of WAYS warps has every WAYS-th chunk of p's.
-template <class Math, int P, int WAYS> struct FewRows : FewMath<Math> {
+// HEIGHT times 16 rows of a weight, [.., P], times 16 samples at a time; one of WAYS warps has every WAYS-th chunk of p's.
+template <class Math, int P, int HEIGHT, int WAYS> struct FewRows : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
   static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kMine = ceil_div(ceil_div(P, kChunk), WAYS);
   static_assert(P % kPiece == 0);
   const int way;
   const Lane lane;
-  u32 weight[kMine][2][4];
+  u32 weight[kMine][HEIGHT * 2][4];
   DEVICE FewRows(int way) : way(way) {}
   DEVICE int first(int i) const { return (i * WAYS + way) * kChunk + lane.t * kPiece; }
-  // Rows g and g + 8; null where there is none.
-  DEVICE void fetch(const Element* upper, const Element* lower) {
+  // row(i) is where one begins, null where there is none.
+  template <class Row> DEVICE void fetch(const Row& row) {
+    const Element* from[HEIGHT * 2];
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      load_global<16>(upper + first(i), weight[i][0], upper && first(i) < P);
-      load_global<16>(lower + first(i), weight[i][1], lower && first(i) < P);
-    }
+    for (int h = 0; h < HEIGHT * 2; ++h) from[h] = row(h * 8 + lane.g);
+#pragma unroll
+    for (int i = 0; i < kMine; ++i)
+#pragma unroll
+      for (int h = 0; h < HEIGHT * 2; ++h) load_global<16>(from[h] + first(i), weight[i][h], from[h] && first(i) < P);
   }
   // row(n) is where sample n's p's begin, null where there is none.
-  template <class Row> DEVICE void multiply(const FewTotals<16, WAYS>& totals, const Row& row) const {
-    typename Base::Sums y[2];
+  template <class Row> DEVICE void multiply(const FewTotals<HEIGHT * 16, WAYS>& totals, const Row& row) const {
+    typename Base::Sums y[HEIGHT][2];
     const Element* from[2] = {row(lane.g), row(lane.g + 8)};
     u32 x[kMine][2][4];
 #pragma unroll
@@ -140,20 +142,23 @@ template <class Math, int P, int WAYS> struct FewRows : FewMath<Math> {
 #pragma unroll
       for (int n = 0; n < 2; ++n) load_made<16>(from[n] + first(i), x[i][n], from[n] && first(i) < P);
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const auto &u = weight[i][0], &l = weight[i][1];
-      const typename Base::A a[2] = {Base::left(u[0], l[0], u[1], l[1]), Base::left(u[2], l[2], u[3], l[3])};
+    for (int i = 0; i < kMine; ++i)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const typename Base::B b[2] = {Base::right(x[i][n][0], x[i][n][1]), Base::right(x[i][n][2], x[i][n][3])};
-        Base::multiply(y[n], a, b);
+#pragma unroll
+        for (int h = 0; h < HEIGHT; ++h) {
+          const auto &u = weight[i][h * 2], &l = weight[i][h * 2 + 1];
+          const typename Base::A a[2] = {Base::left(u[0], l[0], u[1], l[1]), Base::left(u[2], l[2], u[3], l[3])};
+          Base::multiply(y[h][n], a, b);
+        }
       }
-    }
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        totals.put(way, lane.g + h * 8, n * 8 + lane.t * 2, Base::total(y[n], h * 2), Base::total(y[n], h * 2 + 1));
+      for (int h = 0; h < HEIGHT * 2; ++h)
+        totals.put(way, h * 8 + lane.g, n * 8 + lane.t * 2, Base::total(y[h / 2][n], h % 2 * 2),
+                   Base::total(y[h / 2][n], h % 2 * 2 + 1));
   }
 };
 
@@ -224,25 +229,25 @@ template <class Math, int P, int Q, int WORDS, int WAYS> struct FewColumns : Few
   }
 };
 
-// A warp's 16 rows and STRIPS * kChunk columns of a weight's gradient, from states that have `samples` side by side, a
+// A warp's HEIGHT times 16 rows and STRIPS * kChunk columns of a weight's gradient, from states that have `samples` side by side, a
 // multiple of 8 of them: G [Q][samples] and X [P][samples].
-template <class Math, int P, int Q, int STRIPS> struct FewOuter : FewMath<Math> {
+template <class Math, int P, int Q, int HEIGHT, int STRIPS> struct FewOuter : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
   static constexpr int kPiece = Base::kPiece, kLane = Base::kStepOfLane, kStep = 4 * kLane, kTiles = kPiece / 2;
-  static constexpr int kSteps = 16 / kStep;
+  static constexpr int kSteps = 16 / kStep, kRows = HEIGHT * 16;
   static constexpr int kColumns = STRIPS * Base::kChunk;
   static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int q, int p) {
     const Lane lane;
-    typename Base::Sums y[STRIPS][kTiles];
+    typename Base::Sums y[HEIGHT][STRIPS][kTiles];
 #pragma unroll 1
     for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kSteps * kStep) {
-      u32 of_g[kSteps][2][2], of_x[kSteps][STRIPS][kTiles][2];
+      u32 of_g[kSteps][HEIGHT * 2][2], of_x[kSteps][STRIPS][kTiles][2];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const bool here = n + s * kStep < samples;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < HEIGHT * 2; ++h) {
           const int row = q + lane.g + h * 8;
           load_made<8>(g + i64(row) * samples + n + s * kStep, of_g[s][h], here && row < Q);
         }
@@ -254,9 +259,14 @@ template <class Math, int P, int Q, int STRIPS> struct FewOuter : FewMath<Math> 
             load_made<8>(x + i64(column) * samples + n + s * kStep, of_x[s][strip][j], here && column < P);
           }
       }
-      typename Base::A a[kSteps];
+      typename Base::A a[HEIGHT][kSteps];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) a[s] = Base::left(of_g[s][0][0], of_g[s][1][0], of_g[s][0][1], of_g[s][1][1]);
+      for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          const auto &u = of_g[s][h * 2], &l = of_g[s][h * 2 + 1];
+          a[h][s] = Base::left(u[0], l[0], u[1], l[1]);
+        }
 #pragma unroll
       for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
@@ -264,34 +274,36 @@ template <class Math, int P, int Q, int STRIPS> struct FewOuter : FewMath<Math> 
           typename Base::B b[kSteps];
 #pragma unroll
           for (int s = 0; s < kSteps; ++s) b[s] = Base::right(of_x[s][strip][j][0], of_x[s][strip][j][1]);
-          Base::multiply(y[strip][j], a, b);
+#pragma unroll
+          for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
         }
     }
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < HEIGHT * 2; ++h) {
         const int row = q + lane.g + h * 8, column = p + strip * Base::kChunk + lane.t * kPiece;
         float sums[kPiece];
 #pragma unroll
-        for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[strip][i / 2], h * 2 + i % 2);
+        for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
         if (row < Q && column < P) store_few(to + i64(row) * P + column, sums);
       }
   }
 };
 
-// A pass of one contraction by rows. y: [sample][group / FAST][a][group % FAST][b], as in streamed.cuh; a block has 16 columns
-// a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's.
+// A pass of one contraction by rows. y: [sample][group / FAST][a][group % FAST][b], as in streamed.cuh; a block has HEIGHT
+// times 16 columns a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's.
 //
-// Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS, RUN,
-//        ROUND_Y, FIRST (of its plan's passes), LAST
+// Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
+//        HEIGHT, RUN, ROUND_Y, FIRST (of its plan's passes), LAST
 template <class Pass> struct Few {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
   static constexpr int P = Pass::P, Q = Pass::Q, FAST = Pass::FAST, WG = Pass::WG, WAYS = Pass::WAYS, RUN = Pass::RUN, B = Pass::B;
-  static constexpr int kThreads = WG * WAYS * 32, kColumnTiles = ceil_div(Q, 16), kGroupTiles = FAST / WG;
+  static constexpr int kThreads = WG * WAYS * 32, kRows = Pass::HEIGHT * 16;
+  static constexpr int kColumnTiles = ceil_div(Q, kRows), kGroupTiles = FAST / WG;
   static_assert(FAST % WG == 0 && (WG == 1 ? B : WG) % RUN == 0 && (WG == 1 || B == 1) && 16 % RUN == 0);
-  using Totals = FewTotals<16, WAYS>;
+  using Totals = FewTotals<kRows, WAYS>;
   const Params& params;
   DEVICE Few(const Params& given) : params(given) {}
 
@@ -306,12 +318,11 @@ template <class Pass> struct Few {
     if constexpr (Pass::FIRST) wait_for_kernel_before();
     if constexpr (!Pass::LAST) start_next_kernel();
     const int warp = threadIdx.x / 32, part = warp / WAYS, tile = blockIdx.y;
-    const int q = tile % kColumnTiles * 16, fast = tile / kColumnTiles % kGroupTiles * WG, slow = tile / (kColumnTiles * kGroupTiles);
+    const int q = tile % kColumnTiles * kRows, fast = tile / kColumnTiles % kGroupTiles * WG, slow = tile / (kColumnTiles * kGroupTiles);
     const int group = weight_of(slow, fast + part);
     const Element* weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + i64(group) * Q * P;
-    FewRows<Math, P, WAYS> rows(warp % WAYS);
-    const auto row_of = [&](int j) { return j < Q ? weight + i64(weight_row(j)) * P : nullptr; };
-    rows.fetch(row_of(q + rows.lane.g), row_of(q + rows.lane.g + 8));
+    FewRows<Math, P, Pass::HEIGHT, WAYS> rows(warp % WAYS);
+    rows.fetch([&](int i) { return q + i < Q ? weight + i64(weight_row(q + i)) * P : nullptr; });
     const typename Pass::Activation activation(params);
     if constexpr (!Pass::FIRST) wait_for_kernel_before();
 
@@ -324,7 +335,7 @@ template <class Pass> struct Few {
         return first + n < params.batch ? x + i64(first + n) * Pass::X_SAMPLE : nullptr;
       });
       __syncthreads();
-      constexpr int kAcross = 16 * WG / RUN;
+      constexpr int kAcross = kRows * WG / RUN;
 #pragma unroll 1
       for (int cell = threadIdx.x; cell < 16 * kAcross; cell += kThreads) {
         const int n = cell / kAcross, e = cell % kAcross * RUN, g = e % WG, j = e / WG;
@@ -353,8 +364,8 @@ template <class Pass> struct Few {
 //   FewLast    the gradients of both weights, and of x, by columns of the first weight
 //
 // Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is the
-//        next), OF_0 and OF_1 (where their gradients begin in w), WAYS, WORDS_0, WORDS_1 (of an access to their columns), STRIPS,
-//        TURNS (blocks)
+//        next), OF_0 and OF_1 (where their gradients begin in w), WAYS, WORDS_0, WORDS_1 (of an access to their columns), HEIGHT,
+//        TALL and STRIPS (of a warp's part of a gradient), TURNS (blocks)
 template <class Pass> struct FewBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
@@ -380,10 +391,11 @@ template <class Pass> struct FewBackward {
 
 template <class Pass> struct FewStates : FewBackward<Pass> {
   using Base = FewBackward<Pass>;
+  static constexpr int kRows = Pass::HEIGHT * 16;
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory, Base::grad;
-  static constexpr int kColumnTiles = ceil_div(Q0, 16), kAcross = L % kPiece ? L % (kPiece / 2) ? 1 : kPiece / 2 : kPiece;
+  static constexpr int kColumnTiles = ceil_div(Q0, kRows), kAcross = L % kPiece ? L % (kPiece / 2) ? 1 : kPiece / 2 : kPiece;
   DEVICE FewStates(const Params& given) : Base(given) {}
 
   // ACROSS columns of kPiece rows that are STEP apart, of which `count` are there (or none): column c goes to place(c).
@@ -408,11 +420,11 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
 #pragma unroll 1
     for (int unit = block * kThreads + threadIdx.x; unit < all; unit += Pass::TURNS * kThreads) {
       if (unit < of_x) {
-        const int column = unit % (K * P0 / kPiece) * kPiece, n = unit / (K * P0 / kPiece) * kPiece;
+        const int n = unit % runs * kPiece, column = unit / runs * kPiece;
         turn<kPiece>(x + i64(n) * (K * P0) + column, K * P0, batch - n,
                      [&](int c) { return y + Base::turned_x() + i64(column + c) * samples + n; });
       } else if (unit < of_x + of_g) {
-        const int at = unit - of_x, l = at % (L / kAcross) * kAcross, q = at / (L / kAcross) % Q1, n = at / (L / kAcross * Q1) * kPiece;
+        const int at = unit - of_x, n = at % runs * kPiece, l = at / runs % (L / kAcross) * kAcross, q = at / (runs * (L / kAcross));
         turn<kAcross>(grad + i64(n) * (Q1 * L) + q * L + l, Q1 * L, batch - n,
                       [&](int c) { return y + Base::turned_g() + (i64(l + c) * Q1 + q) * samples + n; });
       } else {
@@ -427,14 +439,14 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
   DEVICE void run() const {
     wait_for_kernel_before();
     start_next_kernel();
-    const int tile = blockIdx.y, k = tile / kColumnTiles, j = tile % kColumnTiles * 16;
-    if (tile >= K * kColumnTiles) return turn_all(tile - K * kColumnTiles);
+    if (blockIdx.y < Pass::TURNS) return turn_all(blockIdx.y);
+    const int tile = blockIdx.y - Pass::TURNS, k = tile / kColumnTiles, j = tile % kColumnTiles * kRows;
     const int warp = threadIdx.x / 32;
-    FewRows<typename Pass::Math, P0, WAYS> rows(warp);
+    FewRows<typename Pass::Math, P0, Pass::HEIGHT, WAYS> rows(warp);
     const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
-    const auto row_of = [&](int j) { return j < Q0 ? weight + i64(j % R * L + j / R) * P0 : nullptr; };  // j counts (l, r)
-    rows.fetch(row_of(j + rows.lane.g), row_of(j + rows.lane.g + 8));
-    const FewTotals<16, WAYS> totals{memory};
+    // Rows count (l, r).
+    rows.fetch([&](int i) { return j + i < Q0 ? weight + i64((j + i) % R * L + (j + i) / R) * P0 : nullptr; });
+    const FewTotals<kRows, WAYS> totals{memory};
     const Element* x = static_cast<const Element*>(params.x) + k * P0;
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
 #pragma unroll 1
@@ -443,7 +455,7 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
       rows.multiply(totals, [&](int n) { return first + n < batch ? x + i64(first + n) * (K * P0) : nullptr; });
       __syncthreads();
 #pragma unroll 1
-      for (int cell = threadIdx.x; cell < 16 * 16 / kPiece; cell += kThreads) {
+      for (int cell = threadIdx.x; cell < kRows * 16 / kPiece; cell += kThreads) {
         const int row = cell / (16 / kPiece), n = cell % (16 / kPiece) * kPiece, l = (j + row) / R, r = (j + row) % R;
         if (j + row >= Q0 || first + n >= samples) continue;
         float sums[kPiece];
@@ -501,13 +513,13 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory;
   using Columns = FewColumns<Math, P0, Q0, Pass::WORDS_0, WAYS>;
-  using Outer0 = FewOuter<Math, P0, Q0, Pass::STRIPS>;
-  using Outer1 = FewOuter<Math, P1, Q1, Pass::STRIPS>;
+  using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS>;
+  using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS>;
   static constexpr int kTiles = ceil_div(P0, Columns::kColumns), kOfX = K * kTiles;
   template <class Outer, int P, int Q> struct OfWeight {
-    static constexpr int kAcross = ceil_div(P, Outer::kColumns), kDown = ceil_div(Q, 16);
+    static constexpr int kAcross = ceil_div(P, Outer::kColumns), kDown = ceil_div(Q, Outer::kRows);
     static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int groups, int tile) {
-      const int group = tile / (kAcross * kDown), q = tile / kAcross % kDown * 16, p = tile % kAcross * Outer::kColumns;
+      const int group = tile / (kAcross * kDown), q = tile % kDown * Outer::kRows, p = tile / kDown % kAcross * Outer::kColumns;
       if (group < groups)
         Outer::run(to + i64(group) * Q * P, g + i64(group) * Q * samples, x + i64(group) * P * samples, samples, q, p);
     }

@@ -174,15 +174,15 @@ template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES / 
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)));
 }
-// The same of what a kernel has made that had not ended when this one started: from L2, as no cache nearer knows of it.
+// The same of what a kernel has made that had not ended when this one started, but has been waited for.
 template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES / 4], bool present) {
   if constexpr (BYTES == 16)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-                 "@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                  : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)) : "memory");
   else
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.cg.v2.u32 {%0, %1}, [%2]; }"
+                 "@p ld.global.v2.u32 {%0, %1}, [%2]; }"
                  : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)) : "memory");
 }
 // A line of 128 bytes on its way to L2
