@@ -21,8 +21,6 @@ from factorlayer.streamed import Product
 MOST_SAMPLES = 64
 MOST_BLOCKS = 65535  # along y of a grid
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
-STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
-MOST_AHEAD = 16 << 20  # bytes that are asked for ahead: they stay in L2
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
 
 
@@ -45,8 +43,8 @@ class Few:
     wg: int
     ways: int
     height: int
-    first: bool  # of its plan's passes
-    following: Product | None
+    first: bool
+    last: bool
     gpu: Gpu
     us: float = 0.0
 
@@ -100,16 +98,8 @@ class Few:
         numbers = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
         numbers |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
         numbers |= {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        ahead = self.following.weights * p.size if self.following else 0
-        ahead = ahead if ahead <= MOST_AHEAD else 0
-        numbers |= {"AHEAD": self.following.contraction.weight if self.following else 0, "AHEAD_BYTES": ahead}
         numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "RUN": self.run}
-        flags = {
-            "BIAS": p.bias,
-            "ROUND_Y": p.dtype == "tf32" and p.ours_out,
-            "FIRST": self.first,
-            "LAST": not self.following,
-        }
+        flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
         lines += [cuda_type(p.activation, p.scalars)]
         lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
@@ -118,7 +108,7 @@ class Few:
         return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False)
 
 
-def tile(product: Product, batch: int, gpu: Gpu, first: bool, following: Product | None) -> Few | None:
+def tile(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> Few | None:
     """The fastest tiling by prediction, if it is a product of few samples that there is one for."""
     p, c = product, product.contraction
     takes = not c.tied and p.x_step == 1 and p.terms == 1 and not p.reads_beside and p.dtype != "float64"
@@ -128,8 +118,8 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool, following: Product
     for wg in (8, 4, 2, 1):
         if p.fast % wg or (wg > 1 and (p.b > 1 or wg * p.size > 16)):
             continue
-        for ways, height in itertools.product((2, 4, 8, 16), (1, 2)):
-            plan = Few(p, wg, ways, height, first, following, gpu)
+        for ways, height in itertools.product((2, 4, 8, 16), (1, 2, 4)):
+            plan = Few(p, wg, ways, height, first, last, gpu)
             if (
                 wg * ways <= 16
                 and plan.held <= HELD_ROWS
@@ -162,9 +152,8 @@ class FewPass:
     ways: int
     height: int  # of a warp's part of the first weight, in 16 rows
     words: tuple[int, int]
-    depth: int = 2  # of a warp's part of a gradient, in 16 rows
-    early: bool = True
-    asks: bool = True
+    tall: int = 1  # a warp's part of a gradient, in 16 rows
+    strips: int = 2  # and in 64 bytes of them
     us: float = 0.0
 
     units_per_sample = 1
@@ -196,11 +185,10 @@ class FewPass:
         c = self.both[which]
         return c.outer * c.inner * -(-c.p // (8 * self._each(which)))
 
-    def _outer_blocks(self, which: int) -> int:
-        """Of a weight's gradient, a part for each warp."""
+    def _outer_tiles(self, which: int) -> int:
+        """Of a weight's gradient, by warps."""
         c = self.both[which]
-        parts = c.outer * c.inner * -(-c.q // (16 * self.depth)) * -(-c.p // (STRIPS * _chunk(self.size)))
-        return -(-parts // self.ways)
+        return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (self.strips * _chunk(self.size)))
 
     @property
     def turns(self) -> int:
@@ -218,8 +206,8 @@ class FewPass:
         if self.template == "FewStates":
             return first.outer * -(-first.q // (16 * self.height)) + self.turns
         if self.template == "FewBack":
-            return self._column_tiles(1) + (self._outer_blocks(1) if self.early else 0)
-        return self._column_tiles(0) + self._outer_blocks(0) + (0 if self.early else self._outer_blocks(1))
+            return self._column_tiles(1)
+        return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
 
     @property
     def shared(self) -> int:
@@ -241,7 +229,7 @@ class FewPass:
     def blocks(self) -> int:
         """At once on a multiprocessor."""
         registers = _registers(self.held, self.dtype)
-        if self.template != "FewStates":
+        if self.template == "FewLast":
             registers = max(registers, 128)
         return max(1, 65536 // (self.threads * registers))
 
@@ -260,13 +248,6 @@ class FewPass:
         row = -(-first.q * self.size // 16) * 16 // self.size
         return 8 * first.outer * (first.q + row) * self.size
 
-    @property
-    def of_second(self) -> slice:
-        """The second weight's gradient, of both side by side."""
-        first, second = self.both
-        begin = second.weight * first.weight_size
-        return slice(begin, begin + second.weight_size)
-
     def __str__(self) -> str:
         first, second = self.both
         what = {
@@ -281,13 +262,11 @@ class FewPass:
         first, second = self.both
         numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
-        numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": self.of_second.start}
+        numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         numbers |= {"WAYS": self.ways, "WORDS_0": self.words[0], "WORDS_1": self.words[1]}
-        flags = {"EARLY": self.early, "ASKS": self.asks and second.weight_size * self.size <= MOST_AHEAD}
-        numbers |= {"HEIGHT": self.height, "DEPTH": self.depth, "STRIPS": STRIPS, "TURNS": self.turns}
+        numbers |= {"HEIGHT": self.height, "TALL": self.tall, "STRIPS": self.strips, "TURNS": self.turns}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         return kernel(headers("few.cuh"), name, self.template, lines, self.threads, self.blocks, waits=False)
 
 
@@ -320,7 +299,7 @@ def _is_pair(chain: Chain) -> bool:
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
     for ways in (2, 4, 8, 16):
         for height, words in ((1, 2), (1, 4)) if template != "FewStates" else ((1, 2), (2, 2)):
-            plan = FewPass(template, chain, dtype, gpu, ways, height, (words, words))
+            plan = FewPass(template, chain, dtype, gpu, ways, height, (words, words), 1 if dtype == "float32" else 2)
             most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS if ways < 16 else 64
             takes = all(c.p % plan._each(i) == 0 for i, c in enumerate(plan.both))
             if takes and plan.held <= most and plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:

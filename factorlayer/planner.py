@@ -233,10 +233,8 @@ def _margin(chain: Chain, dtype: str) -> float:
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """A pass for each contraction, its weight streamed."""
     products = streamed.products(chain, dtype)
-    passes = tuple(
-        _product_pass(product, batch, gpu, i == 0, following)
-        for i, (product, following) in enumerate(zip(products, [*products[1:], None], strict=True))
-    )
+    last = len(products) - 1
+    passes = tuple(_product_pass(product, batch, gpu, i == 0, i == last) for i, product in enumerate(products))
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
@@ -339,10 +337,10 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
 
 
 def _product_pass(
-    product: Product, batch: int, gpu: Gpu, first: bool = True, following: Product | None = None
+    product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True
 ) -> Few | Streamed | Wide:
     """Times of streamed passes are predicted too short, but they are better with few samples, untied ones apart."""
-    of_few = few.tile(product, batch, gpu, first, following)
+    of_few = few.tile(product, batch, gpu, first, last)
     if of_few:
         return of_few
     narrow, found = streamed.tile(product, batch, gpu), wide.tile(product, batch, gpu)

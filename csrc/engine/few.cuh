@@ -88,7 +88,8 @@ template <int ROWS, int WAYS> struct FewTotals {
   DEVICE float at(int row, int sample) const {
     float sum = 0;
 #pragma unroll
-    for (int way = 0; way < WAYS; ++way) sum += __uint_as_float(load_u32(memory + way * kWarp + (row * kStride + sample) * 4));
+    for (int way = 0; way < WAYS; ++way)
+      sum += __uint_as_float(load_u32(memory + way * kWarp + (row * kStride + sample) * 4));
     return sum;
   }
 };
@@ -229,88 +230,78 @@ template <class Math, int P, int Q, int WORDS, int WAYS> struct FewColumns : Few
   }
 };
 
-// A warp's DEPTH times 16 rows, one after the other, and STRIPS * kChunk columns of a weight's gradient, from states that have
-// `samples` side by side, a multiple of 8 of them: G [Q][samples] and X [P][samples].
-template <class Math, int P, int Q, int DEPTH, int STRIPS> struct FewOuter : FewMath<Math> {
+// A warp's HEIGHT times 16 rows and STRIPS * kChunk columns of a weight's gradient, from states that have `samples` side by side, a
+// multiple of 8 of them: G [Q][samples] and X [P][samples].
+template <class Math, int P, int Q, int HEIGHT, int STRIPS> struct FewOuter : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
   static constexpr int kPiece = Base::kPiece, kLane = Base::kStepOfLane, kStep = 4 * kLane, kTiles = kPiece / 2;
-  static constexpr int kSteps = 16 / kStep, kRows = DEPTH * 16, kColumns = STRIPS * Base::kChunk;
+  static constexpr int kSteps = 16 / kStep, kRows = HEIGHT * 16;
+  static constexpr int kColumns = STRIPS * Base::kChunk;
   static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int q, int p) {
     const Lane lane;
-    const int runs = (samples + 15) / 16, end = min(DEPTH, ceil_div(Q - q, 16)) * runs;
-    u32 next[kSteps][2][2];
-    const auto fetch = [&](int at) {
-      const int first = at % runs * 16 + lane.t * kLane;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = q + at / runs * 16 + h * 8 + lane.g, n = first + s * kStep;
-          load_made<8>(g + i64(row) * samples + n, next[s][h], n < samples && row < Q);
-        }
-    };
-    fetch(0);
-    typename Base::B b[STRIPS][kTiles][kSteps];
-    typename Base::Sums y[STRIPS][kTiles];
+    typename Base::Sums y[HEIGHT][STRIPS][kTiles];
 #pragma unroll 1
-    for (int at = 0; at < end; ++at) {
-      if (at == 0 || runs > 1) {  // the right operand stays, if it is that of all samples
-        u32 words[STRIPS][kTiles][kSteps][2];
+    for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kSteps * kStep) {
+      u32 of_g[kSteps][HEIGHT * 2][2], of_x[kSteps][STRIPS][kTiles][2];
 #pragma unroll
-        for (int i = 0; i < STRIPS * kTiles * kSteps; ++i) {
-          const int strip = i / (kTiles * kSteps), j = i / kSteps % kTiles, s = i % kSteps;
-          const int column = p + strip * Base::kChunk + lane.g / 2 * kPiece + j * 2 + lane.g % 2;
-          const int n = at % runs * 16 + lane.t * kLane + s * kStep;
-          load_made<8>(x + i64(column) * samples + n, words[strip][j][s], n < samples && column < P);
+      for (int s = 0; s < kSteps; ++s) {
+        const bool here = n + s * kStep < samples;
+#pragma unroll
+        for (int h = 0; h < HEIGHT * 2; ++h) {
+          const int row = q + lane.g + h * 8;
+          load_made<8>(g + i64(row) * samples + n + s * kStep, of_g[s][h], here && row < Q);
         }
 #pragma unroll
-        for (int i = 0; i < STRIPS * kTiles * kSteps; ++i) {
-          const auto& word = words[i / (kTiles * kSteps)][i / kSteps % kTiles][i % kSteps];
-          b[i / (kTiles * kSteps)][i / kSteps % kTiles][i % kSteps] = Base::right(word[0], word[1]);
+        for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            const int column = p + strip * Base::kChunk + lane.g / 2 * kPiece + j * 2 + lane.g % 2;
+            load_made<8>(x + i64(column) * samples + n + s * kStep, of_x[s][strip][j], here && column < P);
+          }
+      }
+      typename Base::A a[HEIGHT][kSteps];
+#pragma unroll
+      for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          const auto &u = of_g[s][h * 2], &l = of_g[s][h * 2 + 1];
+          a[h][s] = Base::left(u[0], l[0], u[1], l[1]);
         }
-      }
-      typename Base::A a[kSteps];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) a[s] = Base::left(next[s][0][0], next[s][1][0], next[s][0][1], next[s][1][1]);
-      if (at + 1 < end) fetch(at + 1);
+      for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
-      for (int i = 0; i < STRIPS * kTiles; ++i) {
-        auto& sums = y[i / kTiles][i % kTiles];
-        if (at % runs == 0) sums = {};
-        Base::multiply(sums, a, b[i / kTiles][i % kTiles]);
-      }
-      if (at % runs < runs - 1) continue;
+        for (int j = 0; j < kTiles; ++j) {
+          typename Base::B b[kSteps];
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+          for (int s = 0; s < kSteps; ++s) b[s] = Base::right(of_x[s][strip][j][0], of_x[s][strip][j][1]);
 #pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip) {
-          const int row = q + at / runs * 16 + h * 8 + lane.g, column = p + strip * Base::kChunk + lane.t * kPiece;
-          float sums[kPiece];
-#pragma unroll
-          for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[strip][i / 2], h * 2 + i % 2);
-          if (row < Q && column < P) store_few(to + i64(row) * P + column, sums);
+          for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
         }
     }
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip)
+#pragma unroll
+      for (int h = 0; h < HEIGHT * 2; ++h) {
+        const int row = q + lane.g + h * 8, column = p + strip * Base::kChunk + lane.t * kPiece;
+        float sums[kPiece];
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
+        if (row < Q && column < P) store_few(to + i64(row) * P + column, sums);
+      }
   }
 };
-
-// BYTES of a weight on their way to L2, by all threads of a kernel that has a use for another one first.
-template <int THREADS> DEVICE void ask_ahead(const void* weight, i64 bytes) {
-#pragma unroll 1
-  for (i64 at = (i64(blockIdx.y) * THREADS + threadIdx.x) * 128; at < bytes; at += i64(gridDim.y) * THREADS * 128)
-    prefetch(static_cast<const char*>(weight) + at);
-}
 
 // A pass of one contraction by rows. y: [sample][group / FAST][a][group % FAST][b], as in streamed.cuh; a block has HEIGHT
 // times 16 columns a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's.
 //
 // Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
-//        HEIGHT, RUN, ROUND_Y, FIRST (of its plan's passes), LAST, AHEAD (the next one's weight) and AHEAD_BYTES
+//        HEIGHT, RUN, ROUND_Y, FIRST (of its plan's passes), LAST
 template <class Pass> struct Few {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
-  static constexpr int P = Pass::P, Q = Pass::Q, FAST = Pass::FAST, WG = Pass::WG, WAYS = Pass::WAYS, RUN = Pass::RUN, B = Pass::B;
+  static constexpr int P = Pass::P, Q = Pass::Q, FAST = Pass::FAST, B = Pass::B;
+  static constexpr int WG = Pass::WG, WAYS = Pass::WAYS, RUN = Pass::RUN;
   static constexpr int kThreads = WG * WAYS * 32, kRows = Pass::HEIGHT * 16;
   static constexpr int kColumnTiles = ceil_div(Q, kRows), kGroupTiles = FAST / WG;
   static_assert(FAST % WG == 0 && (WG == 1 ? B : WG) % RUN == 0 && (WG == 1 || B == 1) && 16 % RUN == 0);
@@ -323,18 +314,20 @@ template <class Pass> struct Few {
     return (slow * Pass::NEXT + fast % Pass::NEXT) * (FAST / Pass::NEXT) + fast / Pass::NEXT;
   }
   static DEVICE int weight_row(int j) { return j % B * Pass::STEP_B + j / B * Pass::STEP_A; }
-  static DEVICE i64 feature(int slow, int fast, int j) { return i64(slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B; }
+  static DEVICE i64 feature(int slow, int fast, int j) {
+    return i64(slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
+  }
 
   DEVICE void run() const {
     if constexpr (Pass::FIRST) wait_for_kernel_before();
     if constexpr (!Pass::LAST) start_next_kernel();
     const int warp = threadIdx.x / 32, part = warp / WAYS, tile = blockIdx.y;
-    const int q = tile % kColumnTiles * kRows, fast = tile / kColumnTiles % kGroupTiles * WG, slow = tile / (kColumnTiles * kGroupTiles);
+    const int q = tile % kColumnTiles * kRows, fast = tile / kColumnTiles % kGroupTiles * WG;
+    const int slow = tile / (kColumnTiles * kGroupTiles);
     const int group = weight_of(slow, fast + part);
     const Element* weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + i64(group) * Q * P;
     FewRows<Math, P, Pass::HEIGHT, WAYS> rows(warp % WAYS);
     rows.fetch([&](int i) { return q + i < Q ? weight + i64(weight_row(q + i)) * P : nullptr; });
-    if constexpr (Pass::AHEAD_BYTES > 0) ask_ahead<kThreads>(params.weights[Pass::AHEAD], Pass::AHEAD_BYTES);
     const typename Pass::Activation activation(params);
     if constexpr (!Pass::FIRST) wait_for_kernel_before();
 
@@ -372,13 +365,12 @@ template <class Pass> struct Few {
 // passes, each of which has blocks for several products that do not depend on each other.
 //   FewStates  the state between, and what is contracted over the samples, turned: h [l][p][n], x [k][p][n], g [l][q][n], and g
 //              with q's side by side, [l][n][q]
-//   FewBack    the gradient of the state, by columns of the second weight, as [k][q][n] and [k][n][q], and that of this weight
-//   FewLast    the gradient of x, by columns of the first weight, and that of this weight
+//   FewBack    the gradient of the state, by columns of the second weight, as [k][q][n] and [k][n][q]
+//   FewLast    the gradients of both weights, and of x, by columns of the first weight
 //
 // Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is the
 //        next), OF_0 and OF_1 (where their gradients begin in w), WAYS, WORDS_0, WORDS_1 (of an access to their columns), HEIGHT,
-//        DEPTH and STRIPS (of a warp's part of a gradient), TURNS (blocks),
-//        EARLY (whether FewBack makes the second weight's gradient), ASKS (for the second weight ahead)
+//        TALL and STRIPS (of a warp's part of a gradient), TURNS (blocks)
 template <class Pass> struct FewBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
@@ -400,27 +392,6 @@ template <class Pass> struct FewBackward {
   DEVICE i64 turned_g() const { return turned_h() + i64(L) * P1 * samples; }
   DEVICE i64 rows_of_g() const { return turned_g() + i64(L) * Q1 * samples; }
   DEVICE i64 rows_of_gh() const { return i64(K) * Q0 * samples; }
-
-  // Gradients of weights, a part for each warp
-  template <int P, int Q> struct OfWeight {
-    using Outer = FewOuter<Math, P, Q, Pass::DEPTH, Pass::STRIPS>;
-    static constexpr int kAcross = ceil_div(P, Outer::kColumns), kDown = ceil_div(Q, Outer::kRows);
-    static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int groups, int tile) {
-      const int group = tile / (kAcross * kDown), q = tile % kDown * Outer::kRows, p = tile / kDown % kAcross * Outer::kColumns;
-      if (group < groups)
-        Outer::run(to + i64(group) * Q * P, g + i64(group) * Q * samples, x + i64(group) * P * samples, samples, q, p);
-    }
-  };
-  DEVICE Element* w() const { return static_cast<Element*>(const_cast<void*>(params.weights[Pass::GRAD + 1])); }
-  static constexpr int kOf1 = ceil_div(L * OfWeight<P1, Q1>::kAcross * OfWeight<P1, Q1>::kDown, WAYS);
-  DEVICE void of_second(int block) const {
-    const Element* turned = static_cast<const Element*>(params.sums);
-    OfWeight<P1, Q1>::run(w() + Pass::OF_1, turned + turned_g(), turned + turned_h(), samples, L, block * WAYS + threadIdx.x / 32);
-  }
-  DEVICE void of_first(int block) const {
-    const Element *turned = static_cast<const Element*>(params.sums), *g = static_cast<const Element*>(params.x);
-    OfWeight<P0, Q0>::run(w() + Pass::OF_0, g, turned + turned_x(), samples, K, block * WAYS + threadIdx.x / 32);
-  }
 };
 
 template <class Pass> struct FewStates : FewBackward<Pass> {
@@ -449,8 +420,9 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
   DEVICE void turn_all(int block) const {
     const Element* x = static_cast<const Element*>(params.x);
     Element* y = static_cast<Element*>(params.y);
+    constexpr int kGroups = L / kAcross, kPieces = Base::kRow1 / kPiece;
     const int runs = samples / kPiece;
-    const int of_x = K * P0 / kPiece * runs, of_g = Q1 * (L / kAcross) * runs, all = of_x + of_g + Base::kRow1 / kPiece * (L / kAcross) * batch;
+    const int of_x = K * P0 / kPiece * runs, of_g = Q1 * kGroups * runs, all = of_x + of_g + kPieces * kGroups * batch;
 #pragma unroll 1
     for (int unit = block * kThreads + threadIdx.x; unit < all; unit += Pass::TURNS * kThreads) {
       if (unit < of_x) {
@@ -458,36 +430,27 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
         turn<kPiece>(x + i64(n) * (K * P0) + column, K * P0, batch - n,
                      [&](int c) { return y + Base::turned_x() + i64(column + c) * samples + n; });
       } else if (unit < of_x + of_g) {
-        const int at = unit - of_x, n = at % runs * kPiece, l = at / runs % (L / kAcross) * kAcross, q = at / (runs * (L / kAcross));
+        const int at = unit - of_x, n = at % runs * kPiece, l = at / runs % kGroups * kAcross, q = at / (runs * kGroups);
         turn<kAcross>(grad + i64(n) * (Q1 * L) + q * L + l, Q1 * L, batch - n,
                       [&](int c) { return y + Base::turned_g() + (i64(l + c) * Q1 + q) * samples + n; });
       } else {
-        constexpr int kPieces = Base::kRow1 / kPiece;
-        const int at = unit - of_x - of_g, l = at % (L / kAcross) * kAcross, q = at / (L / kAcross) % kPieces * kPiece;
-        const int n = at / (L / kAcross * kPieces);
+        const int at = unit - of_x - of_g, l = at % kGroups * kAcross, q = at / kGroups % kPieces * kPiece;
+        const int n = at / (kGroups * kPieces);
         turn<kAcross>(grad + i64(n) * (Q1 * L) + q * L + l, L, Q1 - q,
                       [&](int c) { return y + Base::rows_of_g() + (i64(l + c) * samples + n) * Base::kRow1 + q; });
       }
     }
   }
-  DEVICE void ask_ahead() const {
-    ::ask_ahead<kThreads>(Base::weight(Pass::WEIGHT_1), i64(L) * Q1 * P1 * int(sizeof(Element)));
-  }
   DEVICE void run() const {
     wait_for_kernel_before();
     start_next_kernel();
-    if (blockIdx.y < Pass::TURNS) {
-      turn_all(blockIdx.y);
-      if constexpr (Pass::ASKS) ask_ahead();
-      return;
-    }
+    if (blockIdx.y < Pass::TURNS) return turn_all(blockIdx.y);
     const int tile = blockIdx.y - Pass::TURNS, k = tile / kColumnTiles, j = tile % kColumnTiles * kRows;
     const int warp = threadIdx.x / 32;
     FewRows<typename Pass::Math, P0, Pass::HEIGHT, WAYS> rows(warp);
     const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
     // Rows count (l, r).
     rows.fetch([&](int i) { return j + i < Q0 ? weight + i64((j + i) % R * L + (j + i) / R) * P0 : nullptr; });
-    if constexpr (Pass::ASKS) ask_ahead();
     const FewTotals<kRows, WAYS> totals{memory};
     const Element* x = static_cast<const Element*>(params.x) + k * P0;
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
@@ -519,10 +482,6 @@ template <class Pass> struct FewBack : FewBackward<Pass> {
   DEVICE FewBack(const Params& given) : Base(given) {}
   DEVICE void run() const {
     start_next_kernel();
-    if (Pass::EARLY && blockIdx.y >= L * kTiles) {
-      wait_for_kernel_before();
-      return Base::of_second(blockIdx.y - L * kTiles);
-    }
     const int l = blockIdx.y / kTiles, p = blockIdx.y % kTiles * Columns::kColumns;
     Columns columns(threadIdx.x / 32);
     columns.fetch(Base::weight(Pass::WEIGHT_1) + i64(l) * Q1 * P1, p);
@@ -544,7 +503,8 @@ template <class Pass> struct FewBack : FewBackward<Pass> {
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) {
           sums[i] = first + n + i < batch ? totals.at(column, n + i) : 0.f;
-          store_global(to + Base::rows_of_gh() + (i64(k) * samples + first + n + i) * Base::kRow0 + q, narrow<Element>(sums[i]));
+          const i64 row = i64(k) * samples + first + n + i;
+          store_global(to + Base::rows_of_gh() + row * Base::kRow0 + q, narrow<Element>(sums[i]));
         }
         store_few(to + (i64(k) * Q0 + q) * samples + first + n, sums);
       }
@@ -559,7 +519,21 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory;
   using Columns = FewColumns<Math, P0, Q0, Pass::WORDS_0, WAYS>;
+  using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS>;
+  using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS>;
   static constexpr int kTiles = ceil_div(P0, Columns::kColumns), kOfX = K * kTiles;
+  template <class Outer, int P, int Q> struct OfWeight {
+    static constexpr int kAcross = ceil_div(P, Outer::kColumns), kDown = ceil_div(Q, Outer::kRows);
+    static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int groups, int tile) {
+      const int q = tile % kDown * Outer::kRows, p = tile / kDown % kAcross * Outer::kColumns;
+      const int group = tile / (kAcross * kDown);
+      if (group < groups)
+        Outer::run(to + i64(group) * Q * P, g + i64(group) * Q * samples, x + i64(group) * P * samples, samples, q, p);
+    }
+  };
+  using Of0 = OfWeight<Outer0, P0, Q0>;
+  using Of1 = OfWeight<Outer1, P1, Q1>;
+  static constexpr int kOf1 = ceil_div(L * Of1::kAcross * Of1::kDown, WAYS);
   DEVICE FewLast(const Params& given) : Base(given) {}
   DEVICE void of_x(int tile) const {
     const int k = tile / kTiles, p = tile % kTiles * Columns::kColumns;
@@ -589,10 +563,13 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   DEVICE void run() const {
     if (blockIdx.y < kOfX) return of_x(blockIdx.y);
     wait_for_kernel_before();
-    const int block = blockIdx.y - kOfX, of_second = Pass::EARLY ? 0 : Base::kOf1;
-    if (block < of_second)
-      Base::of_second(block);
+    const Element* turned = static_cast<const Element*>(params.sums);
+    Element* w = static_cast<Element*>(const_cast<void*>(params.weights[Pass::GRAD + 1]));
+    const int block = blockIdx.y - kOfX, warp = threadIdx.x / 32;
+    if (block < kOf1)
+      Of1::run(w + Pass::OF_1, turned + Base::turned_g(), turned + Base::turned_h(), samples, L, block * WAYS + warp);
     else
-      Base::of_first(block - of_second);
+      Of0::run(w + Pass::OF_0, static_cast<const Element*>(params.x), turned + Base::turned_x(), samples, K,
+               (block - kOf1) * WAYS + warp);
   }
 };

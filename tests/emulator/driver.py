@@ -111,12 +111,9 @@ class Kernel:
         if p.template == "FewStates":
             turned = first.outer * first.p + second.inner * (second.p + second.q)
             return [(turned * samples + second.inner * rows[1] * (samples if padding else batch)) * p.size]
-        both = first.weight_size + second.weight_size
         if p.template == "FewBack":
-            states = first.outer * (first.q + (rows[0] if padding else first.q)) * samples * p.size
-            return [states, (both if padding else second.weight_size) * p.size][: 1 + p.early]
-        written = both if padding or not p.early else first.weight_size
-        return [batch * first.outer * first.p * p.size, written * p.size]
+            return [first.outer * (first.q + (rows[0] if padding else first.q)) * samples * p.size]
+        return [batch * first.outer * first.p * p.size, (first.weight_size + second.weight_size) * p.size]
 
     def places(self, batch: int) -> list[int]:
         """Where they begin, as tensors do, and where sums do behind them."""
@@ -212,14 +209,8 @@ class Emulator:
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
             parts = [memory[at : at + size] for at, size in zip(places, sizes, strict=False)]
             written = b"".join(parts)
-            if isinstance(kernel.planned, FewPass):
-                outputs += [decode(part, plan.dtype) for part in parts]
-                written = parts[0]
-                if len(outputs) == 4:  # each of the two has a weight's gradient
-                    second = kernel.planned.of_second
-                    outputs[3][second] = outputs[1][second]
-            else:
-                outputs.append(decode(written, kernel.dtype(plan)))
+            for part in parts if isinstance(kernel.planned, FewPass) else [written]:
+                outputs.append(decode(part, kernel.dtype(plan)))
             (self.folder / "x").write_bytes(memory[places[-1] :] or written)
         return outputs, errors
 
