@@ -21,6 +21,7 @@ from factorlayer.streamed import Product
 MOST_SAMPLES = 64
 MOST_BLOCKS = 65535  # along y of a grid
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
+STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
 
 
@@ -70,9 +71,13 @@ class Few:
         return 8 * self.height * -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
 
     @property
+    def registers(self) -> int:
+        return _registers(self.held, self.product.dtype)
+
+    @property
     def blocks(self) -> int:
         """At once on a multiprocessor."""
-        return max(1, 65536 // (self.threads * _registers(self.held, self.product.dtype)))
+        return max(1, 65536 // (self.threads * self.registers))
 
     @property
     def run(self) -> int:
@@ -115,27 +120,26 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> Few
     if not takes or batch > MOST_SAMPLES or c.p * p.size % 16:
         return None
     found = []
-    for wg in (8, 4, 2, 1):
-        if p.fast % wg or (wg > 1 and (p.b > 1 or wg * p.size > 16)):
+    heights = (1,) if p.dtype == "float32" else (1, 2)
+    for wg, ways, height in itertools.product((8, 4, 2, 1), (2, 4, 8, 16), heights):
+        if p.fast % wg or (wg > 1 and (p.b > 1 or wg * p.size > 16)) or wg * ways > 16:
             continue
-        for ways, height in itertools.product((2, 4, 8, 16), (1, 2, 4)):
-            plan = Few(p, wg, ways, height, first, last, gpu)
-            if (
-                wg * ways <= 16
-                and plan.held <= HELD_ROWS
-                and plan.split <= MOST_BLOCKS
-                and ways <= max(2, -(-c.p // 32))
-            ):
-                found.append(replace(plan, us=_time(plan)))
+        plan = Few(p, wg, ways, height, first, last, gpu)
+        if plan.held <= HELD_ROWS and plan.split <= MOST_BLOCKS and plan.threads * plan.registers <= 65536:
+            found.append(replace(plan, us=_time(plan)))
     return min(found, key=lambda plan: plan.us, default=None)
 
 
 def _time(plan: Few) -> float:
-    """Microseconds: the weight's way from memory, and what is done behind it; more where not all blocks fit at once."""
+    """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind it;
+    more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200."""
     p, gpu = plan.product, plan.gpu
+    weight = p.weights * p.size
+    us = (START_US if plan.first else NEXT_US) + weight / (gpu.memory_bytes * gpu.sms)
+    us += weight / plan.height / (gpu.l2_bytes * gpu.sms)
     waves = -(-plan.split // (gpu.sms * plan.blocks))
-    us = (START_US if plan.first else NEXT_US) + p.weights * p.size / (gpu.memory_bytes * gpu.sms)
-    return us + 0.5 * (waves - 1) + 0.02 * plan.held + 0.05 * plan.ways + 0.4 / plan.run
+    held = (0.014 if p.dtype == "float32" else 0.006) * plan.held
+    return us + 0.25 * (waves - 1) + held + 0.06 * plan.wg * plan.ways + 1 / plan.run
 
 
 # All gradients of two contractions
@@ -150,10 +154,7 @@ class FewPass:
     dtype: str
     gpu: Gpu
     ways: int
-    height: int  # of a warp's part of the first weight, in 16 rows
-    words: tuple[int, int]
-    tall: int = 1  # a warp's part of a gradient, in 16 rows
-    strips: int = 2  # and in 64 bytes of them
+    words: int  # of a lane's access to a column
     us: float = 0.0
 
     units_per_sample = 1
@@ -177,18 +178,24 @@ class FewPass:
     def threads(self) -> int:
         return 32 * self.ways
 
-    def _each(self, which: int) -> int:
+    @property
+    def each(self) -> int:
         """Columns of a lane."""
-        return self.words[which] * 4 // self.size
+        return self.words * 4 // self.size
+
+    @property
+    def tall(self) -> int:
+        """A warp's part of a gradient, in 16 rows."""
+        return 1 if self.dtype == "float32" else 2
 
     def _column_tiles(self, which: int) -> int:
         c = self.both[which]
-        return c.outer * c.inner * -(-c.p // (8 * self._each(which)))
+        return c.outer * c.inner * -(-c.p // (8 * self.each))
 
     def _outer_tiles(self, which: int) -> int:
         """Of a weight's gradient, by warps."""
         c = self.both[which]
-        return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (self.strips * _chunk(self.size)))
+        return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (STRIPS * _chunk(self.size)))
 
     @property
     def turns(self) -> int:
@@ -204,16 +211,14 @@ class FewPass:
     def split(self) -> int:
         first, _ = self.both
         if self.template == "FewStates":
-            return first.outer * -(-first.q // (16 * self.height)) + self.turns
+            return first.outer * -(-first.q // 16) + self.turns
         if self.template == "FewBack":
             return self._column_tiles(1)
         return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
 
     @property
     def shared(self) -> int:
-        rows = {"FewStates": 16 * self.height, "FewBack": 8 * self._each(1), "FewLast": 8 * self._each(0)}[
-            self.template
-        ]
+        rows = 16 if self.template == "FewStates" else 8 * self.each
         return self.ways * rows * 18 * 4
 
     @property
@@ -221,17 +226,18 @@ class FewPass:
         """Registers of a thread that hold a weight."""
         first, second = self.both
         if self.template == "FewStates":
-            return 8 * self.height * -(-first.p // (_chunk(self.size) * self.ways))
-        c, words = (second, self.words[1]) if self.template == "FewBack" else (first, self.words[0])
-        return 16 // self.size * words * -(-c.q // (_chunk(self.size) * self.ways))
+            return 8 * -(-first.p // (_chunk(self.size) * self.ways))
+        c = second if self.template == "FewBack" else first
+        return 16 // self.size * self.words * -(-c.q // (_chunk(self.size) * self.ways))
+
+    @property
+    def registers(self) -> int:
+        return max(_registers(self.held, self.dtype), 128 if self.template == "FewLast" else 0)
 
     @property
     def blocks(self) -> int:
         """At once on a multiprocessor."""
-        registers = _registers(self.held, self.dtype)
-        if self.template == "FewLast":
-            registers = max(registers, 128)
-        return max(1, 65536 // (self.threads * registers))
+        return max(1, 65536 // (self.threads * self.registers))
 
     @property
     def part_bytes(self) -> int:
@@ -263,8 +269,7 @@ class FewPass:
         numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {"WAYS": self.ways, "WORDS_0": self.words[0], "WORDS_1": self.words[1]}
-        numbers |= {"HEIGHT": self.height, "TALL": self.tall, "STRIPS": self.strips, "TURNS": self.turns}
+        numbers |= {"WAYS": self.ways, "WORDS": self.words, "TALL": self.tall, "STRIPS": STRIPS, "TURNS": self.turns}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         return kernel(headers("few.cuh"), name, self.template, lines, self.threads, self.blocks, waits=False)
@@ -297,27 +302,26 @@ def _is_pair(chain: Chain) -> bool:
 
 
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
-    for ways in (2, 4, 8, 16):
-        for height, words in ((1, 2), (1, 4)) if template != "FewStates" else ((1, 2), (2, 2)):
-            plan = FewPass(template, chain, dtype, gpu, ways, height, (words, words), 1 if dtype == "float32" else 2)
-            most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS if ways < 16 else 64
-            takes = all(c.p % plan._each(i) == 0 for i, c in enumerate(plan.both))
-            if takes and plan.held <= most and plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:
-                yield plan
+    most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
+    for ways, words in itertools.product((2, 4, 8, 16), (2,) if template == "FewStates" else (2, 4)):
+        plan = FewPass(template, chain, dtype, gpu, ways, words)
+        fits = plan.held <= most and plan.threads * plan.registers <= 65536 and plan.shared <= gpu.shared
+        if all(c.p % plan.each == 0 for c in plan.both) and fits and plan.split <= MOST_BLOCKS:
+            yield plan
 
 
 def _backward_time(plan: FewPass) -> float:
-    """Microseconds, as above. Rows of 64 bytes rather than 128 cost a little, multiprocessors without a block more."""
+    """Microseconds, as above: multiprocessors without a block cost, too, and blocks of many warps that write."""
     first, second = plan.both
     gpu, size = plan.gpu, plan.size
-    if plan.template == "FewStates":
-        moved, tiles = first.weight_size, plan.split
-    elif plan.template == "FewBack":
-        moved, tiles = second.weight_size, plan.split
-    else:
-        moved, tiles = first.weight_size + second.weight_size, plan._column_tiles(0)
     waves = -(-plan.split // (gpu.sms * plan.blocks))
-    us = (START_US if plan.template == "FewStates" else NEXT_US) + moved * size / (gpu.memory_bytes * gpu.sms)
-    idle = max(0.0, 1 - tiles / gpu.sms)
-    row = 0.1 if plan.template != "FewStates" and plan.words[0] == 2 else 0.0
-    return us + 0.3 * (waves - 1) + idle + row + 0.02 * plan.held + 0.03 * plan.ways
+    if plan.template == "FewStates":
+        held = 0.014 if plan.dtype == "float32" else 0.008
+        us = START_US + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
+        return us + 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways
+    if plan.template == "FewBack":
+        moved, tiles, of_warps = second.weight_size, plan.split, 0.03
+    else:
+        moved, tiles, of_warps = first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
+    us = NEXT_US + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
+    return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways

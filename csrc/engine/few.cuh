@@ -1,6 +1,6 @@
-// Untied contractions of few samples (64 at most), for which a kernel takes as long as it takes to ask memory for a weight: all
-// that a thread reads of one is on its way to registers at once, 16 bytes (or 8) for an access, before it waits for the kernel
-// that makes the states. Warps of a group share what is contracted, and add up their sums in shared memory, in order.
+// Untied contractions of few samples (64 at most), which take as long as it takes to ask memory for a weight: all that a thread
+// reads of one is on its way to registers at once, 16 bytes (or 8) for an access, before it waits for the kernel that makes
+// the states. Warps of a group share what is contracted, and add up their sums in shared memory, in order.
 //
 // A weight is the left operand, read as it lies. By rows, Y[q, n] = sum_p W[q, p] X[p, n], a lane's piece of 16 bytes has the
 // p's that are its own in two steps of the matrix unit: which p is which k is free, if X's pieces are read alike. By columns,
@@ -368,9 +368,9 @@ template <class Pass> struct Few {
 //   FewBack    the gradient of the state, by columns of the second weight, as [k][q][n] and [k][n][q]
 //   FewLast    the gradients of both weights, and of x, by columns of the first weight
 //
-// Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is the
-//        next), OF_0 and OF_1 (where their gradients begin in w), WAYS, WORDS_0, WORDS_1 (of an access to their columns), HEIGHT,
-//        TALL and STRIPS (of a warp's part of a gradient), TURNS (blocks)
+// Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is
+//        the next), OF_0 and OF_1 (where their gradients begin in w), WAYS, WORDS (of an access to columns), TALL and STRIPS (of a
+//        warp's part of a gradient), TURNS (blocks)
 template <class Pass> struct FewBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
@@ -396,11 +396,10 @@ template <class Pass> struct FewBackward {
 
 template <class Pass> struct FewStates : FewBackward<Pass> {
   using Base = FewBackward<Pass>;
-  static constexpr int kRows = Pass::HEIGHT * 16;
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory, Base::grad;
-  static constexpr int kColumnTiles = ceil_div(Q0, kRows), kAcross = L % kPiece ? L % (kPiece / 2) ? 1 : kPiece / 2 : kPiece;
+  static constexpr int kColumnTiles = ceil_div(Q0, 16), kAcross = L % kPiece ? L % (kPiece / 2) ? 1 : kPiece / 2 : kPiece;
   DEVICE FewStates(const Params& given) : Base(given) {}
 
   // ACROSS columns of kPiece rows that are STEP apart, of which `count` are there (or none): column c goes to place(c).
@@ -445,13 +444,13 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     wait_for_kernel_before();
     start_next_kernel();
     if (blockIdx.y < Pass::TURNS) return turn_all(blockIdx.y);
-    const int tile = blockIdx.y - Pass::TURNS, k = tile / kColumnTiles, j = tile % kColumnTiles * kRows;
+    const int tile = blockIdx.y - Pass::TURNS, k = tile / kColumnTiles, j = tile % kColumnTiles * 16;
     const int warp = threadIdx.x / 32;
-    FewRows<typename Pass::Math, P0, Pass::HEIGHT, WAYS> rows(warp);
+    FewRows<typename Pass::Math, P0, 1, WAYS> rows(warp);
     const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
     // Rows count (l, r).
     rows.fetch([&](int i) { return j + i < Q0 ? weight + i64((j + i) % R * L + (j + i) / R) * P0 : nullptr; });
-    const FewTotals<kRows, WAYS> totals{memory};
+    const FewTotals<16, WAYS> totals{memory};
     const Element* x = static_cast<const Element*>(params.x) + k * P0;
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
 #pragma unroll 1
@@ -460,7 +459,7 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
       rows.multiply(totals, [&](int n) { return first + n < batch ? x + i64(first + n) * (K * P0) : nullptr; });
       __syncthreads();
 #pragma unroll 1
-      for (int cell = threadIdx.x; cell < kRows * 16 / kPiece; cell += kThreads) {
+      for (int cell = threadIdx.x; cell < 16 * 16 / kPiece; cell += kThreads) {
         const int row = cell / (16 / kPiece), n = cell % (16 / kPiece) * kPiece, l = (j + row) / R, r = (j + row) % R;
         if (j + row >= Q0 || first + n >= samples) continue;
         float sums[kPiece];
@@ -477,7 +476,7 @@ template <class Pass> struct FewBack : FewBackward<Pass> {
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory;
-  using Columns = FewColumns<typename Pass::Math, P1, Q1, Pass::WORDS_1, WAYS>;
+  using Columns = FewColumns<typename Pass::Math, P1, Q1, Pass::WORDS, WAYS>;
   static constexpr int kTiles = ceil_div(P1, Columns::kColumns);
   DEVICE FewBack(const Params& given) : Base(given) {}
   DEVICE void run() const {
@@ -518,7 +517,7 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory;
-  using Columns = FewColumns<Math, P0, Q0, Pass::WORDS_0, WAYS>;
+  using Columns = FewColumns<Math, P0, Q0, Pass::WORDS, WAYS>;
   using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS>;
   using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS>;
   static constexpr int kTiles = ceil_div(P0, Columns::kColumns), kOfX = K * kTiles;
