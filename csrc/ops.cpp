@@ -656,7 +656,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   STD_TORCH_CHECK(chain.backward, "factorlayer: the chain should be contractions and \"backward\"");
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "], a CUDA tensor");
-  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() < cuda::MAX_WEIGHTS,
+  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() + 1 < cuda::MAX_WEIGHTS,
                   "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
   STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
@@ -689,6 +689,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
+  params.weights[weights.size() + 1] = of_weights.mutable_data_ptr();  // for a pass that makes x's as well
   run_on_cuda(text, &chain, x, chain.out_features(), params, kept, of_weights.mutable_data_ptr());
   return gradients;
 }

@@ -92,7 +92,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
-    fits = cuda_ops(device, x.dtype).fits
+    fits = cuda_ops(device, x.dtype).fits_of(batch)
     back = [str(visit) for visit in reversed(visits(text, everything, fits))]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
@@ -126,7 +126,7 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     compile and load. Raises CompileError."""
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
-        further = texts(text, cuda_ops(device, x.dtype).fits, batch) if recorded else []
+        further = texts(text, cuda_ops(device, x.dtype).fits_of(batch), batch) if recorded else []
         prepare_together([(text, batch), *further], x.dtype, device)
 
 
@@ -302,7 +302,7 @@ def _backward_on_cuda(
     ops = cuda_ops(device, dtype)
     key = chain, wanted, class_of_batch(batch), dtype, device
     if key not in _prepared:
-        prepare_together(texts(chain, ops.fits, batch, wanted), dtype, device)
+        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted), dtype, device)
         _prepared.add(key)
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
         return gradients(ops, grad_y, x, weights, bias, chain, wanted)
@@ -320,6 +320,9 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     def fits(chain: Chain) -> bool:
         return has_kernel(chain.text, dtype, device)
 
+    def fits_few(chain: Chain) -> bool:
+        return ask_planner("has_plan_of_few", chain.text, dtype, device) == "True"
+
     ops = torch.ops.factorlayer
     return Ops(
         _explaining(ops.forward.default._op),
@@ -327,6 +330,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         _explaining(ops.gradients.default._op),
         _explaining(ops.slopes.default._op),
         fits,
+        fits_few=functools.cache(fits_few),
     )
 
 

@@ -14,6 +14,7 @@ from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
 from factorlayer.double_pair import DoublePair
 from factorlayer.emit import source
+from factorlayer.few import Few, FewPass
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
@@ -40,6 +41,8 @@ Pass = (
     ColumnSums
     | Dense
     | DoublePair
+    | Few
+    | FewPass
     | Gradient
     | LargeBackward
     | Pair
@@ -93,6 +96,8 @@ class Plan:
             return 0, 0, first.part_bytes
         if isinstance(first, WeightChunks):
             return 0, 0, first.output_bytes
+        if isinstance(first, FewPass):
+            return first.output_bytes, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[:-1]]
         return max(between[0::2], default=0), max(between[1::2], default=0), 0
 
@@ -115,6 +120,8 @@ class Plan:
             return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
         if isinstance(p, WeightChunks):
             return "none", "s2"
+        if isinstance(p, FewPass):
+            return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
         if isinstance(p, Dense):
             return "x", "y"
         if isinstance(p, TileSums):
@@ -148,7 +155,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Pair | Slopes | Small | Streamed | Turn | Wide):
+    if isinstance(p, Dense | DoublePair | Few | Pair | Slopes | Small | Streamed | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -18,6 +18,7 @@ from factorlayer import (
     dense_backward32,
     dense_streamed,
     double_pair,
+    few,
     gradient,
     large_backward,
     layer_backward,
@@ -37,6 +38,7 @@ from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import LARGEST_NORMALISED
+from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.parts import Parts
@@ -72,6 +74,14 @@ def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, share
 def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
     try:
         return bool(plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
+    except PlanError:
+        return False
+
+
+def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+    """The same of as many samples as the smallest class of batches has."""
+    try:
+        return bool(plan_of(chain, dtype, 0, Gpu(arch, sms, shared)).passes)
     except PlanError:
         return False
 
@@ -223,7 +233,9 @@ def _margin(chain: Chain, dtype: str) -> float:
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """A pass for each contraction, its weight streamed."""
-    passes = tuple(_product_pass(product, batch, gpu) for product in streamed.products(chain, dtype))
+    products = streamed.products(chain, dtype)
+    last = len(products) - 1
+    passes = tuple(_product_pass(product, batch, gpu, i == 0, i == last) for i, product in enumerate(products))
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
@@ -264,14 +276,16 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         single = min((p for p in singles if p), key=lambda p: p.us, default=None)
         if single:
             return single, Reduction(single)
+    elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
+        return few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
         families = (pair_backward, large_backward, split_pair_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
-        few = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
-        if few and (not found or few.us < found.us):
-            return few, Reduction(few)
+        by_fma = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
+        if by_fma and (not found or by_fma.us < found.us):
+            return by_fma, Reduction(by_fma)
         if found:
             if any(len(mode.parts) > 1 for mode in found.modes):
                 return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
@@ -299,8 +313,8 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large modes are too short, in double as well,
     but they start faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    few, double = small.tile(work, batch, gpu), double_pair.tile(work, batch, gpu)
-    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, few) if p]
+    by_fma, double = small.tile(work, batch, gpu), double_pair.tile(work, batch, gpu)
+    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, by_fma) if p]
     if double:
         found.append((double.us * (0.85 if batch * work.outer > 8 * gpu.sms else 1.0), double))
     if paired:
@@ -312,7 +326,7 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _single(work: Work, batch: int, gpu: Gpu) -> Streamed | Wide | None:
+def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
     """A pass of one factor whose weight comes from memory again and again."""
     (_, mode), *further = work.steps
     if further or len(mode.parts) > 1 or work.rank > 1:
@@ -325,8 +339,13 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Streamed | Wide | None:
     return _product_pass(product, batch, gpu)
 
 
-def _product_pass(product: Product, batch: int, gpu: Gpu) -> Streamed | Wide:
-    """Times of streamed passes are predicted too short, but they are better with few samples."""
+def _product_pass(
+    product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True
+) -> Few | Streamed | Wide:
+    """Times of streamed passes are predicted too short, but they are better with few samples, untied ones apart."""
+    of_few = few.tile(product, batch, gpu, first, last)
+    if of_few:
+        return of_few
     narrow, found = streamed.tile(product, batch, gpu), wide.tile(product, batch, gpu)
     weight = 1.2 if batch > 64 else 0.9
     return found if found and found.us < weight * narrow.us else narrow

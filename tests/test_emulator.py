@@ -83,8 +83,14 @@ CASES = [
     Case(monarch((8, 9), (6, 10)), "float32", 70, MEDIUM),
     Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM, 80),
     Case(monarch((4, 9), (6, 5), rank=2), "tf32", 7, SMALL, 80),
-    Case(monarch((32, 32), (32, 32)), "float16", 5, SMALL),
+    Case(monarch((32, 32), (32, 32)), "float16", 5, MEDIUM, 80),
     Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL),
+    # Few: runs of groups and of b's, and single elements, parts of tiles and of chunks, more samples than 16
+    Case(monarch((4, 32), (4, 20), rank=2), "bfloat16", 5, SMALL),
+    Case(monarch((16, 64), (8, 40), rank=4), "float16", 19, SMALL),
+    Case(monarch((4, 24), (6, 20), rank=4), "tf32", 16, SMALL, 80),
+    Case(monarch((4, 24), (3, 21), rank=2), "float32", 33, SMALL),
+    Case(monarch((2, 4, 8), (3, 2, 4)), "float32", 3, SMALL),
     # Pair: every dtype, one and several parts and groups, with a mode before the two
     Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL),
     Case(kronecker((32, 24), (40, 24)), "tf32", 30, MEDIUM),
@@ -118,6 +124,7 @@ CASES = [
     Case(kronecker((300, 3), (300, 3)), "tf32", 3, SMALL, activation=LEARNED),
     Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM, 80, activation=LEARNED),
     Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL, activation=LEARNED),
+    Case(monarch((4, 32), (4, 20), rank=2), "bfloat16", 5, SMALL, activation=LEARNED),
     Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL, activation=LEARNED),
     Case(kronecker((48, 64), (64, 48)), "float16", 30, MEDIUM, activation=LEARNED),
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL, activation=LEARNED),
@@ -451,6 +458,58 @@ def test_all_gradients_at_once(
             assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
         before = grad_x if before is None else before
         np.testing.assert_array_equal(grad_x[fine], before[fine])
+
+
+# Of two untied weights and x: parts of tiles, chunks and pieces, one to four times 16 samples, one group and many
+FEW = [
+    ((4, 32), (4, 20), 2, "bfloat16", 5, 90),
+    ((16, 64), (8, 40), 4, "float16", 19, 90),
+    ((8, 40), (5, 7), 1, "bfloat16", 64, 80),
+    ((1, 24), (9, 1), 8, "float16", 1, 90),
+    ((4, 24), (6, 20), 4, "tf32", 16, 90),
+    ((2, 132), (4, 70), 2, "tf32", 40, 80),
+    ((4, 24), (3, 21), 2, "float32", 33, 90),
+    ((12, 60), (11, 4), 1, "float32", 7, 90),
+]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "batch", "architecture"), FEW, ids=str)
+def test_all_gradients_of_few_samples(
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    rank: int,
+    dtype: str,
+    batch: int,
+    architecture: int,
+    emulator: Emulator,
+) -> None:
+    """And not finite where they may not be, which is for no other sample."""
+    spec = monarch(inputs, outputs, rank=rank)
+    found = plan(all_gradients_of(spec), dtype, SMALL, replace(Gpu.of(architecture), sms=2))
+    assert [type(p).__name__ for p in found.passes] == ["FewPass"] * 3
+    kernels, draw = emulator.compile(found), drawing(dtype)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    weights = [draw(*shape) / 4 for shape in spec.weight_shapes]
+    sick = batch // 2
+    fine = np.arange(batch) != sick
+    healthy: Array | None = None
+    for seed, value in enumerate((None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[sick, 1], grad[sick, 2] = value, -value
+        made, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
+        assert not errors
+        leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+        right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
+        grad_x = made[-2].reshape(batch, -1)
+        parts = [made[-2], *np.split(made[-1], [weights[0].size])]
+        for part, expected in zip(parts, (t.numpy().ravel() for t in right), strict=True):
+            finite = np.isfinite(expected)
+            assert not np.isfinite(part[~finite]).any()
+            error = np.linalg.norm(part[finite] - expected[finite])
+            assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
+        healthy = grad_x if healthy is None else healthy
+        np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
 # Of four and five small weights and x at once: one size and several, one thread for a column or for two
@@ -1152,10 +1211,10 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"Resident", "Streamed", "Pair", "Small", "Wide"}
+    assert learned == {"Few", "Resident", "Streamed", "Pair", "Small", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
-    assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
+    assert found >= {(family, dtype) for family in ("Few", "Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
     ways += [f"CONSUMERS = {count}" for count in (1, 2, 3)]

@@ -124,6 +124,14 @@ BACK = [
 ]
 
 
+# Of few samples
+FEW = [
+    (monarch((16, 256), (688, 16), rank=16), "sm_90a"),
+    (monarch((4, 192), (192, 4), rank=16), "sm_90a"),
+    (monarch((8, 40), (7, 63), rank=5), "sm_80"),
+]
+
+
 @dataclass(frozen=True)
 class BackwardCase:
     spec: LayerSpec
@@ -149,6 +157,9 @@ def backward() -> Iterator[BackwardCase]:
             text = chain.tf32_text if dtype == "tf32" else chain.text
             if has_plan(text, dtype.replace("tf32", "float32"), gpu.arch, gpu.sms, gpu.shared):
                 yield BackwardCase(spec, dtype, architecture)
+    for dtype, (spec, architecture) in itertools.product(DTYPES, FEW):
+        if dtype != "float64":
+            yield BackwardCase(spec, dtype, architecture, BATCHES[0])
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -607,7 +618,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts"} <= found
     assert {f"{way}Backward Reduction" for way in ("Large", "Small", "SplitPair")} <= found
-    assert {"Gradient", "Gradient Reduction"} <= found
+    assert {"Gradient", "Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found
     trained = {f"block in {dtype}, trained" for dtype in ("bfloat16", "float16", "tf32")}

@@ -17,15 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, pair_backward, runtime, small, small_backward
+from factorlayer import dense, few, pair_backward, runtime, small, small_backward
 from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.double_pair import DoublePair
+from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.pair import Pair
 from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, cut, has_plan, plan, plan_stack, plan_text
+from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
 from factorlayer.resident import Mode, Resident, Sandwich, Stage, Work
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
@@ -136,7 +137,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
     """Bytes that each pass reads and writes for one sample."""
     sizes = []
     for p in found.passes:
-        if isinstance(p, (Streamed, Wide)):
+        if isinstance(p, (Few, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
         else:
@@ -149,7 +150,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
 def weights_of(found: Plan) -> list[int]:
     weights: list[int] = []
     for p in found.passes:
-        if isinstance(p, (Streamed, Wide)):
+        if isinstance(p, (Few, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
@@ -641,3 +642,36 @@ def test_layouts_have_a_place_of_its_own_for_every_element(dtype: str) -> None:
             assert len(set(places)) == len(places), f"{stage}: two elements in one place"
             if elements.stop == stage.rows * stage.p * stage.inner:
                 assert max(places) * ELEMENT_BYTES[dtype] < stage.state_bytes, f"{stage}: beyond its memory"
+
+
+# Few samples of untied contractions
+
+
+@dtypes
+def test_few_samples_of_untied_contractions_have_passes_of_their_own(dtype: str) -> None:
+    """Of rows that 16 bytes divide, forward by one each, and all gradients at once."""
+    takes = dtype != "float64"
+    limits = 90, 132, 232448
+    for spec, whole in ((monarch((16, 256), (688, 16), rank=16), True), (monarch((5, 6), (5, 3)), False)):
+        for batch in BATCHES:
+            passes = plan(Chain.of(spec, True, "relu"), dtype, batch, Gpu.of(90)).passes
+            assert any(isinstance(p, Few) for p in passes) == (takes and whole and batch <= few.MOST_SAMPLES)
+            if isinstance(passes[0], Few):
+                (first, second) = passes
+                assert first.first and not first.last and not second.first and second.last
+        chain = replace(Chain.of(spec, False, "identity"), backward=True)
+        text = chain.tf32_text if dtype == "tf32" else chain.text
+        memory = dtype.replace("tf32", "float32")
+        assert has_plan_of_few(text, memory, *limits) == (takes and whole)
+        assert not has_plan(text, memory, *limits)
+
+
+def test_all_gradients_of_few_samples_go_through_scratch() -> None:
+    spec = monarch((16, 256), (688, 16), rank=16)
+    chain = replace(Chain.of(spec, False, "identity"), backward=True)
+    found = plan(chain, "bfloat16", BATCHES[0], Gpu.of(90))
+    text = read_text(found.text())
+    assert [(p.read, p.written) for p in text.passes] == [("x", "s2"), ("x", "s0"), ("s0", "y")]
+    features, state = 4096 + 4096 + 2 * 11008, 2 * 4096
+    assert text.scratch == (8 * state * 2, 0, 64 * features * 2) and text.chunk == 0
+    assert all(p.blocks_per_processor == 1 and p.units_per_block > 64 for p in text.passes)

@@ -59,9 +59,9 @@ DEVICE void wait_for_kernel_before() {
 #endif
 }
 
-// Behind that, lets blocks of the next kernel start once all of this one's are here. What earlier kernels wrote is there for
-// them, what this one writes once they have waited.
-DEVICE void let_next_kernel_start() {
+// From now on blocks of the next kernel may start beside this one's: one that waits where it needs what this one makes. Behind
+// the wait, what earlier kernels wrote is there for them.
+DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -175,6 +175,17 @@ template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES / 
   else
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)));
+}
+// The same of what a kernel has made that had not ended when this one started, but has been waited for.
+template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES / 4], bool present) {
+  if constexpr (BYTES == 16)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                 : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)) : "memory");
+  else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
+                 "@p ld.global.v2.u32 {%0, %1}, [%2]; }"
+                 : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)) : "memory");
 }
 // A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }

@@ -51,7 +51,7 @@ template <class Pass> struct WeightChunks {
     }
   }
   DEVICE void run() const {
-    let_next_kernel_start();
+    start_next_kernel();
     Pass::weights(*this);
   }
 };

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.emit import source
+from factorlayer.few import FewPass
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
@@ -89,7 +90,7 @@ class Kernel:
         sums = grid_x * p.part_bytes // p.most if isinstance(p, BlockSums | TileSums) else 0
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
-        in_chunks = isinstance(p, DenseStreamed) and len(p.passes) > 1
+        in_chunks = (isinstance(p, DenseStreamed) and len(p.passes) > 1) or isinstance(p, FewPass)
         numbers += [grid_x, grid_y, int(bias), weights, -1 if in_chunks else end, *places[1:]]
         return [str(self.program), str(folder), *map(str, numbers)]
 
@@ -98,7 +99,21 @@ class Kernel:
         p = self.planned
         if isinstance(p, Dense) and p.states:
             return [batch * q * p.size for q in (p.sizes[-1][1], *(q for _, q in p.sizes[:-1]))]
+        if isinstance(p, FewPass):
+            return self.outputs_of_few(batch)
         return [self.output_bytes(batch)]
+
+    def outputs_of_few(self, batch: int, padding: bool = True) -> list[int]:
+        """What is behind rows that are read by 16 bytes, and rows of samples that are not there, nobody writes."""
+        p = self.planned
+        (first, second), samples, piece = p.both, -(-batch // 8) * 8, 16 // p.size
+        rows = [-(-c.q // piece) * piece for c in p.both]
+        if p.template == "FewStates":
+            turned = first.outer * first.p + second.inner * (second.p + second.q)
+            return [(turned * samples + second.inner * rows[1] * (samples if padding else batch)) * p.size]
+        if p.template == "FewBack":
+            return [first.outer * (first.q + (rows[0] if padding else first.q)) * samples * p.size]
+        return [batch * first.outer * first.p * p.size, (first.weight_size + second.weight_size) * p.size]
 
     def places(self, batch: int) -> list[int]:
         """Where they begin, as tensors do, and where sums do behind them."""
@@ -128,6 +143,8 @@ class Kernel:
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
             return sum(self.outputs(batch))
+        if isinstance(p, FewPass):
+            return sum(self.outputs_of_few(batch, padding=False))
         return batch * _output_bytes(p)
 
 
@@ -186,12 +203,14 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
-            if isinstance(kernel.planned, WeightChunks):
+            if isinstance(kernel.planned, WeightChunks) or getattr(kernel.planned, "template", "") == "FewStates":
                 (self.folder / "chunks").write_bytes(memory)
                 continue
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
-            written = b"".join(memory[at : at + size] for at, size in zip(places, sizes, strict=False))
-            outputs.append(decode(written, kernel.dtype(plan)))
+            parts = [memory[at : at + size] for at, size in zip(places, sizes, strict=False)]
+            written = b"".join(parts)
+            for part in parts if isinstance(kernel.planned, FewPass) else [written]:
+                outputs.append(decode(part, kernel.dtype(plan)))
             (self.folder / "x").write_bytes(memory[places[-1] :] or written)
         return outputs, errors
 

@@ -41,7 +41,7 @@ inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 
 
 inline void wait_for_kernel_before() {}
-inline void let_next_kernel_start() {}
+inline void start_next_kernel() {}
 inline void __syncthreads() { emulator::sync_block(0, 0); }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline bool __all_sync(u32, bool here) {
@@ -133,6 +133,9 @@ template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES / 
   if (!present) return;
   emulator::read_global(from, BYTES);
   memcpy(x, from, BYTES);
+}
+template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES / 4], bool present) {
+  load_global<BYTES>(from, x, present);
 }
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 

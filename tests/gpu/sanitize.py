@@ -66,7 +66,7 @@ LAYERS = [
     ("kronecker", "4x6 9x5", 7, "float32", 2),
     ("kronecker", "3 1000", 2, "float32"),
     ("kronecker", "8 8 8 8 8", 1, "bfloat16"),
-    ("monarch", "32 32", 5, "float64 bfloat16"),
+    ("monarch", "32 32", 5, "float64"),
     ("monarch", "8x6 9x10", 70, "float32"),
     ("monarch", "4x6 9x5", 7, "tf32", 2),
     ("monarch", "2x3 3x2 4x5", 3, "bfloat16"),
@@ -87,6 +87,7 @@ TRAINED = [
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("monarch", "8x6 9x10", 70, "tf32"),
     ("monarch", "4 72", 70, "float32 bfloat16"),
+    ("monarch", "32 32", 20, "bfloat16"),
 ]  # fmt: skip
 # Widths of a block's layers, the activation between them, samples, dtype, and whether gradients are made
 BLOCKS = [

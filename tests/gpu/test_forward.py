@@ -68,6 +68,7 @@ FEW = [
     Case(kronecker((6, 9), (8, 5), rank=2), 37),
     Case(kronecker((3, 1000), (5, 300)), 37),
     Case(monarch((6, 10), (9, 7)), 37),
+    Case(monarch((16, 64), (40, 16), rank=4), 37),
     Case(monarch((16, 64), (16, 64), rank=4), 70),
     Case(monarch((4, 3, 5), (2, 6, 3)), 37),
 ]

@@ -67,6 +67,7 @@ FEW = [
     Case(kronecker((6, 9), (8, 5), rank=2), 37),
     Case(kronecker((3, 1000), (5, 300)), 37, True, "tanh"),
     Case(monarch((6, 10), (9, 7)), 37),
+    Case(monarch((16, 64), (40, 16), rank=4), 37),
     Case(kronecker((13, 24), (20, 7)), 37, True, SINE),
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)
