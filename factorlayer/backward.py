@@ -26,7 +26,7 @@ from factorlayer.spec import Contraction
 
 Turned = tuple[int, int, int]
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
-LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order
+LEAST_MIXED = 65  # samples that are not few, and worth putting weights and their gradients into that order
 
 
 def _never(_: Chain) -> bool:
@@ -36,13 +36,18 @@ def _never(_: Chain) -> bool:
 @dataclass(frozen=True)
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes."""
+    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes; `fits_few` which have
+    one for few samples."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
     all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, bool], list[Tensor]]
     slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
+    fits_few: Callable[[Chain], bool] | None = None
+
+    def fits_for(self, batch: int) -> Callable[[Chain], bool]:
+        return self.fits_few if self.fits_few and batch < LEAST_MIXED else self.fits
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ def gradients(
     """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights behind those of the
     contractions are parameters of the activation. If another activation made x, its gradient may be that of what this
     took: back `through` it."""
-    only = _only_visit(text, wanted, ops.fits)
+    fits = ops.fits_for(len(x))
+    only = _only_visit(text, wanted, fits)
     if only is not None:
         made = ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)
         made[0] = back_through(ops, made[0], x, through if wanted & 1 else "identity")
@@ -136,7 +142,7 @@ def gradients(
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}
     if chain.activation != "identity":
-        at_once, before, slope = slope_texts(text, ops.fits)
+        at_once, before, slope = slope_texts(text, fits)
         learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
         if scalars:
             z = ops.forward(x, weights, bias, before)
@@ -147,14 +153,14 @@ def gradients(
         else:
             grad = ops.slopes(grad, ops.forward(x, weights, bias, before), [], None, slope)
         wanted &= (4 << count) - 1
-    both = _weight_and_bias(text, wanted, ops.fits)
+    both = _weight_and_bias(text, wanted, fits)
     if both:
         of_weight, of_bias = ops.weight_gradient(grad, x, both).view(-1).split((weights[0].numel(), grad.shape[1]))
         found |= {1: of_bias, 2: of_weight.view(weights[0].shape)}
         wanted &= 1
     elif wanted & 2:
         found[1] = ops.weight_gradient(grad, grad, sums_text(grad.shape[1]))
-    back = through_text(text, wanted, through, ops.fits)
+    back = through_text(text, wanted, through, fits)
     if back:
         found[0] = ops.slopes(x, grad, [_transposed(ops, weights[0])], None, back)
         wanted, through = wanted & ~1, "identity"
@@ -238,7 +244,7 @@ def _all_terms(
 def _one_term(
     ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    planned = visits(text, wanted, ops.fits, len(x) >= LEAST_MIXED)
+    planned = visits(text, wanted, ops.fits_for(len(x)), len(x) >= LEAST_MIXED)
     found: dict[int, Tensor] = {}
     tf32 = Chain.parse(text).tf32
     states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads

@@ -84,7 +84,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), torch.ops.factorlayer.batch_class(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
-    fits = cuda_ops(device, x.dtype).fits
+    fits = cuda_ops(device, x.dtype).fits_for(batch)
     back = [str(visit) for visit in reversed(visits(text, everything, fits))]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
@@ -95,9 +95,9 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 
 
 @functools.lru_cache(1024)
-def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
-    """Whether the engine has kernels of its own for a text."""
-    return ask_planner("has_plan", text, dtype, device) == "True"
+def has_kernel(text: str, dtype: torch.dtype, device: int, few: bool = False) -> bool:
+    """Whether the engine has kernels of its own for a text, or at least for few samples."""
+    return ask_planner("has_plan_of_few" if few else "has_plan", text, dtype, device) == "True"
 
 
 def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> str:
@@ -118,7 +118,7 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     compile and load. Raises CompileError."""
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
-        further = texts(text, cuda_ops(device, x.dtype).fits, batch) if recorded else []
+        further = texts(text, cuda_ops(device, x.dtype).fits_for(batch), batch) if recorded else []
         for each in (text, *further):
             prepare(each, x.dtype, batch, device)
 
@@ -305,6 +305,9 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     def fits(chain: Chain) -> bool:
         return has_kernel(chain.text, dtype, device)
 
+    def fits_few(chain: Chain) -> bool:
+        return has_kernel(chain.text, dtype, device, chain.backward and len(chain.contractions) > 1)
+
     ops = torch.ops.factorlayer
     return Ops(
         _explaining(ops.forward.default._op),
@@ -312,6 +315,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         _explaining(ops.gradients.default._op),
         _explaining(ops.slopes.default._op),
         fits,
+        fits_few,
     )
 
 

@@ -28,6 +28,7 @@ from factorlayer import (
     split_pair_backward,
     split_single_backward,
     streamed,
+    strip_backward,
     wide,
     wide_gradient,
 )
@@ -68,11 +69,16 @@ def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, share
     return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
 
 
-def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int = 1) -> bool:
     try:
-        return bool(plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
+        return bool(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).passes)
     except PlanError:
         return False
+
+
+def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+    """Or, if only batches of the first class have one, whether these do."""
+    return has_plan(chain, dtype, arch, sms, shared) or has_plan(chain, dtype, arch, sms, shared, 0)
 
 
 def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int) -> float:
@@ -265,7 +271,7 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
             return single, Reduction(single)
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        families = (pair_backward, large_backward, split_pair_backward) if inner == 1 else ()
+        families = (pair_backward, large_backward, split_pair_backward, strip_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
         few = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None

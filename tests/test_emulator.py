@@ -18,7 +18,7 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import backward, gradient, small_backward
+from factorlayer import backward, gradient, small_backward, strip_backward
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -416,12 +416,16 @@ def all_gradients_of(spec: LayerSpec) -> Chain:
 def test_all_gradients_at_once(
     sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, batch: int, architecture: int, emulator: Emulator
 ) -> None:
-    """And infinite where they have to be, which is for no other sample."""
     spec = kronecker(*sizes)
     gpu = replace(Gpu.of(architecture), sms=2)
     found = plan(all_gradients_of(spec), dtype, LARGE, gpu)
     assert type(found.passes[0]).__name__ == family_of(sizes, dtype, architecture)
-    kernels = emulator.compile(found)
+    check_all_gradients_of(spec, found, batch, emulator)
+
+
+def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
+    """And infinite where they have to be, which is for no other sample."""
+    kernels, dtype = emulator.compile(found), found.dtype
     draw = drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     a, b = (draw(*shape) / 8 for shape in spec.weight_shapes)
@@ -447,6 +451,31 @@ def test_all_gradients_at_once(
             assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
         before = grad_x if before is None else before
         np.testing.assert_array_equal(grad_x[fine], before[fine])
+
+
+# Of two factors where samples are few: rectangular ones, chunks that all have slots and that take turns, 8 and 16 warps
+STRIPS = [
+    (((32, 32), (32, 32)), "float64", {}),
+    (((128, 128), (128, 128)), "float64", {}),
+    (((48, 64), (32, 80)), "float32", {"span": 16}),
+    (((64, 32), (64, 48)), "float32", {"warps": 16}),
+    (((32, 64), (96, 48)), "tf32", {"slots": 2, "width": 16}),
+    (((128, 128), (128, 128)), "tf32", {}),
+    (((128, 64), (64, 128)), "bfloat16", {"span": 64}),
+    (((80, 64), (48, 32)), "float16", {"span": 16, "warps": 8}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "chosen"), STRIPS, ids=str)
+def test_all_gradients_of_few_samples_at_once(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, chosen: dict[str, int], emulator: Emulator
+) -> None:
+    spec = kronecker(*sizes)
+    chain, gpu = all_gradients_of(spec), Gpu.of(90)
+    modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
+    tilings = strip_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
+    check_all_gradients_of(spec, Plan(chain, dtype, SMALL, gpu, (tiled, Reduction(tiled))), 3, emulator)
 
 
 # Of four and five small weights and x at once: one size and several, one thread for a column or for two
