@@ -28,6 +28,7 @@ from factorlayer import (
     split_pair_backward,
     split_single_backward,
     streamed,
+    strip,
     strip_backward,
     wide,
     wide_gradient,
@@ -304,8 +305,8 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
     faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    few = small.tile(work, batch, gpu)
-    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, few) if p]
+    others = small.tile(work, batch, gpu), strip.tile(work, batch, gpu)
+    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:

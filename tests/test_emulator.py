@@ -105,6 +105,14 @@ CASES = [
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
     Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
+    # Strips: every dtype, chunks that all have slots and that take turns, rectangular factors, some before them
+    Case(kronecker((64, 64), (64, 64)), "float64", 3, SMALL),
+    Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL),
+    Case(kronecker((32, 96), (64, 48)), "float32", 3, SMALL),
+    Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL),
+    Case(kronecker((64, 96), (96, 96)), "tf32", 3, SMALL, 80),
+    Case(kronecker((128, 128), (128, 128)), "bfloat16", 2, SMALL),
+    Case(kronecker((64, 64), (96, 64)), "float16", 3, SMALL, activation=LEARNED),
     # Programs in place of named activations: every operation, and one that is another function of single elements
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),

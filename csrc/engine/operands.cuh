@@ -120,14 +120,15 @@ template <class Math, class T, int THREADS> struct Operands {
     return [=](A& a, int s) { Math::template load_a_by_m<STRIDE, kPairs, false>(a, from + s * kStep * STRIDE * kSize); };
   }
   template <int STRIDE> static DEVICE auto by_k(u32 from) {
-    return [=](auto& some, int n, int s) {
-      Math::template load_row_b<kStep, STRIDE>(some, from + (n * 8 * STRIDE + s * kStep) * kSize);
-    };
+    return [=](auto& some, int n, int s) { load_by_k<STRIDE>(some, from + (n * 8 * STRIDE + s * kStep) * kSize); };
   }
   template <int STRIDE> static DEVICE auto by_n(u32 from, int index) {
     return [=](auto& some, int n, int s) {
       load_by_n<STRIDE>(some, from + (s * kStep * STRIDE + n * 8) * kSize, index);
     };
+  }
+  template <int STRIDE, int NT> static DEVICE void load_by_k(B (&some)[NT], u32 from) {
+    Math::template load_row_b<kStep, STRIDE, NT, false>(some, from);
   }
   template <int STRIDE, int NT> static DEVICE void load_by_n(B (&some)[NT], u32 from, int index) {
     u32 columns[NT];

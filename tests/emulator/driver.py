@@ -35,6 +35,7 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
+from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
 
@@ -85,7 +86,7 @@ class Kernel:
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
         if isinstance(p, Small | TileSums):
             blocks *= p.blocks
-        if not isinstance(p, Slopes | Streamed | StripBackward | Turn):
+        if not isinstance(p, Slopes | Streamed | Strip | StripBackward | Turn):
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = grid_x * (p.part_bytes // p.most) if isinstance(p, BlockSums | TileSums) else 0
         *places, end = self.places(batch)

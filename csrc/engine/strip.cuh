@@ -1,0 +1,130 @@
+// Two tied contractions, of the last two modes, where samples are too few for a block to have whole ones: Y = A T, T = X B'. A
+// block has SPAN columns of a unit's Y, for which it takes as many rows of B, and X and A by chunks of ROWS rows: first it makes
+// rows of T, which stay in shared memory, then rows of Y. Later chunks are on their way meanwhile. Sizes are multiples of 16.
+//
+// Of 32 bits what is read by n takes k's in pairs, and what is read by rows takes them in order: T's rows lie so that pairs of
+// them are in order, too.
+//
+// Pass: Math, Element, Activation, BIAS; P0, P1, Q0, Q1, FACTOR_A, FACTOR_B, UNITS_PER_SAMPLE; SPAN, ROWS, SLOTS, WARPS
+#pragma once
+#include "operands.cuh"
+#include "params.cuh"
+#include "pointwise.cuh"
+
+template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
+  using Math = typename Pass::Math;
+  static constexpr int WARPS = Pass::WARPS, ROWS = Pass::ROWS, SLOTS = Pass::SLOTS, SPAN = Pass::SPAN;
+  using Base = Operands<Math, typename Pass::Element, WARPS * 32>;
+  using typename Base::Element;
+  using typename Base::Real;
+  using Base::stride, Base::kPairs, Base::kSize, Base::kStep;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
+  static constexpr int kOfX = P0 / ROWS, kChunks = kOfX + Q0 / ROWS;
+  static_assert(P0 % ROWS == 0 && Q0 % ROWS == 0 && Q1 % SPAN == 0 && SLOTS > 1 && SLOTS <= kChunks);
+  static_assert(P1 % 16 == 0 && ROWS % 16 == 0 && SPAN % 16 == 0);
+
+  // Shared memory: B, T, slots with chunks of X or A, and of 16 bits what Y leaves through.
+  static constexpr int kX = stride(P1), kA = stride(P0), kT = stride(SPAN);
+  static constexpr int kBytesB = SPAN * kX * kSize, kBytesT = P0 * kT * kSize, kSlot = ROWS * (kX > kA ? kX : kA) * kSize;
+
+  // Warps take tasks in turn: 16 rows of T or Y and some tiles of 8 columns, few enough for all warps to have one.
+  static constexpr int kRowTiles = ROWS / 16;
+  static constexpr int tiles(int most) {
+    return most > 1 && (SPAN / 8 % most || kRowTiles * (SPAN / 8 / most) < WARPS) ? tiles(most / 2) : most;
+  }
+  static constexpr int kTiles = tiles(kSize == 8 || Math::kRepairs ? 4 : 8), kTasks = kRowTiles * (SPAN / 8 / kTiles);
+
+  const Params& params;
+  const Lane lane;
+  const int warp;
+  const u32 b, t, slots;
+  const typename Pass::Activation activation;
+  DEVICE Strip(const Params& given)
+      : params(given), warp(threadIdx.x / 32), b(shared_address(shared_memory)), t(b + kBytesB), slots(t + kBytesT),
+        activation(given) {}
+
+  static DEVICE u32 behind(int chunk) { return chunk % SLOTS * kSlot; }
+  DEVICE void load_chunk(int chunk, const Element* x, const Element* a) const {
+    if (chunk < kOfX)
+      Base::template copy<ROWS, P1, kX>(x + chunk * ROWS * P1, slots + behind(chunk));
+    else if (chunk < kChunks)
+      Base::template copy<ROWS, P0, kA>(a + (chunk - kOfX) * ROWS * P0, slots + behind(chunk));
+    commit_copies();
+  }
+  DEVICE void round_chunk(int chunk, u32 here) const {
+    if (chunk == 0) Base::template round_copies<SPAN, P1, kX>(b);
+    if (chunk < kOfX)
+      Base::template round_copies<ROWS, P1, kX>(here);
+    else
+      Base::template round_copies<ROWS, P0, kA>(here);
+  }
+
+  DEVICE void run() const {
+    const Element* x = static_cast<const Element*>(params.x) + i64(blockIdx.x) * (P0 * P1);
+    const Element* a = static_cast<const Element*>(params.weights[Pass::FACTOR_A]);
+    Base::template copy<SPAN, P1, kX>(static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + blockIdx.y * SPAN * P1, b);
+#pragma unroll
+    for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, x, a);
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const u32 here = slots + behind(chunk);
+      if (chunk == 0)
+        wait_for_copies<SLOTS - 1>();
+      else
+        wait_for_copies<SLOTS - 2>();
+      if constexpr (Math::kRounds) round_chunk(chunk, here);
+      __syncthreads();  // the chunk is there, or all of T, and the last one is read
+      if (chunk > 0) load_chunk(chunk - 1 + SLOTS, x, a);
+      if (chunk < kOfX)
+        make_t(here, chunk * ROWS);
+      else
+        make_y(here, (chunk - kOfX) * ROWS);
+    }
+  }
+
+  DEVICE void make_t(u32 x, int first) const {
+#pragma unroll 1
+    for (int task = warp; task < kTasks; task += WARPS) {
+      const int row = task % kRowTiles * 16, column = task / kRowTiles * (kTiles * 8);
+      Real y[kTiles][4] = {};
+      Base::template multiply<kTiles, P1 / kStep>(
+          y, Base::template by_rows<kX>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
+          Base::template by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
+      const int mine = kPairs ? lane.g % 4 * 2 + lane.g / 4 : lane.g;
+      const u32 to = t + ((first + row + mine) * kT + column + lane.t * 2) * kSize;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          store_shared(to + (i * 8 * kT + n * 8) * kSize,
+                       Pair<Element>(Math::rounded(y[n][i * 2]), Math::rounded(y[n][i * 2 + 1])));
+    }
+  }
+
+  DEVICE void make_y(u32 a, int first) const {
+    const u32 staged = slots + SLOTS * kSlot + warp * (16 * (kTiles * 8 + 8) * kSize);
+    Element* to = static_cast<Element*>(params.y) + i64(blockIdx.x) * (Q0 * Q1) + blockIdx.y * SPAN;
+#pragma unroll 1
+    for (int task = warp; task < kTasks; task += WARPS) {
+      const int row = task % kRowTiles * 16, column = task / kRowTiles * (kTiles * 8);
+      Real y[kTiles][4] = {};
+      Base::template multiply<kTiles, P0 / kStep>(
+          y, Base::template by_rows<kA>(a + row * kA * kSize + Math::template lane_row_a<kA>(lane)),
+          Base::template by_n<kT>(t + column * kSize + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
+      finish(y, first + row + lane.g, blockIdx.y * SPAN + column + lane.t * 2);
+      Base::template store_tile<Q0, SPAN, Q1, true>(y, first + row, column, to, staged, lane);
+    }
+  }
+  // Bias and activation of sums from (row, column) on
+  DEVICE void finish(Real (&y)[kTiles][4], int row, int column) const {
+    const Element* bias = static_cast<const Element*>(params.bias);
+    if constexpr (Pass::BIAS) bias += (blockIdx.x % Pass::UNITS_PER_SAMPLE * Q0 + row) * Q1 + column;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Pass::BIAS) y[n][i] += widen(bias[i / 2 * 8 * Q1 + n * 8 + i % 2]);
+        y[n][i] = activation.of(y[n][i]);
+      }
+  }
+};
