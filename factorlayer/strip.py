@@ -109,7 +109,7 @@ def tilings(work: Work, gpu: Gpu) -> Iterator[Strip]:
     first, second = (mode for _, mode in reversed(work.steps))
     if any(len(mode.parts) > 1 or mode.p % 16 or mode.q % 16 for mode in (first, second)):
         return
-    for span, rows, warps in itertools.product(SPANS, ROWS, (8, 16)):
+    for span, rows, warps in itertools.product(SPANS, ROWS, (4, 8)):
         if second.q % span or first.p % rows or first.q % rows:
             continue
         for slots in range((first.p + first.q) // rows, 1, -1):

@@ -121,7 +121,7 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
     sizes = [n for mode in modes for n in (mode.p, mode.q)]
     if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
         return
-    for span, width, warps in itertools.product(SPANS, WIDTHS, (8, 16)):
+    for span, width, warps in itertools.product(SPANS, WIDTHS, (4, 8)):
         chunks = modes[1].q // width
         if modes[0].p % span or modes[1].q % width:
             continue

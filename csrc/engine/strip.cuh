@@ -27,12 +27,18 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
   static constexpr int kX = stride(P1), kA = stride(P0), kT = stride(SPAN);
   static constexpr int kBytesB = SPAN * kX * kSize, kBytesT = P0 * kT * kSize, kSlot = ROWS * (kX > kA ? kX : kA) * kSize;
 
-  // Warps take tasks in turn: 16 rows of T or Y and some tiles of 8 columns, few enough for all warps to have one.
-  static constexpr int kRowTiles = ROWS / 16;
-  static constexpr int tiles(int most) {
-    return most > 1 && (SPAN / 8 % most || kRowTiles * (SPAN / 8 / most) < WARPS) ? tiles(most / 2) : most;
+  // Warps take tasks in turn: MT tiles of 16 rows of T or Y by NT of 8 columns, up to 8, few enough for all warps to have one.
+  static constexpr int kRowTiles = ROWS / 16, kColumns = SPAN / 8;
+  static constexpr int MT = kRowTiles % 2 == 0 && kRowTiles * kColumns >= 8 * WARPS ? 2 : 1;
+  static constexpr int columns(int most) {
+    return most > 1 && (kColumns % most || kRowTiles / MT * (kColumns / most) < WARPS) ? columns(most / 2) : most;
   }
-  static constexpr int kTiles = tiles(kSize == 8 || Math::kRepairs ? 4 : 8), kTasks = kRowTiles * (SPAN / 8 / kTiles);
+  static constexpr int NT = columns(8 / MT), kTasks = kRowTiles / MT * (kColumns / NT);
+  using Sums = Real[MT][NT][4];
+  static DEVICE int row_of(int task) { return task % (kRowTiles / MT) * (MT * 16); }
+  static DEVICE int column_of(int task) { return task / (kRowTiles / MT) * (NT * 8); }
+
+  static constexpr int kUnroll = Math::kRepairs ? 2 : 8;  // steps whose operands are on their way at once
 
   const Params& params;
   const Lane lane;
@@ -51,13 +57,6 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
       Base::template copy<ROWS, P0, kA>(a + (chunk - kOfX) * ROWS * P0, slots + behind(chunk));
     commit_copies();
   }
-  DEVICE void round_chunk(int chunk, u32 here) const {
-    if (chunk == 0) Base::template round_copies<SPAN, P1, kX>(b);
-    if (chunk < kOfX)
-      Base::template round_copies<ROWS, P1, kX>(here);
-    else
-      Base::template round_copies<ROWS, P0, kA>(here);
-  }
 
   DEVICE void run() const {
     const Element* x = static_cast<const Element*>(params.x) + i64(blockIdx.x) * (P0 * P1);
@@ -72,7 +71,8 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
         wait_for_copies<SLOTS - 1>();
       else
         wait_for_copies<SLOTS - 2>();
-      if constexpr (Math::kRounds) round_chunk(chunk, here);
+      if constexpr (Math::kRounds)
+        if (chunk == 0) Base::template round_copies<SPAN, P1, kX>(b);  // each warp reads it; of chunks, each reads other rows
       __syncthreads();  // the chunk is there, or all of T, and the last one is read
       if (chunk > 0) load_chunk(chunk - 1 + SLOTS, x, a);
       if (chunk < kOfX)
@@ -85,46 +85,52 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
   DEVICE void make_t(u32 x, int first) const {
 #pragma unroll 1
     for (int task = warp; task < kTasks; task += WARPS) {
-      const int row = task % kRowTiles * 16, column = task / kRowTiles * (kTiles * 8);
-      Real y[kTiles][4] = {};
-      Base::template multiply<kTiles, P1 / kStep>(
-          y, Base::template by_rows<kX>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
+      const int row = row_of(task), column = column_of(task);
+      Sums sums = {};
+      Base::template multiply<P1 / kStep, kUnroll>(
+          sums, Base::template tiles_by_rows<kX, true>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
           Base::template by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
       const int mine = kPairs ? lane.g % 4 * 2 + lane.g / 4 : lane.g;
       const u32 to = t + ((first + row + mine) * kT + column + lane.t * 2) * kSize;
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
+      for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_shared(to + (i * 8 * kT + n * 8) * kSize,
-                       Pair<Element>(Math::rounded(y[n][i * 2]), Math::rounded(y[n][i * 2 + 1])));
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            store_shared(to + ((m * 16 + i * 8) * kT + n * 8) * kSize,
+                         Pair<Element>(Math::rounded(sums[m][n][i * 2]), Math::rounded(sums[m][n][i * 2 + 1])));
     }
   }
 
   DEVICE void make_y(u32 a, int first) const {
-    const u32 staged = slots + SLOTS * kSlot + warp * (16 * (kTiles * 8 + 8) * kSize);
+    const u32 staged = slots + SLOTS * kSlot + warp * (16 * (NT * 8 + 8) * kSize);
     Element* to = static_cast<Element*>(params.y) + i64(blockIdx.x) * (Q0 * Q1) + blockIdx.y * SPAN;
 #pragma unroll 1
     for (int task = warp; task < kTasks; task += WARPS) {
-      const int row = task % kRowTiles * 16, column = task / kRowTiles * (kTiles * 8);
-      Real y[kTiles][4] = {};
-      Base::template multiply<kTiles, P0 / kStep>(
-          y, Base::template by_rows<kA>(a + row * kA * kSize + Math::template lane_row_a<kA>(lane)),
+      const int row = row_of(task), column = column_of(task);
+      Sums sums = {};
+      Base::template multiply<P0 / kStep, kUnroll>(
+          sums, Base::template tiles_by_rows<kA, true>(a + row * kA * kSize + Math::template lane_row_a<kA>(lane)),
           Base::template by_n<kT>(t + column * kSize + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
-      finish(y, first + row + lane.g, blockIdx.y * SPAN + column + lane.t * 2);
-      Base::template store_tile<Q0, SPAN, Q1, true>(y, first + row, column, to, staged, lane);
+      finish(sums, first + row + lane.g, blockIdx.y * SPAN + column + lane.t * 2);
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+        Base::template store_tile<Q0, SPAN, Q1, true>(sums[m], first + row + m * 16, column, to, staged, lane);
     }
   }
   // Bias and activation of sums from (row, column) on
-  DEVICE void finish(Real (&y)[kTiles][4], int row, int column) const {
+  DEVICE void finish(Sums& sums, int row, int column) const {
     const Element* bias = static_cast<const Element*>(params.bias);
     if constexpr (Pass::BIAS) bias += (blockIdx.x % Pass::UNITS_PER_SAMPLE * Q0 + row) * Q1 + column;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+    for (int m = 0; m < MT; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (Pass::BIAS) y[n][i] += widen(bias[i / 2 * 8 * Q1 + n * 8 + i % 2]);
-        y[n][i] = activation.of(y[n][i]);
-      }
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (Pass::BIAS) sums[m][n][i] += widen(bias[(m * 16 + i / 2 * 8) * Q1 + n * 8 + i % 2]);
+          sums[m][n][i] = activation.of(sums[m][n][i]);
+        }
   }
 };

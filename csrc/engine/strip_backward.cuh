@@ -32,19 +32,30 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
   static constexpr int kBytesX = SPAN * kX * kSize, kBytesA = Q0 * kA * kSize, kBytesT = SPAN * kT * kSize;
   static constexpr int kBytesB = WIDTH * kX * kSize, kSlot = kBytesB + Q0 * kT * kSize;
 
-  // Warps take tasks in turn: 16 rows and some tiles of 8 columns of what is made, at most 8, or 4 of large sums, and fewer where
-  // some warps would have none.
-  static constexpr int tiles(int row_tiles, int columns, int most) {
-    return most > 1 && (columns % most || row_tiles * (columns / most) < WARPS) ? tiles(row_tiles, columns, most / 2) : most;
-  }
-  static constexpr int kMost = kSize == 8 || Math::kRepairs ? 4 : 8;
+  // Warps take tasks in turn: MT tiles of 16 rows by NT of 8 columns, up to 8, few enough for all warps to have one. Those of T and
+  // dT, and of dA and dX, are taken together.
   static constexpr int kRows = SPAN / 16;  // of tiles
-  static constexpr int kTilesT = tiles(2 * kRows, WIDTH / 8, 4), kTasksT = kRows * (WIDTH / 8 / kTilesT);
-  static constexpr int kTilesA = tiles(Q0 / 16, SPAN / 8, kMost), kTasksA = Q0 / 16 * (SPAN / 8 / kTilesA);
-  static constexpr int kTilesX = tiles(kRows, P1 / 8, kMost), kTasksX = kRows * (P1 / 8 / kTilesX);
-  static constexpr int kTilesB = tiles(WIDTH / 16, P1 / 8, kMost), kTasksB = WIDTH / 16 * (P1 / 8 / kTilesB);
-  using SumsA = Real[ceil_div(kTasksA, WARPS)][kTilesA][4];
-  using SumsX = Real[ceil_div(kTasksX, WARPS)][kTilesX][4];
+  static constexpr int rows(int of_both, int tiles) { return of_both % 2 == 0 && tiles >= 8 * WARPS ? 2 : 1; }
+  static constexpr int columns(int of_both, int tiles, int most) {
+    return most > 1 && (of_both % most || tiles / most < WARPS) ? columns(of_both, tiles, most / 2) : most;
+  }
+  template <int MT_, int NT_, int ROWS, int COLUMNS> struct Tasks {
+    static constexpr int MT = MT_, NT = NT_, kRows = ROWS / MT, kCount = kRows * (COLUMNS / NT);
+    static DEVICE int row(int task) { return task % kRows * (MT * 16); }
+    static DEVICE int column(int task) { return task / kRows * (NT * 8); }
+    using Sums = Real[MT][NT][4];
+  };
+  static constexpr int kOfT = 2 * kRows * (WIDTH / 8), kOfB = WIDTH / 16 * (P1 / 8), kOfA = Q0 / 16 * (SPAN / 8), kOfX = kRows * (P1 / 8);
+  static constexpr int kHighT = rows(kRows, kOfT), kHighB = rows(WIDTH / 16, kOfB), kHigh = rows(kRows | Q0 / 16, kOfA + kOfX);
+  static constexpr int kWide = columns(SPAN / 8 | P1 / 8, (kOfA + kOfX) / kHigh, 8 / kHigh);
+  using TasksT = Tasks<kHighT, columns(WIDTH / 8, kOfT / kHighT, 8 / kHighT), kRows, WIDTH / 8>;
+  using TasksB = Tasks<kHighB, columns(P1 / 8, kOfB / kHighB, 8 / kHighB), WIDTH / 16, P1 / 8>;
+  using TasksA = Tasks<kHigh, kWide, Q0 / 16, SPAN / 8>;
+  using TasksX = Tasks<kHigh, kWide, kRows, P1 / 8>;
+  static constexpr int kTasks = TasksA::kCount + TasksX::kCount;
+  using Sums = typename TasksA::Sums[ceil_div(kTasks, WARPS)];
+
+  static constexpr int kUnroll = Math::kRepairs ? 2 : 8;  // steps whose operands are on their way at once
 
   const Params& params;
   const Lane lane;
@@ -77,8 +88,7 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
     for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, b, g);
     Real* of_a = static_cast<Real*>(params.sums) + unit * (Q0 * P0) + first;
     Real* of_b = static_cast<Real*>(params.sums) + gridDim.x * i64(Q0 * P0) + (unit * kStrips + blockIdx.y) * (Q1 * P1);
-    SumsA sums_a = {};
-    SumsX sums_x = {};
+    Sums sums = {};
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 here = slots + behind(chunk);
@@ -86,100 +96,105 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
         wait_for_copies<SLOTS - 1>();
       else
         wait_for_copies<SLOTS - 2>();
-      if constexpr (Math::kRounds) {
-        if (chunk == 0)
-          Base::template round_copies<SPAN, P1, kX>(x), Base::template round_copies<Q0, SPAN, kA>(a);
-        Base::template round_copies<WIDTH, P1, kX>(here), Base::template round_copies<Q0, WIDTH, kT>(here + kBytesB);
-      }
       __syncthreads();  // the chunk is there, and what the last one's products read may be written
       if (chunk > 0) load_chunk(chunk - 1 + SLOTS, b, g);
       make_states(here);
       __syncthreads();
-      add(sums_a, sums_x, here);
+      add(sums, here);
       make_b(of_b + chunk * WIDTH * P1);
     }
-    store(sums_a, sums_x, of_a, static_cast<Element*>(params.y) + (unit * P0 + first) * P1);
+    store(sums, of_a, static_cast<Element*>(params.y) + (unit * P0 + first) * P1);
   }
 
   // T and dT
   DEVICE void make_states(u32 chunk) const {
 #pragma unroll 1
-    for (int task = warp; task < 2 * kTasksT; task += WARPS) {
-      const int row = task % kRows * 16, column = task % kTasksT / kRows * (kTilesT * 8);
-      Real y[kTilesT][4] = {};
-      if (task < kTasksT) {
-        Base::template multiply<kTilesT, P1 / kStep>(
-            y, Base::template by_rows<kX>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
-            Base::template by_k<kX>(chunk + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
-        put_rounded(y, t + ((row + lane.g) * kT + column + lane.t * 2) * kSize, 1);
+    for (int task = warp; task < 2 * TasksT::kCount; task += WARPS) {
+      const int row = TasksT::row(task % TasksT::kCount), column = TasksT::column(task % TasksT::kCount);
+      typename TasksT::Sums sums = {};
+      if (task < TasksT::kCount) {
+        Base::template multiply<P1 / kStep, kUnroll>(
+            sums, Base::template tiles_by_rows<kX, true>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
+            Base::template by_k<kX, true>(chunk + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
+        put_rounded(sums, t + ((row + lane.g) * kT + column + lane.t * 2) * kSize, 1);
       } else {
-        Base::template multiply<kTilesT, Q0 / kStep>(
-            y, Base::template by_m<kA>(a + row * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)),
-            Base::template by_n<kT>(chunk + kBytesB + column * kSize + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
-        put_rounded(y, d_t + ((row + lane.g) * kT + column + place(lane.t * 2)) * kSize, place(1));
+        const u32 g = chunk + kBytesB + column * kSize;
+        Base::template multiply<Q0 / kStep, kUnroll>(
+            sums, Base::template tiles_by_m<kA, true>(a + row * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)),
+            Base::template by_n<kT, true>(g + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
+        put_rounded(sums, d_t + ((row + lane.g) * kT + column + place(lane.t * 2)) * kSize, place(1));
       }
     }
   }
   // A lane's two of a row go to places that are APART.
-  template <int NT> static DEVICE void put_rounded(const Real (&y)[NT][4], u32 to, int apart) {
+  template <int MT, int NT> static DEVICE void put_rounded(const Real (&sums)[MT][NT][4], u32 to, int apart) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int m = 0; m < MT; ++m)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const u32 here = to + (i * 8 * kT + n * 8) * kSize;
-        const Real first = Math::rounded(y[n][i * 2]), second = Math::rounded(y[n][i * 2 + 1]);
-        if (apart == 1)
-          store_shared(here, Pair<Element>(first, second));
-        else
-          store_shared(here, narrow<Element>(first)), store_shared(here + apart * kSize, narrow<Element>(second));
-      }
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 here = to + ((m * 16 + i * 8) * kT + n * 8) * kSize;
+          const Real first = Math::rounded(sums[m][n][i * 2]), second = Math::rounded(sums[m][n][i * 2 + 1]);
+          if (apart == 1)
+            store_shared(here, Pair<Element>(first, second));
+          else
+            store_shared(here, narrow<Element>(first)), store_shared(here + apart * kSize, narrow<Element>(second));
+        }
   }
 
   // To dA and dX
-  DEVICE void add(SumsA& sums_a, SumsX& sums_x, u32 chunk) const {
-    const u32 g = chunk + kBytesB;
-    each<kTasksA>([&](int turn, int task) {
-      const int row = task % (Q0 / 16) * 16, column = task / (Q0 / 16) * (kTilesA * 8);
-      Base::template multiply<kTilesA, WIDTH / kStep>(
-          sums_a[turn], Base::template by_rows<kT>(g + row * kT * kSize + Math::template lane_row_a<kT>(lane)),
+  DEVICE void add(Sums& sums, u32 chunk) const {
+    each([&](int turn, int task) {
+      const int row = TasksA::row(task), column = TasksA::column(task);
+      Base::template multiply<WIDTH / kStep, kUnroll>(
+          sums[turn],
+          Base::template tiles_by_rows<kT, true>(chunk + kBytesB + row * kT * kSize + Math::template lane_row_a<kT>(lane)),
           Base::template by_k<kT>(t + column * kT * kSize + Math::template lane_row_b<kT>(lane)));
-    });
-    each<kTasksX>([&](int turn, int task) {
-      const int row = task % kRows * 16, column = task / kRows * (kTilesX * 8);
-      Base::template multiply<kTilesX, WIDTH / kStep>(
-          sums_x[turn], Base::template by_rows<kT>(d_t + row * kT * kSize + Math::template lane_row_a<kT>(lane)),
-          Base::template by_n<kX>(chunk + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
+    }, [&](int turn, int task) {
+      const int row = TasksX::row(task), column = TasksX::column(task);
+      Base::template multiply<WIDTH / kStep, kUnroll>(
+          sums[turn], Base::template tiles_by_rows<kT, false>(d_t + row * kT * kSize + Math::template lane_row_a<kT>(lane)),
+          Base::template by_n<kX, true>(chunk + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
     });
   }
-  // The warp's tasks of so many, and in which turn it has them.
-  template <int TASKS, class Task> DEVICE void each(const Task& run) const {
+  // The warp's tasks of dA or dX, and in which turn it has them.
+  template <class OfA, class OfX> DEVICE void each(const OfA& of_a, const OfX& of_x) const {
 #pragma unroll
-    for (int turn = 0; turn < ceil_div(TASKS, WARPS); ++turn)
-      if (TASKS % WARPS == 0 || turn * WARPS + warp < TASKS) run(turn, turn * WARPS + warp);
+    for (int turn = 0; turn < ceil_div(kTasks, WARPS); ++turn) {
+      const int task = turn * WARPS + warp;
+      if (task < TasksA::kCount)
+        of_a(turn, task);
+      else if (kTasks % WARPS == 0 || task < kTasks)
+        of_x(turn, task - TasksA::kCount);
+    }
   }
 
   DEVICE void make_b(Real* to) const {
 #pragma unroll 1
-    for (int task = warp; task < kTasksB; task += WARPS) {
-      const int row = task % (WIDTH / 16) * 16, column = task / (WIDTH / 16) * (kTilesB * 8);
-      Real y[kTilesB][4] = {};
-      Base::template multiply<kTilesB, SPAN / kStep>(
-          y, Base::template by_m<kT>(d_t + row * kSize + Math::template lane_a_by_m<kT, kPairs>(lane)),
-          Base::template by_n<kX>(x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
-      put<P1>(y, to + (row + column_at(lane.g)) * P1 + column);
+    for (int task = warp; task < TasksB::kCount; task += WARPS) {
+      const int row = TasksB::row(task), column = TasksB::column(task);
+      typename TasksB::Sums sums = {};
+      Base::template multiply<SPAN / kStep, kUnroll>(
+          sums, Base::template tiles_by_m<kT, false>(d_t + row * kSize + Math::template lane_a_by_m<kT, kPairs>(lane)),
+          Base::template by_n<kX, true>(x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
+#pragma unroll
+      for (int m = 0; m < TasksB::MT; ++m) put<P1>(sums[m], to + (row + m * 16 + column_at(lane.g)) * P1 + column);
     }
   }
 
-  DEVICE void store(const SumsA& sums_a, const SumsX& sums_x, Real* of_a, Element* of_x) const {
-    const u32 staged = slots + warp * (16 * (kTilesX * 8 + 8) * kSize);
-    each<kTasksA>([&](int turn, int task) {
-      const int row = task % (Q0 / 16) * 16, column = task / (Q0 / 16) * (kTilesA * 8);
-      put<P0>(sums_a[turn], of_a + (row + lane.g) * P0 + column);
-    });
+  DEVICE void store(const Sums& sums, Real* of_a, Element* of_x) const {
+    const u32 staged = slots + warp * (16 * (kWide * 8 + 8) * kSize);
     if constexpr (kSize == 2) __syncthreads();  // chunks are read
-    each<kTasksX>([&](int turn, int task) {
-      const int row = task % kRows * 16, column = task / kRows * (kTilesX * 8);
-      Base::template store_tile<SPAN, P1, P1, true>(sums_x[turn], row, column, of_x, staged, lane);
+    each([&](int turn, int task) {
+#pragma unroll
+      for (int m = 0; m < kHigh; ++m)
+        put<P0>(sums[turn][m], of_a + (TasksA::row(task) + m * 16 + lane.g) * P0 + TasksA::column(task));
+    }, [&](int turn, int task) {
+#pragma unroll
+      for (int m = 0; m < kHigh; ++m)
+        Base::template store_tile<SPAN, P1, P1, true>(
+            sums[turn][m], TasksX::row(task) + m * 16, TasksX::column(task), of_x, staged, lane);
     });
   }
   // Sums as they are, STEP from row to row; the lane's first row begins at `to`.
