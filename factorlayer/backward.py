@@ -36,8 +36,8 @@ def _never(_: Chain) -> bool:
 @dataclass(frozen=True)
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes; `fits_few` which have
-    one for few samples."""
+    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes; `fits_few` which
+    have one for few samples."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]

@@ -61,6 +61,7 @@ Pass = (
     | Wide
     | WideGradient
 )
+Unbound = Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 
 class PlanError(ValueError):
@@ -131,7 +132,7 @@ class Plan:
             read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Slopes | Streamed | Strip | StripBackward | Turn) else p.blocks if isinstance(p, Small | TileSums) else 1
+            most = 0 if isinstance(p, Unbound) else p.blocks if isinstance(p, Small | TileSums) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"

@@ -15,7 +15,6 @@ from factorlayer.gradient import most_samples
 from factorlayer.resident import Work
 
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
-MOST_REGISTERS = {8: 128, 4: 96, 2: 80}  # of a thread, by bytes of an element
 START_US = 2.0  # with the first chunk on its way
 CHUNK_US = 0.3  # of waits, for each chunk
 
@@ -67,6 +66,14 @@ class Strip:
     def chunks(self) -> int:
         p0, _, q0, _ = self.sizes
         return (p0 + q0) // self.rows
+
+    @functools.cached_property
+    def tiles(self) -> tuple[int, int]:
+        """Of 16 rows and of 8 columns, that a warp makes at once."""
+        rows, columns = self.rows // 16, self.span // 8
+        high = 2 if rows % 2 == 0 and rows * columns >= 8 * self.warps else 1
+        wide = (n for n in (8, 4, 2, 1) if n * high <= 8 and columns % n == 0)
+        return high, next((n for n in wide if rows // high * (columns // n) >= self.warps), 1)
 
     @functools.cached_property
     def shared(self) -> int:
@@ -124,8 +131,11 @@ def _time(plan: Strip, batch: int) -> float:
     gpu, dtype = plan.gpu, plan.work.dtype
     load = (p0 * (p1 + q0) + plan.span * p1) * plan.size / gpu.l2_bytes
     products = plan.span * p0 * (p1 + q0)
-    multiply = 2 * products / ((0.55 if plan.size == 2 else 1.0) * gpu.flops[dtype])
-    read = products / 16 * (1 + 16 / plan.span) * plan.size / gpu.shared_bytes
+    # One warp for each quarter of a multiprocessor cannot keep its matrix unit busy with doubles.
+    rate = {2: 0.55, 4: 1.0, 8: min(1.0, plan.warps / 8)}[plan.size] * gpu.flops[dtype]
+    multiply = 2 * products / rate
+    high, wide = plan.tiles
+    read = products * (1 / (16 * high) + 1 / (8 * wide)) * plan.size / gpu.shared_bytes
     busy = max(multiply, read) + CHUNK_US * plan.chunks
     block = max(load, busy) + min(load, busy) / plan.chunks
     units = [n * batch * plan.units_per_sample for n in (1, 2)]

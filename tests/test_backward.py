@@ -26,6 +26,7 @@ from factorlayer.plan import PlanError
 from factorlayer.planner import BATCHES, plan
 from factorlayer.results import from_result
 from factorlayer.spec import Contraction, LayerSpec
+from factorlayer.strip_backward import StripBackward
 from factorlayer.tracing import trace
 from factorlayer.turn import Turn
 from factorlayer.wide_gradient import WideGradient
@@ -529,9 +530,14 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
         first, adding = text.passes
         assert (first.read, first.written, adding.read, adding.written) == ("x", "y", "s2", "w")
         (p0, p1), (q0, q1) = sizes
-        assert text.scratch == (0, 0, gpu.sms * (p0 * q0 + p1 * q1) * PART_BYTES[dtype]) and text.chunk == 0
+        tiled, sums, most = found.passes[0], p0 * q0 + p1 * q1, gpu.sms
+        if isinstance(tiled, StripBackward):  # of the second weight, each strip has sums
+            assert batch == BATCHES[0] and p0 % tiled.span == q1 % tiled.width == 0
+            assert f"SINGLES = {p0 * q0};" in adding.source and f"FOLDS = {first.grid_y};" in adding.source
+            sums, most = p0 * q0 + first.grid_y * p1 * q1, most_samples(batch)
+        assert text.scratch == (0, 0, most * sums * PART_BYTES[dtype]) and text.chunk == 0
         assert first.threads <= 1024 and first.shared <= gpu.shared
-        assert f"MOST = {gpu.sms};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
+        assert f"MOST = {most};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
     for spec in (
         kronecker((128, 136), (128, 136)),
         kronecker((8, 8, 9, 9), (8, 8, 16, 16)),

@@ -112,7 +112,7 @@ CASES = [
     Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL),
     Case(kronecker((64, 96), (96, 96)), "tf32", 3, SMALL, 80),
     Case(kronecker((128, 128), (128, 128)), "bfloat16", 2, SMALL),
-    Case(kronecker((64, 64), (96, 64)), "float16", 3, SMALL, activation=LEARNED),
+    Case(kronecker((128, 128), (128, 128)), "float16", 2, SMALL, activation=LEARNED),
     # Programs in place of named activations: every operation, and one that is another function of single elements
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),
@@ -1185,9 +1185,9 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"Resident", "Streamed", "Pair", "Small", "Wide"}
+    assert learned == {"Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
-    assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
+    assert found >= {(family, dtype) for family in ("Resident", "Streamed", "Strip") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
@@ -1201,6 +1201,8 @@ STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
 STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
+STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
+STRIPS_IN_TURN = Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
@@ -1212,6 +1214,10 @@ PLANTED = {
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(empty(slot), phase);", "", "race: a copy"),
     "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
     "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
+    "no-wait-for-a-chunk": (STRIP, "wait_for_copies<SLOTS - 2>();", ";", "has not landed"),
+    "no-sync-of-strips": (STRIP, "__syncthreads();  // the chunk", "// the chunk", "race"),
+    "no-wait-for-a-strip": (STRIPS_IN_TURN, "wait_for_copies<SLOTS - 1>();", ";", "has not landed"),
+    "no-sync-of-strips-in-turn": (STRIPS_IN_TURN, "__syncthreads();  // the chunk", "// the chunk", "race"),
     "no-sync-before-columns": (FEW, "if (first + 4 == B) __syncthreads();", "", "race: a write"),
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
     "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
@@ -1349,6 +1355,25 @@ def test_finds_what_is_missing_of_all_gradients(
     kernels = emulator.compile(found, {old: new})
     x = np.ones(({32: 30, 64: 5, 96: 3}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        ("wait_for_copies<SLOTS - 1>();", "has not landed"),
+        ("wait_for_copies<SLOTS - 2>();", "has not landed"),
+        ("__syncthreads();  // the chunk is there", "race"),
+        ("__syncthreads();  // T and dT are", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_strips(old: str, said: str, emulator: Emulator) -> None:
+    spec = kronecker((128, 128), (128, 128))
+    found = plan(all_gradients_of(spec), "float64", SMALL, Gpu.of(90))
+    found = replace(found, passes=found.passes[:1])
+    kernels = emulator.compile(found, {old: "//" if "//" in old else ";"})
+    x = np.ones((1, 128**2))
+    _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None)
     assert any(said in error for error in errors), errors
 
 

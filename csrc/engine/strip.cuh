@@ -38,7 +38,7 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
   static DEVICE int row_of(int task) { return task % (kRowTiles / MT) * (MT * 16); }
   static DEVICE int column_of(int task) { return task / (kRowTiles / MT) * (NT * 8); }
 
-  static constexpr int kUnroll = Math::kRepairs ? 2 : 8;  // steps whose operands are on their way at once
+  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps at most whose operands are on their way at once
 
   const Params& params;
   const Lane lane;

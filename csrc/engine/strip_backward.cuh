@@ -55,7 +55,7 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
   static constexpr int kTasks = TasksA::kCount + TasksX::kCount;
   using Sums = typename TasksA::Sums[ceil_div(kTasks, WARPS)];
 
-  static constexpr int kUnroll = Math::kRepairs ? 2 : 8;  // steps whose operands are on their way at once
+  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps at most whose operands are on their way at once
 
   const Params& params;
   const Lane lane;
@@ -99,7 +99,7 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
       __syncthreads();  // the chunk is there, and what the last one's products read may be written
       if (chunk > 0) load_chunk(chunk - 1 + SLOTS, b, g);
       make_states(here);
-      __syncthreads();
+      __syncthreads();  // T and dT are there
       add(sums, here);
       make_b(of_b + chunk * WIDTH * P1);
     }

@@ -26,18 +26,14 @@ from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
-from factorlayer.plan import Pass, Plan, _output_bytes
+from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
-from factorlayer.slopes import Slopes
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
-from factorlayer.streamed import Streamed
-from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
-from factorlayer.turn import Turn
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -86,7 +82,7 @@ class Kernel:
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
         if isinstance(p, Small | TileSums):
             blocks *= p.blocks
-        if not isinstance(p, Slopes | Streamed | Strip | StripBackward | Turn):
+        if not isinstance(p, Unbound):
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = grid_x * (p.part_bytes // p.most) if isinstance(p, BlockSums | TileSums) else 0
         *places, end = self.places(batch)
