@@ -15,8 +15,9 @@ from factorlayer.gradient import most_samples
 from factorlayer.resident import Work
 
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
-START_US = 2.0  # with the first chunk on its way
-CHUNK_US = 0.3  # of waits, for each chunk
+START_US = 1.2
+CHUNK_US = 0.35  # of waits, for each chunk
+LONGER = 1.5  # than that a block takes: loads and products hide less of each other, and all blocks load at once
 
 
 @dataclass(frozen=True)
@@ -139,4 +140,4 @@ def _time(plan: Strip, batch: int) -> float:
     busy = max(multiply, read) + CHUNK_US * plan.chunks
     block = max(load, busy) + min(load, busy) / plan.chunks
     units = [n * batch * plan.units_per_sample for n in (1, 2)]
-    return START_US + block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / 2
+    return START_US + LONGER * block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / 2

@@ -1,9 +1,13 @@
-// Two tied contractions, of the last two modes, where samples are too few for a block to have whole ones: Y = A T, T = X B'. A
-// block has SPAN columns of a unit's Y, for which it takes as many rows of B, and X and A by chunks of ROWS rows: first it makes
-// rows of T, which stay in shared memory, then rows of Y. Later chunks are on their way meanwhile. Sizes are multiples of 16.
+// Two tied contractions, of the last two modes, where samples are too few for a block to have whole ones:
 //
-// Of 32 bits what is read by n takes k's in pairs, and what is read by rows takes them in order: T's rows lie so that pairs of
-// them are in order, too.
+//     T = X B',  Y = A T
+//
+// A block has SPAN columns of a unit's Y, for which it takes as many rows of B, and X and A by chunks of ROWS rows:
+// first it makes rows of T, which stay in shared memory, then rows of Y. Later chunks are on their way meanwhile. Sizes
+// are multiples of 16.
+//
+// Of 32 bits what is read by n takes k's in pairs, and what is read by rows takes them in order: T's rows lie so that
+// pairs of them are in order, too.
 //
 // Pass: Math, Element, Activation, BIAS; P0, P1, Q0, Q1, FACTOR_A, FACTOR_B, UNITS_PER_SAMPLE; SPAN, ROWS, SLOTS, WARPS
 #pragma once
@@ -25,9 +29,11 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
 
   // Shared memory: B, T, slots with chunks of X or A, and of 16 bits what Y leaves through.
   static constexpr int kX = stride(P1), kA = stride(P0), kT = stride(SPAN);
-  static constexpr int kBytesB = SPAN * kX * kSize, kBytesT = P0 * kT * kSize, kSlot = ROWS * (kX > kA ? kX : kA) * kSize;
+  static constexpr int kBytesB = SPAN * kX * kSize, kBytesT = P0 * kT * kSize;
+  static constexpr int kSlot = ROWS * (kX > kA ? kX : kA) * kSize;
 
-  // Warps take tasks in turn: MT tiles of 16 rows of T or Y by NT of 8 columns, up to 8, few enough for all warps to have one.
+  // Warps take tasks in turn: MT tiles of 16 rows of T or Y by NT of 8 columns, up to 8, few enough for all warps to
+  // have one.
   static constexpr int kRowTiles = ROWS / 16, kColumns = SPAN / 8;
   static constexpr int MT = kRowTiles % 2 == 0 && kRowTiles * kColumns >= 8 * WARPS ? 2 : 1;
   static constexpr int columns(int most) {
@@ -38,7 +44,7 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
   static DEVICE int row_of(int task) { return task % (kRowTiles / MT) * (MT * 16); }
   static DEVICE int column_of(int task) { return task / (kRowTiles / MT) * (NT * 8); }
 
-  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps at most whose operands are on their way at once
+  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps whose operands are asked for at once
 
   const Params& params;
   const Lane lane;
@@ -61,7 +67,8 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
   DEVICE void run() const {
     const Element* x = static_cast<const Element*>(params.x) + i64(blockIdx.x) * (P0 * P1);
     const Element* a = static_cast<const Element*>(params.weights[Pass::FACTOR_A]);
-    Base::template copy<SPAN, P1, kX>(static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + blockIdx.y * SPAN * P1, b);
+    const Element* of_b = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + blockIdx.y * SPAN * P1;
+    Base::template copy<SPAN, P1, kX>(of_b, b);
 #pragma unroll
     for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, x, a);
 #pragma unroll 1
@@ -71,8 +78,8 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
         wait_for_copies<SLOTS - 1>();
       else
         wait_for_copies<SLOTS - 2>();
-      if constexpr (Math::kRounds)
-        if (chunk == 0) Base::template round_copies<SPAN, P1, kX>(b);  // each warp reads it; of chunks, each reads other rows
+      if constexpr (Math::kRounds)  // here what all warps read, of chunks each warp what it reads
+        if (chunk == 0) Base::template round_copies<SPAN, P1, kX>(b);
       __syncthreads();  // the chunk is there, or all of T, and the last one is read
       if (chunk > 0) load_chunk(chunk - 1 + SLOTS, x, a);
       if (chunk < kOfX)

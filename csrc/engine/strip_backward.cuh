@@ -1,14 +1,14 @@
-// The backward pass of two tied contractions, of the last two modes, where samples are too few for a block to have whole ones. A
-// block has one unit's strip, SPAN rows of X [p0, p1] and columns of A [q0, p0], and takes B [q1, p1] and G [q0, q1] by chunks of
-// WIDTH q1's, those of later chunks on their way meanwhile. Of each chunk
+// The backward pass of two tied contractions, of the last two modes, where samples are too few for a block to have
+// whole ones. A block has one unit's strip, SPAN rows of X [p0, p1] and columns of A [q0, p0], and takes B [q1, p1] and
+// G [q0, q1] by chunks of WIDTH q1's, those of later chunks on their way meanwhile. Of each chunk
 //
 //     T = X B',  dT = A' G,  dA += G T',  dX += dT B,  dB = dT' X
 //
-// with dA and dX, columns and rows of the strip, as sums in registers until the last one. What blocks make of dA, and of dB, they
-// write side by side: first dA of all units, then dB of all units' strips. Sizes are multiples of 16.
+// with dA and dX, columns and rows of the strip, as sums in registers until the last one. What blocks make of dA, and
+// of dB, they write side by side: first dA of all units, then dB of all units' strips. Sizes are multiples of 16.
 //
-// Of 32 bits what is read by n or m takes k's in pairs, and what is read by rows takes them in order: so dT's columns lie as B's
-// rows want them.
+// Of 32 bits what is read by n or m takes k's in pairs, and what is read by rows takes them in order: so dT's columns
+// lie as B's rows want them.
 //
 // Pass: Math, Element, P0, P1, Q0, Q1, SPAN, WIDTH, SLOTS (for chunks), WARPS, GRAD (the parameter that G is)
 #pragma once
@@ -17,7 +17,8 @@
 
 template <class Pass> struct StripBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
   using Math = typename Pass::Math;
-  static constexpr int WARPS = Pass::WARPS, WIDTH = Pass::WIDTH, SLOTS = Pass::SLOTS, SPAN = Pass::SPAN, kThreads = WARPS * 32;
+  static constexpr int WARPS = Pass::WARPS, kThreads = WARPS * 32;
+  static constexpr int WIDTH = Pass::WIDTH, SLOTS = Pass::SLOTS, SPAN = Pass::SPAN;
   using Base = Operands<Math, typename Pass::Element, kThreads>;
   using typename Base::Element;
   using typename Base::Real;
@@ -32,8 +33,8 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
   static constexpr int kBytesX = SPAN * kX * kSize, kBytesA = Q0 * kA * kSize, kBytesT = SPAN * kT * kSize;
   static constexpr int kBytesB = WIDTH * kX * kSize, kSlot = kBytesB + Q0 * kT * kSize;
 
-  // Warps take tasks in turn: MT tiles of 16 rows by NT of 8 columns, up to 8, few enough for all warps to have one. Those of T and
-  // dT, and of dA and dX, are taken together.
+  // Warps take tasks in turn: MT tiles of 16 rows by NT of 8 columns, up to 8, few enough for all warps to have one.
+  // Those of T and dT, and of dA and dX, are taken together.
   static constexpr int kRows = SPAN / 16;  // of tiles
   static constexpr int rows(int of_both, int tiles) { return of_both % 2 == 0 && tiles >= 8 * WARPS ? 2 : 1; }
   static constexpr int columns(int of_both, int tiles, int most) {
@@ -45,9 +46,11 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
     static DEVICE int column(int task) { return task / kRows * (NT * 8); }
     using Sums = Real[MT][NT][4];
   };
-  static constexpr int kOfT = 2 * kRows * (WIDTH / 8), kOfB = WIDTH / 16 * (P1 / 8), kOfA = Q0 / 16 * (SPAN / 8), kOfX = kRows * (P1 / 8);
-  static constexpr int kHighT = rows(kRows, kOfT), kHighB = rows(WIDTH / 16, kOfB), kHigh = rows(kRows | Q0 / 16, kOfA + kOfX);
-  static constexpr int kWide = columns(SPAN / 8 | P1 / 8, (kOfA + kOfX) / kHigh, 8 / kHigh);
+  static constexpr int kOfT = 2 * kRows * (WIDTH / 8), kOfB = WIDTH / 16 * (P1 / 8);
+  static constexpr int kOfBoth = Q0 / 16 * (SPAN / 8) + kRows * (P1 / 8);  // dA and dX
+  static constexpr int kHighT = rows(kRows, kOfT), kHighB = rows(WIDTH / 16, kOfB);
+  static constexpr int kHigh = rows(kRows | Q0 / 16, kOfBoth);
+  static constexpr int kWide = columns(SPAN / 8 | P1 / 8, kOfBoth / kHigh, 8 / kHigh);
   using TasksT = Tasks<kHighT, columns(WIDTH / 8, kOfT / kHighT, 8 / kHighT), kRows, WIDTH / 8>;
   using TasksB = Tasks<kHighB, columns(P1 / 8, kOfB / kHighB, 8 / kHighB), WIDTH / 16, P1 / 8>;
   using TasksA = Tasks<kHigh, kWide, Q0 / 16, SPAN / 8>;
@@ -55,7 +58,7 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
   static constexpr int kTasks = TasksA::kCount + TasksX::kCount;
   using Sums = typename TasksA::Sums[ceil_div(kTasks, WARPS)];
 
-  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps at most whose operands are on their way at once
+  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps whose operands are asked for at once
 
   const Params& params;
   const Lane lane;
@@ -66,7 +69,9 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
         d_t(t + kBytesT), slots(d_t + kBytesT) {}
 
   static constexpr DEVICE int place(int column) { return kPairs ? column / 8 * 8 + Base::place(column % 8) : column; }
-  static constexpr DEVICE int column_at(int place) { return kPairs ? place / 8 * 8 + place % 4 * 2 + place / 4 % 2 : place; }
+  static constexpr DEVICE int column_at(int place) {
+    return kPairs ? place / 8 * 8 + place % 4 * 2 + place / 4 % 2 : place;
+  }
 
   static DEVICE u32 behind(int chunk) { return chunk % SLOTS * kSlot; }
   DEVICE void load_chunk(int chunk, const Element* b, const Element* g) const {
@@ -147,15 +152,15 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
   DEVICE void add(Sums& sums, u32 chunk) const {
     each([&](int turn, int task) {
       const int row = TasksA::row(task), column = TasksA::column(task);
+      const u32 g = chunk + kBytesB + row * kT * kSize;
       Base::template multiply<WIDTH / kStep, kUnroll>(
-          sums[turn],
-          Base::template tiles_by_rows<kT, true>(chunk + kBytesB + row * kT * kSize + Math::template lane_row_a<kT>(lane)),
+          sums[turn], Base::template tiles_by_rows<kT, true>(g + Math::template lane_row_a<kT>(lane)),
           Base::template by_k<kT>(t + column * kT * kSize + Math::template lane_row_b<kT>(lane)));
     }, [&](int turn, int task) {
-      const int row = TasksX::row(task), column = TasksX::column(task);
+      const u32 left = d_t + TasksX::row(task) * kT * kSize, right = chunk + TasksX::column(task) * kSize;
       Base::template multiply<WIDTH / kStep, kUnroll>(
-          sums[turn], Base::template tiles_by_rows<kT, false>(d_t + row * kT * kSize + Math::template lane_row_a<kT>(lane)),
-          Base::template by_n<kX, true>(chunk + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
+          sums[turn], Base::template tiles_by_rows<kT, false>(left + Math::template lane_row_a<kT>(lane)),
+          Base::template by_n<kX, true>(right + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
     });
   }
   // The warp's tasks of dA or dX, and in which turn it has them.
