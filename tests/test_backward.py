@@ -23,7 +23,7 @@ from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
 from factorlayer.plan import PlanError
-from factorlayer.planner import BATCHES, plan
+from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan
 from factorlayer.results import from_result
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.strip_backward import StripBackward
@@ -547,6 +547,37 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
     ):
         with pytest.raises(PlanError, match="no pass makes all gradients"):
             plan(all_gradients_of(spec), dtype, BATCHES[2], Gpu.of(90))
+
+
+@dtypes
+def test_few_samples_have_kernels_that_many_have_not(dtype: str) -> None:
+    """All gradients of two factors of 128 at once: of many samples only in 16 bits."""
+    chain = replace(all_gradients_of(kronecker((128, 128), (128, 128))), tf32=dtype == "tf32")
+    asked = (chain.text, dtype.replace("tf32", "float32"), 90, 132, 232448)
+    assert has_plan_of_few(*asked) and has_plan(*asked) == (dtype in ("bfloat16", "float16"))
+    few = plan(chain, dtype, BATCHES[0], Gpu.of(90)).passes
+    assert [type(p).__name__ for p in few] == ["StripBackward", "Reduction"]
+
+
+@pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED])
+def test_gradients_of_few_samples_are_made_by_such_kernels(batch: int) -> None:
+    spec, ran = kronecker((3, 4), (5, 2)), []
+
+    def noted(*given: Any) -> list[Tensor]:
+        ran.append(given[3])
+        return all_gradients(*given)
+
+    x = torch.randn(batch, spec.in_features, dtype=torch.float64, requires_grad=True)
+    grad_y = torch.randn(batch, spec.out_features, dtype=torch.float64)
+    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.weight_shapes]
+    ops = replace(OPS, all_gradients=noted, fits=nothing, fits_few=pairs)
+    made = gradients(
+        ops, grad_y, x.detach(), [w.detach() for w in weights], None, Chain.of(spec, False, "identity").text, 13
+    )
+    assert bool(ran) == (batch < LEAST_MIXED)
+    right = torch.autograd.grad(naive(spec, x, weights), [x, *weights], grad_y)
+    for a, b in zip(made, right, strict=True):
+        torch.testing.assert_close(a.view_as(b), b)
 
 
 def test_sums_of_a_large_batch_are_those_that_are_added_up() -> None:
