@@ -49,8 +49,8 @@ def _before_activation(
 @dataclass(frozen=True)
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes. What learns in an
-    activation has PyTorch's."""
+    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes; `fits_few` which
+    have one for few samples. What learns in an activation has PyTorch's."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
@@ -58,7 +58,7 @@ class Ops:
     slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
     learned: Callable[..., tuple[Tensor, ...]] = _before_activation
-    fits_few: Callable[[Chain], bool] | None = None  # which chains have one of few samples, if these differ
+    fits_few: Callable[[Chain], bool] | None = None
 
     def fits_of(self, batch: int) -> Callable[[Chain], bool]:
         return self.fits_few if self.fits_few and batch < LEAST_MIXED else self.fits

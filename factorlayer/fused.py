@@ -103,9 +103,9 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 
 
 @functools.lru_cache(1024)
-def has_kernel(text: str, dtype: torch.dtype, device: int) -> bool:
-    """Whether the engine has kernels of its own for a text."""
-    return ask_planner("has_plan", text, dtype, device) == "True"
+def has_kernel(text: str, dtype: torch.dtype, device: int, few: bool = False) -> bool:
+    """Whether the engine has kernels of its own for a text, or at least for few samples."""
+    return ask_planner("has_plan_of_few" if few else "has_plan", text, dtype, device) == "True"
 
 
 def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> str:
@@ -321,7 +321,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         return has_kernel(chain.text, dtype, device)
 
     def fits_few(chain: Chain) -> bool:
-        return ask_planner("has_plan_of_few", chain.text, dtype, device) == "True"
+        return has_kernel(chain.text, dtype, device, few=True)
 
     ops = torch.ops.factorlayer
     return Ops(
@@ -330,7 +330,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         _explaining(ops.gradients.default._op),
         _explaining(ops.slopes.default._op),
         fits,
-        fits_few=functools.cache(fits_few),
+        fits_few=fits_few,
     )
 
 

@@ -58,6 +58,10 @@ class TileSums:
         return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
 
     @property
+    def singles(self) -> int:
+        return 0
+
+    @property
     def split(self) -> int:
         return int(self.tiles)
 
@@ -199,7 +203,15 @@ class BlockSums:
     dtype: str
     gpu: Gpu
     weights: Any
-    folds = 1
+
+    @property
+    def folds(self) -> int:
+        return 1
+
+    @property
+    def singles(self) -> int:
+        """The first weights, of which a block has one sum, whatever it has of the others."""
+        return 0
 
     @property
     def most(self) -> int:
@@ -227,6 +239,8 @@ class Summing(Protocol):
     def most(self) -> int: ...
     @property
     def folds(self) -> int: ...
+    @property
+    def singles(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -246,7 +260,8 @@ class Reduction:
     def vector(self) -> int:
         """Sums of a thread: 16 bytes, unless there are so few that more threads are worth more."""
         whole = 16 // PART_BYTES[self.of.dtype]
-        return whole if self.of.weights % whole == 0 and self.of.weights * 8 >= whole * FILLED // 2 else 1
+        divides = self.of.weights % whole == 0 and self.of.singles % whole == 0
+        return whole if divides and self.of.weights * 8 >= whole * FILLED // 2 else 1
 
     @property
     def ways(self) -> int:
@@ -263,7 +278,7 @@ class Reduction:
     def source(self, name: str) -> str:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
-        numbers |= {"MOST": of.most, "FOLDS": of.folds, "WAYS": self.ways, "VECTOR": self.vector}
+        numbers |= {"MOST": of.most, "FOLDS": of.folds, "SINGLES": of.singles, "WAYS": self.ways, "VECTOR": self.vector}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]

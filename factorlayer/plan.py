@@ -29,6 +29,8 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
+from factorlayer.strip import Strip
+from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
@@ -57,11 +59,14 @@ Pass = (
     | SplitPairBackward
     | SplitSingleBackward
     | Streamed
+    | Strip
+    | StripBackward
     | Turn
     | WeightChunks
     | Wide
     | WideGradient
 )
+Unbound = Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 
 class PlanError(ValueError):
@@ -136,7 +141,7 @@ class Plan:
             read, written = self._buffers(i)
             name = f"factorlayer_{self.dtype}_{i}"
             code = source(p, name) if isinstance(p, Resident) else p.source(name)
-            most = 0 if isinstance(p, Slopes | Streamed | Turn) else p.blocks if isinstance(p, Small | TileSums) else 1
+            most = 0 if isinstance(p, Unbound) else p.blocks if isinstance(p, Small | TileSums) else 1
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
@@ -155,7 +160,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Few | Pair | Slopes | Small | Streamed | Turn | Wide):
+    if isinstance(p, Dense | DoublePair | Few | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

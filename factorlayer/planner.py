@@ -30,6 +30,8 @@ from factorlayer import (
     split_pair_backward,
     split_single_backward,
     streamed,
+    strip,
+    strip_backward,
     wide,
     wide_gradient,
 )
@@ -71,19 +73,16 @@ def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, share
     return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
 
 
-def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int = 1) -> bool:
     try:
-        return bool(plan_of(chain, dtype, 1, Gpu(arch, sms, shared)).passes)
+        return bool(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).passes)
     except PlanError:
         return False
 
 
 def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
-    """The same of as many samples as the smallest class of batches has."""
-    try:
-        return bool(plan_of(chain, dtype, 0, Gpu(arch, sms, shared)).passes)
-    except PlanError:
-        return False
+    """The same of as many samples as the first class of batches has."""
+    return has_plan(chain, dtype, arch, sms, shared, 0)
 
 
 def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int) -> float:
@@ -280,7 +279,7 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         return few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        families = (pair_backward, large_backward, split_pair_backward) if inner == 1 else ()
+        families = (pair_backward, large_backward, split_pair_backward, strip_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
         by_fma = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
@@ -313,8 +312,9 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large modes are too short, in double as well,
     but they start faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    by_fma, double = small.tile(work, batch, gpu), double_pair.tile(work, batch, gpu)
-    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, by_fma) if p]
+    others = small.tile(work, batch, gpu), strip.tile(work, batch, gpu)
+    found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
+    double = double_pair.tile(work, batch, gpu)
     if double:
         found.append((double.us * (0.85 if batch * work.outer > 8 * gpu.sms else 1.0), double))
     if paired:

@@ -23,9 +23,10 @@ from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
 from factorlayer.plan import PlanError
-from factorlayer.planner import BATCHES, plan
+from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan
 from factorlayer.results import from_result
 from factorlayer.spec import Contraction, LayerSpec
+from factorlayer.strip_backward import StripBackward
 from factorlayer.tracing import trace
 from factorlayer.turn import Turn
 from factorlayer.wide_gradient import WideGradient
@@ -532,9 +533,14 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
         first, adding = text.passes
         assert (first.read, first.written, adding.read, adding.written) == ("x", "y", "s2", "w")
         (p0, p1), (q0, q1) = sizes
-        assert text.scratch == (0, 0, gpu.sms * (p0 * q0 + p1 * q1) * PART_BYTES[dtype]) and text.chunk == 0
+        tiled, sums, most = found.passes[0], p0 * q0 + p1 * q1, gpu.sms
+        if isinstance(tiled, StripBackward):  # of the second weight, each strip has sums
+            assert batch == BATCHES[0] and p0 % tiled.span == q1 % tiled.width == 0
+            assert f"SINGLES = {p0 * q0};" in adding.source and f"FOLDS = {first.grid_y};" in adding.source
+            sums, most = p0 * q0 + first.grid_y * p1 * q1, most_samples(batch)
+        assert text.scratch == (0, 0, most * sums * PART_BYTES[dtype]) and text.chunk == 0
         assert first.threads <= 1024 and first.shared <= gpu.shared
-        assert f"MOST = {gpu.sms};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
+        assert f"MOST = {most};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
     for spec in (
         kronecker((128, 136), (128, 136)),
         kronecker((8, 8, 9, 9), (8, 8, 16, 16)),
@@ -544,6 +550,37 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
     ):
         with pytest.raises(PlanError, match="no pass makes all gradients"):
             plan(all_gradients_of(spec), dtype, BATCHES[2], Gpu.of(90))
+
+
+@dtypes
+def test_few_samples_have_kernels_that_many_have_not(dtype: str) -> None:
+    """All gradients of two factors of 128 at once: of many samples only in 16 bits."""
+    chain = replace(all_gradients_of(kronecker((128, 128), (128, 128))), tf32=dtype == "tf32")
+    asked = (chain.text, dtype.replace("tf32", "float32"), 90, 132, 232448)
+    assert has_plan_of_few(*asked) and has_plan(*asked) == (dtype in ("bfloat16", "float16"))
+    few = plan(chain, dtype, BATCHES[0], Gpu.of(90)).passes
+    assert [type(p).__name__ for p in few] == ["StripBackward", "Reduction"]
+
+
+@pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED])
+def test_gradients_of_few_samples_are_made_by_such_kernels(batch: int) -> None:
+    spec, ran = kronecker((3, 4), (5, 2)), []
+
+    def noted(*given: Any) -> list[Tensor]:
+        ran.append(given[3])
+        return all_gradients(*given)
+
+    x = torch.randn(batch, spec.in_features, dtype=torch.float64, requires_grad=True)
+    grad_y = torch.randn(batch, spec.out_features, dtype=torch.float64)
+    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.weight_shapes]
+    ops = replace(OPS, all_gradients=noted, fits=nothing, fits_few=pairs)
+    made = gradients(
+        ops, grad_y, x.detach(), [w.detach() for w in weights], None, Chain.of(spec, False, "identity").text, 13
+    )
+    assert bool(ran) == (batch < LEAST_MIXED)
+    right = torch.autograd.grad(naive(spec, x, weights), [x, *weights], grad_y)
+    for a, b in zip(made, right, strict=True):
+        torch.testing.assert_close(a.view_as(b), b)
 
 
 def test_sums_of_a_large_batch_are_those_that_are_added_up() -> None:

@@ -18,7 +18,7 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import backward, gradient, small_backward
+from factorlayer import backward, gradient, small_backward, strip_backward
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -115,6 +115,14 @@ CASES = [
     Case(kronecker((80, 16), (70, 90)), "float64", 5, MEDIUM),
     Case(kronecker((97, 31), (124, 45)), "float64", 5, MEDIUM, activation=LEARNED),
     Case(kronecker((128, 124), (100, 128)), "float64", 3, MEDIUM),
+    # Strips: every dtype, chunks that all have slots and that take turns, rectangular factors, some before them
+    Case(kronecker((64, 64), (64, 64)), "float64", 3, SMALL),
+    Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL),
+    Case(kronecker((32, 96), (64, 48)), "float32", 3, SMALL),
+    Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL),
+    Case(kronecker((64, 96), (96, 96)), "tf32", 3, SMALL, 80),
+    Case(kronecker((128, 128), (128, 128)), "bfloat16", 2, SMALL),
+    Case(kronecker((128, 128), (128, 128)), "float16", 2, SMALL, activation=LEARNED),
     # Programs in place of named activations: every operation, and one that is another function of single elements
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=EVERY_OPERATION.program),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 6, MEDIUM, activation=trace(torch.nn.Mish())[0].program),
@@ -427,12 +435,16 @@ def all_gradients_of(spec: LayerSpec) -> Chain:
 def test_all_gradients_at_once(
     sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, batch: int, architecture: int, emulator: Emulator
 ) -> None:
-    """And infinite where they have to be, which is for no other sample."""
     spec = kronecker(*sizes)
     gpu = replace(Gpu.of(architecture), sms=2)
     found = plan(all_gradients_of(spec), dtype, LARGE, gpu)
     assert type(found.passes[0]).__name__ == family_of(sizes, dtype, architecture)
-    kernels = emulator.compile(found)
+    check_all_gradients_of(spec, found, batch, emulator)
+
+
+def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
+    """And infinite where they have to be, which is for no other sample."""
+    kernels, dtype = emulator.compile(found), found.dtype
     draw = drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     a, b = (draw(*shape) / 8 for shape in spec.weight_shapes)
@@ -510,6 +522,31 @@ def test_all_gradients_of_few_samples(
             assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
         healthy = grad_x if healthy is None else healthy
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
+
+
+# Of two factors where samples are few: rectangular ones, chunks that all have slots and that take turns
+STRIPS = [
+    (((32, 32), (32, 32)), "float64", {}),
+    (((128, 128), (128, 128)), "float64", {}),
+    (((48, 64), (32, 80)), "float32", {"span": 16}),
+    (((64, 32), (64, 48)), "float32", {"span": 32}),
+    (((32, 64), (96, 48)), "tf32", {"slots": 2, "width": 16}),
+    (((128, 128), (128, 128)), "tf32", {}),
+    (((128, 64), (64, 128)), "bfloat16", {"span": 64}),
+    (((80, 64), (48, 32)), "float16", {"span": 16, "width": 16}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "chosen"), STRIPS, ids=str)
+def test_all_gradients_of_few_samples_at_once(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, chosen: dict[str, int], emulator: Emulator
+) -> None:
+    spec = kronecker(*sizes)
+    chain, gpu = all_gradients_of(spec), Gpu.of(90)
+    modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
+    tilings = strip_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
+    check_all_gradients_of(spec, Plan(chain, dtype, SMALL, gpu, (tiled, Reduction(tiled))), 3, emulator)
 
 
 # Of four and five small weights and x at once: one size and several, one thread for a column or for two
@@ -1211,9 +1248,9 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"Few", "Resident", "Streamed", "Pair", "Small", "Wide"}
+    assert learned == {"DoublePair", "Few", "Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
-    assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
+    assert found >= {(family, dtype) for family in ("Resident", "Streamed", "Strip") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Few", "Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
@@ -1227,6 +1264,8 @@ STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
 STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
+STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
+STRIPS_IN_TURN = Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
@@ -1238,6 +1277,10 @@ PLANTED = {
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(empty(slot), phase);", "", "race: a copy"),
     "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
     "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
+    "no-wait-for-a-chunk": (STRIP, "wait_for_copies<SLOTS - 2>();", ";", "has not landed"),
+    "no-sync-of-strips": (STRIP, "__syncthreads();  // the chunk", "// the chunk", "race"),
+    "no-wait-for-a-strip": (STRIPS_IN_TURN, "wait_for_copies<SLOTS - 1>();", ";", "has not landed"),
+    "no-sync-of-strips-in-turn": (STRIPS_IN_TURN, "__syncthreads();  // the chunk", "// the chunk", "race"),
     "no-sync-before-columns": (FEW, "if (first + 4 == B) __syncthreads();", "", "race: a write"),
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
     "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
@@ -1375,6 +1418,25 @@ def test_finds_what_is_missing_of_all_gradients(
     kernels = emulator.compile(found, {old: new})
     x = np.ones(({32: 30, 64: 5, 96: 3}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        ("wait_for_copies<SLOTS - 1>();", "has not landed"),
+        ("wait_for_copies<SLOTS - 2>();", "has not landed"),
+        ("__syncthreads();  // the chunk is there", "race"),
+        ("__syncthreads();  // T and dT are", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_strips(old: str, said: str, emulator: Emulator) -> None:
+    spec = kronecker((128, 128), (128, 128))
+    found = plan(all_gradients_of(spec), "float64", SMALL, Gpu.of(90))
+    found = replace(found, passes=found.passes[:1])
+    kernels = emulator.compile(found, {old: "//" if "//" in old else ";"})
+    x = np.ones((1, 128**2))
+    _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None)
     assert any(said in error for error in errors), errors
 
 

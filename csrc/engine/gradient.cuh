@@ -192,14 +192,15 @@ template <class Pass> struct Gradient {
 
 // What the blocks of each tile have summed, added up in their order. A thread has VECTOR sums side by side, and every WAYS-th
 // block's; many weights fill the GPU by themselves, of few several threads share one. Pass: Element, COUNT (of weights), WAYS,
-// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST, each with FOLDS for every weight.
+// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Each has one for every one of the first
+// SINGLES weights, which lie before the others' sums, and FOLDS for the others.
 // Result: what is written, sums where they come from or elements.
 template <class Pass> struct Reduction {
   using Element = typename Pass::Element;
   using Result = typename Pass::Result;
   using Part = Sum<Element>;
   static constexpr int WAYS = Pass::WAYS, VECTOR = Pass::VECTOR, kLanes = 256 / WAYS;
-  static constexpr i64 kCount = Pass::COUNT / VECTOR;
+  static constexpr i64 kCount = Pass::COUNT / VECTOR, kSingles = Pass::SINGLES / VECTOR;
   template <class T> struct __align__(VECTOR * sizeof(T)) Some { T x[VECTOR]; };
   const Params& params;
   DEVICE Reduction(const Params& given) : params(given) {}
@@ -212,15 +213,19 @@ template <class Pass> struct Reduction {
   DEVICE void run() const {
     const u32 sums = shared_address(shared_memory);
     const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
-    const int parts = int(min(blocks, i64(Pass::MOST)) * Pass::FOLDS), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const int present = int(min(blocks, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const auto* x = static_cast<const Some<Part>*>(params.x);
     auto* y = static_cast<Some<Result>*>(params.y);
     for (i64 first = i64(blockIdx.y) * kLanes; first < kCount; first += i64(gridDim.y) * kLanes) {
       const i64 at = first + lane;
       Some<Part> sum = {};
+      const bool single = at < kSingles;
+      const auto* from = x + at + (single ? 0 : (present - 1) * kSingles);
+      const i64 step = single ? kSingles : kCount - kSingles;
+      const int parts = single ? present : int(present * Pass::FOLDS);
       if (at < kCount)
 #pragma unroll 4
-        for (int part = way; part < parts; part += WAYS) add(sum, x + part * kCount + at);
+        for (int part = way; part < parts; part += WAYS) add(sum, from + part * step);
       if constexpr (WAYS > 1) {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) store_shared(sums + (i * 256 + threadIdx.x) * sizeof(Part), sum.x[i]);

@@ -57,59 +57,80 @@ template <class Math, class T, int THREADS> struct Operands {
       }
     }
   }
-  // sums += left x right, 16 rows by NT tiles of 8 columns: operand A of a step, and B of some tiles of a step. float: products
-  // of high parts start from zero every few steps; the others, which infinities make NaN, do not count then.
-  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
-  static DEVICE void multiply(Real (&sums)[NT][4], const Left& left, const Right& right) {
+  // sum_of(m, n) += left x right, MT tiles of 16 rows by NT of 8 columns: operand A of a tile and a step, and B of some tiles of a
+  // step. float: products of high parts start from zero every few steps; the others, which infinities make NaN, do not count
+  // then.
+  template <int MT, int NT, int STEPS, int UNROLL, class SumOf, class Left, class Right>
+  static DEVICE void multiply_tiles(const SumOf& sum_of, const Left& left, const Right& right) {
     constexpr int kMost = Math::kRepairs ? 2 : 4, kTogether = NT % kMost == 0 ? kMost : NT % 2 == 0 ? 2 : 1;
     if constexpr (Math::kRepairs) {
       constexpr int kFlush = Math::kFlush;
-      float low[NT][4] = {};
+      float low[MT][NT][4] = {};
 #pragma unroll(UNROLL)
       for (int s = 0; s < STEPS; s += kFlush) {
-        A a[kFlush];
+        A a[kFlush][MT];
 #pragma unroll
         for (int j = 0; j < kFlush; ++j)
-          if (s + j < STEPS) left(a[j], s + j);
+#pragma unroll
+          for (int m = 0; m < MT; ++m)
+            if (s + j < STEPS) left(a[j][m], m, s + j);
 #pragma unroll
         for (int n = 0; n < NT; n += kTogether) {
-          float high[kTogether][4] = {};
+          float high[MT][kTogether][4] = {};
 #pragma unroll
           for (int j = 0; j < kFlush; ++j) {
             if (s + j >= STEPS) break;
             B some[kTogether];
             right(some, n, s + j);
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
-              multiply_tf32(low[n + i], a[j].low, some[i].high);
-              multiply_tf32(low[n + i], a[j].high, some[i].low);
-              multiply_tf32(high[i], a[j].high, some[i].high);
-            }
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+              for (int i = 0; i < kTogether; ++i) {
+                multiply_tf32(low[m][n + i], a[j][m].low, some[i].high);
+                multiply_tf32(low[m][n + i], a[j][m].high, some[i].low);
+                multiply_tf32(high[m][i], a[j][m].high, some[i].high);
+              }
           }
 #pragma unroll
-          for (int i = 0; i < kTogether; ++i)
+          for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sums[n + i][j] += high[i][j];
+            for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+              for (int j = 0; j < 4; ++j) sum_of(m, n + i)[j] += high[m][i][j];
         }
       }
 #pragma unroll
-      for (int n = 0; n < NT; ++n)
+      for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums[n][j] += fabsf(low[n][j]) <= 3.402823466e38f ? low[n][j] : 0.f;
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += fabsf(low[m][n][j]) <= 3.402823466e38f ? low[m][n][j] : 0.f;
     } else {
 #pragma unroll(UNROLL)
       for (int s = 0; s < STEPS; ++s) {
-        A a;
-        left(a, s);
+        A a[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) left(a[m], m, s);
 #pragma unroll
         for (int n = 0; n < NT; n += kTogether) {
           B some[kTogether];
           right(some, n, s);
 #pragma unroll
-          for (int i = 0; i < kTogether; ++i) Math::template multiply<kStep>(sums[n + i], a, some[i]);
+          for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) Math::template multiply<kStep>(sum_of(m, n + i), a[m], some[i]);
         }
       }
     }
+  }
+  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
+  static DEVICE void multiply(Real (&sums)[NT][4], const Left& left, const Right& right) {
+    multiply_tiles<1, NT, STEPS, UNROLL>([&](int, int n) -> Real(&)[4] { return sums[n]; },
+                                         [&](A& a, int, int s) { left(a, s); }, right);
+  }
+  template <int STEPS, int UNROLL = kUnroll, int MT, int NT, class Left, class Right>
+  static DEVICE void multiply(Real (&sums)[MT][NT][4], const Left& left, const Right& right) {
+    multiply_tiles<MT, NT, STEPS, UNROLL>([&](int m, int n) -> Real(&)[4] { return sums[m][n]; }, left, right);
   }
   // Operands in shared memory, from a lane's place in their first tile on: rows of 16 with k or m contiguous, columns with k
   // or n contiguous.
@@ -119,21 +140,35 @@ template <class Math, class T, int THREADS> struct Operands {
   template <int STRIDE> static DEVICE auto by_m(u32 from) {
     return [=](A& a, int s) { Math::template load_a_by_m<STRIDE, kPairs, false>(a, from + s * kStep * STRIDE * kSize); };
   }
-  template <int STRIDE> static DEVICE auto by_k(u32 from) {
-    return [=](auto& some, int n, int s) {
-      Math::template load_row_b<kStep, STRIDE>(some, from + (n * 8 * STRIDE + s * kStep) * kSize);
+  // Of several tiles of rows, and rounded if what lies there is not.
+  template <int STRIDE, bool ROUND> static DEVICE auto tiles_by_rows(u32 from) {
+    return [=](A& a, int m, int s) {
+      Math::template load_row_a<kStep, STRIDE, ROUND>(a, from + (m * 16 * STRIDE + s * kStep) * kSize);
     };
   }
-  template <int STRIDE> static DEVICE auto by_n(u32 from, int index) {
-    return [=](auto& some, int n, int s) {
-      load_by_n<STRIDE>(some, from + (s * kStep * STRIDE + n * 8) * kSize, index);
+  template <int STRIDE, bool ROUND> static DEVICE auto tiles_by_m(u32 from) {
+    return [=](A& a, int m, int s) {
+      Math::template load_a_by_m<STRIDE, kPairs, ROUND>(a, from + (s * kStep * STRIDE + m * 16) * kSize);
     };
   }
-  template <int STRIDE, int NT> static DEVICE void load_by_n(B (&some)[NT], u32 from, int index) {
+  template <int STRIDE, bool ROUND = false> static DEVICE auto by_k(u32 from) {
+    return [=](auto& some, int n, int s) {
+      load_by_k<STRIDE, ROUND>(some, from + (n * 8 * STRIDE + s * kStep) * kSize);
+    };
+  }
+  template <int STRIDE, bool ROUND = false> static DEVICE auto by_n(u32 from, int index) {
+    return [=](auto& some, int n, int s) {
+      load_by_n<STRIDE, ROUND>(some, from + (s * kStep * STRIDE + n * 8) * kSize, index);
+    };
+  }
+  template <int STRIDE, bool ROUND, int NT> static DEVICE void load_by_k(B (&some)[NT], u32 from) {
+    Math::template load_row_b<kStep, STRIDE, NT, ROUND>(some, from);
+  }
+  template <int STRIDE, bool ROUND, int NT> static DEVICE void load_by_n(B (&some)[NT], u32 from, int index) {
     u32 columns[NT];
 #pragma unroll
     for (int i = 0; i < NT; ++i) columns[i] = from + i * 8 * kSize;
-    Math::template load_b_by_n<kStep, STRIDE, NT, 8, false, kPairs>(some, columns, index);
+    Math::template load_b_by_n<kStep, STRIDE, NT, 8, ROUND, kPairs>(some, columns, index);
   }
   // The same for sums over units
   template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>

@@ -27,16 +27,14 @@ from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
-from factorlayer.plan import Pass, Plan, _output_bytes
+from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
-from factorlayer.slopes import Slopes
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
-from factorlayer.streamed import Streamed
-from factorlayer.turn import Turn
+from factorlayer.strip_backward import StripBackward
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -85,9 +83,9 @@ class Kernel:
         grid_x = -(-batch * p.units_per_sample // p.units_per_block)
         if isinstance(p, Small | TileSums):
             blocks *= p.blocks
-        if not isinstance(p, Slopes | Streamed | Turn):
+        if not isinstance(p, Unbound):
             grid_x = min(grid_x, max(1, blocks // grid_y))
-        sums = grid_x * p.part_bytes // p.most if isinstance(p, BlockSums | TileSums) else 0
+        sums = grid_x * (p.part_bytes // p.most) if isinstance(p, BlockSums | TileSums) else 0
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
         in_chunks = (isinstance(p, DenseStreamed) and len(p.passes) > 1) or isinstance(p, FewPass)
@@ -139,7 +137,7 @@ class Kernel:
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
         if isinstance(p, SmallBackward):
             return batch * p.output_bytes
-        if isinstance(p, LargeBackward | PairBackward | SplitPairBackward):
+        if isinstance(p, LargeBackward | PairBackward | SplitPairBackward | StripBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
             return sum(self.outputs(batch))

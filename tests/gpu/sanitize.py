@@ -34,12 +34,12 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from factorlayer import FactorMLP  # noqa: E402
-from factorlayer.backward import texts  # noqa: E402
+from factorlayer.backward import LEAST_MIXED, texts  # noqa: E402
 from factorlayer.chain import Chain  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.gpu import Gpu  # noqa: E402
 from factorlayer.grouped import Grouped  # noqa: E402
-from factorlayer.planner import BATCHES, has_plan, plan  # noqa: E402
+from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.split_pair_backward import SplitPairBackward  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
@@ -77,9 +77,10 @@ LAYERS = [
 # The same, of layers whose gradients are made as well
 TRAINED = [
     ("kronecker", "32 32", 24, "float64 tf32"),
-    ("kronecker", "112 128", 5, "bfloat16"),
+    ("kronecker", "112 128", 70, "bfloat16"),
     ("kronecker", "64 60", 24, "float32"),
-    ("kronecker", "128 128", 5, "tf32"),
+    ("kronecker", "128 128", 5, "tf32 float64 bfloat16"),
+    ("kronecker", "128 128", 70, "tf32"),
     ("kronecker", "8 8 8 8 8", 4, "float32"),
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
     ("kronecker", "3x2 12x16 16x8", 72, "bfloat16"),
@@ -216,7 +217,8 @@ def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:
 
 def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[bool]:
     def fits(chain: Chain) -> bool:
-        return has_plan(chain.text, dtype, gpu.arch, gpu.sms, gpu.shared)
+        has = has_plan_of_few if chain.backward and batch < LEAST_MIXED else has_plan
+        return has(chain.text, dtype, gpu.arch, gpu.sms, gpu.shared)
 
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
