@@ -16,6 +16,7 @@ from factorlayer.emit import source
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
+from factorlayer.monarch import Monarch
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -40,6 +41,7 @@ Pass = (
     | Dense
     | Gradient
     | LargeBackward
+    | Monarch
     | Pair
     | PairBackward
     | Parts
@@ -146,7 +148,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | Pair | Slopes | Small | Streamed | Turn | Wide):
+    if isinstance(p, Dense | Monarch | Pair | Slopes | Small | Streamed | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -20,6 +20,7 @@ from factorlayer import (
     gradient,
     large_backward,
     layer_backward,
+    monarch,
     pair,
     pair_backward,
     single_backward,
@@ -202,6 +203,9 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             best = found
     if best is None:
         best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+    at_once = monarch.tile(chain, dtype, batch, gpu)
+    if at_once and at_once.us < best.us:
+        return Plan(chain, dtype, batch, gpu, (at_once,))
     by_rows = _by_rows(chain, dtype, batch, gpu)
     return by_rows if by_rows and by_rows.us * _margin(chain, dtype) < best.us else best
 
