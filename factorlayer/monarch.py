@@ -1,7 +1,7 @@
 """Passes of both contractions of a Monarch layer: csrc/engine/monarch.cuh, its tiles and source.
 
-What lies between stays on chip. It is for many small groups: a block holds the second weights of some of them whole, and
-a warp the sums of two.
+What lies between stays on chip. It is for many small groups: a block holds the second weights of some of them whole,
+and a warp the sums of two.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def tilings_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monar
 
 def _time(plan: Monarch) -> float:
     """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit."""
-    first, second = plan.chain.contractions
+    second = plan.chain.contractions[1]
     gpu, size, warps = plan.gpu, plan.size, plan.threads // 32
     tiles = -(-plan.batch // plan.samples)
     each = -(-tiles // max(1, gpu.sms // plan.split))

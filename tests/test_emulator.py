@@ -98,8 +98,15 @@ CASES = [
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),
     Case(kronecker((160,), (192,)), "tf32", 140, LARGE),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
-    Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
-    Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+    Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
+    Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+    # Monarch at once: one block and two of a cluster, ranks that fours divide and others, padded sizes, few groups
+    Case(monarch((8, 24), (32, 32), rank=4), "bfloat16", 150, LARGE, processors=4),
+    Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=4, activation="gelu"),
+    Case(monarch((5, 20), (13, 12), rank=3), "tf32", 70, LARGE),
+    Case(monarch((5, 10), (13, 6), rank=5), "float16", 70, LARGE, 80),
+    Case(monarch((6, 16), (24, 20), rank=8), "bfloat16", 100, LARGE, 80, activation=LEARNED),
+    Case(monarch((6, 12), (20, 16), rank=6), "float16", 70, MEDIUM, processors=4),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
@@ -119,7 +126,7 @@ CASES = [
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL, activation=LEARNED),
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM, activation=LEARNED),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM, activation=LEARNED),
-    Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4, activation=LEARNED),
+    Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4, activation=LEARNED),
 ]
 
 

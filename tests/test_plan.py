@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from factorlayer.chain import Chain
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
+from factorlayer.monarch import Monarch
 from factorlayer.pair import Pair
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, plan, plan_stack, plan_text
@@ -117,7 +119,8 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
         assert 0 <= p.blocks_per_processor <= 32
         assert 1 <= p.grid_y <= LARGEST_GRID_Y
         assert p.architecture == gpu.architecture
-        assert f'extern "C" __global__ void __launch_bounds__({p.threads}' in p.source
+        entry = re.search(r"__global__ void (__cluster_dims__\(1, 2, 1\) )?__launch_bounds__\((\d+)", p.source)
+        assert entry and int(entry[2]) == p.threads and (not entry[1] or p.grid_y % 2 == 0)
         assert f"{p.kernel}(" in p.source and p.kernel.startswith("factorlayer_")
         samples = text.chunk or 10**6
         if not p.blocks_per_processor:
@@ -138,6 +141,8 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
         if isinstance(p, (Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
+        elif isinstance(p, Monarch):
+            elements = p.chain.in_features, p.chain.out_features
         else:
             around = p.work.outer * p.work.inner
             elements = around * math.prod(p.work.states[0]), around * math.prod(p.work.states[-1])
@@ -150,6 +155,8 @@ def weights_of(found: Plan) -> list[int]:
     for p in found.passes:
         if isinstance(p, (Streamed, Wide)):
             weights.append(p.product.contraction.weight)
+        elif isinstance(p, Monarch):
+            weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
     return weights
