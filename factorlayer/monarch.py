@@ -95,7 +95,10 @@ class Monarch:
 
     @property
     def result_bytes(self) -> int:
-        return self.samples // self.cluster * -(-self.tiles // self.rounds) * 8 * self.cell
+        """Of what a block stores itself, of what the other one of two sends, and of what it gets."""
+        columns = -(-self.tiles // self.rounds) * 8
+        unit = 16 * self.mt // self.cluster * columns * 2 * self.size + 16
+        return (3 if self.cluster > 1 else 1) * self.warps_m * self.groups // 2 * unit
 
     @property
     def weight_bytes(self) -> int:
@@ -153,7 +156,7 @@ class Monarch:
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(headers("monarch.cuh"), name, "Monarch", lines, self.threads, cluster=cluster)
+        return kernel(headers("sums.cuh", "monarch.cuh"), name, "Monarch", lines, self.threads, cluster=cluster)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:

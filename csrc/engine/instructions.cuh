@@ -330,14 +330,17 @@ DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
-DEVICE void store_in_other_block(u32 to, u32 x) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
-}
-DEVICE void store_in_other_block(u32 to, float x, float y) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
 DEVICE void arrive_in_other_block(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// By who has only read there: what it wrote elsewhere is not waited for.
+DEVICE void free_in_other_block(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The copy engine moves a run there, and counts its bytes at a barrier there.
+DEVICE void send_run(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
   asm volatile(

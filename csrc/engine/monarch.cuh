@@ -18,6 +18,7 @@
 #include "mma.cuh"
 #include "params.cuh"
 #include "pointwise.cuh"
+#include "sums.cuh"
 
 template <class Pass> struct Monarch {
   using Math = typename Pass::Math;
@@ -43,15 +44,17 @@ template <class Pass> struct Monarch {
   static constexpr int kFirst = kSamples * kXStride * kSize, kStageBytes = kFirst + kFirstRows * kFirstStride * kSize;
   static constexpr int kStages = GROUPS * NT * 8 * kSecondStride * kSize;  // behind the second weights
 
-  // Results: of a row and column the GROUPS of one block or two, by units of two.
+  // Results: units of two l's, each with the rows and columns of a round. What a block stores itself comes first, then what
+  // the other one has for its rows, and what it has for the other one's.
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1, kNow = ceil_div(NT, Pass::ROUNDS), kColumns = kNow * 8;
-  static constexpr int kUnitBytes = 2 * kSize, kCellUnits = kWarpsL * kBlocks, kCell = kCellUnits * kUnitBytes;
-  static constexpr int kMask = (kCellUnits & -kCellUnits) - 1;
-  static constexpr int kRows = 16 * MT / kBlocks;  // of the warps that share samples, in one block
-  static constexpr int kResult = kStages + STAGES * kStageBytes, kResultBytes = kRows * kColumns * kCell;
+  static constexpr int kUnitBytes = 2 * kSize, kCell = kWarpsL * kBlocks * kUnitBytes;
+  static constexpr int kRows = 16 * MT / kBlocks;  // of the warps that share samples
+  static constexpr int kUnitStep = kRows * kColumns * kUnitBytes + 16, kRegion = kWarpsL * kUnitStep;
+  static constexpr int kResult = kStages + STAGES * kStageBytes, kResultBytes = (Pass::CLUSTER ? 3 : 1) * kRegion;
   static constexpr int kFull = kResult + Pass::WARPS_M * kResultBytes, kFree = kFull + 8 * Pass::WARPS_M;
 
   using Sums = float[MT][2][NT][4];
+  using Left = A[MT][2];
 
   const Params& params;
   const u32 memory;
@@ -114,29 +117,57 @@ template <class Pass> struct Monarch {
     else return x;
   }
 
-  // A chunk of x and of the first weights, whose rows lie in the order of a unit's columns.
+  // A chunk of x and of the first weights, whose rows lie in the order of a unit's columns. Threads share a row, and each
+  // takes its pieces of one row after the other; what follows from where its first one is differs by constants.
   static constexpr int kBytes = P * kSize % 16 == 0 ? 16 : P * kSize % 8 == 0 ? 8 : 4, kEach = kBytes / kSize, kRun = P / kEach;
-  DEVICE void copy_chunk(i64 tile, int chunk, u32 to) const {
-    const Element* x = static_cast<const Element*>(params.x) + (tile * kSamples * K + chunk * CK) * P;
-    const int rows = int(min(params.batch - tile * kSamples, i64(kSamples)));
+  static constexpr int together(int rows) { return rows >= kThreads ? 1 : kThreads / rows; }
+  static constexpr int kTogetherX = together(kSamples), kTogetherW = together(kFirstRows);
+  struct Cursor {
+    i64 tile;
+    int chunk, left;  // rows of x from the thread's first on
+    const Element *x, *weight;
+  };
+  DEVICE void begin_tile(Cursor& at) const {
+    const int row = threadIdx.x / kTogetherX;
+    at.chunk = 0;
+    at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P);
+    at.left = int(min(params.batch - at.tile * kSamples, i64(kSamples))) - row;
+    at.weight = static_cast<const Element*>(params.weights[Pass::FIRST]);
+  }
+  DEVICE void copy_chunk(const Cursor& at, u32 to) const {
     constexpr int kXPieces = CK * kRun;
+    const int left_k = K - at.chunk * CK, part = threadIdx.x % kTogetherX, row = threadIdx.x / kTogetherX;
 #pragma unroll
-    for (int i = 0; i < ceil_div(kSamples * kXPieces, kThreads); ++i) {
-      const int j = i * kThreads + threadIdx.x, row = j / kXPieces, k = j % kXPieces / kRun, p = j % kRun * kEach;
-      if (kSamples * kXPieces % kThreads == 0 || row < kSamples)
-        copy_async<kBytes>(to + (row * kXStride + k * kPadded + p) * kSize, x + i64(row) * (K * P) + k * P + p,
-                           row < rows && (K % CK == 0 || chunk * CK + k < K));
-    }
-    const Element* weight = static_cast<const Element*>(params.weights[Pass::FIRST]) + (i64(chunk) * CK * RHO * L + first_l) * P;
+    for (int down = 0; down < kSamples; down += kThreads / kTogetherX) {
+      const bool here = down < at.left && (kThreads % kTogetherX == 0 || row < kThreads / kTogetherX);
 #pragma unroll
-    for (int i = 0; i < ceil_div(kFirstRows * kRun, kThreads); ++i) {
-      const int j = i * kThreads + threadIdx.x, row = j / kRun, p = j % kRun * kEach;
-      const int l = row / (kUnits * 8) * 2 + row % 2, unit = row / 8 % kUnits, k = unit / kTiles;
-      const int r = unit % kTiles * 4 + row % 8 / 2;
-      const bool here = (RHO % 4 == 0 || r < RHO) && (K % CK == 0 || chunk * CK + k < K) && first_l + l < L;
-      if (kFirstRows * kRun % kThreads == 0 || row < kFirstRows)
-        copy_async<kBytes>(to + kFirst + (row * kFirstStride + p) * kSize, weight + ((k * RHO + r) * L + l) * P + p, here);
+      for (int i = 0; i < kXPieces; i += kTogetherX) {
+        const int j = i + part, k = j / kRun;
+        const int place = kPadded == P ? j * kEach : k * kPadded + j % kRun * kEach;
+        if ((kXPieces % kTogetherX == 0 || j < kXPieces) && row + down < kSamples)
+          copy_async<kBytes>(to + ((row + down) * kXStride + place) * kSize, at.x + (i64(down) * (K * P) + j * kEach),
+                             here && (K % CK == 0 || k < left_k));
+      }
     }
+#pragma unroll
+    for (int down = 0; down < kFirstRows; down += kThreads / kTogetherW) {
+      const int line = down + threadIdx.x / kTogetherW, l = line / (kUnits * 8) * 2 + line % 2;
+      const int unit = line / 8 % kUnits, k = unit / kTiles, r = unit % kTiles * 4 + line % 8 / 2;
+      const bool here = (RHO % 4 == 0 || r < RHO) && (K % CK == 0 || k < left_k) && (L % (GROUPS * kBlocks) == 0 || first_l + l < L);
+      const Element* weight = at.weight + ((k * RHO + r) * L + first_l + l) * P;
+#pragma unroll
+      for (int i = 0; i < kRun; i += kTogetherW) {
+        const int j = i + threadIdx.x % kTogetherW;
+        if ((kRun % kTogetherW == 0 || j < kRun) && line < kFirstRows)
+          copy_async<kBytes>(to + kFirst + (line * kFirstStride + j * kEach) * kSize, weight + j * kEach, here);
+      }
+    }
+  }
+  DEVICE void advance(Cursor& at) const {
+    at.x += CK * P, at.weight += CK * RHO * L * P;
+    if (++at.chunk < kChunks) return;
+    at.tile += gridDim.x;
+    begin_tile(at);
   }
   // Columns that no copy writes
   DEVICE void clear_padding() const {
@@ -204,166 +235,175 @@ template <class Pass> struct Monarch {
       }
     }
   }
-  DEVICE void add_chunk(Sums& sums, u32 stage, int chunk) const {
+  // Of a chunk: operands A of both l's for a step, and what they add to the sums.
+  DEVICE void make_step(Left& left, u32 stage, int step) const {
     const u32 x = stage + along_m * (16 * MT * kXStride * kSize) + Math::template lane_row_a<kXStride>(lane);
-    const u32 first = stage + kFirst + along_l * (kUnits * 8 * kFirstStride * kSize) +
-                      Math::template lane_row_b<kFirstStride>(lane);
-    const u32 second = memory + along_l * (2 * NT * 8 * kSecondStride * kSize) + chunk * (kSteps * kStep * kSize) +
+    const u32 weight = stage + kFirst + along_l * (kUnits * 8 * kFirstStride * kSize) +
+                       Math::template lane_row_b<kFirstStride>(lane);
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      float unit[2][MT][4];
+      make_units(unit, x, weight, (step * kPairs + pair) * 2);
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int l = 0; l < 2; ++l) as_a(left[m][l], unit[0][m], unit[1][m], pair, l);
+    }
+  }
+  DEVICE void add_step(Sums& sums, const Left& left, int step) const {
+    const u32 weight = memory + along_l * (2 * NT * 8 * kSecondStride * kSize) + step * (kStep * kSize) +
                        Math::template lane_row_b<kSecondStride>(lane);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      A a[MT][2];
+    for (int l = 0; l < 2; ++l) {
 #pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        float unit[2][MT][4];
-        make_units(unit, x, first, (step * kPairs + pair) * 2);
+      for (int n = 0; n < NT; n += kTogether) {
+        B b[kTogether];
+        Math::template load_row_b<kStep, kSecondStride, kTogether, false>(
+            b, weight + (l * NT + n) * 8 * kSecondStride * kSize);
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+        for (int i = 0; i < kTogether; ++i)
 #pragma unroll
-          for (int l = 0; l < 2; ++l) as_a(a[m][l], unit[0][m], unit[1][m], pair, l);
-      }
-#pragma unroll
-      for (int l = 0; l < 2; ++l) {
-#pragma unroll
-        for (int n = 0; n < NT; n += kTogether) {
-          B b[kTogether];
-          Math::template load_row_b<kStep, kSecondStride, kTogether, false>(
-              b, second + ((l * NT + n) * 8 * kSecondStride + step * kStep) * kSize);
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-            for (int m = 0; m < MT; ++m) Math::template multiply<kStep>(sums[m][l][n + i], a[m][l], b[i]);
-        }
+          for (int m = 0; m < MT; ++m) Math::template multiply<kStep>(sums[m][l][n + i], left[m][l], b[i]);
       }
     }
   }
+  // A step's second product is made beside the first one of the next, which does not depend on it.
+  template <bool BEGINS> DEVICE void add_chunk(Sums& sums, Left& left, u32 stage, int chunk) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Left next;
+      make_step(next, stage, step);
+      if (!BEGINS || step > 0) add_step(sums, left, chunk * kSteps + step - 1);
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int l = 0; l < 2; ++l) left[m][l] = next[m][l];
+    }
+  }
 
-  // Those of the warps that share samples, in both blocks.
-  DEVICE void say(int barrier) const {
-    const u32 at = memory + barrier + along_m * 8;
-    __syncwarp();
-    if (lane.index == 0) arrive(at), arrive_in_other_block(in_other_block(at));
-  }
-  DEVICE void hear(int barrier, u32 phase) const { wait_for_cluster(memory + barrier + along_m * 8, phase); }
+  // The warps that share samples
   DEVICE void meet() const {
-    if constexpr (Pass::WARPS_M == 1) __syncthreads();
-    else sync_threads<kMembers>(1 + along_m);
+    if constexpr (Pass::WARPS_M == 1)
+      __syncthreads();
+    else
+      sync_threads<kMembers>(1 + along_m);
   }
-  // Columns of 8 as 2 t + i lie in the order of i: so four lanes' cells lie side by side, and units of a cell are exchanged
-  // by row, so that no two lanes meet in a bank.
-  DEVICE void put(const Sums& sums, int round) const {
+  // Where the n-th eight columns of a round lie in row g of eight: no two lanes that store at once meet in a bank.
+  static constexpr int kInLine = 128 / (8 * kUnitBytes), kShift = kNow < kInLine ? kInLine / kNow / 2 : 0;
+  static constexpr int kMask = (kNow & kNow - 1) > 0 ? 0 : (kNow < kInLine ? kNow : kInLine) - 1;
+  static DEVICE int turned(int n, int g) { return n ^ (g >> kShift & kMask); }
+  // Sums with bias and activation, rounded: with CLUSTER of the rows that this block stores, or of the others.
+  template <bool OWN> DEVICE void put(const Sums& sums, int round) const {
     const typename Pass::Activation activation(params);
-    const u32 here = memory + kResult + along_m * kResultBytes;
-    const u32 at = (lane.g * kColumns + lane.t) * kCell + ((rank * kWarpsL + along_l) ^ lane.g & kMask) * kUnitBytes;
-    u32 there = here;
-    if constexpr (Pass::CLUSTER) there = in_other_block(here);
+    const bool upper = (rank == 0) == OWN;
+    const u32 to = memory + kResult + along_m * kResultBytes + (OWN ? 0 : 2 * kRegion) + along_l * kUnitStep;
     const int l = first_l + along_l * 2;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       if (n / kNow != round) continue;
+      float bias[2][2] = {};
+      if constexpr (Pass::BIAS) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float bias[2] = {};
-        if constexpr (Pass::BIAS) {
+        for (int i = 0; i < 2; ++i) {
           const int j = n * 8 + lane.t * 2 + i;
           u32 words[kUnitBytes / 4];
           load_global<kUnitBytes>(static_cast<const Element*>(params.bias) + j * L + l, words, j < S && l < L);
           if constexpr (kSize == 2)
-            bias[0] = widen(Element{u16(words[0])}), bias[1] = widen(Element{u16(words[0] >> 16)});
+            bias[i][0] = widen(Element{u16(words[0])}), bias[i][1] = widen(Element{u16(words[0] >> 16)});
           else
-            bias[0] = __uint_as_float(words[0]), bias[1] = __uint_as_float(words[1]);
+            bias[i][0] = __uint_as_float(words[0]), bias[i][1] = __uint_as_float(words[1]);
         }
+      }
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+      for (int m = 0; m < MT; ++m) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const Pair<Element> two(activation.of(sums[m][0][n][half * 2 + i] + bias[0]),
-                                    activation.of(sums[m][1][n][half * 2 + i] + bias[1]));
-            const int row = Pass::CLUSTER ? m * 8 : m * 16 + half * 8;
-            const u32 to = at + (row * kColumns + n % kNow * 8 + i * 4) * kCell;
-            if (!Pass::CLUSTER || half == rank)
-              store_shared(here + to, two);
-            else
-              put_there(there + to, two);
+        for (int half = 0; half < 2 / kBlocks; ++half) {
+          float y[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float(&sum)[4] = sums[m][i % 2][n];
+            const float x = Pass::CLUSTER ? (upper ? sum[i / 2] : sum[2 + i / 2]) : sum[half * 2 + i / 2];
+            y[i] = activation.of(x + bias[i / 2][i % 2]);
           }
+          const int row = (Pass::CLUSTER ? m : m * 2 + half) * 8 + lane.g;
+          const u32 at = to + (row * kColumns + turned(n % kNow, lane.g) * 8 + lane.t * 2) * kUnitBytes;
+          if constexpr (kSize == 2)
+            store_f32x2(at, __uint_as_float(Pair<Element>(y[0], y[1]).bits), __uint_as_float(Pair<Element>(y[2], y[3]).bits));
+          else
+            put_sums(at, y);
+        }
       }
     }
-  }
-  static DEVICE void put_there(u32 to, const Pair<Element>& two) {
-    if constexpr (kSize == 2)
-      store_in_other_block(to, two.bits);
-    else
-      store_in_other_block(to, two.x, two.y);
   }
   DEVICE void store(i64 tile, int round) const {
-    constexpr int kBytes = Pass::STORE, kWords = kBytes / 4, kVectors = kCell / kBytes, kUnitsOf = kBytes / kUnitBytes;
+    constexpr int kBytes = Pass::STORE, kVectors = kCell / kBytes, kEach = kBytes / kUnitBytes, kWords = kUnitBytes / 4;
     const u32 from = memory + kResult + along_m * kResultBytes;
     const i64 first = tile * kSamples + along_m * (16 * MT);
-    Element* y = static_cast<Element*>(params.y) + (first_l - rank * GROUPS);
+    const int l0 = first_l - rank * GROUPS;
+    Element* y = static_cast<Element*>(params.y) + l0;
 #pragma unroll 4
     for (int v = threadIdx.x % kMembers; v < kRows * kColumns * kVectors; v += kMembers) {
-      const int cell = v / kVectors, row = cell / kColumns, column = cell % kColumns;
-      const int turned = row & kMask, l = (v % kVectors ^ turned / kUnitsOf) * (kUnitsOf * 2);
-      const int j = (round * kNow + column / 8) * 8 + column % 4 * 2 + column / 4 % 2;
-      u32 x[kWords];
-      load_unit_words(from + v * kBytes, x);
-      exchange<kUnitsOf>(x, turned % kUnitsOf);
-      const i64 sample = first + (Pass::CLUSTER ? row / 8 * 16 + rank * 8 + row % 8 : row);
-      if (sample < params.batch && j < S && (L % (GROUPS * kBlocks) == 0 || first_l - rank * GROUPS + l < L))
-        store_global<kBytes>(y + sample * (S * L) + j * L + l, x);
-    }
-  }
-  template <int WORDS> static DEVICE void load_unit_words(u32 from, u32 (&x)[WORDS]) {
-    if constexpr (WORDS == 4) {
-      load_u32x4(from, x);
-    } else {
+      const int cell = v / kVectors, unit = v % kVectors * kEach, row = cell / kColumns, column = cell % kColumns;
+      const int j = (round * kNow + turned(column / 8, row % 8)) * 8 + column % 8;
+      u32 x[kBytes / 4];
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) x[i] = load_u32(from + i * 4);
-    }
-  }
-  // COUNT units: the one at i was i ^ by.
-  template <int COUNT, int WORDS> static DEVICE void exchange(u32 (&x)[WORDS], int by) {
+      for (int i = 0; i < kEach; ++i) {
+        const int there = (unit + i) / kWarpsL != rank ? kRegion : 0;
 #pragma unroll
-    for (int bit = 1; bit < COUNT; bit *= 2)
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) {
-        constexpr int kEach = WORDS / COUNT;
-        const int other = i + bit * kEach;
-        if (i / kEach & bit) continue;
-        const u32 lower = x[i];
-        x[i] = by & bit ? x[other] : lower;
-        x[other] = by & bit ? lower : x[other];
+        for (int word = 0; word < kWords; ++word)
+          x[i * kWords + word] = load_u32(from + there + (unit + i) % kWarpsL * kUnitStep + cell * kUnitBytes + word * 4);
       }
+      const i64 sample = first + (Pass::CLUSTER ? row / 8 * 16 + rank * 8 + row % 8 : row);
+      if (sample < params.batch && j < S && (L % (GROUPS * kBlocks) == 0 || l0 + unit * 2 < L))
+        store_global<kBytes>(y + sample * (S * L) + j * L + unit * 2, x);
+    }
   }
   DEVICE void finish(const Sums& sums, i64 tile, u32& phase) const {
+    const u32 full = memory + kFull + along_m * 8, free = memory + kFree + along_m * 8;
+    const u32 here = memory + kResult + along_m * kResultBytes;
 #pragma unroll
     for (int round = 0; round < Pass::ROUNDS; ++round) {
-      if constexpr (Pass::CLUSTER)
-        hear(kFree, phase ^ 1);
-      else
+      if constexpr (Pass::CLUSTER) {
+        wait_for_bytes(free, phase ^ 1);
+        put<false>(sums, round);
+        fence_copy_engine();
         meet();
-      put(sums, round);
-      if constexpr (Pass::CLUSTER)
-        say(kFull), hear(kFull, phase);
-      else
+        if (threadIdx.x % kMembers == 0) {
+          expect_bytes(full, kRegion);
+          send_run(in_other_block(here + kRegion), here + 2 * kRegion, kRegion, in_other_block(full));
+        }
+        put<true>(sums, round);
         meet();
-      store(tile, round);
-      if constexpr (Pass::CLUSTER) say(kFree);
-      phase ^= 1;
+        wait_for_bytes(full, phase);
+        store(tile, round);
+        __syncwarp();
+        if (lane.index == 0) free_in_other_block(in_other_block(free));
+        phase ^= 1;
+      } else {
+        meet();
+        put<true>(sums, round);
+        meet();
+        store(tile, round);
+      }
     }
   }
 
   DEVICE void run() const {
     if constexpr (Pass::CLUSTER) {
-      if (threadIdx.x < 2 * Pass::WARPS_M) init_barrier(memory + kFull + threadIdx.x * 8, 2 * kWarpsL);
+      if (threadIdx.x < Pass::WARPS_M) {
+        init_barrier(memory + kFull + threadIdx.x * 8, 1);
+        init_barrier(memory + kFree + threadIdx.x * 8, kWarpsL);
+        fence_copy_engine();
+      }
       sync_cluster();
     }
-    i64 ahead = blockIdx.x;
-    int ahead_chunk = 0;
+    Cursor ahead;
+    ahead.tile = blockIdx.x;
+    begin_tile(ahead);
     const auto copy_next = [&](int stage) {
-      if (ahead < tiles()) copy_chunk(ahead, ahead_chunk, memory + kStages + stage * kStageBytes);
+      if (ahead.tile < tiles()) copy_chunk(ahead, memory + kStages + stage * kStageBytes);
       commit_copies();
-      if (++ahead_chunk == kChunks) ahead_chunk = 0, ahead += gridDim.x;
+      advance(ahead);
     };
     copy_second();
     commit_copies();
@@ -376,14 +416,19 @@ template <class Pass> struct Monarch {
     u32 phase = 0;
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
-#pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+      Left left;
+      const auto next_stage = [&] {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
         copy_next(stage ? stage - 1 : STAGES - 1);
-        add_chunk(sums, memory + kStages + stage * kStageBytes, chunk);
+        const u32 here = memory + kStages + stage * kStageBytes;
         if (++stage == STAGES) stage = 0;
-      }
+        return here;
+      };
+      add_chunk<true>(sums, left, next_stage(), 0);
+#pragma unroll 1
+      for (int chunk = 1; chunk < kChunks; ++chunk) add_chunk<false>(sums, left, next_stage(), chunk);
+      add_step(sums, left, kChunks * kSteps - 1);
       finish(sums, tile, phase);
     }
     wait_for_copies<0>();
