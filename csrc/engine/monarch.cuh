@@ -118,48 +118,62 @@ template <class Pass> struct Monarch {
   }
 
   // A chunk of x and of the first weights, whose rows lie in the order of a unit's columns. Threads share a row, and each
-  // takes its pieces of one row after the other; what follows from where its first one is differs by constants.
+  // takes its pieces of every kDown-th row, so that most of what it computes are constants behind where its first one is.
   static constexpr int kBytes = P * kSize % 16 == 0 ? 16 : P * kSize % 8 == 0 ? 8 : 4, kEach = kBytes / kSize, kRun = P / kEach;
+  static constexpr int kXPieces = CK * kRun;
   static constexpr int together(int rows) { return rows >= kThreads ? 1 : kThreads / rows; }
   static constexpr int kTogetherX = together(kSamples), kTogetherW = together(kFirstRows);
+  static constexpr int kDownX = kThreads / kTogetherX, kDownW = kThreads / kTogetherW;
+  static constexpr bool kEvenX = kThreads % kTogetherX == 0 && kSamples % kDownX == 0;
+  static constexpr bool kEvenW = kThreads % kTogetherW == 0 && kFirstRows % kDownW == 0;
+  // Of what is copied next: this thread's first piece, and rows of x from its first one on.
   struct Cursor {
     i64 tile;
-    int chunk, left;  // rows of x from the thread's first on
+    int chunk, left;
     const Element *x, *weight;
   };
+  // Of a row of the first weights
+  static DEVICE int line() { return threadIdx.x / kTogetherW; }
+  static DEVICE int l_of(int line) { return line / (kUnits * 8) * 2 + line % 2; }
+  static DEVICE int k_of(int line) { return line / 8 % kUnits / kTiles; }
+  static DEVICE int number_of(int line) { return line / 8 % kUnits % kTiles * 4 + line % 8 / 2; }
+  static DEVICE int behind(int line) { return ((k_of(line) * RHO + number_of(line)) * L + l_of(line)) * P; }
   DEVICE void begin_tile(Cursor& at) const {
     const int row = threadIdx.x / kTogetherX;
     at.chunk = 0;
-    at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P);
+    at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P) + threadIdx.x % kTogetherX * kEach;
     at.left = int(min(params.batch - at.tile * kSamples, i64(kSamples))) - row;
-    at.weight = static_cast<const Element*>(params.weights[Pass::FIRST]);
+    at.weight = static_cast<const Element*>(params.weights[Pass::FIRST]) + first_l * P + behind(line()) +
+                threadIdx.x % kTogetherW * kEach;
   }
-  DEVICE void copy_chunk(const Cursor& at, u32 to) const {
-    constexpr int kXPieces = CK * kRun;
-    const int left_k = K - at.chunk * CK, part = threadIdx.x % kTogetherX, row = threadIdx.x / kTogetherX;
+  DEVICE int place_x() const {
+    return (threadIdx.x / kTogetherX * kXStride + (kPadded == P ? threadIdx.x % kTogetherX * kEach : 0)) * kSize;
+  }
+  DEVICE int place_w() const { return kFirst + (line() * kFirstStride + threadIdx.x % kTogetherW * kEach) * kSize; }
+  DEVICE void copy_chunk(const Cursor& at, u32 to_x, u32 to_w) const {
+    const int left_k = K - at.chunk * CK;
 #pragma unroll
-    for (int down = 0; down < kSamples; down += kThreads / kTogetherX) {
-      const bool here = down < at.left && (kThreads % kTogetherX == 0 || row < kThreads / kTogetherX);
+    for (int down = 0; down < kSamples; down += kDownX) {
+      if (!kEvenX && (threadIdx.x / kTogetherX >= kDownX || threadIdx.x / kTogetherX + down >= kSamples)) break;
 #pragma unroll
       for (int i = 0; i < kXPieces; i += kTogetherX) {
-        const int j = i + part, k = j / kRun;
-        const int place = kPadded == P ? j * kEach : k * kPadded + j % kRun * kEach;
-        if ((kXPieces % kTogetherX == 0 || j < kXPieces) && row + down < kSamples)
-          copy_async<kBytes>(to + ((row + down) * kXStride + place) * kSize, at.x + (i64(down) * (K * P) + j * kEach),
-                             here && (K % CK == 0 || k < left_k));
+        const int j = i + threadIdx.x % kTogetherX, k = j / kRun;
+        if (kXPieces % kTogetherX && j >= kXPieces) break;
+        copy_async<kBytes>(to_x + (down * kXStride + (kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach)) * kSize,
+                           at.x + (i64(down) * (K * P) + i * kEach), down < at.left && (K % CK == 0 || k < left_k));
       }
     }
 #pragma unroll
-    for (int down = 0; down < kFirstRows; down += kThreads / kTogetherW) {
-      const int line = down + threadIdx.x / kTogetherW, l = line / (kUnits * 8) * 2 + line % 2;
-      const int unit = line / 8 % kUnits, k = unit / kTiles, r = unit % kTiles * 4 + line % 8 / 2;
-      const bool here = (RHO % 4 == 0 || r < RHO) && (K % CK == 0 || k < left_k) && (L % (GROUPS * kBlocks) == 0 || first_l + l < L);
-      const Element* weight = at.weight + ((k * RHO + r) * L + first_l + l) * P;
+    for (int down = 0; down < kFirstRows; down += kDownW) {
+      const int row = line() + down;
+      if (!kEvenW && (line() >= kDownW || row >= kFirstRows)) break;
+      const bool here = (RHO % 4 == 0 || number_of(row) < RHO) && (K % CK == 0 || k_of(row) < left_k) &&
+                        (L % (GROUPS * kBlocks) == 0 || first_l + l_of(row) < L);
+      const Element* weight = at.weight + (down ? behind(row) - behind(line()) : 0);
 #pragma unroll
       for (int i = 0; i < kRun; i += kTogetherW) {
-        const int j = i + threadIdx.x % kTogetherW;
-        if ((kRun % kTogetherW == 0 || j < kRun) && line < kFirstRows)
-          copy_async<kBytes>(to + kFirst + (line * kFirstStride + j * kEach) * kSize, weight + j * kEach, here);
+        const bool wanted = kRun % kTogetherW == 0 || i + threadIdx.x % kTogetherW < kRun;
+        copy_async_if<kBytes>(to_w + (down * kFirstStride + i * kEach) * kSize, weight + i * kEach, here, wanted);
       }
     }
   }
@@ -397,11 +411,14 @@ template <class Pass> struct Monarch {
       }
       sync_cluster();
     }
+    int to_x = place_x(), to_w = place_w();
+    stay_here(to_x, to_w);  // are not computed for each chunk
     Cursor ahead;
     ahead.tile = blockIdx.x;
     begin_tile(ahead);
     const auto copy_next = [&](int stage) {
-      if (ahead.tile < tiles()) copy_chunk(ahead, memory + kStages + stage * kStageBytes);
+      const u32 to = memory + kStages + stage * kStageBytes;
+      if (ahead.tile < tiles()) copy_chunk(ahead, to + to_x, to + to_w);
       commit_copies();
       advance(ahead);
     };
