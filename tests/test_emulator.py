@@ -25,6 +25,7 @@ from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Reduction
+from factorlayer.monarch import Monarch
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
 from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
@@ -1155,10 +1156,12 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"Resident", "Streamed", "Pair", "Small", "Wide"}
+    assert learned == {"Monarch", "Resident", "Streamed", "Pair", "Small", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
+    together = {(p.cluster, p.dtype) for case in CASES for p in case.plan.passes if isinstance(p, Monarch)}
+    assert together >= set(itertools.product((1, 2), ("tf32", "float16")))
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
     ways += [f"CONSUMERS = {count}" for count in (1, 2, 3)]
@@ -1169,7 +1172,8 @@ def test_cases_cover_the_families() -> None:
 RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
 STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
-WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+MONARCH = Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=2)
 STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
@@ -1186,6 +1190,13 @@ PLANTED = {
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
     "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
     "no-wait-for-what-is-staged": (STAGED, "wait_for_bytes(barrier, phase);", "", "race: a read"),
+    "no-wait-for-a-chunk": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
+    "no-sync-of-a-chunk": (MONARCH, "__syncthreads();\n        copy_next", "copy_next", "race"),
+    "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),
+    "results-leave-without-meeting": (MONARCH, "fence_copy_engine();\n        meet();", "fence_copy_engine();", "race"),
+    "results-read-without-meeting": (MONARCH, "meet();\n        wait_for_bytes(full", "wait_for_bytes(full", "race"),
+    "no-wait-for-results": (MONARCH, "wait_for_bytes(full, phase);", "", "nobody goes on"),
+    "no-wait-until-results-are-read": (MONARCH, "wait_for_bytes(free, phase ^ 1);", "", "race"),
     "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
 }
 

@@ -1,19 +1,21 @@
-// Both contractions of a Monarch layer in one pass, whose state stays in registers: x [K][P] by weights [K][RHO][L][P] to
-// [K][RHO][L], and that, for each group l of L, by weights [L][S][K * RHO] to y [S][L].
+// Both contractions of a Monarch layer in one pass, whose state stays in registers: x [K][P] by weights [K][RHO][L][P]
+// to [K][RHO][L], and that, for each group l of L, by weights [L][S][K * RHO] to y [S][L].
 //
-// A block has the second weights of GROUPS l's in shared memory and takes tiles of samples, of which x comes by chunks of CK
-// k's through a ring of STAGES, with the first weights of these k's. A warp has 16 * MT samples and two l's. Eight columns of
-// its first product, a unit, are four of the RHO of a k, for both l's: column 2 t + i is number t for the i-th l. So lane
-// (g, t) holds number t, of both, and the sums of four units (two in 32 bits) are, rounded, operand A of one step of each l's
-// second product, with the k's of its weights in that order: unit by unit number t, for t = 0, 1, 2, 3.
+// A block has the second weights of GROUPS l's in shared memory and takes tiles of samples, of which x comes by chunks of
+// CK k's through a ring of STAGES, with the first weights of these k's. A warp has 16 * MT samples and two l's. Eight
+// columns of its first product, a unit, are four of the RHO numbers of a k, for both l's: column 2 t + i is number t for
+// the i-th l. So lane (g, t) holds number t, of both, and the sums of four units (two in 32 bits) are, rounded, operand A
+// of one step of each l's second product, whose weights have their k's in that order. The second product of a step is
+// made beside the first one of the next, which does not depend on it.
 //
-// Results of one l lie far apart in y, those of neighbours side by side: they meet in shared memory, some columns of all S
-// at once. With CLUSTER, a second block has the next GROUPS, so that what is stored are whole sectors of L2: of each 16 rows
-// the first one stores the upper eight, and the other one the rest. factorlayer/monarch.py writes the constants:
+// Results of one l lie far apart in y, those of neighbours side by side: they meet in shared memory, some columns of S at
+// once. With CLUSTER, a second block has the next GROUPS, so that what is stored are whole sectors of L2: of each 16 rows
+// the first one stores the upper eight, and the other one the rest, and the copy engine brings each what the other one
+// has of them, while that one finishes its own. factorlayer/monarch.py writes the constants:
 //
-// Pass:  Math, Element, Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, GROUPS, MT,
-//        WARPS_M (warps along the samples), CK, STAGES, ROUNDS (in which results are stored), STORE (bytes of one access),
-//        CLUSTER
+// Pass:  Math, Element, Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, GROUPS,
+//        MT, WARPS_M (warps along the samples), CK, STAGES, ROUNDS (in which results are stored), STORE (bytes of one
+//        access), CLUSTER
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -73,7 +75,8 @@ template <class Pass> struct Monarch {
   static constexpr bool kInPlace = RHO % 4 == 0 && kRow % kPiece == 0;
   static constexpr int kRowPieces = kDepth / kPiece, kPieces = GROUPS * NT * 8 * kRowPieces;
   DEVICE const Element* second(int row) const {
-    return static_cast<const Element*>(params.weights[Pass::SECOND]) + (i64(first_l + row / (NT * 8)) * S + row % (NT * 8)) * kRow;
+    const Element* weight = static_cast<const Element*>(params.weights[Pass::SECOND]);
+    return weight + (i64(first_l + row / (NT * 8)) * S + row % (NT * 8)) * kRow;
   }
   DEVICE bool has_second(int row) const { return first_l + row / (NT * 8) < L && row % (NT * 8) < S; }
   static constexpr DEVICE int place_of(int unit, int number) {
@@ -119,8 +122,8 @@ template <class Pass> struct Monarch {
 
   // A chunk of x and of the first weights, whose rows lie in the order of a unit's columns. Threads share a row, and each
   // takes its pieces of every kDown-th row, so that most of what it computes are constants behind where its first one is.
-  static constexpr int kBytes = P * kSize % 16 == 0 ? 16 : P * kSize % 8 == 0 ? 8 : 4, kEach = kBytes / kSize, kRun = P / kEach;
-  static constexpr int kXPieces = CK * kRun;
+  static constexpr int kBytes = P * kSize % 16 == 0 ? 16 : P * kSize % 8 == 0 ? 8 : 4, kEach = kBytes / kSize;
+  static constexpr int kRun = P / kEach, kXPieces = CK * kRun;
   static constexpr int together(int rows) { return rows >= kThreads ? 1 : kThreads / rows; }
   static constexpr int kTogetherX = together(kSamples), kTogetherW = together(kFirstRows);
   static constexpr int kDownX = kThreads / kTogetherX, kDownW = kThreads / kTogetherW;
@@ -139,9 +142,9 @@ template <class Pass> struct Monarch {
   static DEVICE int number_of(int line) { return line / 8 % kUnits % kTiles * 4 + line % 8 / 2; }
   static DEVICE int behind(int line) { return ((k_of(line) * RHO + number_of(line)) * L + l_of(line)) * P; }
   DEVICE void begin_tile(Cursor& at) const {
-    const int row = threadIdx.x / kTogetherX;
+    const int row = threadIdx.x / kTogetherX, piece = threadIdx.x % kTogetherX * kEach;
     at.chunk = 0;
-    at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P) + threadIdx.x % kTogetherX * kEach;
+    at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P) + piece;
     at.left = int(min(params.batch - at.tile * kSamples, i64(kSamples))) - row;
     at.weight = static_cast<const Element*>(params.weights[Pass::FIRST]) + first_l * P + behind(line()) +
                 threadIdx.x % kTogetherW * kEach;
@@ -159,8 +162,9 @@ template <class Pass> struct Monarch {
       for (int i = 0; i < kXPieces; i += kTogetherX) {
         const int j = i + threadIdx.x % kTogetherX, k = j / kRun;
         if (kXPieces % kTogetherX && j >= kXPieces) break;
-        copy_async<kBytes>(to_x + (down * kXStride + (kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach)) * kSize,
-                           at.x + (i64(down) * (K * P) + i * kEach), down < at.left && (K % CK == 0 || k < left_k));
+        const int place = kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach;
+        copy_async<kBytes>(to_x + (down * kXStride + place) * kSize, at.x + (i64(down) * (K * P) + i * kEach),
+                           down < at.left && (K % CK == 0 || k < left_k));
       }
     }
 #pragma unroll
@@ -281,7 +285,7 @@ template <class Pass> struct Monarch {
       }
     }
   }
-  // A step's second product is made beside the first one of the next, which does not depend on it.
+  // `left` is the last step's of the chunk before.
   template <bool BEGINS> DEVICE void add_chunk(Sums& sums, Left& left, u32 stage, int chunk) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -342,7 +346,8 @@ template <class Pass> struct Monarch {
           const int row = (Pass::CLUSTER ? m : m * 2 + half) * 8 + lane.g;
           const u32 at = to + (row * kColumns + turned(n % kNow, lane.g) * 8 + lane.t * 2) * kUnitBytes;
           if constexpr (kSize == 2)
-            store_f32x2(at, __uint_as_float(Pair<Element>(y[0], y[1]).bits), __uint_as_float(Pair<Element>(y[2], y[3]).bits));
+            store_f32x2(at, __uint_as_float(Pair<Element>(y[0], y[1]).bits),
+                        __uint_as_float(Pair<Element>(y[2], y[3]).bits));
           else
             put_sums(at, y);
         }
