@@ -120,72 +120,67 @@ template <class Pass> struct Monarch {
     else return x;
   }
 
-  // A chunk of x and of the first weights, whose rows lie in the order of a unit's columns. Threads share a row, and each
-  // takes its pieces of every kDown-th row, so that most of what it computes are constants behind where its first one is.
+  // A chunk of x and of the first weights, whose rows lie in the order of a unit's columns. Neighbouring threads take
+  // neighbouring pieces, whole lines of 128 bytes if they can: a warp's access costs about two cycles for every line.
   static constexpr int kBytes = P * kSize % 16 == 0 ? 16 : P * kSize % 8 == 0 ? 8 : 4, kEach = kBytes / kSize;
-  static constexpr int kRun = P / kEach, kXPieces = CK * kRun;
-  static constexpr int together(int rows) { return rows >= kThreads ? 1 : kThreads / rows; }
-  static constexpr int kTogetherX = together(kSamples), kTogetherW = together(kFirstRows);
-  static constexpr int kDownX = kThreads / kTogetherX, kDownW = kThreads / kTogetherW;
-  static constexpr bool kEvenX = kThreads % kTogetherX == 0 && kSamples % kDownX == 0;
-  static constexpr bool kEvenW = kThreads % kTogetherW == 0 && kFirstRows % kDownW == 0;
-  // Of what is copied next: this thread's first piece, and rows of x from its first one on.
+  static constexpr int kRun = P / kEach, kXPieces = CK * kRun, kWPieces = GROUPS * kRun;  // of a sample, of a number
+  static constexpr int together(int pieces) {
+    for (int n = 1; n < 8; n *= 2)
+      if (pieces <= n) return n;
+    return pieces % 8 && pieces % 4 == 0 ? 4 : 8;
+  }
+  static constexpr int kTogetherX = together(kXPieces), kDownX = kThreads / kTogetherX;
+  static constexpr int kTogetherW = together(kWPieces), kWTurns = ceil_div(kWPieces, kTogetherW);
+  // Of what is copied next: this thread's first piece of x, and rows from there on.
   struct Cursor {
     i64 tile;
     int chunk, left;
-    const Element *x, *weight;
+    const Element* x;
   };
-  // Of a row of the first weights
-  static DEVICE int line() { return threadIdx.x / kTogetherW; }
-  static DEVICE int l_of(int line) { return line / (kUnits * 8) * 2 + line % 2; }
-  static DEVICE int k_of(int line) { return line / 8 % kUnits / kTiles; }
-  static DEVICE int number_of(int line) { return line / 8 % kUnits % kTiles * 4 + line % 8 / 2; }
-  static DEVICE int behind(int line) { return ((k_of(line) * RHO + number_of(line)) * L + l_of(line)) * P; }
   DEVICE void begin_tile(Cursor& at) const {
     const int row = threadIdx.x / kTogetherX, piece = threadIdx.x % kTogetherX * kEach;
     at.chunk = 0;
     at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P) + piece;
     at.left = int(min(params.batch - at.tile * kSamples, i64(kSamples))) - row;
-    at.weight = static_cast<const Element*>(params.weights[Pass::FIRST]) + first_l * P + behind(line()) +
-                threadIdx.x % kTogetherW * kEach;
+  }
+  DEVICE void advance(Cursor& at) const {
+    at.x += CK * P;
+    if (++at.chunk < kChunks) return;
+    at.tile += gridDim.x;
+    begin_tile(at);
   }
   DEVICE int place_x() const {
     return (threadIdx.x / kTogetherX * kXStride + (kPadded == P ? threadIdx.x % kTogetherX * kEach : 0)) * kSize;
   }
-  DEVICE int place_w() const { return kFirst + (line() * kFirstStride + threadIdx.x % kTogetherW * kEach) * kSize; }
-  DEVICE void copy_chunk(const Cursor& at, u32 to_x, u32 to_w) const {
+  DEVICE void copy_chunk(const Cursor& at, u32 to, int place) const {
     const int left_k = K - at.chunk * CK;
 #pragma unroll
     for (int down = 0; down < kSamples; down += kDownX) {
-      if (!kEvenX && (threadIdx.x / kTogetherX >= kDownX || threadIdx.x / kTogetherX + down >= kSamples)) break;
+      const bool is_row = kSamples % kDownX == 0 || threadIdx.x / kTogetherX + down < kSamples;
 #pragma unroll
       for (int i = 0; i < kXPieces; i += kTogetherX) {
         const int j = i + threadIdx.x % kTogetherX, k = j / kRun;
-        if (kXPieces % kTogetherX && j >= kXPieces) break;
-        const int place = kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach;
-        copy_async<kBytes>(to_x + (down * kXStride + place) * kSize, at.x + (i64(down) * (K * P) + i * kEach),
-                           down < at.left && (K % CK == 0 || k < left_k));
+        const int piece = kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach;
+        copy_async_if<kBytes>(to + place + (down * kXStride + piece) * kSize, at.x + (i64(down) * (K * P) + i * kEach),
+                              down < at.left && (K % CK == 0 || k < left_k),
+                              is_row && (kXPieces % kTogetherX == 0 || j < kXPieces));
       }
     }
+    // What a number has of all l's lies side by side.
+    const Element* weight = static_cast<const Element*>(params.weights[Pass::FIRST]);
+    weight += (i64(at.chunk) * (CK * RHO * L) + first_l) * P;
+    constexpr int kItems = kUnits * 4 * kWTurns * kTogetherW;
 #pragma unroll
-    for (int down = 0; down < kFirstRows; down += kDownW) {
-      const int row = line() + down;
-      if (!kEvenW && (line() >= kDownW || row >= kFirstRows)) break;
-      const bool here = (RHO % 4 == 0 || number_of(row) < RHO) && (K % CK == 0 || k_of(row) < left_k) &&
-                        (L % (GROUPS * kBlocks) == 0 || first_l + l_of(row) < L);
-      const Element* weight = at.weight + (down ? behind(row) - behind(line()) : 0);
-#pragma unroll
-      for (int i = 0; i < kRun; i += kTogetherW) {
-        const bool wanted = kRun % kTogetherW == 0 || i + threadIdx.x % kTogetherW < kRun;
-        copy_async_if<kBytes>(to_w + (down * kFirstStride + i * kEach) * kSize, weight + i * kEach, here, wanted);
-      }
+    for (int first = 0; first < kItems; first += kThreads) {
+      const int item = (first + threadIdx.x) / kTogetherW, j = item % kWTurns * kTogetherW + threadIdx.x % kTogetherW;
+      const int unit = item / kWTurns / 4, number = item / kWTurns % 4, l = j / kRun, p = j % kRun * kEach;
+      const int k = unit / kTiles, r = unit % kTiles * 4 + number, row = (l / 2 * kUnits + unit) * 8 + number * 2 + l % 2;
+      const bool here = (RHO % 4 == 0 || r < RHO) && (K % CK == 0 || k < left_k) &&
+                        (L % (GROUPS * kBlocks) == 0 || first_l + l < L);
+      copy_async_if<kBytes>(to + kFirst + (row * kFirstStride + p) * kSize, weight + ((k * RHO + r) * L * P + j * kEach), here,
+                            (kItems % kThreads == 0 || first + threadIdx.x < kItems) &&
+                                (kWPieces % kTogetherW == 0 || j < kWPieces));
     }
-  }
-  DEVICE void advance(Cursor& at) const {
-    at.x += CK * P, at.weight += CK * RHO * L * P;
-    if (++at.chunk < kChunks) return;
-    at.tile += gridDim.x;
-    begin_tile(at);
   }
   // Columns that no copy writes
   DEVICE void clear_padding() const {
@@ -416,14 +411,12 @@ template <class Pass> struct Monarch {
       }
       sync_cluster();
     }
-    int to_x = place_x(), to_w = place_w();
-    stay_here(to_x, to_w);  // are not computed for each chunk
+    const int place = place_x();
     Cursor ahead;
     ahead.tile = blockIdx.x;
     begin_tile(ahead);
     const auto copy_next = [&](int stage) {
-      const u32 to = memory + kStages + stage * kStageBytes;
-      if (ahead.tile < tiles()) copy_chunk(ahead, to + to_x, to + to_w);
+      if (ahead.tile < tiles()) copy_chunk(ahead, memory + kStages + stage * kStageBytes, place);
       commit_copies();
       advance(ahead);
     };
