@@ -102,7 +102,8 @@ class Monarch:
 
     @property
     def weight_bytes(self) -> int:
-        return self.groups * self.tiles * 8 * self._stride(self.depth)
+        line = self.depth * self.size
+        return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self._stride(self.depth))
 
     @functools.cached_property
     def shared(self) -> int:

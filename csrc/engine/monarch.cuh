@@ -39,10 +39,11 @@ template <class Pass> struct Monarch {
   static constexpr int NT = ceil_div(S, 8), kTogether = NT % 2 ? 1 : 2;
   static_assert(kUnits % (2 * kPairs) == 0 && GROUPS % 2 == 0 && L % 2 == 0);
 
-  // Rows, an odd multiple of 16 bytes apart
+  // Rows, an odd multiple of 16 bytes apart, or whole lines, of which pieces change places by row
   static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
   static constexpr int kXStride = stride(CK * kPadded), kFirstStride = stride(kPadded);
-  static constexpr int kSecondStride = stride(kDepth), kFirstRows = kWarpsL * kUnits * 8;
+  static constexpr bool kTurned = kDepth * kSize % 128 == 0;
+  static constexpr int kSecondStride = kTurned ? kDepth : stride(kDepth), kFirstRows = kWarpsL * kUnits * 8;
   static constexpr int kFirst = kSamples * kXStride * kSize, kStageBytes = kFirst + kFirstRows * kFirstStride * kSize;
   static constexpr int kStages = GROUPS * NT * 8 * kSecondStride * kSize;  // behind the second weights
 
@@ -79,16 +80,20 @@ template <class Pass> struct Monarch {
     return weight + (i64(first_l + row / (NT * 8)) * S + row % (NT * 8)) * kRow;
   }
   DEVICE bool has_second(int row) const { return first_l + row / (NT * 8) < L && row % (NT * 8) < S; }
-  static constexpr DEVICE int place_of(int unit, int number) {
-    return kSize == 2 ? unit / 2 * 8 + number * 2 + unit % 2 : unit * 4 + number;
+  // Where a piece, or a number of a unit, lies
+  DEVICE u32 place_of(int row, int piece) const {
+    return memory + row * kSecondStride * kSize + (kTurned ? piece ^ row % 8 : piece) * 16;
+  }
+  DEVICE u32 place_of(int row, int unit, int number) const {
+    if constexpr (kSize == 2) return place_of(row, unit / 2) + (number * 2 + unit % 2) * kSize;
+    return place_of(row, unit) + number * kSize;
   }
   DEVICE void copy_second() const {
     if constexpr (kInPlace) {
 #pragma unroll 4
       for (int j = threadIdx.x; j < kPieces; j += kThreads) {
         const int row = j / kRowPieces, piece = j % kRowPieces;
-        copy_async<16>(memory + row * kSecondStride * kSize + piece * 16, second(row) + piece * kPiece,
-                       piece * kPiece < kRow && has_second(row));
+        copy_async<16>(place_of(row, piece), second(row) + piece * kPiece, piece * kPiece < kRow && has_second(row));
       }
     } else {
 #pragma unroll 4
@@ -96,7 +101,7 @@ template <class Pass> struct Monarch {
         const int row = j / kDepth, unit = j % kDepth / 4, number = j % 4, r = unit % kTiles * 4 + number;
         const bool here = unit / kTiles < K && r < RHO && has_second(row);
         const Element x = here ? second(row)[unit / kTiles * RHO + r] : narrow<Element>(0.f);
-        store_shared(memory + (row * kSecondStride + place_of(unit, number)) * kSize, rounded(x));
+        store_shared(place_of(row, unit, number), rounded(x));
       }
     }
   }
@@ -104,7 +109,7 @@ template <class Pass> struct Monarch {
     if constexpr (kInPlace) {
 #pragma unroll 4
       for (int j = threadIdx.x; j < kPieces; j += kThreads) {
-        const u32 here = memory + j / kRowPieces * kSecondStride * kSize + j % kRowPieces * 16;
+        const u32 here = place_of(j / kRowPieces, j % kRowPieces);
         u32 x[4];
         load_u32x4(here, x);
         if constexpr (kSize == 2)
@@ -264,8 +269,9 @@ template <class Pass> struct Monarch {
     }
   }
   DEVICE void add_step(Sums& sums, const Left& left, int step) const {
-    const u32 weight = memory + along_l * (2 * NT * 8 * kSecondStride * kSize) + step * (kStep * kSize) +
-                       Math::template lane_row_b<kSecondStride>(lane);
+    const int begin = lane.index >> 3 & 1 ^ (kTurned ? lane.index & 7 : 0);  // a step has two pieces
+    const int row = along_l * (2 * NT * 8) + (lane.index & 7) + (lane.index >> 4) * 8;
+    const u32 weight = memory + row * kSecondStride * kSize + (kTurned ? begin ^ step * 2 : begin + step * 2) * 16;
 #pragma unroll
     for (int l = 0; l < 2; ++l) {
 #pragma unroll
