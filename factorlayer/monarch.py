@@ -41,6 +41,7 @@ class Monarch:
     batch: int
     gpu: Gpu
     cluster: int = 1
+    teams: int = 1
     us: float = 0.0
 
     @property
@@ -91,7 +92,7 @@ class Monarch:
     @property
     def stage_bytes(self) -> int:
         rows = self.groups // 2 * self.units * 8
-        return self.samples * self._stride(self.k * self.padded) + rows * self._stride(self.padded)
+        return self.samples // self.teams * self._stride(self.k * self.padded) + rows * self._stride(self.padded)
 
     @property
     def result_bytes(self) -> int:
@@ -107,7 +108,7 @@ class Monarch:
 
     @functools.cached_property
     def shared(self) -> int:
-        return self.weight_bytes + self.stages * self.stage_bytes + self.result_bytes + 16 * self.warps_m
+        return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + 16 * self.warps_m
 
     def _stride(self, elements: int) -> int:
         """Bytes from row to row, an odd multiple of 16."""
@@ -148,7 +149,7 @@ class Monarch:
         numbers = {
             **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
             **{"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt},
-            **{"WARPS_M": self.warps_m, "CK": self.k, "STAGES": self.stages, "ROUNDS": self.rounds},
+            **{"WARPS_M": self.warps_m, "TEAMS": self.teams, "CK": self.k, "STAGES": self.stages, "ROUNDS": self.rounds},
             "STORE": self.store,
         }
         flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1}
@@ -205,9 +206,10 @@ def tilings_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monar
             for stages, rounds in itertools.product((2, 3, 4, 6), (1, 2, 4, 8)):
                 if rounds > tiles:
                     continue
-                plan = Monarch(chain, dtype, groups, mt, warps_m, k, stages, rounds, batch, gpu, cluster)
-                if plan.shared <= gpu.shared:
-                    yield plan
+                for teams in (1, 2, 4):
+                    plan = Monarch(chain, dtype, groups, mt, warps_m, k, stages, rounds, batch, gpu, cluster, teams)
+                    if warps_m % teams == 0 and plan.shared <= gpu.shared:
+                        yield plan
 
 
 def _time(plan: Monarch) -> float:

@@ -14,8 +14,8 @@
 // has of them, while that one finishes its own. factorlayer/monarch.py writes the constants:
 //
 // Pass:  Math, Element, Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, GROUPS,
-//        MT, WARPS_M (warps along the samples), CK, STAGES, ROUNDS (in which results are stored), STORE (bytes of one
-//        access), CLUSTER
+//        MT, WARPS_M (warps along the samples), TEAMS, CK, STAGES, ROUNDS (in which results are stored), STORE (bytes
+//        of one access), CLUSTER
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -31,7 +31,7 @@ template <class Pass> struct Monarch {
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, GROUPS = Pass::GROUPS;
   static constexpr int MT = Pass::MT, CK = Pass::CK, STAGES = Pass::STAGES;
   static constexpr int kWarpsL = GROUPS / 2, kMembers = 32 * kWarpsL, kThreads = kMembers * Pass::WARPS_M;
-  static constexpr int kSamples = 16 * MT * Pass::WARPS_M;
+  static constexpr int kTeam = kThreads / Pass::TEAMS, kTeamM = Pass::WARPS_M / Pass::TEAMS, kSamples = 16 * MT * kTeamM;
   static constexpr int kPadded = round_up(P, 8), kWhole = kPadded / kStep * kStep;
   static constexpr int kTiles = ceil_div(RHO, 4), kUnits = CK * kTiles;  // of a k, and of a chunk
   static constexpr int kPairs = kStep / 8;                               // of units, in a step
@@ -53,7 +53,7 @@ template <class Pass> struct Monarch {
   static constexpr int kUnitBytes = 2 * kSize, kCell = kWarpsL * kBlocks * kUnitBytes;
   static constexpr int kRows = 16 * MT / kBlocks;  // of the warps that share samples
   static constexpr int kUnitStep = kRows * kColumns * kUnitBytes + 16, kRegion = kWarpsL * kUnitStep;
-  static constexpr int kResult = kStages + STAGES * kStageBytes, kResultBytes = (Pass::CLUSTER ? 3 : 1) * kRegion;
+  static constexpr int kResult = kStages + Pass::TEAMS * STAGES * kStageBytes, kResultBytes = (Pass::CLUSTER ? 3 : 1) * kRegion;
   static constexpr int kFull = kResult + Pass::WARPS_M * kResultBytes, kFree = kFull + 8 * Pass::WARPS_M;
 
   using Sums = float[MT][2][NT][4];
@@ -62,11 +62,11 @@ template <class Pass> struct Monarch {
   const Params& params;
   const u32 memory;
   const Lane lane;
-  const int warp, along_l, along_m, rank, first_l;
+  const int warp, along_l, along_m, team, member, rank, first_l;
 
   DEVICE Monarch(const Params& p)
       : params(p), memory(shared_address(shared_memory)), warp(uniform(threadIdx.x / 32)), along_l(warp % kWarpsL),
-        along_m(warp / kWarpsL), rank(blockIdx.y % kBlocks), first_l(blockIdx.y * GROUPS) {}
+        along_m(warp / kWarpsL), team(along_m / kTeamM), member(threadIdx.x % kTeam), rank(blockIdx.y % kBlocks), first_l(blockIdx.y * GROUPS) {}
 
   DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
 
@@ -134,7 +134,7 @@ template <class Pass> struct Monarch {
       if (pieces <= n) return n;
     return pieces % 8 && pieces % 4 == 0 ? 4 : 8;
   }
-  static constexpr int kTogetherX = together(kXPieces), kDownX = kThreads / kTogetherX;
+  static constexpr int kTogetherX = together(kXPieces), kDownX = kTeam / kTogetherX;
   static constexpr int kTogetherW = together(kWPieces), kWTurns = ceil_div(kWPieces, kTogetherW);
   // Of what is copied next: this thread's first piece of x, and rows from there on.
   struct Cursor {
@@ -143,7 +143,7 @@ template <class Pass> struct Monarch {
     const Element* x;
   };
   DEVICE void begin_tile(Cursor& at) const {
-    const int row = threadIdx.x / kTogetherX, piece = threadIdx.x % kTogetherX * kEach;
+    const int row = member / kTogetherX, piece = member % kTogetherX * kEach;
     at.chunk = 0;
     at.x = static_cast<const Element*>(params.x) + (at.tile * kSamples + row) * (K * P) + piece;
     at.left = int(min(params.batch - at.tile * kSamples, i64(kSamples))) - row;
@@ -151,20 +151,20 @@ template <class Pass> struct Monarch {
   DEVICE void advance(Cursor& at) const {
     at.x += CK * P;
     if (++at.chunk < kChunks) return;
-    at.tile += gridDim.x;
+    at.tile += gridDim.x * Pass::TEAMS;
     begin_tile(at);
   }
   DEVICE int place_x() const {
-    return (threadIdx.x / kTogetherX * kXStride + (kPadded == P ? threadIdx.x % kTogetherX * kEach : 0)) * kSize;
+    return (member / kTogetherX * kXStride + (kPadded == P ? member % kTogetherX * kEach : 0)) * kSize;
   }
   DEVICE void copy_chunk(const Cursor& at, u32 to, int place) const {
     const int left_k = K - at.chunk * CK;
 #pragma unroll
     for (int down = 0; down < kSamples; down += kDownX) {
-      const bool is_row = kSamples % kDownX == 0 || threadIdx.x / kTogetherX + down < kSamples;
+      const bool is_row = kSamples % kDownX == 0 || member / kTogetherX + down < kSamples;
 #pragma unroll
       for (int i = 0; i < kXPieces; i += kTogetherX) {
-        const int j = i + threadIdx.x % kTogetherX, k = j / kRun;
+        const int j = i + member % kTogetherX, k = j / kRun;
         const int piece = kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach;
         copy_async_if<kBytes>(to + place + (down * kXStride + piece) * kSize, at.x + (i64(down) * (K * P) + i * kEach),
                               down < at.left && (K % CK == 0 || k < left_k),
@@ -176,14 +176,14 @@ template <class Pass> struct Monarch {
     weight += (i64(at.chunk) * (CK * RHO * L) + first_l) * P;
     constexpr int kItems = kUnits * 4 * kWTurns * kTogetherW;
 #pragma unroll
-    for (int first = 0; first < kItems; first += kThreads) {
-      const int item = (first + threadIdx.x) / kTogetherW, j = item % kWTurns * kTogetherW + threadIdx.x % kTogetherW;
+    for (int first = 0; first < kItems; first += kTeam) {
+      const int item = (first + member) / kTogetherW, j = item % kWTurns * kTogetherW + member % kTogetherW;
       const int unit = item / kWTurns / 4, number = item / kWTurns % 4, l = j / kRun, p = j % kRun * kEach;
       const int k = unit / kTiles, r = unit % kTiles * 4 + number, row = (l / 2 * kUnits + unit) * 8 + number * 2 + l % 2;
       const bool here = (RHO % 4 == 0 || r < RHO) && (K % CK == 0 || k < left_k) &&
                         (L % (GROUPS * kBlocks) == 0 || first_l + l < L);
       copy_async_if<kBytes>(to + kFirst + (row * kFirstStride + p) * kSize, weight + ((k * RHO + r) * L * P + j * kEach), here,
-                            (kItems % kThreads == 0 || first + threadIdx.x < kItems) &&
+                            (kItems % kTeam == 0 || first + member < kItems) &&
                                 (kWPieces % kTogetherW == 0 || j < kWPieces));
     }
   }
@@ -191,12 +191,12 @@ template <class Pass> struct Monarch {
   DEVICE void clear_padding() const {
     if constexpr (kPadded > P) {
       constexpr int kRest = kPadded - P;
-      for (int j = threadIdx.x; j < STAGES * kSamples * CK * kRest; j += kThreads) {
+      for (int j = threadIdx.x; j < Pass::TEAMS * STAGES * kSamples * CK * kRest; j += kThreads) {
         const int row = j / (CK * kRest), k = j / kRest % CK;
         store_shared(memory + kStages + row / kSamples * kStageBytes +
                          (row % kSamples * kXStride + k * kPadded + P + j % kRest) * kSize, narrow<Element>(0.f));
       }
-      for (int j = threadIdx.x; j < STAGES * kFirstRows * kRest; j += kThreads) {
+      for (int j = threadIdx.x; j < Pass::TEAMS * STAGES * kFirstRows * kRest; j += kThreads) {
         const int row = j / kRest;
         store_shared(memory + kStages + row / kFirstRows * kStageBytes + kFirst +
                          (row % kFirstRows * kFirstStride + P + j % kRest) * kSize, narrow<Element>(0.f));
@@ -255,7 +255,7 @@ template <class Pass> struct Monarch {
   }
   // Of a chunk: operands A of both l's for a step, and what they add to the sums.
   DEVICE void make_step(Left& left, u32 stage, int step) const {
-    const u32 x = stage + along_m * (16 * MT * kXStride * kSize) + Math::template lane_row_a<kXStride>(lane);
+    const u32 x = stage + along_m % kTeamM * (16 * MT * kXStride * kSize) + Math::template lane_row_a<kXStride>(lane);
     const u32 weight = stage + kFirst + along_l * (kUnits * 8 * kFirstStride * kSize) +
                        Math::template lane_row_b<kFirstStride>(lane);
 #pragma unroll
@@ -300,12 +300,18 @@ template <class Pass> struct Monarch {
     }
   }
 
-  // The warps that share samples
-  DEVICE void meet() const {
-    if constexpr (Pass::WARPS_M == 1)
+  // A team, and the warps that share samples
+  DEVICE void meet_team() const {
+    if constexpr (Pass::TEAMS == 1)
       __syncthreads();
     else
-      sync_threads<kMembers>(1 + along_m);
+      sync_threads<kTeam>(1 + team);
+  }
+  DEVICE void meet() const {
+    if constexpr (kTeamM == 1)
+      meet_team();
+    else
+      sync_threads<kMembers>(1 + Pass::TEAMS + along_m);
   }
   // Where the n-th eight columns of a round lie in row g of eight: no two lanes that store at once meet in a bank.
   static constexpr int kInLine = 128 / (8 * kUnitBytes), kShift = kNow < kInLine ? kInLine / kNow / 2 : 0;
@@ -358,7 +364,7 @@ template <class Pass> struct Monarch {
   DEVICE void store(i64 tile, int round) const {
     constexpr int kBytes = Pass::STORE, kVectors = kCell / kBytes, kEach = kBytes / kUnitBytes, kWords = kUnitBytes / 4;
     const u32 from = memory + kResult + along_m * kResultBytes;
-    const i64 first = tile * kSamples + along_m * (16 * MT);
+    const i64 first = tile * kSamples + along_m % kTeamM * (16 * MT);
     const int l0 = first_l - rank * GROUPS;
     Element* y = static_cast<Element*>(params.y) + l0;
 #pragma unroll 4
@@ -418,11 +424,13 @@ template <class Pass> struct Monarch {
       sync_cluster();
     }
     const int place = place_x();
+    const i64 first_tile = i64(blockIdx.x) * Pass::TEAMS + team;
+    const u32 stages = memory + kStages + team * (STAGES * kStageBytes);
     Cursor ahead;
-    ahead.tile = blockIdx.x;
+    ahead.tile = first_tile;
     begin_tile(ahead);
     const auto copy_next = [&](int stage) {
-      if (ahead.tile < tiles()) copy_chunk(ahead, memory + kStages + stage * kStageBytes, place);
+      if (ahead.tile < tiles()) copy_chunk(ahead, stages + stage * kStageBytes, place);
       commit_copies();
       advance(ahead);
     };
@@ -433,16 +441,17 @@ template <class Pass> struct Monarch {
     clear_padding();
     wait_for_copies<STAGES - 1>();
     order_second();
+    __syncthreads();
     int stage = 0;
     u32 phase = 0;
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+    for (i64 tile = first_tile; tile < tiles(); tile += gridDim.x * Pass::TEAMS) {
       Sums sums = {};
       Left left;
       const auto next_stage = [&] {
         wait_for_copies<STAGES - 2>();
-        __syncthreads();
+        meet_team();
         copy_next(stage ? stage - 1 : STAGES - 1);
-        const u32 here = memory + kStages + stage * kStageBytes;
+        const u32 here = stages + stage * kStageBytes;
         if (++stage == STAGES) stage = 0;
         return here;
       };
