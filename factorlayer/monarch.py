@@ -149,7 +149,13 @@ class Monarch:
         numbers = {
             **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
             **{"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt},
-            **{"WARPS_M": self.warps_m, "TEAMS": self.teams, "CK": self.k, "STAGES": self.stages, "ROUNDS": self.rounds},
+            **{
+                "WARPS_M": self.warps_m,
+                "TEAMS": self.teams,
+                "CK": self.k,
+                "STAGES": self.stages,
+                "ROUNDS": self.rounds,
+            },
             "STORE": self.store,
         }
         flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1}

@@ -619,3 +619,31 @@ def test_layouts_have_a_place_of_its_own_for_every_element(dtype: str) -> None:
             assert len(set(places)) == len(places), f"{stage}: two elements in one place"
             if elements.stop == stage.rows * stage.p * stage.inner:
                 assert max(places) * ELEMENT_BYTES[dtype] < stage.state_bytes, f"{stage}: beyond its memory"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_a_monarch_layer_whose_state_is_large_is_one_kernel(dtype: str) -> None:
+    chain = Chain.of(monarch((32, 24), (64, 48), rank=4), True, "gelu")
+    (found,) = plan(chain, dtype, BATCHES[2], Gpu.of(90)).passes
+    assert isinstance(found, Monarch) and found.cluster == 2 and found.cell == 32  # whole sectors
+    assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
+
+
+def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:
+    for spec in (
+        monarch((4, 192), (768, 4), rank=48),
+        monarch((16, 256), (688, 16), rank=16),
+        monarch((64, 64), (64, 64)),
+    ):
+        for dtype, batch in itertools.product(("tf32", "bfloat16"), BATCHES):
+            passes = plan(Chain.of(spec, True, "gelu"), dtype, batch, Gpu.of(90)).passes
+            assert len(passes) == 2 and not any(isinstance(p, Monarch) for p in passes)
+
+
+def test_a_monarch_layer_in_float_or_of_odd_sizes_is_two_kernels() -> None:
+    for spec, dtype in (
+        (monarch((32, 24), (64, 48), rank=4), "float32"),
+        (monarch((32, 24), (64, 47), rank=4), "bfloat16"),
+        (monarch((32, 23), (64, 48), rank=4), "bfloat16"),
+    ):
+        assert len(plan(Chain.of(spec, False, "relu"), dtype, BATCHES[2], Gpu.of(90)).passes) >= 2
