@@ -20,7 +20,7 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 DTYPES = ("tf32", "bfloat16", "float16")
 MOST_SUMS = 128  # of a thread
 MOST_SAMPLES = 256
-LONGEST = 128  # of what a group of x has
+LONGEST = 96  # of what a group of x has
 SECTOR = 32  # bytes of L2 that are written as fast as any
 CYCLES = 1.65e3  # in a microsecond
 
