@@ -218,31 +218,38 @@ def tilings_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monar
                         yield plan
 
 
+def _together(pieces: int) -> int:
+    """Threads that take neighbouring pieces of a row, as the kernel has them."""
+    for n in (1, 2, 4):
+        if pieces <= n:
+            return n
+    return 4 if pieces % 8 and pieces % 4 == 0 else 8
+
+
 def _time(plan: Monarch) -> float:
-    """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit."""
-    second = plan.chain.contractions[1]
+    """Microseconds: multiprocessors take turns at tiles. Numbers fitted to an H200, where what warps read from shared
+    memory, most of their products, and copies, by the lines that they touch, add up instead of overlapping."""
+    first, second = plan.chain.contractions
     gpu, size, warps = plan.gpu, plan.size, plan.threads // 32
-    tiles = -(-plan.batch // plan.samples)
-    each = -(-tiles // max(1, gpu.sms // plan.split))
-    # Of a chunk: bytes that warps read and copies write, and products
+    each = -(-plan.batch // plan.samples) / max(1, gpu.sms // plan.split)
+    # Of a chunk
     x = plan.samples * plan.k * plan.padded * size
     weight = plan.groups // 2 * plan.units * 8 * plan.padded * size
     reads = plan.groups // 2 * -(-plan.rank // 4) * x + plan.warps_m * weight
     reads += warps * 2 * plan.tiles * 8 * plan.units * 4 * size
     sums = plan.samples * plan.groups * plan.units * 4 * (plan.padded + plan.tiles * 8)
-    units = (
-        (reads + x + weight) / gpu.shared_bytes,
-        2 * sums / (4.9e6 if size == 2 else 2.45e6),
-        (x + weight) / gpu.l2_bytes,
-    )
-    slowest = max(units)
-    chunk = slowest + 0.25 * (sum(units) - slowest) + 0.06
-    if plan.stages < 3:
-        chunk += 0.1
+    products = 2 * sums / (4.9e6 if size == 2 else 2.45e6) * 8.9e6 / gpu.flops["bfloat16"]
+    access = math.gcd(16, first.p * size)
+    x_pieces, weight_pieces = (n * first.p * size // access for n in (plan.k, plan.groups))
+    lines = plan.samples * -(-x_pieces // _together(x_pieces))
+    lines += plan.teams * plan.units * 4 * -(-weight_pieces // _together(weight_pieces))
+    chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1.3 if warps < 8 else 1)
+    chunk = max(chunk + 1.9 * lines / CYCLES, (x + plan.teams * weight) / gpu.l2_bytes)
+    chunk += 0.03 if plan.stages > 2 else 0.07
+    # Results, while others multiply if there are teams
     result = plan.samples * second.q * plan.groups * size
-    run = plan.cell
-    store = result / 40e3 * (1 if run >= SECTOR else 5 if run >= 16 else 16)
-    finish = 2 * result / gpu.shared_bytes + plan.rounds * (0.5 if plan.cluster > 1 else 0.2) + 0.5 * store
-    busy = each * max(plan.chunks * chunk * (1.3 if warps < 8 else 1) + finish, store)
+    kilobyte = (0.15 if plan.cell >= 16 else 0.4) if plan.cell < SECTOR else 0.036 if plan.cluster > 1 else 0.03
+    finish = plan.rounds * (0.2 if plan.cluster > 1 else 0.1) + kilobyte * result / 1e3
+    busy = max(each, 1.0) * (plan.chunks * chunk + finish * (0.85 if plan.teams > 1 else 1))
     moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * size
     return 3.0 + plan.weight_bytes / 60e3 + max(busy, 1.2 * moved / (gpu.memory_bytes * gpu.sms))

@@ -101,7 +101,9 @@ CASES = [
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
-    # Monarch at once: one block and two of a cluster, ranks that fours divide and others, padded sizes, few groups
+    # Monarch at once: one block and two of a cluster, teams, ranks that fours divide and others, padded sizes, few groups
+    Case(monarch((32, 24), (64, 48), rank=4), "bfloat16", 140, LARGE, processors=12),
+    Case(monarch((32, 24), (64, 48), rank=4), "tf32", 300, LARGE, processors=12),
     Case(monarch((8, 24), (32, 32), rank=4), "bfloat16", 150, LARGE, processors=4),
     Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=4, activation="gelu"),
     Case(monarch((5, 20), (13, 12), rank=3), "tf32", 70, LARGE),
@@ -1160,8 +1162,9 @@ def test_cases_cover_the_families() -> None:
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
-    together = {(p.cluster, p.dtype) for case in CASES for p in case.plan.passes if isinstance(p, Monarch)}
-    assert together >= set(itertools.product((1, 2), ("tf32", "float16")))
+    at_once = [p for case in CASES for p in case.plan.passes if isinstance(p, Monarch)]
+    assert {(p.cluster, p.dtype) for p in at_once} >= set(itertools.product((1, 2), ("tf32", "float16")))
+    assert {p.teams for p in at_once} >= {1, 2}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
     ways += [f"CONSUMERS = {count}" for count in (1, 2, 3)]
@@ -1191,7 +1194,7 @@ PLANTED = {
     "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
     "no-wait-for-what-is-staged": (STAGED, "wait_for_bytes(barrier, phase);", "", "race: a read"),
     "no-wait-for-a-chunk": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
-    "no-sync-of-a-chunk": (MONARCH, "__syncthreads();\n        copy_next", "copy_next", "race"),
+    "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
     "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),
     "results-leave-without-meeting": (MONARCH, "fence_copy_engine();\n        meet();", "fence_copy_engine();", "race"),
     "results-read-without-meeting": (MONARCH, "meet();\n        wait_for_bytes(full", "wait_for_bytes(full", "race"),
