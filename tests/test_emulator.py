@@ -101,7 +101,7 @@ CASES = [
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
-    # Monarch at once: one block and two of a cluster, teams, ranks that fours divide and others, padded sizes, few groups
+    # Monarch at once: one block and two, teams, ranks that fours divide and others, padded sizes, few groups
     Case(monarch((32, 24), (64, 48), rank=4), "bfloat16", 140, LARGE, processors=12),
     Case(monarch((32, 24), (64, 48), rank=4), "tf32", 300, LARGE, processors=12),
     Case(monarch((8, 24), (32, 32), rank=4), "bfloat16", 150, LARGE, processors=4),
