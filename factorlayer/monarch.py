@@ -169,11 +169,7 @@ class Monarch:
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:
     """The fastest tiling by prediction; None if this is no chain for it."""
-    tilings = list(tilings_of(chain, dtype, batch, gpu))
-    if not tilings:
-        return None
-    us, plan = min(((_time(plan), plan) for plan in tilings), key=lambda found: found[0])
-    return replace(plan, us=us)
+    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -189,7 +185,7 @@ def _takes(chain: Chain, dtype: str) -> bool:
     return first.p * ELEMENT_BYTES[dtype] % 4 == 0 and first.p <= LONGEST and second.inner % 2 == 0
 
 
-def tilings_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch]:
+def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch]:
     if not _takes(chain, dtype):
         return
     first, second = chain.contractions
@@ -215,7 +211,7 @@ def tilings_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monar
                 for teams in (1, 2, 4):
                     plan = Monarch(chain, dtype, groups, mt, warps_m, k, stages, rounds, batch, gpu, cluster, teams)
                     if warps_m % teams == 0 and plan.shared <= gpu.shared:
-                        yield plan
+                        yield replace(plan, us=_time(plan))
 
 
 def _together(pieces: int) -> int:
