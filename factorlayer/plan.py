@@ -18,6 +18,7 @@ from factorlayer.few import Few, FewPass
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
+from factorlayer.monarch import Monarch
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -47,6 +48,7 @@ Pass = (
     | FewPass
     | Gradient
     | LargeBackward
+    | Monarch
     | Pair
     | PairBackward
     | Parts
@@ -160,7 +162,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Few | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
+    if isinstance(p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

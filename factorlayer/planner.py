@@ -22,6 +22,7 @@ from factorlayer import (
     gradient,
     large_backward,
     layer_backward,
+    monarch,
     pair,
     pair_backward,
     single_backward,
@@ -60,6 +61,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
+AT_ONCE = 1.2  # what both contractions of a Monarch layer in one pass have to win by
 FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 
 
@@ -212,6 +214,9 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             best = found
     if best is None:
         best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+    at_once = monarch.tile(chain, dtype, batch, gpu)
+    if at_once and AT_ONCE * at_once.us < best.us:
+        return Plan(chain, dtype, batch, gpu, (at_once,))
     by_rows = _by_rows(chain, dtype, batch, gpu)
     return by_rows if by_rows and by_rows.us * _margin(chain, dtype) < best.us else best
 

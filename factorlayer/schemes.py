@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import dense, dense_streamed, pair, small, tiling
+from factorlayer import dense, dense_streamed, monarch, pair, small, tiling
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.pair import Pair
@@ -83,6 +83,8 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     if chain.is_dense:
         for streamed in dense_streamed.tilings((chain,), dtype, batch, gpu):
             yield of(NOWHERE, STREAMED, Fraction(64 * streamed.groups), *streamed.passes)
+    for at_once in monarch.tilings(chain, dtype, batch, gpu):
+        yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
     if len(best) > 1 and all(isinstance(p, Pair | Resident | Small) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)

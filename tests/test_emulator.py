@@ -25,6 +25,7 @@ from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Reduction
+from factorlayer.monarch import Monarch
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
 from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
@@ -104,8 +105,17 @@ CASES = [
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),
     Case(kronecker((160,), (192,)), "tf32", 140, LARGE),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
-    Case(monarch((32, 32), (32, 32)), "bfloat16", 70, LARGE, processors=4),
-    Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+    Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
+    Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),
+    # Monarch at once: one block and two, teams, ranks that fours divide and others, padded sizes, few groups
+    Case(monarch((32, 24), (64, 48), rank=4), "bfloat16", 140, LARGE, processors=12),
+    Case(monarch((32, 24), (64, 48), rank=4), "tf32", 300, LARGE, processors=12),
+    Case(monarch((8, 24), (32, 32), rank=4), "bfloat16", 150, LARGE, processors=4),
+    Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=4, activation="gelu"),
+    Case(monarch((5, 20), (13, 12), rank=3), "tf32", 70, LARGE),
+    Case(monarch((5, 10), (13, 6), rank=5), "float16", 70, LARGE, 80),
+    Case(monarch((6, 16), (24, 20), rank=8), "bfloat16", 100, LARGE, 80, activation=LEARNED),
+    Case(monarch((6, 12), (20, 16), rank=6), "float16", 70, MEDIUM, processors=4),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
@@ -138,7 +148,7 @@ CASES = [
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL, activation=LEARNED),
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM, activation=LEARNED),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM, activation=LEARNED),
-    Case(monarch((16, 64), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4, activation=LEARNED),
+    Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4, activation=LEARNED),
 ]
 
 
@@ -1248,10 +1258,13 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"DoublePair", "Few", "Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
+    assert learned == {"DoublePair", "Few", "Monarch", "Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed", "Strip") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Few", "Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
+    at_once = [p for case in CASES for p in case.plan.passes if isinstance(p, Monarch)]
+    assert {(p.cluster, p.dtype) for p in at_once} >= set(itertools.product((1, 2), ("tf32", "float16")))
+    assert {p.teams for p in at_once} >= {1, 2}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
     ways += [f"CONSUMERS = {count}" for count in (1, 2, 3)]
@@ -1262,7 +1275,8 @@ def test_cases_cover_the_families() -> None:
 RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
 STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
-WIDE = Case(monarch((16, 64), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
+MONARCH = Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=2)
 STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
 STRIPS_IN_TURN = Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL)
@@ -1285,6 +1299,13 @@ PLANTED = {
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
     "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
     "no-wait-for-what-is-staged": (STAGED, "wait_for_bytes(barrier, phase);", "", "race: a read"),
+    "no-wait-for-a-chunk": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
+    "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
+    "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),
+    "results-leave-without-meeting": (MONARCH, "fence_copy_engine();\n        meet();", "fence_copy_engine();", "race"),
+    "results-read-without-meeting": (MONARCH, "meet();\n        wait_for_bytes(full", "wait_for_bytes(full", "race"),
+    "no-wait-for-results": (MONARCH, "wait_for_bytes(full, phase);", "", "nobody goes on"),
+    "no-wait-until-results-are-read": (MONARCH, "wait_for_bytes(free, phase ^ 1);", "", "race"),
     "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
 }
 

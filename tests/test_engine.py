@@ -54,6 +54,7 @@ SPECS = [
     monarch((8, 64), (48, 16), rank=4),
     monarch((16, 64), (16, 64), rank=4),
     monarch((64, 64), (64, 64)),
+    monarch((32, 24), (64, 48), rank=4),
     monarch((12, 11, 10), (9, 12, 13)),
 ]
 # Bytes that a thread may spill: single values that ptxas, short of registers, keeps in memory for a while. What

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from factorlayer.double_pair import DoublePair
 from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
+from factorlayer.monarch import Monarch
 from factorlayer.pair import Pair
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
@@ -119,7 +121,8 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
         assert 0 <= p.blocks_per_processor <= 32
         assert 1 <= p.grid_y <= LARGEST_GRID_Y
         assert p.architecture == gpu.architecture
-        assert f'extern "C" __global__ void __launch_bounds__({p.threads}' in p.source
+        entry = re.search(r"__global__ void (__cluster_dims__\(1, 2, 1\) )?__launch_bounds__\((\d+)", p.source)
+        assert entry and int(entry[2]) == p.threads and (not entry[1] or p.grid_y % 2 == 0)
         assert f"{p.kernel}(" in p.source and p.kernel.startswith("factorlayer_")
         samples = text.chunk or 10**6
         if not p.blocks_per_processor:
@@ -140,6 +143,8 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
         if isinstance(p, (Few, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
+        elif isinstance(p, Monarch):
+            elements = p.chain.in_features, p.chain.out_features
         else:
             around = p.work.outer * p.work.inner
             elements = around * math.prod(p.work.states[0]), around * math.prod(p.work.states[-1])
@@ -152,6 +157,8 @@ def weights_of(found: Plan) -> list[int]:
     for p in found.passes:
         if isinstance(p, (Few, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
+        elif isinstance(p, Monarch):
+            weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
     return weights
@@ -675,3 +682,31 @@ def test_all_gradients_of_few_samples_go_through_scratch() -> None:
     features, state = 4096 + 4096 + 2 * 11008, 2 * 4096
     assert text.scratch == (8 * state * 2, 0, 64 * features * 2) and text.chunk == 0
     assert all(p.blocks_per_processor == 1 and p.units_per_block > 64 for p in text.passes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_a_monarch_layer_whose_state_is_large_is_one_kernel(dtype: str) -> None:
+    chain = Chain.of(monarch((32, 24), (64, 48), rank=4), True, "gelu")
+    (found,) = plan(chain, dtype, BATCHES[2], Gpu.of(90)).passes
+    assert isinstance(found, Monarch) and found.cluster == 2 and found.cell == 32  # whole sectors
+    assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
+
+
+def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:
+    for spec in (
+        monarch((4, 192), (768, 4), rank=48),
+        monarch((16, 256), (688, 16), rank=16),
+        monarch((64, 64), (64, 64)),
+    ):
+        for dtype, batch in itertools.product(("tf32", "bfloat16"), BATCHES):
+            passes = plan(Chain.of(spec, True, "gelu"), dtype, batch, Gpu.of(90)).passes
+            assert len(passes) == 2 and not any(isinstance(p, Monarch) for p in passes)
+
+
+def test_a_monarch_layer_in_float_or_of_odd_sizes_is_two_kernels() -> None:
+    for spec, dtype in (
+        (monarch((32, 24), (64, 48), rank=4), "float32"),
+        (monarch((32, 24), (64, 47), rank=4), "bfloat16"),
+        (monarch((32, 23), (64, 48), rank=4), "bfloat16"),
+    ):
+        assert len(plan(Chain.of(spec, False, "relu"), dtype, BATCHES[2], Gpu.of(90)).passes) >= 2

@@ -353,6 +353,15 @@ DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
 DEVICE void arrive_in_other_block(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// By who has only read there: what it wrote elsewhere is not waited for.
+DEVICE void free_in_other_block(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The copy engine moves a run there, and counts its bytes at a barrier there.
+DEVICE void send_run(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"

@@ -62,6 +62,8 @@ void land_what_is_due(bool all_of_it, int thread) {
     std::swap(current, landing->thread);
     for (const Copy& copy : landing->copies) land(copy);
     std::swap(current, landing->thread);
+    if (landing->from)
+      for (Cell& cell : cells_at(landing->from, u32(landing->bytes))) --cell.leaving;
     if (landing->bytes) {
       landing->barrier->gathered.join(landing->clock);
       landing->barrier->bytes -= landing->bytes;
@@ -110,9 +112,9 @@ void wait(uint32_t barrier, uint32_t phase) {
   self().clock.join(at.done);
 }
 
-void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  hesitate();
-  check_global("a copy", from, bytes, false);
+namespace {
+// A run to shared memory, of this block or another one, whose bytes a barrier there counts.
+void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t shared_from) {
   if (offset_of(to) % 16 || bytes % 16) error("a run of %u bytes to %u, not aligned", bytes, offset_of(to));
   if (!is_inside("a run", to, bytes)) return;
   Barrier& at = *find_barrier(barrier);
@@ -125,23 +127,43 @@ void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   static u32 runs = 0;
   Landing landing = {rounds + random_below(slowest_landing), current, {{to, bytes, from, bytes}}, &at, {}, long(bytes)};
   landing.clock.seen[threads] = ++runs;
+  landing.from = shared_from;
   for (Cell& cell : cells_at(to, bytes))
     cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;
   begin_copy(landing.copies[0]);
   landings.push_back(std::move(landing));
   progress();
 }
-void store_run(void* to, uint32_t from, uint32_t bytes) {
-  hesitate();
-  check_global("a run", to, bytes, true);
-  if (offset_of(from) % 16 || bytes % 16) error("a run of %u bytes from %u, not aligned", bytes, offset_of(from));
-  if (!is_inside("a run", from, bytes)) return;
+// What the copy engine reads of shared memory, until it has.
+void leave(uint32_t from, uint32_t bytes) {
   check_read("a run", from, bytes);
   for (Cell& cell : cells_at(from, bytes)) {
     if (!after_fence(cell.writer, cell.written))
       error("no fence: the copy engine reads at %u what thread %d wrote", offset_of(from), cell.writer);
     ++cell.leaving;
   }
+}
+}  // namespace
+
+void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  hesitate();
+  check_global("a copy", from, bytes, false);
+  bring_run(to, from, bytes, barrier, 0);
+}
+void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+  hesitate();
+  if (offset_of(from) % 16) error("a run of %u bytes from %u, not aligned", bytes, offset_of(from));
+  if (!is_inside("a run", from, bytes)) return;
+  leave(from, bytes);
+  from |= u32(block_of(from) + 1) << 24;  // whoever is current when it lands
+  bring_run(to, memory_at(from), bytes, barrier, from);
+}
+void store_run(void* to, uint32_t from, uint32_t bytes) {
+  hesitate();
+  check_global("a run", to, bytes, true);
+  if (offset_of(from) % 16 || bytes % 16) error("a run of %u bytes from %u, not aligned", bytes, offset_of(from));
+  if (!is_inside("a run", from, bytes)) return;
+  leave(from, bytes);
   self().stores.push_back({to, from, bytes});
 }
 void wait_for_stores() {

@@ -24,6 +24,7 @@ void arrive_with_copies(uint32_t barrier);
 void wait(uint32_t barrier, uint32_t phase);
 
 void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
 void store_run(void* to, uint32_t from, uint32_t bytes);
 void wait_for_stores();
 void fence();

@@ -278,5 +278,7 @@ template <int COUNT> inline void give_registers() {}
 inline u32 in_other_block(u32 address) { return emulator::in_other_block(address); }
 inline void store_in_other_block(u32 to, const u32 (&x)[4]) { store_u32x4(to, x); }
 inline void arrive_in_other_block(u32 barrier) { emulator::arrive(barrier); }
+inline void free_in_other_block(u32 barrier) { emulator::arrive(barrier); }
+inline void send_run(u32 to, u32 from, u32 bytes, u32 barrier) { emulator::send_run(to, from, bytes, barrier); }
 inline void wait_for_cluster(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
 inline void sync_cluster() { emulator::sync_cluster(); }

@@ -255,6 +255,7 @@ struct Landing {
   Barrier* barrier;
   Clock clock;
   long bytes;
+  u32 from = 0;  // if it comes from shared memory
 };
 inline std::deque<Landing> landings;
 inline u32 slowest_landing = 8;

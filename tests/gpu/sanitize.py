@@ -71,8 +71,8 @@ LAYERS = [
     ("monarch", "4x6 9x5", 7, "tf32", 2),
     ("monarch", "2x3 3x2 4x5", 3, "bfloat16"),
     ("monarch", "4 192", 70, "float32", 4),
-    ("monarch", "4 192", 70, "tf32"),
-    ("monarch", "16 64", 70, "bfloat16", 4),
+    ("monarch", "8x48 64x16", 70, "tf32", 4),
+    ("monarch", "16 104x64", 70, "bfloat16", 4),
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
 TRAINED = [

@@ -55,6 +55,7 @@ CASES = [
     Case(monarch((4, 192), (4, 192), rank=4), 300, True, "relu"),
     Case(monarch((16, 64), (16, 64), rank=4), 2100, True, "gelu"),
     Case(monarch((64, 64), (64, 64)), 300),
+    Case(monarch((32, 24), (64, 48), rank=4), 2060, True, "gelu"),
     Case(monarch((8, 128), (8, 64)), 2100, False),
     Case(kronecker((8, 256), (8, 512)), 2100, True, "silu"),
     Case(monarch((8, 8, 8), (8, 8, 8)), 64),
