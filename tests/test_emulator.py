@@ -482,6 +482,20 @@ def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: E
         np.testing.assert_array_equal(grad_x[fine], before[fine])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> None:
+    """Of a warp, as large weights have them: parts of the second one, and of what is contracted."""
+    spec = monarch((4, 64), (40, 4), rank=4)
+    found = plan(Chain.of(spec, False, "identity"), dtype, SMALL, Gpu.of(90))
+    found = replace(found, passes=tuple(replace(p, height=2, ways=4) for p in found.passes))
+    draw = drawing(dtype)
+    x, weights = draw(19, spec.in_features), [draw(*shape) / 8 for shape in spec.weight_shapes]
+    outputs, errors = emulator.run(found, emulator.compile(found), x, weights, None, blocks=2)
+    assert not errors
+    right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)])).ravel()
+    assert np.linalg.norm(outputs[-1] - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
+
+
 # Of two untied weights and x: parts of tiles, chunks and pieces, one to four times 16 samples, one group and many
 FEW = [
     ((4, 32), (4, 20), 2, "bfloat16", 5, 90),
