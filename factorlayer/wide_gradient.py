@@ -32,6 +32,10 @@ REGISTERS = {
     4: {1: (0, 0, 192), 2: (0, 0, 128)},
 }
 MOST_SUMS_TAKEN = {1: 192, 2: 128, 3: 96}
+# Where consumers load their left operand: registers for sums, without a bias and with one; those of a thread of each of
+# two consumers and the producers together; what each needs beside sums, operands and slabs.
+MOST_SUMS_LOADING = {1: 192, 2: 144}, {1: 160, 2: 144}
+TOGETHER, OTHER_REGISTERS = 504, 40
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,32 @@ class WideGradient(TileSums):
     @property
     def is_split(self) -> bool:
         return self.dtype == "float32"
+
+    @property
+    def loads_left(self) -> bool:
+        """Whether the left operand goes through consumers' registers, from rows of grad_y: no one turns them."""
+        return self.dtype == "tf32" and not self.taken
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        if self.taken:
+            return 0, 0, min(REGISTERS[self.size][self.consumers][2], MOST_SUMS_TAKEN[self.consumers])
+        if not self.loads_left:
+            return REGISTERS[self.size][self.consumers]
+        most = MOST_SUMS_LOADING[self.bias][self.consumers]
+        if self.consumers == 1:
+            return 0, 0, most
+        left = 8 * self.height * (1 if self.height > 2 else 2)  # operands of two groups of products
+        more = -(-(self.sums + left + OTHER_REGISTERS) // 8) * 8
+        return (more, TOGETHER - 2 * more, most) if more > TOGETHER // 3 else (0, 0, most)
+
+    @functools.cached_property
+    def held(self) -> int:
+        """Chunks on their way through the producers' registers."""
+        if not self.loads_left:
+            return 1
+        room, right = self.registers[1] or TOGETHER // 3, -(-self.bn // 64)
+        return 2 if 32 * right + OTHER_REGISTERS <= room and right < 4 else 1
 
     @property
     def slabs(self) -> int:
@@ -130,12 +160,12 @@ class WideGradient(TileSums):
 
     @property
     def fits(self) -> bool:
-        c, most = self.contraction, REGISTERS[self.size][self.consumers][2]
+        c, held = self.contraction, self.sums <= self.registers[2] and (self.height != 3 or self.loads_left)
         if self.taken:
-            held = self.sums <= min(most, MOST_SUMS_TAKEN[self.consumers])
             held = held and (1 if c.tied else c.outer) * max(c.p, c.q) * self.size * self.chunk < 1 << 30
         else:
-            held = self.sums <= most and (self.size == 2 or self.slabs <= MOST_LOADED)
+            loaded = -(-self.bn // 64) if self.loads_left else self.slabs
+            held = held and (self.size == 2 or loaded <= MOST_LOADED)
         return held and self.stages >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
 
     @property
@@ -174,10 +204,10 @@ class WideGradient(TileSums):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
-        more, fewer, _ = REGISTERS[self.size][self.consumers] if not self.taken else (0, 0, 0)
+        more, fewer, _ = self.registers
         numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
         numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
-        numbers |= {"AHEAD": self.ahead}
+        numbers |= {"AHEAD": self.ahead, "HELD": self.held}
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -202,10 +232,11 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
         return
     registers, step = REGISTERS[ELEMENT_BYTES[dtype]], 16 if ELEMENT_BYTES[dtype] == 2 else 32
     whole = -(-c.p // step) * step
-    for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 4), (1, 2, 4, 8, 16)):
+    for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 3, 4), (1, 2, 4, 8, 16)):
         if wm * wn not in registers or (bias and height > 2):  # whose columns take too many registers
             continue
         widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
+        widths |= {96} if wn == 2 and dtype == "tf32" else set()
         for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
             plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias)
             if plan.fits:
@@ -231,6 +262,10 @@ def _time(plan: WideGradient) -> float:
         slabs = sum(slabs for _, slabs in plan.taken)
         load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)
         read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
+    elif plan.loads_left:
+        right = -(-plan.bn // 64)
+        load = max(0.25 + 0.23 * right, LATENCY_US / -(-chunks // parts))  # turned in registers
+        read += SLAB_BYTES * right
     elif plan.size == 4:  # through registers, with one chunk on its way
         load = LATENCY_US
         read += SLAB_BYTES * plan.slabs

@@ -8,15 +8,16 @@
 // write their sums side by side, for Reduction; where there is but one, it writes elements.
 //
 // In 16 bits, both operands lie in shared memory as they do in memory, 64 rows below each other: the matrix unit turns
-// them. Of 32 bits it takes none that are turned. Chunks have 32 rows, which producers load into registers, a chunk ahead,
-// and store the other way, rounded to tf32 or split. Rows that 16 bytes do not divide are copied as the pieces they lie in
-// (pieces.cuh), AHEAD chunks before producers take them apart; of 32 bits then those of both states.
+// them. Of 32 bits it takes none that are turned. Chunks have 32 rows, which producers load into registers, HELD chunks
+// ahead, and store the other way, rounded to tf32 or split. In tf32 they do so with X alone: G is copied as it is, and
+// consumers take operand A, which may come from registers, out of it. Rows that 16 bytes do not divide are copied as the
+// pieces they lie in (pieces.cuh), AHEAD chunks before producers take them apart; of 32 bits then those of both states.
 //
 // With BIAS (one group, nothing split) the sums of G's columns are made as well, as products with ones, and lie behind those
 // of the weight. factorlayer/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, STAGES, AHEAD (0: rows are whole pieces), BIAS, MORE and FEWER (registers of consumers and
+//        HEIGHT, N, STAGES, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
 //        producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
 #include "mma.cuh"
@@ -43,6 +44,7 @@ template <class Pass> struct WideGradient {
   static constexpr bool kTakes = Pass::AHEAD > 0;
   static constexpr bool kTakesG = kTakes && !(kTurns && PiecesG::kWhole), kTakesX = kTakes && !(kTurns && PiecesX::kWhole);
   static constexpr bool kCopies = kTakesG != kTakesX;
+  static constexpr bool kLoadsLeft = !kTurns && !Pass::SPLIT && !kTakes;  // consumers, from rows of G
   static constexpr int kBytesG = kTakesG ? PiecesG::kBytes : 0, kBytesX = kTakesX ? PiecesX::kBytes : 0;
   // Behind the stages ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, pieces, and
   // barriers
@@ -58,7 +60,7 @@ template <class Pass> struct WideGradient {
   static_assert(!kCopies || Pass::STAGES > Pass::AHEAD + 1, "copies to a stage that is not waited for");
   static_assert(N % (kTurns ? 16 : 32) == 0, "sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
-  static_assert(WN == 1 || N % 64 == 0, "slabs belong to one warpgroup");
+  static_assert(WN == 1 || !kTurns || N % 64 == 0, "slabs belong to one warpgroup");
 
   const Params& params;
   const u32 memory;
@@ -131,39 +133,65 @@ template <class Pass> struct WideGradient {
     store_u32x4(to, high);
     if constexpr (Pass::SPLIT) store_u32x4(to + kLow, low);
   }
-  // While a chunk is stored, square by square, the next one is loaded to where it was.
+  // Rows of G for consumers: sixteen threads have the pieces of a row of a slab. Those of four rows change places, so that
+  // threads who read four rows at once meet in no bank.
+  static DEVICE u32 left_place(int row, int piece) { return row * 256 + ((piece ^ (row & 3) << 1) << 4); }
+  DEVICE void copy_left(u32 to, const Element* from, int rows_left, int left) const {
+#pragma unroll
+    for (int slab = 0; slab < kLeft; ++slab)
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i)
+        copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 8 * kRowG, i * 8 < rows_left && slab * 64 < left);
+  }
+  // While a chunk is stored, square by square, the one HELD further is loaded to where it was.
+  static constexpr int kHeldLeft = kLoadsLeft ? 0 : kLeft;  // slabs
   DEVICE void turn_chunks(int thread) const {
     const int row = thread / 8 % 8 * 4, half = thread / 64 * 32, column = half + thread % 8 * 4;
     const u32 place = memory + swizzled(half + thread % 8, row / 4);
     const auto [q, p, group] = tile();
-    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]);
-    g += row * kRowG + i64(group) * Q + q + column;
+    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (i64(group) * Q + q);
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + column);
-    int left_q = Q - q - column, left_p = P - p - column;
-    Square held[kLeft + kRight];
-    const auto load_slab = [&](int slab, int chunk) {
+    const int row_g = kLoadsLeft ? thread / 16 : row, column_g = kLoadsLeft ? thread % 16 * kPiece : column;
+    g += row_g * kRowG + column_g;
+    int left_q = Q - q - column_g, left_p = P - p - column;
+    Square held[Pass::HELD][kHeldLeft + kRight];
+    const auto load_slab = [&](Square& to, int slab, int chunk) {
       const i64 first = i64(chunk) * kChunk;
-      const int rows_left = chunk < chunks ? int(min(rows - first, i64(kChunk))) - row : 0, right = slab - kLeft;
+      const int rows_left = chunk < chunks ? int(min(rows - first, i64(kChunk))) - row : 0, right = slab - kHeldLeft;
       if (right < 0)
-        load<kRowG>(held[slab], g + (first * kRowG + slab * 64), slab * 64 < left_q ? rows_left : 0);
+        load<kRowG>(to, g + (first * kRowG + slab * 64), slab * 64 < left_q ? rows_left : 0);
       else
-        load<kRowX>(held[slab], x + (first * kRowX + right * 64), right * 64 < left_p ? rows_left : 0);
+        load<kRowX>(to, x + (first * kRowX + right * 64), right * 64 < left_p ? rows_left : 0);
     };
 #pragma unroll
-    for (int slab = 0; slab < kLeft + kRight; ++slab) load_slab(slab, blockIdx.x);
+    for (int i = 0; i < Pass::HELD; ++i)
+#pragma unroll
+      for (int slab = 0; slab < kHeldLeft + kRight; ++slab) load_slab(held[i][slab], slab, blockIdx.x + i * gridDim.x);
     int stage = 0;
     u32 phase = 1;
-#pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const auto give = [&](Square (&held)[kHeldLeft + kRight], int chunk) {
+      const u32 to = stage * kStageBytes;
       stay_here(left_q, left_p);
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      if constexpr (kLoadsLeft) {
+        const i64 first = i64(chunk) * kChunk;
+        copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
+                  int(min(rows - first, i64(kChunk))) - row_g, left_q);
+        arrive_with_copies(memory + kFull + stage * 8);
+      }
 #pragma unroll
-      for (int slab = 0; slab < kLeft + kRight; ++slab) {
-        put(held[slab], place + stage * kStageBytes + slab * kSlab);
-        load_slab(slab, chunk + gridDim.x);
+      for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
+        put(held[slab], place + to + (kLeft - kHeldLeft + slab) * kSlab);
+        load_slab(held[slab], slab, chunk + Pass::HELD * gridDim.x);
       }
       arrive(memory + kFull + stage * 8);
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    };
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += Pass::HELD * gridDim.x) {
+      give(held[0], chunk);
+      if constexpr (Pass::HELD == 2)
+        if (chunk + gridDim.x < chunks) give(held[1], chunk + gridDim.x);
     }
   }
 
@@ -267,11 +295,12 @@ template <class Pass> struct WideGradient {
     if constexpr (kTurns) return turned_operand(first, kSlab);
     return operand(first);
   }
+  DEVICE u64 right_operand(u32 stage) const { return slabs(stage + kLeft * kSlab + warpgroup / WM * (N * 128)); }
   using ColumnSums = float[HEIGHT][4];  // eight times the same
   // And G's columns, if these are wanted.
   template <bool BIAS> DEVICE void multiply(Sums& sums, ColumnSums& columns, u32 stage, bool add) const {
     const u64 left = slabs(stage + warpgroup % WM * HEIGHT * kSlab);
-    const u64 right = slabs(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab);
+    const u64 right = right_operand(stage);
     open_products();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -292,12 +321,57 @@ template <class Pass> struct WideGradient {
     else
       return __float_as_uint(1.f);
   }
-  DEVICE void add_columns(float (&columns)[4], u64 slab, bool add) const {
+  template <class Left> DEVICE void add_columns(float (&columns)[4], const Left& left, bool add) const {
     const u64 ones = slabs(memory + kOnes);  // of any k
     if constexpr (kTurns)
-      Wgmma<Element, 8>::multiply_turned(columns, slab, ones, add);
+      Wgmma<Element, 8>::multiply_turned(columns, left, ones, add);
     else
-      Wgmma<Element, 8>::multiply(columns, slab, ones, add);
+      Wgmma<Element, 8>::multiply(columns, left, ones, add);
+  }
+
+  // Operand A from rows of G, of 8 k's for each step. A thread loads what lies side by side: two q's, its rows of one
+  // product, or four, those of two.
+  static constexpr bool kFours = HEIGHT % 2 == 0;
+  static constexpr int kSteps = HEIGHT > 2 ? 1 : 2, kParts = 4 / kSteps;  // loaded at once, of a chunk
+  using Left = u32[kSteps][HEIGHT][4];
+  DEVICE void load_left(Left& left, u32 stage, int part) const {
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const u32 from = stage + warpgroup % WM * HEIGHT * kSlab + part * kSteps * 2048 +
+                     (kFours ? warp / 2 * kSlab + left_place(t, warp % 2 * 8 + g)
+                             : left_place(t, warp * 4 + g / 2) + g % 2 * 8);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int h = 0; h < HEIGHT; h += kFours ? 2 : 1)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 at = from + step * 2048 + half * 1024 + h * kSlab;
+          if constexpr (kFours) {
+            u32 x[4];
+            load_u32x4(at, x);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) left[step][h + i / 2][half * 2 + i % 2] = tf32_of(x[i]);
+          } else {
+            u32 x[2];
+            load_u32x2(at, x);
+            left[step][h][half * 2] = tf32_of(x[0]), left[step][h][half * 2 + 1] = tf32_of(x[1]);
+          }
+        }
+#pragma unroll
+      for (int h = 0; h < HEIGHT; ++h) settle(left[step][h]);
+    }
+  }
+  template <bool BIAS>
+  DEVICE void multiply_left(Sums& sums, ColumnSums& columns, const Left& left, u64 right, int part, bool add) const {
+    open_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int h = 0; h < HEIGHT; ++h) {
+        Wgmma<Element, N>::multiply(sums[h], left[step][h], right + (part * kSteps + step) * 2, add || step > 0);
+        if constexpr (BIAS) add_columns(columns[h], left[step][h], add || step > 0);
+      }
+    commit_products();
   }
   // As exact as FMA (mma.cuh, Split3): products start from zero in each chunk, since the matrix unit truncates what it adds
   // to, those of high parts apart from the others, which infinities make NaN: then they do not count.
@@ -335,11 +409,13 @@ template <class Pass> struct WideGradient {
   }
   // One thread says that its warp's products have read a chunk.
   DEVICE void release(int stage) const {
+    if constexpr (kLoadsLeft) __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
   }
   template <bool BIAS> DEVICE void consume() const {
     Sums sums;
     ColumnSums columns;
+    Left left[2];  // in turns: the products before still read theirs
     int stage = 0, last = -1;
     u32 phase = 0;
     if constexpr (Pass::SPLIT) {
@@ -355,6 +431,16 @@ template <class Pass> struct WideGradient {
       if constexpr (Pass::SPLIT) {
         multiply_split(sums, memory + stage * kStageBytes);
         release(stage);
+      } else if constexpr (kLoadsLeft) {
+        const u32 from = memory + stage * kStageBytes;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          load_left(left[part % 2], from, part);
+          multiply_left<BIAS>(sums, columns, left[part % 2], right_operand(from), part, part > 0 || last >= 0);
+          wait_for_products<1>();
+          if (part == 0 && last >= 0) release(last);
+        }
+        last = stage;
       } else {
         multiply<BIAS>(sums, columns, memory + stage * kStageBytes, last >= 0);
         wait_for_products<1>();
@@ -374,11 +460,14 @@ template <class Pass> struct WideGradient {
     store(sums);
   }
 
-  // The first q of a thread, in the tile; the other half of each of its sums belongs to one `kDown` below.
-  static constexpr int kDown = kTurns ? 8 : 1;
+  // The first q of a thread, in the tile, and how far below it that of another of its rows is.
   DEVICE int own_q() const {
-    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
-    return warpgroup % WM * HEIGHT * 64 + (kTurns ? warp * 16 + g : warp / 2 * 32 + g * 4 + warp % 2 * 2);
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, first = warpgroup % WM * HEIGHT * 64;
+    if constexpr (kLoadsLeft) return first + (kFours ? warp * 32 + g * 4 : warp * 16 + g * 2);
+    return first + (kTurns ? warp * 16 + g : warp / 2 * 32 + g * 4 + warp % 2 * 2);
+  }
+  static constexpr DEVICE int down(int h, int half) {
+    return kLoadsLeft && kFours ? h / 2 * 128 + h % 2 * 2 + half : h * 64 + half * (kTurns ? 8 : 1);
   }
   DEVICE void store(const ColumnSums& columns) const {
     if (threadIdx.x % 4) return;
@@ -388,8 +477,7 @@ template <class Pass> struct WideGradient {
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int down = h * 64 + half * kDown;
-        if (q + down < Q) store_global(to + down, narrow<Result>(columns[h][half * 2]));
+        if (q + down(h, half) < Q) store_global(to + down(h, half), narrow<Result>(columns[h][half * 2]));
       }
   }
 
@@ -402,9 +490,8 @@ template <class Pass> struct WideGradient {
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int down = h * 64 + half * kDown;
-        const int end = q + down < Q ? P : 0;  // all of a warp exchange, whose rows may end between
-        store_row(sums[h], half, to + i64(down) * P, p, t, end);
+        const int end = q + down(h, half) < Q ? P : 0;  // all of a warp exchange, whose rows may end between
+        store_row(sums[h], half, to + i64(down(h, half)) * P, p, t, end);
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
@@ -451,7 +538,7 @@ template <class Pass> struct WideGradient {
 
   DEVICE void run() const {
     if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kFull + threadIdx.x * 8, kLoadsLeft ? 256 : 128);  // what is stored, and what is copied
       init_barrier(memory + kEmpty + threadIdx.x * 8, WM * WN * 4);
     }
     for (int at = threadIdx.x * 4; at < kOnesBytes; at += (kConsumers + 128) * 4)
