@@ -262,9 +262,13 @@ def _time(plan: WideGradient) -> float:
         slabs = sum(slabs for _, slabs in plan.taken)
         load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)
         read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
-    elif plan.size == 4:  # through registers, with one chunk on its way, or two
-        load = LATENCY_US / plan.held
-        read += SLAB_BYTES * (-(-plan.bn // 64) if plan.loads_left else plan.slabs)
+    elif plan.loads_left:
+        right = -(-plan.bn // 64)
+        load = max(0.25 + 0.23 * right, LATENCY_US / -(-chunks // parts))  # turned in registers
+        read += SLAB_BYTES * right
+    elif plan.size == 4:  # through registers, with one chunk on its way
+        load = LATENCY_US
+        read += SLAB_BYTES * plan.slabs
     if plan.is_split:
         products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / CYCLES
         read += 256 * plan.consumers * plan.height * (64 + plan.n)

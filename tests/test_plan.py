@@ -394,6 +394,22 @@ def test_gradients_of_large_products_are_for_warpgroups(
         assert isinstance(found.passes[0], WideGradient) == (arch == 90)
 
 
+def test_in_tf32_grad_y_goes_through_registers_and_two_chunks_are_on_their_way() -> None:
+    for p, q, loads in ((1024, 4096, True), (256, 688, True), (1024, 1022, False)):
+        summing, *_ = gradient_of(1, p, q, 1, tied=True, dtype="tf32").passes
+        assert isinstance(summing, WideGradient)
+        assert (summing.loads_left, summing.held) == ((True, 2) if loads else (False, 1))
+    summing, *_ = gradient_of(1, 1024, 4096, 1, tied=True, dtype="float32").passes
+    assert isinstance(summing, WideGradient) and not summing.loads_left
+
+
+def test_weights_that_stay_in_l2_go_by_for_each_tile_of_rows() -> None:
+    for groups, p, q, span in ((16, 256, 688, 1), (2, 1024, 4096, 16)):
+        chain = Chain((Contraction(0, groups, p, q, 1, tied=False),), tf32=True)
+        (product,) = plan(chain, "tf32", 16384, Gpu.of(90)).passes
+        assert isinstance(product, Wide) and product.span == span
+
+
 def test_gradients_of_warpgroups_take_rows_apart_that_are_no_whole_pieces() -> None:
     for dtype, whole, broken in (("bfloat16", 1032, 1028), ("tf32", 1028, 1026), ("float32", 1028, 1023)):
         for p, q in ((whole, whole), (broken, 1024), (1024, broken), (broken, broken)):
