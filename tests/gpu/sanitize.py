@@ -75,7 +75,7 @@ LAYERS = [
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
 TRAINED = [
-    ("kronecker", "32 32", 24, "float64 tf32"),
+    ("kronecker", "32 32", 70, "float64 tf32"),
     ("kronecker", "72 72", 66, "bfloat16 float64"),
     ("kronecker", "64 60", 24, "float32"),
     ("kronecker", "128 128", 5, "tf32 float64"),
