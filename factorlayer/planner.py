@@ -314,14 +314,11 @@ def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | No
 
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
-    """Of all families, by predicted times. Those of resident passes with large modes are too short, in double as well,
-    but they start faster than pairs."""
+    """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
+    faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    others = small.tile(work, batch, gpu), strip.tile(work, batch, gpu)
+    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
-    double = double_pair.tile(work, batch, gpu)
-    if double:
-        found.append((double.us * (0.85 if batch * work.outer > 8 * gpu.sms else 1.0), double))
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:
