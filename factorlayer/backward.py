@@ -58,6 +58,7 @@ class Ops:
     slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
     learned: Callable[..., tuple[Tensor, ...]] = _before_activation
+    stack: Callable[..., Tensor] = torch.stack
     fits_few: Callable[[Chain], bool] | None = None
 
     def fits_of(self, batch: int) -> Callable[[Chain], bool]:
@@ -211,7 +212,7 @@ def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]
         asked.append((text, len(x)))
         if bias:  # which the op makes by another kernel
             asked.append((sums_text(grad.shape[1]), len(x)))
-        return [hollow(*t.shape) for t in (x, *([grad[0]] if bias else []), *weights)]
+        return [hollow(*t.shape) for t in (x, *([hollow(grad.shape[1])] if bias else []), *weights)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
         asked.append((text, len(x)))
@@ -222,7 +223,10 @@ def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]
     ) -> tuple[Tensor, ...]:
         return grad, *(scalars[i] for i in learns)
 
-    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned), asked
+    def stack(terms: Sequence[Tensor]) -> Tensor:
+        return hollow(len(terms), *terms[0].shape)
+
+    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned, stack), asked
 
 
 def hollow(*shape: int) -> Tensor:
@@ -259,7 +263,7 @@ def _all_terms(
     if wanted >> 2:
         part = Chain(chain.contractions, tf32=chain.tf32).text
         terms = [_one_term(ops, part, grad, x, [w[r] for w in weights], wanted & ~1) for r in range(chain.rank)]
-        found |= {bit: torch.stack([term[bit] for term in terms]) for bit in terms[0]}
+        found |= {bit: ops.stack([term[bit] for term in terms]) for bit in terms[0]}
     return found
 
 

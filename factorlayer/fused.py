@@ -301,7 +301,7 @@ def _backward_on_cuda(
     device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
     ops = cuda_ops(device, dtype)
     key = chain, wanted, class_of_batch(batch), dtype, device
-    if key not in _prepared:
+    if batch and key not in _prepared:
         prepare_together(texts(chain, ops.fits_of(batch), batch, wanted), dtype, device)
         _prepared.add(key)
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here

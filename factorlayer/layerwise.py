@@ -88,7 +88,7 @@ def prepare_layers(
 ) -> None:
     """Compiles and loads what the gradients take, and what runs `before`, if nobody has."""
     key = text, *wanted, class_of_batch(batch), dtype, device
-    if key not in _prepared:
+    if batch and key not in _prepared:
         prepare_together([*before, *texts_by_layers(text, wanted, batch, dtype, device)], dtype, device)
         _prepared.add(key)
 

@@ -252,6 +252,8 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     tiled = [family.tile(contraction, dtype, batch, gpu) for family in (gradient, wide_gradient)]
     ways = [_with_reduction(p) for p in tiled if p]
+    if not ways:
+        raise PlanError(f"no pass makes the gradient of {contraction}: it has too many groups")
     weight = FLOAT_GRADIENT if dtype == "float32" and batch > 64 else 1
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
 

@@ -122,6 +122,7 @@ def prepare(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
 
 def prepare_together(asked: Sequence[tuple[str, int]], dtype: torch.dtype, device: int) -> None:
     """The same for several chains, each with its batch: in threads, since the compiler takes longest."""
+    asked = list(dict.fromkeys(asked))
     with ThreadPoolExecutor(min(len(asked), os.cpu_count() or 1) or 1) as pool:
         for done in [pool.submit(prepare, chain, dtype, batch, device) for chain, batch in asked]:
             done.result()

@@ -14,6 +14,7 @@ from factorlayer.gradient import PART_BYTES, BlockSums, most_samples
 from factorlayer.resident import Mode, OfTwoModes
 
 LARGEST = 128  # whose sums the warps of a block can hold
+MOST_BYTES = 64 << 20  # of all blocks' sums: a part of a longer chain has many units for each sample
 SPANS, WIDTHS = (16, 32, 64), (64, 32, 16)
 START_US = 2.5  # with the first chunk on its way
 CHUNK_US = 0.5  # of waits, for each chunk
@@ -114,7 +115,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
     plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return min((plan for plan in plans if plan.part_bytes <= MOST_BYTES), key=lambda plan: plan.us, default=None)
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[StripBackward]:

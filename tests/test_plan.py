@@ -726,3 +726,16 @@ def test_a_monarch_layer_in_float_or_of_odd_sizes_is_two_kernels() -> None:
         (monarch((32, 23), (64, 48), rank=4), "bfloat16"),
     ):
         assert len(plan(Chain.of(spec, False, "relu"), dtype, BATCHES[2], Gpu.of(90)).passes) >= 2
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "tf32", "bfloat16"])
+def test_gradients_at_once_need_no_more_memory_than_they_are_worth(dtype: str) -> None:
+    """Of few samples blocks write their sums side by side; those of a part of a longer chain would take gigabytes."""
+    for outer in (1, 16, 64):
+        part = Chain((Contraction(1, outer * 128, 128, 128, 1, True), Contraction(0, outer, 128, 128, 128, True)))
+        try:
+            found = plan(replace(part, backward=True, tf32=dtype == "tf32"), dtype, BATCHES[0], Gpu.of(90))
+        except PlanError:
+            assert outer > 1
+        else:
+            assert max(found.scratch) <= 64 << 20
