@@ -214,7 +214,7 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             best = found
     if best is None:
         best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
-    at_once = monarch.tile(chain, dtype, batch, gpu)
+    at_once = None if isinstance(best.passes[0], Few) else monarch.tile(chain, dtype, batch, gpu)
     if at_once and AT_ONCE * at_once.us < best.us:
         return Plan(chain, dtype, batch, gpu, (at_once,))
     by_rows = _by_rows(chain, dtype, batch, gpu)
