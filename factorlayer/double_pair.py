@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
-from factorlayer.resident import Work, round_up
+from factorlayer.resident import TakesTwoModes, Work, round_up
 
 DEPTH = 16  # k's of a chunk
 MOST_STAGES, LEAST_STAGES = 4, 3
@@ -20,7 +20,7 @@ BARRIER_BYTES = 128
 
 
 @dataclass(frozen=True)
-class DoublePair:
+class DoublePair(TakesTwoModes):
     """A pass. `us` is the time predicted."""
 
     work: Work
@@ -32,20 +32,16 @@ class DoublePair:
     units_per_block = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        (p0, p1), (q0, q1) = self.work.states[0], self.work.states[-1]
-        return p0, p1, q0, q1
-
-    @property
     def chunks(self) -> int:
         p0, p1, _, _ = self.sizes
         return -(-p0 // DEPTH) - (-p1 // DEPTH)
 
     @property
-    def _row_bytes(self) -> int:
-        _, p1, _, q1 = self.sizes
-        return 8 * (round_up(max(p1, q1), 16) + 4)
+    def _rest_bytes(self) -> int:
+        """Of shared memory, beside the stages: a state, T's last rows and barriers"""
+        p0, p1, _, q1 = self.sizes
+        row = 8 * (round_up(max(p1, q1), 16) + 4)
+        return (round_up(p0, 64) + DEPTH) * row + BARRIER_BYTES
 
     @property
     def _stage_bytes(self) -> int:
@@ -55,23 +51,11 @@ class DoublePair:
     @property
     def stages(self) -> int:
         """As many as there is room for."""
-        room = self.gpu.shared - BARRIER_BYTES - (round_up(self.sizes[0], 64) + DEPTH) * self._row_bytes
-        return min(MOST_STAGES, room // self._stage_bytes)
+        return min(MOST_STAGES, (self.gpu.shared - self._rest_bytes) // self._stage_bytes)
 
     @property
     def shared(self) -> int:
-        states = (round_up(self.sizes[0], 64) + DEPTH) * self._row_bytes
-        return states + self.stages * self._stage_bytes + BARRIER_BYTES
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
-
-    @property
-    def output_bytes(self) -> int:
-        """For one sample."""
-        _, _, q0, q1 = self.sizes
-        return 8 * self.work.outer * q0 * q1
+        return self._rest_bytes + self.stages * self._stage_bytes
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes

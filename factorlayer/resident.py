@@ -104,6 +104,28 @@ class Work:
         return found
 
 
+class TakesTwoModes:
+    """What passes have in common that take a work's only two modes at once."""
+
+    work: Work
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1"""
+        (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
+        return p0, p1, q0, q1
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        _, _, q0, q1 = self.sizes
+        return self.work.outer * q0 * q1 * ELEMENT_BYTES[self.work.dtype]
+
+
 Places = TypeVar("Places", int, NDArray[np.int64])
 
 

@@ -12,7 +12,7 @@ from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import most_samples
-from factorlayer.resident import Work
+from factorlayer.resident import TakesTwoModes, Work
 
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
 START_US = 1.2
@@ -21,7 +21,7 @@ LONGER = 1.5  # than that a block takes: loads and products hide less of each ot
 
 
 @dataclass(frozen=True)
-class Strip:
+class Strip(TakesTwoModes):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -33,12 +33,6 @@ class Strip:
     us: float = 0.0
 
     units_per_block = 1
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
-        return p0, p1, q0, q1
 
     @property
     def size(self) -> int:
@@ -52,16 +46,6 @@ class Strip:
     def split(self) -> int:
         """Strips of a unit."""
         return self.sizes[3] // self.span
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
-
-    @property
-    def output_bytes(self) -> int:
-        """For one sample."""
-        _, _, q0, q1 = self.sizes
-        return self.work.outer * q0 * q1 * self.size
 
     @property
     def chunks(self) -> int:
