@@ -104,7 +104,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 
 @functools.lru_cache(1024)
 def has_kernel(text: str, dtype: torch.dtype, device: int, few: bool = False) -> bool:
-    """Whether the engine has kernels of its own for a text, or at least for few samples."""
+    """Whether the engine has kernels of its own for a text, of many samples or of `few`."""
     return ask_planner("has_plan_of_few" if few else "has_plan", text, dtype, device) == "True"
 
 

@@ -222,7 +222,7 @@ def _prepare_training(text: str, x: Tensor, needs: tuple[bool, ...]) -> None:
     """Before a first forward pass: what it runs, and the backward pass, which follows."""
     device, batch = x.get_device(), len(x)
     key = text, needs, class_of_batch(batch), x.dtype, device
-    if key not in _prepared:
+    if batch and key not in _prepared:
         parts = [part + STATES * (" | " in part) for part in _parts(text, x.dtype, device)]
         wanted = [place for place, need in enumerate(needs) if need]
         prepare_layers(text, wanted, batch, x.dtype, device, [(part, batch) for part in parts])

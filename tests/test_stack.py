@@ -269,6 +269,8 @@ def test_training_begins_with_all_kernels(activation: str, tf32: bool, monkeypat
     monkeypatch.setattr(factorlayer.layerwise, "prepare_together", lambda asked, *_: prepared.append(asked))
     for module in (factorlayer.layerwise, factorlayer.stacked):
         monkeypatch.setattr(module, "_prepared", set())
+    mlp(torch.randn(0, 132, dtype=mlp.layers[0].weight.dtype, requires_grad=True)).sum().backward()
+    assert not prepared  # nothing runs, and nothing is known to be there
     for batch, passes in ((66, 1), (67, 1), (64, 2)):
         y = mlp(torch.randn(batch, 132, dtype=mlp.layers[0].weight.dtype, requires_grad=True))
         assert len(prepared) == passes
