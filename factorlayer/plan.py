@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
+from factorlayer.columns import Columns
+from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
 from factorlayer.double_pair import DoublePair
@@ -42,6 +44,8 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 
 Pass = (
     ColumnSums
+    | Columns
+    | ColumnsBackward
     | Dense
     | DoublePair
     | Few
@@ -162,7 +166,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
+    if isinstance(p, Columns | Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from factorlayer import (
+    columns,
+    columns_backward,
     dense,
     dense_backward,
     dense_backward32,
@@ -289,9 +291,11 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         families = (pair_backward, large_backward, split_pair_backward, strip_backward) if inner == 1 else ()
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
-        by_fma = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
-        if by_fma and (not found or by_fma.us < found.us):
-            return by_fma, Reduction(by_fma)
+        by_fma = (small_backward, columns_backward) if inner == 1 else ()
+        others = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in by_fma]
+        other = min((p for p in others if p), key=lambda p: p.us, default=None)
+        if other and (not found or other.us < found.us):
+            return other, Reduction(other)
         if found:
             if any(len(mode.parts) > 1 for mode in found.modes):
                 return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
@@ -319,7 +323,7 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
     faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair))
+    others = (family.tile(work, batch, gpu) for family in (small, columns, strip, double_pair))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.emit import source
@@ -135,7 +136,7 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, SingleBackward | SplitSingleBackward):
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
-        if isinstance(p, SmallBackward):
+        if isinstance(p, ColumnsBackward | SmallBackward):
             return batch * p.output_bytes
         if isinstance(p, LargeBackward | PairBackward | SplitPairBackward | StripBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size

@@ -1,0 +1,182 @@
+"""All gradients of two to four small factors in double in one pass: csrc/engine/columns_backward.cuh."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.columns import (
+    BARRIER_BYTES,
+    CLOCKS,
+    LOAD_US,
+    STEP_US,
+    WAVES_US,
+    ByColumns,
+    Step,
+    State,
+    dense,
+    groups_of,
+    sizes_between,
+    slot_bytes,
+    states,
+    takes,
+    time_of,
+)
+from factorlayer.device import headers, kernel
+from factorlayer.gpu import Gpu
+from factorlayer.gradient import BlockSums
+from factorlayer.resident import Mode
+
+
+@dataclass(frozen=True)
+class ColumnsBackward(ByColumns, BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    steps: tuple[Step, ...]
+    units_per_sample: int
+    warps: int
+    groups: int
+    slots: int
+    gpu: Gpu
+    us: float = 0.0
+
+    dtype = "float64"
+
+    @property
+    def weights(self) -> int:
+        """Elements of all."""
+        return sum(step.p * step.q for step in self.steps)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return 8 * self.units_per_sample * math.prod(self.steps[0].before.sizes)
+
+    @property
+    def tiles(self) -> int:
+        """Of sums."""
+        return sum(-(-step.p // 8) for step in self.steps)
+
+    @property
+    def _state_begins(self) -> list[int]:
+        """Behind the slots, and the end."""
+        first, last = self.steps[0].before.sizes, self.steps[-1].behind.sizes
+        begins = [self.slots * slot_bytes(first) + slot_bytes(last)]
+        for step in self.steps[1:]:
+            begins.append(begins[-1] + step.before.bytes)
+        return begins
+
+    @property
+    def group_bytes(self) -> int:
+        return self._state_begins[-1]
+
+    @property
+    def shared(self) -> int:
+        return self.weight_bytes + self.groups * (self.group_bytes + BARRIER_BYTES)
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
+        return (
+            f"columns, backward: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)
+        slot = slot_bytes(self.steps[0].before.sizes)
+        numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots}
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": len(self.steps)}
+        numbers |= {"FEATURES": math.prod(self.steps[0].before.sizes)}
+        numbers |= {"OUT_FEATURES": math.prod(self.steps[-1].behind.sizes)}
+        numbers |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
+        numbers |= {"kFours": self.tiles, "kSums": self.weights}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        begins = [-1, *self._state_begins[:-1], -1]
+        fours = 0
+        for i, step in enumerate(self.steps):
+            to = sum(other.p * other.q for other in self.steps if other.mode < step.mode)
+            of = step.cuda((begins[i], begins[i + 1]), weights[i])
+            lines.append(f"using S{i} = BackStep<{of}, {fours}, {to}, {str(spread(step)).lower()}>;")
+            fours += -(-step.p // 8)
+        count = len(self.steps)
+        forward = " ".join(f"k.template forward<S{i}>();" for i in range(count - 1))
+        back = " ".join(f"k.template back<S{i}>(sums);" for i in reversed(range(count)))
+        place = " ".join(f"k.template place<S{i}>(n, at, sum, to);" for i in range(count))
+        lines += [f"template <class Kernel> static DEVICE void forward(const Kernel& k) {{ {forward} }}"]
+        lines += [f"template <class Kernel, class Sums> static DEVICE void back(const Kernel& k, Sums& sums) {{ {back} }}"]
+        lines += [
+            "template <class Kernel>",
+            f"static DEVICE void place(const Kernel& k, int n, Lane at, const double (&sum)[4], double* to) {{ {place} }}",
+            f"template <class Kernel> static DEVICE void load_weights(const Kernel& k) {{ {' '.join(loads)} }}",
+        ]
+        code = headers("sums.cuh", "columns.cuh", "columns_backward.cuh")
+        return kernel(code, name, "ColumnsBackward", lines, self.threads)
+
+
+def spread(step: Step) -> bool:
+    """Whether lanes of a product take columns far apart, as that has fewer of them meet in a bank."""
+    return _operands(step, True) < _operands(step, False)
+
+
+def _operands(step: Step, far: bool) -> int:
+    return step.before.as_operand(step.mode, far) + step.behind.as_operand(step.mode, far)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ColumnsBackward | None:
+    """None where this family has no kernel. `outer` is the size of what lies before the modes."""
+    if dtype != "float64" or not takes(modes, gpu):
+        return None
+    plans = [plan for steps in _ways(modes) for plan in _tilings(steps, outer, gpu)]
+    return min((replace(plan, us=_time(plan, batch)) for plan in plans), key=lambda plan: plan.us, default=None)
+
+
+@functools.lru_cache(256)
+def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
+    """Orders, the first mode first, with the states between as few lanes meet in a bank."""
+    found = []
+    for further in itertools.permutations(range(1, len(modes))):
+        order = (0, *further)
+        sizes = sizes_between(modes, order)
+        laid = [
+            min(states(between), key=functools.partial(_cost, order[i], order[i + 1], i + 2 < len(order)))
+            for i, between in enumerate(sizes[1:-1])
+        ]
+        laid = [dense(sizes[0]), *laid, dense(sizes[-1])]
+        found.append(tuple(Step(at, *laid[i : i + 2]) for i, at in enumerate(order)))
+    return tuple(found)
+
+
+def _cost(before: int, behind: int, read_twice: bool, state: State) -> tuple[int, int]:
+    """Accesses to a state between the contractions of two modes, and its bytes."""
+    columns = 2 * state.by_columns(before) + (1 + read_twice) * state.by_columns(behind)
+    operands = (min(state.as_operand(mode, far) for far in (False, True)) for mode in (before, behind))
+    return columns + sum(operands), state.bytes
+
+
+def _tilings(steps: tuple[Step, ...], outer: int, gpu: Gpu) -> Iterator[ColumnsBackward]:
+    for warps, slots in itertools.product((1, 2, 4, 8), (1, 2)):
+        plan = ColumnsBackward(steps, outer, warps, 1, slots, gpu)
+        registers = max(step.registers(warps) for step in steps) + 8 * plan.tiles
+        groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
+        if groups > 0:
+            yield replace(plan, groups=groups)
+
+
+def _time(plan: ColumnsBackward, batch: int) -> float:
+    steps = plan.steps
+    x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
+    moved = 8 * (2 * x + y)
+    waves = moved / 128 + sum(_operands(step, spread(step)) for step in steps)
+    waves += sum(s.before.by_columns(s.mode) + s.behind.by_columns(s.mode) + s.weight_reads for s in steps[:-1])
+    waves += sum(s.behind.by_columns(s.mode) + s.weight_reads for s in steps)
+    waves += sum(s.before.by_columns(s.mode) for s in steps[1:])
+    multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
+    products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
+    alone = STEP_US * 3 * len(steps) + 4 * CLOCKS * multiply_adds / plan.warps / WAVES_US
+    alone += LOAD_US if plan.slots == 1 else 0
+    units = batch * plan.units_per_sample
+    return time_of(plan.gpu, units, waves, multiply_adds, products, moved, plan.groups, alone)
