@@ -306,7 +306,7 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
         sizes = sizes_between(modes, order)
         for before, behind, between in zip(order, order[1:], sizes[1:], strict=False):
             laid.append(
-                min(states(between), key=lambda s: (s.by_columns(before) + s.by_columns(behind), s.bytes))  # noqa: B023
+                min(states(between), key=lambda s: (s.by_columns(before) + s.by_columns(behind)) * s.bytes)  # noqa: B023
             )
         laid = [dense(sizes[0]), *laid, dense(sizes[-1])]
         found.append(tuple(Step(at, *laid[i : i + 2]) for i, at in enumerate(order)))

@@ -150,11 +150,11 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
     return tuple(found)
 
 
-def _cost(before: int, behind: int, read_twice: bool, state: State) -> tuple[int, int]:
-    """Accesses to a state between the contractions of two modes, and its bytes."""
+def _cost(before: int, behind: int, read_twice: bool, state: State) -> int:
+    """Accesses to a state between the contractions of two modes, times its bytes."""
     columns = 2 * state.by_columns(before) + (1 + read_twice) * state.by_columns(behind)
     operands = (min(state.as_operand(mode, far) for far in (False, True)) for mode in (before, behind))
-    return columns + sum(operands), state.bytes
+    return (columns + sum(operands)) * state.bytes
 
 
 def _tilings(steps: tuple[Step, ...], outer: int, gpu: Gpu) -> Iterator[ColumnsBackward]:
