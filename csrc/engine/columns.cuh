@@ -141,8 +141,7 @@ template <class Pass> struct ColumnsBase {
 #pragma unroll
     for (int c = 0; c < EACH; ++c) at[c] = to + State::template column<MODE>(thread + c * kThreads) * 8;
     multiply<State::size(MODE)>(x, weight, [&](int c, int q, double y) {
-      if ((c + 1) * kThreads <= kColumns || thread + c * kThreads < kColumns)
-        store_shared(at[c] + q * State::step(MODE) * 8, y);
+      store_shared(at[c] + q * State::step(MODE) * 8, y, (c + 1) * kThreads <= kColumns || thread + c * kThreads < kColumns);
     });
   }
 };
@@ -206,8 +205,8 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
     double* y = static_cast<double*>(params.y) + unit * Pass::OUT_FEATURES;
     Base::template multiply<Last::Q>(x, weights + Last::WEIGHT, [&](int c, int q, double sum) {
       const int column = thread + c * Base::kThreads, at = q * Last::COLUMNS + column;
-      if ((c + 1) * Base::kThreads <= Last::COLUMNS || column < Last::COLUMNS)
-        store_global(y + at, activation.of(Pass::BIAS ? sum + biases[at] : sum));
+      const bool there = (c + 1) * Base::kThreads <= Last::COLUMNS || column < Last::COLUMNS;
+      store_global(y + at, activation.of(Pass::BIAS ? sum + biases[there ? at : 0] : sum), there);
     });
   }
 };

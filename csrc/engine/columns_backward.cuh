@@ -87,7 +87,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
       double* to = static_cast<double*>(params.y) + unit * Pass::FEATURES;
       Base::template multiply<S::P>(h, weights + S::TURNED, [&](int c, int p, double y) {
         const int column = thread + c * kThreads;
-        if ((c + 1) * kThreads <= S::COLUMNS || column < S::COLUMNS) store_global(to + p * S::COLUMNS + column, y);
+        store_global(to + p * S::COLUMNS + column, y, (c + 1) * kThreads <= S::COLUMNS || column < S::COLUMNS);
       });
     } else {
       Base::template put_columns<S::MODE, typename S::In>(h, weights + S::TURNED, memory + S::IN);
@@ -106,18 +106,19 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
     for (int turn = 0; turn < ceil_div(kEights, WARPS); ++turn) {
       const int eight = WARPS == 1 ? turn : turn * WARPS + thread / 32;
       if (kEights % WARPS && eight >= kEights) break;
-      double a[4] = {}, b[S::TILES][2] = {};
+      double a[4] = {}, b[S::TILES][2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = S::SPREAD ? lane.t * (2 * kEights) + eight * 2 + i : eight * 8 + i * 4 + lane.t;
         const bool there = kWhole || column < S::COLUMNS;
         const u32 from = left + Out::template column<S::MODE>(column) * 8;
-        if (there && (S::Q >= 8 || lane.g < S::Q)) a[i * 2] = load_f64(from);
-        if (S::Q > 8 && there && (S::Q == 16 || lane.g + 8 < S::Q)) a[i * 2 + 1] = load_f64(from + 8 * Out::step(S::MODE) * 8);
+        a[i * 2] = load_f64(from, there && (S::Q >= 8 || lane.g < S::Q));
+        if constexpr (S::Q > 8)
+          a[i * 2 + 1] = load_f64(from + 8 * Out::step(S::MODE) * 8, there && (S::Q == 16 || lane.g + 8 < S::Q));
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n)
-          if (there && (n * 8 + 8 <= S::P || lane.g + n * 8 < S::P))
-            b[n][i] = load_f64(right + (In::template column<S::MODE>(column) + n * 8 * In::step(S::MODE)) * 8);
+          b[n][i] = load_f64(right + (In::template column<S::MODE>(column) + n * 8 * In::step(S::MODE)) * 8,
+                             there && (n * 8 + 8 <= S::P || lane.g + n * 8 < S::P));
       }
 #pragma unroll
       for (int n = 0; n < S::TILES; ++n) multiply_f64(sums[S::FOURS + n], a, b[n]);

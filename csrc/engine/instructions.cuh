@@ -124,6 +124,21 @@ DEVICE double load_f64(u32 from) {
   asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(from) : "memory");
   return x;
 }
+// Of some lanes: others load zero, and store nothing, without a branch.
+DEVICE double load_f64(u32 from, bool present) {
+  double x;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b64 %0, 0; @p ld.shared.f64 %0, [%1]; }"
+               : "=&d"(x) : "r"(from), "r"(int(present)) : "memory");
+  return x;
+}
+DEVICE void store_shared(u32 to, double x, bool wanted) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.f64 [%0], %1; }" ::"r"(to), "d"(x), "r"(int(wanted))
+               : "memory");
+}
+DEVICE void store_global(double* to, double x, bool wanted) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.f64 [%0], %1; }" ::"l"(to), "d"(x), "r"(int(wanted))
+               : "memory");
+}
 DEVICE void load_f64x2(u32 from, double& x, double& y) {
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x), "=d"(y) : "r"(from) : "memory");
 }

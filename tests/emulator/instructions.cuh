@@ -102,6 +102,10 @@ inline void load_u32x4(u32 from, u32 (&x)[4]) {
   std::copy(four.x, four.x + 4, x);
 }
 inline double load_f64(u32 from) { return load<double>(from); }
+inline double load_f64(u32 from, bool present) { return present ? load_f64(from) : 0; }
+inline void store_shared(u32 to, double x, bool wanted) {
+  if (wanted) store_shared(to, x);
+}
 inline void load_f64x2(u32 from, double& x, double& y) {
   const auto two = load<Two<double>>(from);
   x = two.x, y = two.y;
@@ -119,6 +123,9 @@ template <class T> inline void store_to_memory(void* to, const T& x) {
 }
 template <int BYTES> inline void store_words(void* to, Words<BYTES> x) { store_to_memory(to, x); }
 template <class T> inline void store_global(T* to, T x) { store_to_memory(to, x); }
+inline void store_global(double* to, double x, bool wanted) {
+  if (wanted) store_global(to, x);
+}
 template <int BYTES> inline void store_global(void* to, const u32* x) {
   Words<BYTES> words;
   memcpy(&words, x, BYTES);
