@@ -19,7 +19,8 @@ from factorlayer.resident import Mode, Work, round_up
 ARCHITECTURES = (90, 100)  # with a copy engine, and units for doubles
 MOST_MODES, LARGEST = 4, 16
 BANKS = 16  # of doubles, for half a warp at once
-MOST_GROUPS = 16  # as many as there are barriers
+MOST_GROUPS = 15  # of several warps, which have a barrier each
+MOST_WARPS = 16
 BARRIER_BYTES = 32  # of a group
 OTHER_REGISTERS = 64
 AT_ONCE = 6  # sums, at least
@@ -208,7 +209,8 @@ def groups_of(gpu: Gpu, warps: int, registers: int, group_bytes: int, weight_byt
     if registers > 255:
         return 0
     room = (gpu.shared - weight_bytes) // (group_bytes + BARRIER_BYTES)
-    return min(MOST_GROUPS, room, 65536 // (32 * warps * round_up(registers, 8)), 32 // warps)
+    most = MOST_GROUPS if warps > 1 else MOST_WARPS
+    return min(most, room, 65536 // (128 * round_up(registers, 8)) * 4 // warps)
 
 
 def time_of(

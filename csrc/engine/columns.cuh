@@ -69,7 +69,7 @@ template <class Pass> struct ColumnsBase {
         barriers(weights + Pass::kWeights + GROUPS * Pass::kGroup + group * 32),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  DEVICE void sync() const { sync_group<WARPS, GROUPS>(group); }
+  DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
 
   // A weight [Q, P] in rows of whole pieces of 16 bytes, or turned.
   template <int Q, int P, bool TURNED> DEVICE void load_weight(int parameter, u32 to) const {
