@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,6 +87,12 @@ class State:
 
 def dense(sizes: tuple[int, ...]) -> State:
     return next(_padded(sizes, [range(1)] * (len(sizes) - 1)))
+
+
+def in_slot(sizes: tuple[int, ...], cost: Callable[[State], int]) -> State:
+    """As the copy engine puts it there, which can part its runs where 16 bytes divide them, at the least cost."""
+    pads = range(0, BANKS, 2) if math.prod(sizes[1:]) % 2 == 0 else range(1)
+    return min(_padded(sizes, [pads, *[range(1)] * (len(sizes) - 2)]), key=cost)
 
 
 def _padded(sizes: tuple[int, ...], pads: Sequence[range]) -> Iterator[State]:
@@ -200,10 +206,6 @@ class ByColumns:
         return sum(8 * (step.q * round_up(step.p, 2) + step.p * round_up(step.q, 2)) for step in self.steps)
 
 
-def slot_bytes(sizes: Sequence[int]) -> int:
-    return round_up(8 * math.prod(sizes), 16)
-
-
 def groups_of(gpu: Gpu, warps: int, registers: int, group_bytes: int, weight_bytes: int) -> int:
     """That a block can have; none where a thread would need too many registers."""
     if registers > 255:
@@ -252,7 +254,7 @@ class Columns(ByColumns):
 
     @property
     def group_bytes(self) -> int:
-        slots = self.slots * slot_bytes(self.steps[0].before.sizes)
+        slots = self.slots * self.steps[0].before.bytes
         return slots + max(step.before.bytes for step in self.steps[1:])
 
     @property
@@ -271,12 +273,10 @@ class Columns(ByColumns):
         """Self-contained CUDA C++ of the kernel `name`."""
         work, modes = self.work, dict(self.work.steps)
         loads, weights, weight_bytes = self.weight_lines([modes[s.mode].parts[0][0] for s in self.steps], False)
-        slot = slot_bytes(self.steps[0].before.sizes)
+        slot = self.steps[0].before.bytes
         state = self.slots * slot
         types = [s.cuda((state, state), weight) for s, weight in zip(self.steps, weights, strict=True)]
         numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "UNITS_PER_SAMPLE": work.outer}
-        numbers |= {"FEATURES": math.prod(self.steps[0].before.sizes)}
-        numbers |= {"OUT_FEATURES": math.prod(self.steps[-1].behind.sizes)}
         numbers |= {"kSlot": slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
@@ -304,15 +304,18 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
     """Orders, the first mode last, with the states between as few lanes meet in a bank."""
     found = []
     for first in itertools.permutations(range(1, len(modes))):
-        order, laid = (*first, 0), []
+        order = (*first, 0)
         sizes = sizes_between(modes, order)
-        for before, behind, between in zip(order, order[1:], sizes[1:], strict=False):
-            laid.append(
-                min(states(between), key=lambda s: (s.by_columns(before) + s.by_columns(behind)) * s.bytes)  # noqa: B023
-            )
-        laid = [dense(sizes[0]), *laid, dense(sizes[-1])]
+        laid = [in_slot(sizes[0], functools.partial(_cost, order[:1]))]
+        laid += [min(states(n), key=functools.partial(_cost, order[i : i + 2])) for i, n in enumerate(sizes[1:-1])]
+        laid.append(dense(sizes[-1]))
         found.append(tuple(Step(at, *laid[i : i + 2]) for i, at in enumerate(order)))
     return tuple(found)
+
+
+def _cost(modes: Sequence[int], state: State) -> int:
+    """Accesses by columns of some modes, times the bytes that this takes."""
+    return sum(state.by_columns(mode) for mode in modes) * state.bytes
 
 
 def _tilings(work: Work, steps: tuple[Step, ...], gpu: Gpu) -> Iterator[Columns]:

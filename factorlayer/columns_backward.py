@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.columns import (
@@ -17,10 +17,9 @@ from factorlayer.columns import (
     ByColumns,
     Step,
     State,
-    dense,
     groups_of,
+    in_slot,
     sizes_between,
-    slot_bytes,
     states,
     takes,
     time_of,
@@ -63,8 +62,7 @@ class ColumnsBackward(ByColumns, BlockSums):
     @property
     def _state_begins(self) -> list[int]:
         """Behind the slots, and the end."""
-        first, last = self.steps[0].before.sizes, self.steps[-1].behind.sizes
-        begins = [self.slots * slot_bytes(first) + slot_bytes(last)]
+        begins = [self.slots * self.steps[0].before.bytes + self.steps[-1].behind.bytes]
         for step in self.steps[1:]:
             begins.append(begins[-1] + step.before.bytes)
         return begins
@@ -87,14 +85,13 @@ class ColumnsBackward(ByColumns, BlockSums):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)
-        slot = slot_bytes(self.steps[0].before.sizes)
+        slot = self.steps[0].before.bytes
         numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots}
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": len(self.steps)}
-        numbers |= {"FEATURES": math.prod(self.steps[0].before.sizes)}
-        numbers |= {"OUT_FEATURES": math.prod(self.steps[-1].behind.sizes)}
         numbers |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
         numbers |= {"kFours": self.tiles, "kSums": self.weights}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"using X = {self.steps[0].before.cuda()};", f"using G = {self.steps[-1].behind.cuda()};"]
         begins = [-1, *self._state_begins[:-1], -1]
         fours = 0
         for i, step in enumerate(self.steps):
@@ -141,19 +138,21 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
     for further in itertools.permutations(range(1, len(modes))):
         order = (0, *further)
         sizes = sizes_between(modes, order)
-        laid = [
-            min(states(between), key=functools.partial(_cost, order[i], order[i + 1], i + 2 < len(order)))
-            for i, between in enumerate(sizes[1:-1])
+        laid = [in_slot(sizes[0], functools.partial(_cost, (), order[:1], 1))]
+        laid += [
+            min(states(n), key=functools.partial(_cost, order[i : i + 1], order[i + 1 : i + 2], i + 2 < len(order)))
+            for i, n in enumerate(sizes[1:-1])
         ]
-        laid = [dense(sizes[0]), *laid, dense(sizes[-1])]
+        laid.append(in_slot(sizes[-1], functools.partial(_cost, order[-1:], (), 0)))
         found.append(tuple(Step(at, *laid[i : i + 2]) for i, at in enumerate(order)))
     return tuple(found)
 
 
-def _cost(before: int, behind: int, read_twice: bool, state: State) -> int:
-    """Accesses to a state between the contractions of two modes, times its bytes."""
-    columns = 2 * state.by_columns(before) + (1 + read_twice) * state.by_columns(behind)
-    operands = (min(state.as_operand(mode, far) for far in (False, True)) for mode in (before, behind))
+def _cost(before: Sequence[int], behind: Sequence[int], read_again: int, state: State) -> int:
+    """Accesses to a state between contractions of a mode each, or none, times its bytes."""
+    columns = sum(2 * state.by_columns(mode) for mode in before)
+    columns += sum((1 + read_again) * state.by_columns(mode) for mode in behind)
+    operands = (min(state.as_operand(mode, far) for far in (False, True)) for mode in (*before, *behind))
     return (columns + sum(operands)) * state.bytes
 
 

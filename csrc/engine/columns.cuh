@@ -9,8 +9,7 @@
 // meet in a bank (factorlayer/columns.py). The copy engine brings units, whole pieces of 16 bytes: where these do not divide a
 // sample, with up to 8 bytes of the samples around it.
 //
-// Pass: WARPS (of a group), GROUPS, SLOTS; UNITS_PER_SAMPLE, FEATURES, OUT_FEATURES (of a unit); kSlot, kGroup, kWeights
-//       (bytes); First, Last (Steps), between(kernel), load_weights(kernel); BIAS, Activation
+// Pass: WARPS (of a group), GROUPS, SLOTS; UNITS_PER_SAMPLE; kSlot, kGroup, kWeights (bytes); First, Last (Steps), between(kernel), load_weights(kernel); BIAS, Activation
 #pragma once
 #include "memory.cuh"
 #include "params.cuh"
@@ -19,6 +18,9 @@
 // Where a state's elements lie: [N0, N1, N2, N3] (1: there is no such mode), S0, S1 and S2 apart, the last ones side by side.
 template <int N0, int N1, int N2, int N3, int S0, int S1, int S2> struct Strides {
   static constexpr int kSize = N0 * N1 * N2 * N3;
+  // Of the first mode that there is, what lies side by side, and how far apart these are
+  static constexpr int kFirst = N0 > 1 ? N0 : N1 > 1 ? N1 : N2, kApart = N0 > 1 ? S0 : N1 > 1 ? S1 : S2;
+  static constexpr int kRuns = kApart * kFirst == kSize ? 1 : kFirst;
   static constexpr DEVICE int size(int mode) { return mode == 0 ? N0 : mode == 1 ? N1 : mode == 2 ? N2 : N3; }
   static constexpr DEVICE int step(int mode) { return mode == 0 ? S0 : mode == 1 ? S1 : mode == 2 ? S2 : 1; }
 
@@ -81,21 +83,23 @@ template <class Pass> struct ColumnsBase {
     }
   }
 
-  // A unit of SIZE elements to a slot, by one thread; where its first element lies there.
-  template <int SIZE> static DEVICE u32 begin(i64 unit) { return SIZE % 2 ? u32(unit % 2) * 8 : 0; }
-  template <int SIZE> DEVICE void ask_for(const void* tensor, i64 unit, u32 slot, u32 barrier) const {
-    if (thread != 0 || unit >= units) return;
-    const char* from = static_cast<const char*>(tensor) + unit * SIZE * 8 - begin<SIZE>(unit);
-    u32 bytes = round_up(SIZE * 8, 16);
-    if constexpr (SIZE % 2) {
+  // A unit to a slot, by one warp, where it lies as the State, in runs if these are not side by side; where it begins there.
+  template <class State> static DEVICE u32 begin(i64 unit) { return State::kSize % 2 ? u32(unit % 2) * 8 : 0; }
+  template <class State> DEVICE void ask_for(const void* tensor, i64 unit, u32 slot, u32 barrier) const {
+    constexpr int kRuns = State::kRuns, kRun = State::kSize / kRuns * 8, kApart = kRuns == 1 ? 0 : State::kApart * 8;
+    if (thread >= 32 || unit >= units) return;
+    const char* from = static_cast<const char*>(tensor) + unit * State::kSize * 8 - begin<State>(unit);
+    u32 bytes = round_up(kRun, 16);
+    if constexpr (State::kSize % 2) {
       if (unit % 2 == 0 && unit + 1 == units) {  // nothing is read behind the tensor
         bytes -= 16;
-        store_shared(slot + bytes, *reinterpret_cast<const double*>(from + bytes));
+        if (thread == 0) store_shared(slot + bytes, *reinterpret_cast<const double*>(from + bytes));
       }
     }
     fence_copy_engine();
-    expect_bytes(barrier, bytes);
-    load_run(slot, from, bytes, barrier);
+    if (thread == 0) expect_bytes(barrier, kRuns * bytes);
+    __syncwarp();
+    if (thread < kRuns) load_run(slot + thread * kApart, from + thread * kRun, bytes, barrier);
   }
 
   // All p of the thread's columns. Those behind the last one are it again, for nothing.
@@ -158,14 +162,15 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
 
   DEVICE u32 slot_address(int slot) const { return memory + slot * Pass::kSlot; }
   DEVICE void ask_for(i64 unit, int slot) const {
-    Base::template ask_for<Pass::FEATURES>(params.x, unit, slot_address(slot), barriers + slot * 8);
+    Base::template ask_for<typename First::In>(params.x, unit, slot_address(slot), barriers + slot * 8);
   }
 
   DEVICE void run() const {
     const i64 step = i64(gridDim.x) * Base::GROUPS;
     i64 unit = i64(group) * gridDim.x + blockIdx.x;
     if (thread == 0)
-      for (int slot = 0; slot < SLOTS; ++slot) init_arrivals(barriers + slot * 8), ask_for(unit + slot * step, slot);
+      for (int slot = 0; slot < SLOTS; ++slot) init_arrivals(barriers + slot * 8);
+    for (int slot = 0; slot < SLOTS; ++slot) ask_for(unit + slot * step, slot);
     Pass::load_weights(*this);
     __syncthreads();
     int slot = 0;
@@ -175,7 +180,7 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
       wait_for_bytes(barriers + slot * 8, phase);
       {
         double x[Base::template kEach<First>][First::P];
-        const u32 from = slot_address(slot) + Base::template begin<Pass::FEATURES>(unit);
+        const u32 from = slot_address(slot) + Base::template begin<typename First::In>(unit);
         Base::template load_columns<First::MODE, typename First::In>(x, from);
         sync();
         ask_for(unit + SLOTS * step, slot);
@@ -201,8 +206,8 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
   DEVICE void store(i64 unit) const {
     double x[Base::template kEach<Last>][Last::P];
     Base::template load_columns<Last::MODE, typename Last::In>(x, memory + Last::IN);
-    const double* biases = static_cast<const double*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * Pass::OUT_FEATURES;
-    double* y = static_cast<double*>(params.y) + unit * Pass::OUT_FEATURES;
+    const double* biases = static_cast<const double*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * Last::Out::kSize;
+    double* y = static_cast<double*>(params.y) + unit * Last::Out::kSize;
     Base::template multiply<Last::Q>(x, weights + Last::WEIGHT, [&](int c, int q, double sum) {
       const int column = thread + c * Base::kThreads, at = q * Last::COLUMNS + column;
       const bool there = (c + 1) * Base::kThreads <= Last::COLUMNS || column < Last::COLUMNS;

@@ -4,7 +4,7 @@
 // goes back through a contraction goes by columns again, and lies where the state before it was. The first contraction is that
 // of the first mode: neighbouring lanes store neighbours of dX.
 //
-// Pass: WARPS, GROUPS, UNITS_PER_SAMPLE, FEATURES, OUT_FEATURES, kSlot, kGroup, kWeights, load_weights(kernel) as in columns.cuh;
+// Pass: WARPS, GROUPS, UNITS_PER_SAMPLE, kSlot, kGroup, kWeights, load_weights(kernel) as in columns.cuh; X and G, their Strides in slots;
 //       forward(kernel) and back(kernel, sums), which take the steps in their order; kFours (tiles of sums), kSums (elements of
 //       all weights), place(kernel, n, ...) of a tile; GRAD (the parameter that G is); kGrad (bytes before its slot)
 #pragma once
@@ -35,20 +35,22 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
   }
 
   // x, in its slots at the beginning of the group's memory, and G
-  DEVICE u32 x() const { return memory + slot * Pass::kSlot + Base::template begin<Pass::FEATURES>(unit); }
-  DEVICE u32 g() const { return memory + Pass::kGrad + Base::template begin<Pass::OUT_FEATURES>(unit); }
+  DEVICE u32 x() const { return memory + slot * Pass::kSlot + Base::template begin<typename Pass::X>(unit); }
+  DEVICE u32 g() const { return memory + Pass::kGrad + Base::template begin<typename Pass::G>(unit); }
   DEVICE void ask_for_x(i64 of, int to) const {
-    Base::template ask_for<Pass::FEATURES>(params.x, of, memory + to * Pass::kSlot, barriers + to * 8);
+    Base::template ask_for<typename Pass::X>(params.x, of, memory + to * Pass::kSlot, barriers + to * 8);
   }
   DEVICE void ask_for_g(i64 of) const {
-    Base::template ask_for<Pass::OUT_FEATURES>(params.weights[Pass::GRAD], of, memory + Pass::kGrad, barriers + 16);
+    Base::template ask_for<typename Pass::G>(params.weights[Pass::GRAD], of, memory + Pass::kGrad, barriers + 16);
   }
 
   DEVICE void run() {
     if (thread == 0) {
-      for (int to = 0; to < SLOTS; ++to) init_arrivals(barriers + to * 8), ask_for_x(unit + to * step, to);
-      init_arrivals(barriers + 16), ask_for_g(unit);
+      for (int to = 0; to < SLOTS; ++to) init_arrivals(barriers + to * 8);
+      init_arrivals(barriers + 16);
     }
+    for (int to = 0; to < SLOTS; ++to) ask_for_x(unit + to * step, to);
+    ask_for_g(unit);
     Pass::load_weights(*this);
     __syncthreads();
     Sums sums = {};
@@ -84,7 +86,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
     if constexpr (S::OUT < 0) ask_for_g(unit + step);
     if constexpr (S::IN < 0) {
       ask_for_x(unit + SLOTS * step, slot);
-      double* to = static_cast<double*>(params.y) + unit * Pass::FEATURES;
+      double* to = static_cast<double*>(params.y) + unit * Pass::X::kSize;
       Base::template multiply<S::P>(h, weights + S::TURNED, [&](int c, int p, double y) {
         const int column = thread + c * kThreads;
         store_global(to + p * S::COLUMNS + column, y, (c + 1) * kThreads <= S::COLUMNS || column < S::COLUMNS);
