@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
-from numpy.typing import NDArray
 
 from factorlayer.device import headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 from factorlayer.resident import Mode, Work, round_up
+from factorlayer.states import MOST_MODES, Order, State, Uses, lay_out
 
 ARCHITECTURES = (90, 100)  # with a copy engine, and units for doubles
-MOST_MODES, LARGEST = 4, 16
-BANKS = 16  # of doubles, for half a warp at once
+LARGEST = 16
 MOST_GROUPS = 15  # of several warps, which have a barrier each
 MOST_WARPS = 16
 BARRIER_BYTES = 32  # of a group
@@ -29,84 +26,6 @@ STEP_US = 0.25  # of a contraction, that a group waits for what it reads
 LOAD_US = 1.5  # from memory, where a group has no slot for the next unit
 WAVES_US = 1750.0  # accesses of 128 bytes to shared memory, or steps of a clock
 CLOCKS = 0.5  # of a multiprocessor for an FMA of a warp
-Int = NDArray[np.int64]
-
-
-def met(places: Int) -> int:
-    """Accesses that half warps take, rows of `places` in doubles: negative ones are not accessed."""
-    banks = np.where(places < 0, BANKS, places % BANKS)
-    counts = (banks[:, :, None] == np.arange(BANKS)).sum(axis=1)
-    return int(counts.max(axis=1).sum())
-
-
-@dataclass(frozen=True)
-class State:
-    """As it lies in shared memory: sizes of its modes, and how far apart in doubles."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return round_up(8 * (sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1), 16)
-
-    def columns(self, mode: int) -> Int:
-        """Where the columns of a mode begin."""
-        places = np.zeros(1, np.int64)
-        for i, (n, stride) in enumerate(zip(self.sizes, self.strides, strict=True)):
-            if i != mode:
-                places = (places[:, None] + np.arange(n) * stride).ravel()
-        return places
-
-    def by_columns(self, mode: int) -> int:
-        """Accesses to all elements, where a lane has a column."""
-        places = self.columns(mode)
-        padded = np.full(round_up(len(places), BANKS), -1, np.int64)
-        padded[: len(places)] = places
-        return self.sizes[mode] * met(padded.reshape(-1, BANKS))
-
-    def as_operand(self, mode: int, spread: bool) -> int:
-        """The same where the mode is m or n of a matrix product, and columns are its k's."""
-        places, n, stride = self.columns(mode), self.sizes[mode], self.strides[mode]
-        fours = 2 * -(-len(places) // 8)
-        padded = np.full(4 * fours, -1, np.int64)
-        padded[: len(places)] = places
-        lanes = padded.reshape(4, fours).T if spread else padded.reshape(fours, 4)
-        total = 0
-        for first in range(0, n, 4):
-            rows = np.arange(first, min(first + 4, n)) * stride
-            both = np.where(lanes[:, None, :] < 0, -1, lanes[:, None, :] + rows[:, None])
-            total += met(both.reshape(fours, -1))
-        return total
-
-    def cuda(self) -> str:
-        sizes = (1,) * (MOST_MODES - len(self.sizes)) + self.sizes
-        strides = (0,) * (MOST_MODES - len(self.sizes)) + self.strides
-        return f"Strides<{', '.join(map(str, (*sizes, *strides[:-1])))}>"
-
-
-def dense(sizes: tuple[int, ...]) -> State:
-    return next(_padded(sizes, [range(1)] * (len(sizes) - 1)))
-
-
-def in_slot(sizes: tuple[int, ...], cost: Callable[[State], int]) -> State:
-    """As the copy engine puts it there, which can part its runs where 16 bytes divide them, at the least cost."""
-    pads = range(0, BANKS, 2) if math.prod(sizes[1:]) % 2 == 0 else range(1)
-    return min(_padded(sizes, [pads, *[range(1)] * (len(sizes) - 2)]), key=cost)
-
-
-def _padded(sizes: tuple[int, ...], pads: Sequence[range]) -> Iterator[State]:
-    for each in itertools.product(*pads):
-        strides = [1]
-        for n, pad in zip(reversed(sizes[1:]), reversed(each), strict=True):
-            strides.insert(0, n * strides[0] + pad)
-        yield State(sizes, tuple(strides))
-
-
-def states(sizes: tuple[int, ...]) -> Iterator[State]:
-    """Ways to lay one out."""
-    further = range(BANKS if len(sizes) == 3 else 2)
-    yield from _padded(sizes, [range(BANKS), *[further] * (len(sizes) - 2)])
 
 
 @dataclass(frozen=True)
@@ -116,6 +35,7 @@ class Step:
     mode: int
     before: State
     behind: State
+    order: Order
 
     @property
     def p(self) -> int:
@@ -151,7 +71,7 @@ class Step:
     def cuda(self, places: tuple[int, int], weight: tuple[int, int]) -> str:
         mode = self.mode + MOST_MODES - len(self.before.sizes)
         numbers = ", ".join(map(str, (*places, *weight)))
-        return f"Step<{mode}, {self.before.cuda()}, {self.behind.cuda()}, {numbers}>"
+        return f"Step<{mode}, {self.before.cuda()}, {self.behind.cuda()}, {self.order.cuda()}, {numbers}>"
 
 
 def sizes_between(modes: Sequence[Mode], order: Sequence[int]) -> list[tuple[int, ...]]:
@@ -162,6 +82,14 @@ def sizes_between(modes: Sequence[Mode], order: Sequence[int]) -> list[tuple[int
         sizes[at] = modes[at].q
         found.append(tuple(sizes))
     return found
+
+
+def orders_of(modes: Sequence[Mode]) -> list[tuple[int, ...]]:
+    """Of contractions, the first mode's first; of many modes, which there are more of, some."""
+    further = range(1, len(modes))
+    if len(modes) == MOST_MODES:
+        return [(0, *further), (0, *reversed(further))]
+    return [(0, *each) for each in itertools.permutations(further)]
 
 
 def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
@@ -237,6 +165,7 @@ class Columns(ByColumns):
 
     work: Work
     steps: tuple[Step, ...]
+    waves: int  # accesses to states, for a unit
     warps: int
     groups: int
     slots: int
@@ -291,36 +220,33 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Columns | None:
     """None where this family has no kernel."""
     if work.dtype != "float64" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
         return None
-    modes = dict(work.steps)
-    in_order = tuple(modes[at] for at in range(len(work.sizes)))
-    if not takes(in_order, gpu):
+    if not takes([mode for _, mode in work.steps], gpu):
         return None
-    plans = [plan for steps in _ways(in_order) for plan in _tilings(work, steps, gpu)]
-    return min((replace(plan, us=_time(plan, batch)) for plan in plans), key=lambda plan: plan.us, default=None)
+    return min(
+        (replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu)), key=lambda plan: plan.us, default=None
+    )
 
 
 @functools.lru_cache(256)
-def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
-    """Orders, the first mode last, with the states between as few lanes meet in a bank."""
+def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+    """Orders, the first mode last, with the accesses to states by columns."""
     found = []
-    for first in itertools.permutations(range(1, len(modes))):
-        order = (*first, 0)
+    for order in orders_of(modes):
+        order = (*order[1:], 0)
         sizes = sizes_between(modes, order)
-        laid = [in_slot(sizes[0], functools.partial(_cost, order[:1]))]
-        laid += [min(states(n), key=functools.partial(_cost, order[i : i + 2])) for i, n in enumerate(sizes[1:-1])]
-        laid.append(dense(sizes[-1]))
-        found.append(tuple(Step(at, *laid[i : i + 2]) for i, at in enumerate(order)))
+        uses = [Uses(mode, 1, 0) for mode in order]
+        ends = list(zip([None, *uses], [*uses, None], strict=True))
+        waves, laid, orders = lay_out(sizes, ends, False, len(modes) - 1, False)
+        steps = zip(order, laid[:-1], laid[1:], orders, strict=True)
+        found.append((waves, tuple(Step(*each) for each in steps)))
     return tuple(found)
 
 
-def _cost(modes: Sequence[int], state: State) -> int:
-    """Accesses by columns of some modes, times the bytes that this takes."""
-    return sum(state.by_columns(mode) for mode in modes) * state.bytes
-
-
-def _tilings(work: Work, steps: tuple[Step, ...], gpu: Gpu) -> Iterator[Columns]:
-    for warps, slots in itertools.product((1, 2, 4, 8), (1, 2)):
-        plan = Columns(work, steps, warps, 1, slots, gpu)
+def tilings(work: Work, gpu: Gpu) -> Iterator[Columns]:
+    """Of a work that this family takes."""
+    modes = tuple(mode for _, mode in sorted(work.steps))
+    for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
+        plan = Columns(work, steps, waves, warps, 1, slots, gpu)
         registers = max(step.registers(warps) for step in steps)
         groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
         if groups > 0:
@@ -330,8 +256,7 @@ def _tilings(work: Work, steps: tuple[Step, ...], gpu: Gpu) -> Iterator[Columns]
 def _time(plan: Columns, batch: int) -> float:
     steps = plan.steps
     moved = 8 * sum(math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
-    waves = moved / 128 + sum(step.before.by_columns(step.mode) + step.weight_reads for step in steps)
-    waves += sum(step.behind.by_columns(step.mode) for step in steps[:-1])
+    waves = plan.waves + moved / 128 + sum(step.weight_reads for step in steps)
     multiply_adds = sum(step.multiply_adds for step in steps)
     alone = STEP_US * len(steps) + 4 * CLOCKS * multiply_adds / plan.warps / WAVES_US
     alone += LOAD_US if plan.slots == 1 else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.columns import (
@@ -16,11 +16,9 @@ from factorlayer.columns import (
     WAVES_US,
     ByColumns,
     Step,
-    State,
     groups_of,
-    in_slot,
+    orders_of,
     sizes_between,
-    states,
     takes,
     time_of,
 )
@@ -28,6 +26,7 @@ from factorlayer.device import headers, kernel
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import BlockSums
 from factorlayer.resident import Mode
+from factorlayer.states import Uses, lay_out
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class ColumnsBackward(ByColumns, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     steps: tuple[Step, ...]
+    waves: int  # accesses to states, for a unit
     units_per_sample: int
     warps: int
     groups: int
@@ -97,14 +97,16 @@ class ColumnsBackward(ByColumns, BlockSums):
         for i, step in enumerate(self.steps):
             to = sum(other.p * other.q for other in self.steps if other.mode < step.mode)
             of = step.cuda((begins[i], begins[i + 1]), weights[i])
-            lines.append(f"using S{i} = BackStep<{of}, {fours}, {to}, {str(spread(step)).lower()}>;")
+            lines.append(f"using S{i} = BackStep<{of}, {fours}, {to}>;")
             fours += -(-step.p // 8)
         count = len(self.steps)
         forward = " ".join(f"k.template forward<S{i}>();" for i in range(count - 1))
         back = " ".join(f"k.template back<S{i}>(sums);" for i in reversed(range(count)))
         place = " ".join(f"k.template place<S{i}>(n, at, sum, to);" for i in range(count))
         lines += [f"template <class Kernel> static DEVICE void forward(const Kernel& k) {{ {forward} }}"]
-        lines += [f"template <class Kernel, class Sums> static DEVICE void back(const Kernel& k, Sums& sums) {{ {back} }}"]
+        lines += [
+            f"template <class Kernel, class Sums> static DEVICE void back(const Kernel& k, Sums& sums) {{ {back} }}"
+        ]
         lines += [
             "template <class Kernel>",
             f"static DEVICE void place(const Kernel& k, int n, Lane at, const double (&sum)[4], double* to) {{ {place} }}",
@@ -114,51 +116,34 @@ class ColumnsBackward(ByColumns, BlockSums):
         return kernel(code, name, "ColumnsBackward", lines, self.threads)
 
 
-def spread(step: Step) -> bool:
-    """Whether lanes of a product take columns far apart, as that has fewer of them meet in a bank."""
-    return _operands(step, True) < _operands(step, False)
-
-
-def _operands(step: Step, far: bool) -> int:
-    return step.before.as_operand(step.mode, far) + step.behind.as_operand(step.mode, far)
-
-
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ColumnsBackward | None:
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     if dtype != "float64" or not takes(modes, gpu):
         return None
-    plans = [plan for steps in _ways(modes) for plan in _tilings(steps, outer, gpu)]
-    return min((replace(plan, us=_time(plan, batch)) for plan in plans), key=lambda plan: plan.us, default=None)
+    plans = (replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
+    return min(plans, key=lambda plan: plan.us, default=None)
 
 
 @functools.lru_cache(256)
-def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[Step, ...], ...]:
-    """Orders, the first mode first, with the states between as few lanes meet in a bank."""
-    found = []
-    for further in itertools.permutations(range(1, len(modes))):
-        order = (0, *further)
+def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+    """Orders, the first mode first, with the accesses to states."""
+    found, last = [], len(modes) - 1
+    for order in orders_of(modes):
         sizes = sizes_between(modes, order)
-        laid = [in_slot(sizes[0], functools.partial(_cost, (), order[:1], 1))]
-        laid += [
-            min(states(n), key=functools.partial(_cost, order[i : i + 1], order[i + 1 : i + 2], i + 2 < len(order)))
-            for i, n in enumerate(sizes[1:-1])
-        ]
-        laid.append(in_slot(sizes[-1], functools.partial(_cost, order[-1:], (), 0)))
-        found.append(tuple(Step(at, *laid[i : i + 2]) for i, at in enumerate(order)))
+        # Between contractions, states are made and the gradient is read; all but the last are read, and the gradient is made.
+        before = [Uses(mode, 1 + (i < last), 1) for i, mode in enumerate(order)]
+        behind = [Uses(mode, 1 + (0 < i < last), 1) for i, mode in enumerate(order)]
+        ends = list(zip([None, *before], [*behind, None], strict=True))
+        waves, laid, orders = lay_out(sizes, ends, True, 0, True)
+        steps = zip(order, laid[:-1], laid[1:], orders, strict=True)
+        found.append((waves, tuple(Step(*each) for each in steps)))
     return tuple(found)
 
 
-def _cost(before: Sequence[int], behind: Sequence[int], read_again: int, state: State) -> int:
-    """Accesses to a state between contractions of a mode each, or none, times its bytes."""
-    columns = sum(2 * state.by_columns(mode) for mode in before)
-    columns += sum((1 + read_again) * state.by_columns(mode) for mode in behind)
-    operands = (min(state.as_operand(mode, far) for far in (False, True)) for mode in (*before, *behind))
-    return (columns + sum(operands)) * state.bytes
-
-
-def _tilings(steps: tuple[Step, ...], outer: int, gpu: Gpu) -> Iterator[ColumnsBackward]:
-    for warps, slots in itertools.product((1, 2, 4, 8), (1, 2)):
-        plan = ColumnsBackward(steps, outer, warps, 1, slots, gpu)
+def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[ColumnsBackward]:
+    """Of modes that this family takes."""
+    for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
+        plan = ColumnsBackward(steps, waves, outer, warps, 1, slots, gpu)
         registers = max(step.registers(warps) for step in steps) + 8 * plan.tiles
         groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
         if groups > 0:
@@ -169,10 +154,7 @@ def _time(plan: ColumnsBackward, batch: int) -> float:
     steps = plan.steps
     x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
     moved = 8 * (2 * x + y)
-    waves = moved / 128 + sum(_operands(step, spread(step)) for step in steps)
-    waves += sum(s.before.by_columns(s.mode) + s.behind.by_columns(s.mode) + s.weight_reads for s in steps[:-1])
-    waves += sum(s.behind.by_columns(s.mode) + s.weight_reads for s in steps)
-    waves += sum(s.before.by_columns(s.mode) for s in steps[1:])
+    waves = plan.waves + (moved + 8 * x) / 128 + sum(step.weight_reads for step in steps + steps[:-1])
     multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
     products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
     alone = STEP_US * 3 * len(steps) + 4 * CLOCKS * multiply_adds / plan.warps / WAVES_US

@@ -18,7 +18,7 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import backward, gradient, small_backward, strip_backward
+from factorlayer import backward, columns, columns_backward, gradient, small_backward, strip_backward
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -28,7 +28,7 @@ from factorlayer.gradient import Reduction
 from factorlayer.monarch import Monarch
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
-from factorlayer.planner import BATCHES, has_plan, plan, plan_stack
+from factorlayer.planner import BATCHES, cuts, has_plan, plan, plan_stack
 from factorlayer.resident import Mode
 from factorlayer.results import from_result
 from factorlayer.schemes import schemes
@@ -582,37 +582,78 @@ def test_all_gradients_of_few_samples_at_once(
     ("sizes", "batch"), [((8,) * 5, 3), ((8,) * 4, 5), ((4,) * 5, 9), ((8, 8, 4, 8, 8), 3)], ids=str
 )
 def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: int, emulator: Emulator) -> None:
-    """And not finite where they may not be, which is for no other sample."""
-    chain = all_gradients_of(kronecker(sizes, sizes))
     modes = tuple(Mode(((i, n, n),)) for i, n in enumerate(sizes))
     few = small_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
     assert few is not None
-    found = Plan(chain, "float32", LARGE, few.gpu, (few, Reduction(few)))
-    kernels, draw = emulator.compile(found), drawing("float32")
-    x, grad = draw(batch, *sizes), draw(batch, *sizes)
-    weights = [draw(n, n) / 3 for n in sizes]
+    spec = kronecker(sizes, sizes)
+    found = Plan(all_gradients_of(spec), "float32", LARGE, few.gpu, (few, Reduction(few)))
+    check_gradients_of_any(spec, found, batch, emulator)
+
+
+def check_gradients_of_any(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
+    """And not finite where they may not be, which is for no other sample."""
+    kernels, draw = emulator.compile(found), drawing(found.dtype)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    weights = [draw(*shape) / 3 for shape in spec.weight_shapes]
     sick = batch // 2
     healthy: Array | None = None
     for seed, value in enumerate((None, np.inf)):
         if value is not None:
             grad = grad.copy()
             grad[sick, 1] = value
-        inputs = [t.reshape(batch, -1) for t in (x, grad)]
-        outputs, errors = emulator.run(found, kernels, inputs[0], [*weights, inputs[1]], None, blocks=2, seed=seed)
+        outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
         assert not errors
         leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
-        y = naive(kronecker(sizes, sizes), leaves[0].reshape(batch, -1), leaves[1:])
-        right = torch.autograd.grad(y, leaves, torch.from_numpy(inputs[1]))
+        right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
         parts = [outputs[0], *np.split(outputs[-1], np.cumsum([w.size for w in weights])[:-1])]
         grad_x = outputs[0].reshape(batch, -1)
         for part, expected in zip(parts, (t.numpy().ravel() for t in right), strict=True):
             finite = np.isfinite(expected)
             assert not np.isfinite(part[~finite]).any()
             error = np.linalg.norm(part[finite] - expected[finite])
-            assert error <= 4 * EPS["float32"] * np.linalg.norm(expected[finite])
+            assert error <= 8 * EPS[found.dtype] * np.linalg.norm(expected[finite])
         healthy = grad_x if healthy is None else healthy
         fine = np.arange(batch) != (-1 if value is None else sick)
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
+
+
+# In double, by columns: two to four modes, odd samples and even ones, runs apart in their slots, one warp of a group and
+# several, one slot and two, sizes up to 16
+BY_COLUMNS = [
+    (((8, 8, 8), (9, 9, 9)), 9, 1, 1),
+    (((9, 9, 9), (8, 8, 8)), 6, 1, 2),
+    (((5, 7, 3), (6, 4, 9)), 7, 2, 1),
+    (((9, 11), (13, 2)), 6, 1, 2),
+    (((16, 5, 12), (12, 7, 16)), 3, 4, 1),
+    (((3, 4, 5, 6), (4, 3, 6, 5)), 5, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("sizes", "batch", "warps", "slots"), BY_COLUMNS, ids=str)
+def test_small_factors_of_doubles_by_columns(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], batch: int, warps: int, slots: int, emulator: Emulator
+) -> None:
+    """Forward and back, in every order of their modes."""
+    spec, gpu = kronecker(*sizes), replace(Gpu.of(90), sms=2)
+    chain = Chain.of(spec, True, "relu")
+    work = next(w[0] for w in cuts(chain, "float64") if len(w) == 1 and len(w[0].steps) == len(sizes[0]))
+    tilings = [p for p in columns.tilings(work, gpu) if (p.warps, p.slots) == (warps, slots)]
+    assert len(tilings) == (1 if len(sizes[0]) == 2 else 2)
+    draw = drawing("float64")
+    x, bias = draw(batch, spec.in_features), draw(spec.out_features)
+    weights = [draw(*shape) / 3 for shape in spec.weight_shapes]
+    right = torch.relu(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)]) + torch.from_numpy(bias))
+    for seed, tiled in enumerate(tilings):
+        found = Plan(chain, "float64", LARGE, gpu, (replace(tiled, groups=min(tiled.groups, 3)),))
+        outputs, errors = emulator.run(found, emulator.compile(found), x, weights, bias, blocks=2, seed=seed)
+        assert not errors
+        assert np.linalg.norm(outputs[0] - right.numpy().ravel()) <= 4 * EPS["float64"] * np.linalg.norm(right)
+    modes = tuple(mode for _, mode in sorted(work.steps))
+    for back in columns_backward.tilings(modes, 1, gpu):
+        if (back.warps, back.slots) == (warps, slots):
+            some = replace(back, groups=min(back.groups, 3))
+            found = Plan(all_gradients_of(spec), "float64", LARGE, gpu, (some, Reduction(some)))
+            check_gradients_of_any(spec, found, batch, emulator)
 
 
 # Of one weight and x at once, p to q between outer and inner: by columns and by rows, several units of a row, padding

@@ -15,41 +15,48 @@
 #include "params.cuh"
 #include "pointwise.cuh"
 
-// Where a state's elements lie: [N0, N1, N2, N3] (1: there is no such mode), S0, S1 and S2 apart, the last ones side by side.
-template <int N0, int N1, int N2, int N3, int S0, int S1, int S2> struct Strides {
+// Where a state's elements lie: [N0, N1, N2, N3] (1: there is no such mode), S0 to S3 apart.
+template <int N0, int N1, int N2, int N3, int S0, int S1, int S2, int S3> struct Strides {
   static constexpr int kSize = N0 * N1 * N2 * N3;
   // Of the first mode that there is, what lies side by side, and how far apart these are
   static constexpr int kFirst = N0 > 1 ? N0 : N1 > 1 ? N1 : N2, kApart = N0 > 1 ? S0 : N1 > 1 ? S1 : S2;
   static constexpr int kRuns = kApart * kFirst == kSize ? 1 : kFirst;
   static constexpr DEVICE int size(int mode) { return mode == 0 ? N0 : mode == 1 ? N1 : mode == 2 ? N2 : N3; }
-  static constexpr DEVICE int step(int mode) { return mode == 0 ? S0 : mode == 1 ? S1 : mode == 2 ? S2 : 1; }
+  static constexpr DEVICE int step(int mode) { return mode == 0 ? S0 : mode == 1 ? S1 : mode == 2 ? S2 : S3; }
 
-  // Whether all modes up to K but M are as one.
-  template <int M, int K> static constexpr DEVICE bool is_run() {
-    int apart = step(K);
-    for (int k = K; k >= 0; --k) {
+  // Whether all modes from the Nth on but M are as one.
+  template <int M, bool REVERSED, int N> static constexpr DEVICE bool is_run() {
+    int apart = step(REVERSED ? N : 3 - N);
+    for (int n = N; n < 4; ++n) {
+      const int k = REVERSED ? n : 3 - n;
       if (k == M || size(k) == 1) continue;
       if (step(k) != apart) return false;
       apart *= size(k);
     }
     return true;
   }
-  // Where the first element of a column lies: c is an index of all modes but M.
-  template <int M, int K = 3> static constexpr DEVICE int column(int c) {
-    if constexpr (K < 0)
+  // Where the first element of a column lies: c is an index of all modes but M, the last one's side by side, or the first one's.
+  template <int M, bool REVERSED, int N = 0> static constexpr DEVICE int column(int c) {
+    constexpr int K = REVERSED ? N : 3 - N;
+    if constexpr (N == 4)
       return 0;
     else if constexpr (K == M || size(K) == 1)
-      return column<M, K - 1>(c);
-    else if constexpr (is_run<M, K>())
+      return column<M, REVERSED, N + 1>(c);
+    else if constexpr (is_run<M, REVERSED, N>())
       return c * step(K);
     else
-      return c % size(K) * step(K) + column<M, K - 1>(c / size(K));
+      return c % size(K) * step(K) + column<M, REVERSED, N + 1>(c / size(K));
   }
+};
+
+// Of columns, for threads and for products; whether lanes of a product take columns far apart
+template <bool REVERSED_, bool PRODUCT_REVERSED_, bool SPREAD_> struct Order {
+  static constexpr bool REVERSED = REVERSED_, PRODUCT_REVERSED = PRODUCT_REVERSED_, SPREAD = SPREAD_;
 };
 
 // A contraction. In and Out: Strides of the states before and behind it, which begin IN and OUT bytes behind the group's memory.
 // The weight, and on the way back the turned one, begin WEIGHT and TURNED bytes behind the block's.
-template <int MODE_, class In_, class Out_, int IN_, int OUT_, int WEIGHT_, int TURNED_ = 0> struct Step {
+template <int MODE_, class In_, class Out_, class Order, int IN_, int OUT_, int WEIGHT_, int TURNED_> struct Step : Order {
   using In = In_;
   using Out = Out_;
   static constexpr int MODE = MODE_, IN = IN_, OUT = OUT_, WEIGHT = WEIGHT_, TURNED = TURNED_;
@@ -103,13 +110,13 @@ template <class Pass> struct ColumnsBase {
   }
 
   // All p of the thread's columns. Those behind the last one are it again, for nothing.
-  template <int MODE, class State, int EACH> DEVICE void load_columns(double (&x)[EACH][State::size(MODE)], u32 from) const {
-    constexpr int kColumns = State::kSize / State::size(MODE);
+  template <class S, class State, int EACH>
+  DEVICE void load_columns(double (&x)[EACH][State::size(S::MODE)], u32 from) const {
 #pragma unroll
     for (int c = 0; c < EACH; ++c) {
-      const u32 at = from + State::template column<MODE>(min(thread + c * kThreads, kColumns - 1)) * 8;
+      const u32 at = from + State::template column<S::MODE, S::REVERSED>(min(thread + c * kThreads, S::COLUMNS - 1)) * 8;
 #pragma unroll
-      for (int p = 0; p < State::size(MODE); ++p) x[c][p] = load_f64(at + p * State::step(MODE) * 8);
+      for (int p = 0; p < State::size(S::MODE); ++p) x[c][p] = load_f64(at + p * State::step(S::MODE) * 8);
     }
   }
 
@@ -138,14 +145,13 @@ template <class Pass> struct ColumnsBase {
     }
   }
   // The same to shared memory
-  template <int MODE, class State, int P, int EACH>
+  template <class S, class State, int P, int EACH>
   DEVICE void put_columns(const double (&x)[EACH][P], u32 weight, u32 to) const {
-    constexpr int kColumns = State::kSize / State::size(MODE);
     u32 at[EACH];
 #pragma unroll
-    for (int c = 0; c < EACH; ++c) at[c] = to + State::template column<MODE>(thread + c * kThreads) * 8;
-    multiply<State::size(MODE)>(x, weight, [&](int c, int q, double y) {
-      store_shared(at[c] + q * State::step(MODE) * 8, y, (c + 1) * kThreads <= kColumns || thread + c * kThreads < kColumns);
+    for (int c = 0; c < EACH; ++c) at[c] = to + State::template column<S::MODE, S::REVERSED>(thread + c * kThreads) * 8;
+    multiply<State::size(S::MODE)>(x, weight, [&](int c, int q, double y) {
+      store_shared(at[c] + q * State::step(S::MODE) * 8, y, (c + 1) * kThreads <= S::COLUMNS || thread + c * kThreads < S::COLUMNS);
     });
   }
 };
@@ -181,10 +187,10 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
       {
         double x[Base::template kEach<First>][First::P];
         const u32 from = slot_address(slot) + Base::template begin<typename First::In>(unit);
-        Base::template load_columns<First::MODE, typename First::In>(x, from);
+        Base::template load_columns<First, typename First::In>(x, from);
         sync();
         ask_for(unit + SLOTS * step, slot);
-        Base::template put_columns<First::MODE, typename First::Out>(x, weights + First::WEIGHT, memory + First::OUT);
+        Base::template put_columns<First, typename First::Out>(x, weights + First::WEIGHT, memory + First::OUT);
         sync();
       }
       Pass::between(*this);
@@ -197,15 +203,15 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
   // In place
   template <class S> DEVICE void contract() const {
     double x[Base::template kEach<S>][S::P];
-    Base::template load_columns<S::MODE, typename S::In>(x, memory + S::IN);
+    Base::template load_columns<S, typename S::In>(x, memory + S::IN);
     sync();
-    Base::template put_columns<S::MODE, typename S::Out>(x, weights + S::WEIGHT, memory + S::OUT);
+    Base::template put_columns<S, typename S::Out>(x, weights + S::WEIGHT, memory + S::OUT);
     sync();
   }
 
   DEVICE void store(i64 unit) const {
     double x[Base::template kEach<Last>][Last::P];
-    Base::template load_columns<Last::MODE, typename Last::In>(x, memory + Last::IN);
+    Base::template load_columns<Last, typename Last::In>(x, memory + Last::IN);
     const double* biases = static_cast<const double*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * Last::Out::kSize;
     double* y = static_cast<double*>(params.y) + unit * Last::Out::kSize;
     Base::template multiply<Last::Q>(x, weights + Last::WEIGHT, [&](int c, int q, double sum) {

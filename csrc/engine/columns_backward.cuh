@@ -12,10 +12,9 @@
 #include "mma.cuh"
 #include "sums.cuh"
 
-// FOURS: the first of its weight's tiles of sums; TO: where that weight's sums begin. SPREAD: lanes take k's far apart.
-template <class Step_, int FOURS_, int TO_, bool SPREAD_> struct BackStep : Step_ {
+// FOURS: the first of its weight's tiles of sums; TO: where that weight's sums begin.
+template <class Step_, int FOURS_, int TO_> struct BackStep : Step_ {
   static constexpr int FOURS = FOURS_, TO = TO_, TILES = ceil_div(Step_::P, 8);
-  static constexpr bool SPREAD = SPREAD_;
 };
 
 template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
@@ -72,8 +71,8 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
 
   template <class S> DEVICE void forward() const {
     double x[Base::template kEach<S>][S::P];
-    Base::template load_columns<S::MODE, typename S::In>(x, before<S>());
-    Base::template put_columns<S::MODE, typename S::Out>(x, weights + S::WEIGHT, behind<S>());
+    Base::template load_columns<S, typename S::In>(x, before<S>());
+    Base::template put_columns<S, typename S::Out>(x, weights + S::WEIGHT, behind<S>());
     sync();
   }
 
@@ -81,7 +80,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
   template <class S> DEVICE void back(Sums& sums) const {
     add_products<S>(sums);
     double h[Base::template kEach<S>][S::Q];
-    Base::template load_columns<S::MODE, typename S::Out>(h, behind<S>());
+    Base::template load_columns<S, typename S::Out>(h, behind<S>());
     sync();
     if constexpr (S::OUT < 0) ask_for_g(unit + step);
     if constexpr (S::IN < 0) {
@@ -92,7 +91,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
         store_global(to + p * S::COLUMNS + column, y, (c + 1) * kThreads <= S::COLUMNS || column < S::COLUMNS);
       });
     } else {
-      Base::template put_columns<S::MODE, typename S::In>(h, weights + S::TURNED, memory + S::IN);
+      Base::template put_columns<S, typename S::In>(h, weights + S::TURNED, memory + S::IN);
       sync();
     }
   }
@@ -113,13 +112,13 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
       for (int i = 0; i < 2; ++i) {
         const int column = S::SPREAD ? lane.t * (2 * kEights) + eight * 2 + i : eight * 8 + i * 4 + lane.t;
         const bool there = kWhole || column < S::COLUMNS;
-        const u32 from = left + Out::template column<S::MODE>(column) * 8;
+        const u32 from = left + Out::template column<S::MODE, S::PRODUCT_REVERSED>(column) * 8;
         a[i * 2] = load_f64(from, there && (S::Q >= 8 || lane.g < S::Q));
         if constexpr (S::Q > 8)
           a[i * 2 + 1] = load_f64(from + 8 * Out::step(S::MODE) * 8, there && (S::Q == 16 || lane.g + 8 < S::Q));
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n)
-          b[n][i] = load_f64(right + (In::template column<S::MODE>(column) + n * 8 * In::step(S::MODE)) * 8,
+          b[n][i] = load_f64(right + (In::template column<S::MODE, S::PRODUCT_REVERSED>(column) + n * 8 * In::step(S::MODE)) * 8,
                              there && (n * 8 + 8 <= S::P || lane.g + n * 8 < S::P));
       }
 #pragma unroll
