@@ -1,4 +1,4 @@
-"""Passes of two to four small factors in double, by columns: what csrc/engine/columns.cuh is told, and what that takes."""
+"""Passes of two to four small factors in double by columns: what csrc/engine/columns.cuh is told, and what it takes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ BARRIER_BYTES = 32  # of a group
 OTHER_REGISTERS = 64
 AT_ONCE = 6  # sums, at least
 START_US = 5.0
-STEP_US = 0.25  # of a contraction, that a group waits for what it reads
-LOAD_US = 1.5  # from memory, where a group has no slot for the next unit
+STEP_US = 0.4  # of a contraction, that warps wait for each other
+ALONE = 6  # times what accesses take, where a warp waits for each of its own
+LOAD_US = 1.0  # from memory, where a group has no slot for the next unit
 WAVES_US = 1750.0  # accesses of 128 bytes to shared memory, or steps of a clock
 CLOCKS = 0.5  # of a multiprocessor for an FMA of a warp
 
@@ -117,7 +118,7 @@ class ByColumns:
         return 32 * self.warps * self.groups
 
     def weight_lines(self, weights: Sequence[int], turned: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-        """What loads the steps' weights, with their numbers, where they lie, as they are and turned, and their bytes."""
+        """What loads the steps' weights, of these numbers, where they lie, as they are and turned, and their bytes."""
         at, places, lines = 0, [], []
         for step, number in zip(self.steps, weights, strict=True):
             place = []
@@ -128,6 +129,11 @@ class ByColumns:
                 at += 8 * rows * round_up(row, 2)
             places.append((place[0], place[-1] if turned else 0))
         return lines, places, at
+
+    def alone(self, waves: float, steps: float) -> float:
+        """Microseconds of a group for a unit, with so many accesses, if it is alone."""
+        meets = STEP_US * (steps if self.warps > 1 else steps / 4)
+        return ALONE * waves / WAVES_US / self.warps + meets + (LOAD_US if self.slots == 1 else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -146,8 +152,8 @@ def groups_of(gpu: Gpu, warps: int, registers: int, group_bytes: int, weight_byt
 def time_of(
     gpu: Gpu, units: int, waves: float, multiply_adds: float, products: float, moved: int, groups: int, alone: float
 ) -> float:
-    """Predicted microseconds: of units that each take so many accesses to shared memory, FMA of warps and products of the
-    matrix unit, and move so many bytes. A group by itself takes `alone` for one."""
+    """Predicted microseconds: of units that each take so many accesses to shared memory, FMA of warps and products of
+    the matrix unit, and move so many bytes. A group by itself takes `alone` for one."""
     rate = gpu.flops["float64"] / 0.45e6
     times = (
         waves / WAVES_US,
@@ -156,7 +162,7 @@ def time_of(
         moved / (0.9 * gpu.memory_bytes),
     )
     each = -(-units // gpu.sms)
-    return START_US + max(each * (max(times) + 0.15 * (sum(times) - max(times))), -(-each // groups) * alone)
+    return START_US + max(each * (max(times) + 0.08 * (sum(times) - max(times))), -(-each // groups) * alone)
 
 
 @dataclass(frozen=True)
@@ -258,7 +264,6 @@ def _time(plan: Columns, batch: int) -> float:
     moved = 8 * sum(math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
     waves = plan.waves + moved / 128 + sum(step.weight_reads for step in steps)
     multiply_adds = sum(step.multiply_adds for step in steps)
-    alone = STEP_US * len(steps) + 4 * CLOCKS * multiply_adds / plan.warps / WAVES_US
-    alone += LOAD_US if plan.slots == 1 else 0
+    alone = plan.alone(waves, len(steps))
     units = batch * plan.work.outer
     return time_of(plan.gpu, units, waves, multiply_adds, 0, moved, plan.groups, alone)

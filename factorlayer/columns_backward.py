@@ -10,10 +10,6 @@ from dataclasses import dataclass, replace
 
 from factorlayer.columns import (
     BARRIER_BYTES,
-    CLOCKS,
-    LOAD_US,
-    STEP_US,
-    WAVES_US,
     ByColumns,
     Step,
     groups_of,
@@ -109,7 +105,9 @@ class ColumnsBackward(ByColumns, BlockSums):
         ]
         lines += [
             "template <class Kernel>",
-            f"static DEVICE void place(const Kernel& k, int n, Lane at, const double (&sum)[4], double* to) {{ {place} }}",
+            "static DEVICE void place(const Kernel& k, int n, Lane at, const double (&sum)[4], double* to) {",
+            f"  {place}",
+            "}",
             f"template <class Kernel> static DEVICE void load_weights(const Kernel& k) {{ {' '.join(loads)} }}",
         ]
         code = headers("sums.cuh", "columns.cuh", "columns_backward.cuh")
@@ -130,7 +128,8 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
     found, last = [], len(modes) - 1
     for order in orders_of(modes):
         sizes = sizes_between(modes, order)
-        # Between contractions, states are made and the gradient is read; all but the last are read, and the gradient is made.
+        # Behind a contraction threads store the state, but for the last, and load the gradient; before it they load
+        # the state, but for the last, and store the gradient, but for the first.
         before = [Uses(mode, 1 + (i < last), 1) for i, mode in enumerate(order)]
         behind = [Uses(mode, 1 + (0 < i < last), 1) for i, mode in enumerate(order)]
         ends = list(zip([None, *before], [*behind, None], strict=True))
@@ -157,7 +156,6 @@ def _time(plan: ColumnsBackward, batch: int) -> float:
     waves = plan.waves + (moved + 8 * x) / 128 + sum(step.weight_reads for step in steps + steps[:-1])
     multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
     products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
-    alone = STEP_US * 3 * len(steps) + 4 * CLOCKS * multiply_adds / plan.warps / WAVES_US
-    alone += LOAD_US if plan.slots == 1 else 0
+    alone = plan.alone(waves, 1.5 * len(steps))
     units = batch * plan.units_per_sample
     return time_of(plan.gpu, units, waves, multiply_adds, products, moved, plan.groups, alone)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import dense, dense_streamed, monarch, pair, small, tiling
+from factorlayer import columns, dense, dense_streamed, monarch, pair, small, tiling
 from factorlayer.chain import Chain
+from factorlayer.columns import Columns
 from factorlayer.gpu import Gpu
 from factorlayer.pair import Pair
 from factorlayer.plan import Pass, Plan
@@ -73,9 +74,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         paired = pair.tile(work, batch, gpu)
         if paired:
             yield of(REGISTERS, RESIDENT, _samples(paired), paired)
-        few = small.tile(work, batch, gpu)
-        if few:
-            yield of(SHARED, RESIDENT, _samples(few), few)
+        for few in (family.tile(work, batch, gpu) for family in (small, columns)):
+            if few:
+                yield of(SHARED, RESIDENT, _samples(few), few)
         for _, fields in tiling.candidates(work, batch, gpu):
             tiled = Resident(*fields)
             stays = any(isinstance(stage, Sandwich) for stage in tiled.stages)
@@ -86,7 +87,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     for at_once in monarch.tilings(chain, dtype, batch, gpu):
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
-    if len(best) > 1 and all(isinstance(p, Pair | Resident | Small) for p in best):
+    if len(best) > 1 and all(isinstance(p, Columns | Pair | Resident | Small) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)
     yield of(MEMORY, STREAMED, _samples(each[0]), *each)
 

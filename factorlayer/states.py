@@ -1,8 +1,8 @@
-"""How states of small tied factors lie in shared memory, such that few lanes meet in a bank: for csrc/engine/columns.cuh.
+"""How states of small factors lie in shared memory, such that few lanes meet in a bank: for csrc/engine/columns.cuh.
 
-A thread takes columns of a mode, all its elements for one index of the others, as neighbouring threads do for neighbouring
-indices; a product of the matrix unit takes eight elements of a mode and four columns at once. Doubles have 16 banks, and
-half a warp's accesses are served together.
+A thread takes columns of a mode, all its elements for one index of the others, as neighbouring threads do for
+neighbouring indices; a product of the matrix unit takes eight elements of a mode and four columns at once. Doubles have
+16 banks, and half a warp's accesses are served together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 MOST_MODES = 4
 BANKS = 16
+ENOUGH = 16  # half warps, to tell how many meet
 MOST_PADDING = 1.15  # times what a state has
 Int = NDArray[np.int64]
 
@@ -60,46 +61,49 @@ class Uses:
     products: int
 
 
-def _columns(sizes: Sequence[int], strides: Int, mode: int, reverse: bool) -> Int:
-    """Where the columns of a mode begin, a row for each way to lay the state out."""
-    places = np.zeros((len(strides), 1), np.int64)
-    for i in reversed(range(len(sizes))) if reverse else range(len(sizes)):
-        if i != mode:
-            places = (places[:, :, None] + np.arange(sizes[i]) * strides[:, i, None, None]).reshape(len(strides), -1)
-    return places
+def _columns(sizes: Sequence[int], mode: int, reverse: bool, of: Int) -> Int:
+    """The index of some of a mode's columns in every mode: [columns, modes]; beyond the last one -1."""
+    others = [i for i in range(len(sizes)) if i != mode]
+    shape = [sizes[i] for i in others]
+    count = math.prod(shape)
+    index = np.unravel_index(np.minimum(of, count - 1), shape[::-1] if reverse else shape)
+    found = np.zeros((*of.shape, len(sizes)), np.int64)
+    for i, each in zip(reversed(others) if reverse else others, index, strict=True):
+        found[..., i] = each
+    found[of >= count] = -1
+    return found
 
 
-def _met(places: Int, there: Int) -> Int:
-    """Accesses that half warps take: [ways, half warps, lanes], the lanes that are `there`."""
-    ways, halves, lanes = places.shape
-    rows = np.arange(ways * halves).reshape(ways, halves, 1) * (BANKS + 1)
-    counts = np.bincount((rows + np.where(there, places % BANKS, BANKS)).ravel(), minlength=ways * halves * (BANKS + 1))
-    return np.asarray(counts.reshape(ways, halves, BANKS + 1)[:, :, :BANKS].max(axis=2).sum(axis=1))
+def _met(columns: Int, strides: Int, rows: Int) -> Int:
+    """Accesses that half warps take, for each way to lay a state out: of `rows` behind some columns' first elements,
+    [half warps, lanes, modes]."""
+    there = columns[:, :, 0] >= 0
+    places = (columns.reshape(-1, columns.shape[2]) @ strides.T).T.reshape(len(strides), *there.shape)
+    banks = np.where(there[:, :, None], (places[..., None] + rows[:, None, None, :]) % BANKS, BANKS)
+    count = len(strides) * len(there)
+    at = np.arange(count).reshape(len(strides), -1, 1, 1) * (BANKS + 1) + banks
+    found = np.bincount(at.ravel(), minlength=count * (BANKS + 1)).reshape(len(strides), -1, BANKS + 1)
+    return np.asarray(found[:, :, :BANKS].max(axis=2).sum(axis=1))
 
 
 def by_threads(sizes: Sequence[int], strides: Int, mode: int, reverse: bool) -> Int:
-    """Accesses to all elements."""
-    columns = _columns(sizes, strides, mode, reverse)
-    padded = np.pad(columns, ((0, 0), (0, -columns.shape[1] % BANKS)))
-    there = np.arange(padded.shape[1]) < columns.shape[1]
-    return sizes[mode] * _met(padded.reshape(len(strides), -1, BANKS), there.reshape(1, -1, BANKS))
+    """Accesses to all elements, as some half warps tell."""
+    halves = -(-math.prod(sizes) // (sizes[mode] * BANKS))
+    some = np.arange(0, halves, max(1, halves // ENOUGH))
+    columns = _columns(sizes, mode, reverse, some[:, None] * BANKS + np.arange(BANKS))
+    met = _met(columns, strides, np.zeros((len(strides), 1), np.int64))
+    return np.asarray(sizes[mode] * halves * met // len(some))
 
 
 def by_products(sizes: Sequence[int], strides: Int, mode: int, order: Order) -> Int:
-    columns = _columns(sizes, strides, mode, order.product_reverse)
-    count = columns.shape[1]
-    fours = 2 * -(-count // 8)
-    padded = np.pad(columns, ((0, 0), (0, 4 * fours - count)))
-    there = np.arange(4 * fours) < count
-    if order.spread:
-        padded, there = padded.reshape(-1, 4, fours).swapaxes(1, 2), there.reshape(4, fours).T
-    padded, there = padded.reshape(-1, fours, 1, 4), there.reshape(1, fours, 1, 4)
+    fours = 2 * -(-math.prod(sizes) // (sizes[mode] * 8))
+    some = np.arange(0, fours, max(1, fours // ENOUGH))
+    of = np.arange(4) * fours + some[:, None] if order.spread else some[:, None] * 4 + np.arange(4)
+    columns = _columns(sizes, mode, order.product_reverse, of)
     total = np.zeros(len(strides), np.int64)
-    for first in range(0, sizes[mode], 4):
-        rows = np.arange(4)[:, None]
-        both = padded + (first + rows) * strides[:, mode, None, None, None]
-        present = there & (first + rows < sizes[mode])
-        total += _met(both.reshape(len(strides), fours, 16), present.reshape(1, fours, 16))
+    for rows, times in ((4, sizes[mode] // 4), (sizes[mode] % 4, 1)):
+        if rows and times:
+            total += times * fours * _met(columns, strides, strides[:, mode, None] * np.arange(rows)) // len(some)
     return total
 
 
@@ -109,7 +113,7 @@ def dense(sizes: tuple[int, ...]) -> State:
 
 
 def _nested(sizes: tuple[int, ...], modes: Sequence[int], pads: Sequence[int]) -> tuple[int, ...]:
-    """Strides where modes lie in each other, the last one's elements side by side, with padding behind those before it."""
+    """Strides where modes lie in each other, the last one's elements side by side, with padding behind the others'."""
     strides, apart = [0] * len(sizes), 1
     for i, pad in zip(reversed(modes), (*reversed(pads), 0), strict=True):
         strides[i] = apart
@@ -123,11 +127,11 @@ def _ways(sizes: tuple[int, ...], in_slot: bool) -> list[tuple[int, ...]]:
     if in_slot:
         pads = range(0, BANKS, 2) if math.prod(sizes[1:]) % 2 == 0 else range(1)
         return [_nested(sizes, range(count), (pad, *[0] * (count - 2))) for pad in pads]
-    further = [range(BANKS if count == 3 else 2)] * (count - 2)
+    further = [each for each in itertools.product(range(2), repeat=count - 2) if sum(each) < 2]
     found = (
-        _nested(sizes, modes, pads)
+        _nested(sizes, modes, (outer, *pads))
         for modes in itertools.permutations(range(count))
-        for pads in itertools.product(range(BANKS), *further)
+        for outer, pads in itertools.product(range(BANKS) if count < MOST_MODES else (0, 1, 2, 4, 8), further)
     )
     limit = MOST_PADDING * 8 * math.prod(sizes) + 16
     return [strides for strides in dict.fromkeys(found) if State(sizes, strides).bytes <= limit]
@@ -139,8 +143,8 @@ Table = dict[tuple[Order | None, Order | None], tuple[int, State]]
 def _table(
     sizes: tuple[int, ...], before: Uses | None, behind: Uses | None, orders: Sequence[Order], slot: bool
 ) -> Table:
-    """Of a state between contractions, or before the first or behind the last one: for each two orders the fewest accesses,
-    and how it lies for these."""
+    """Of a state between contractions, or before the first or behind the last one: for each two orders the fewest
+    accesses, and how it lies for these."""
     strides = np.array(_ways(sizes, slot))
     costs: list[dict[Order | None, Int]] = []
     for uses in (before, behind):

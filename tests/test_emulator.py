@@ -617,8 +617,8 @@ def check_gradients_of_any(spec: LayerSpec, found: Plan, batch: int, emulator: E
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
-# In double, by columns: two to four modes, odd samples and even ones, runs apart in their slots, one warp of a group and
-# several, one slot and two, sizes up to 16
+# In double, by columns: two to four modes, odd samples and even ones, runs apart in their slots, one warp of a group
+# and several, one slot and two, sizes up to 16
 BY_COLUMNS = [
     (((8, 8, 8), (9, 9, 9)), 9, 1, 1),
     (((9, 9, 9), (8, 8, 8)), 6, 1, 2),

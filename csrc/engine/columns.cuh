@@ -68,7 +68,8 @@ template <class Pass> struct ColumnsBase {
   template <class S> static constexpr int kEach = ceil_div(S::COLUMNS, kThreads);  // columns of a thread
 
   const Params& params;
-  const int group, thread;
+  const int group;
+  int thread;
   const u32 weights, memory, barriers;  // shared addresses: of weights, of the group's memory and of its barriers
   const i64 units;
 
@@ -171,7 +172,7 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
     Base::template ask_for<typename First::In>(params.x, unit, slot_address(slot), barriers + slot * 8);
   }
 
-  DEVICE void run() const {
+  DEVICE void run() {
     const i64 step = i64(gridDim.x) * Base::GROUPS;
     i64 unit = i64(group) * gridDim.x + blockIdx.x;
     if (thread == 0)
@@ -183,6 +184,7 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
     u32 phase = 0;
 #pragma unroll 1
     for (; unit < units; unit += step) {
+      stay_here(thread, slot);  // or the places of all columns are kept from unit to unit, and spilled
       wait_for_bytes(barriers + slot * 8, phase);
       {
         double x[Base::template kEach<First>][First::P];
