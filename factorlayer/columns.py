@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.device import headers, kernel
+from factorlayer.device import ELEMENT, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 from factorlayer.resident import Mode, Work, round_up
@@ -213,7 +213,8 @@ class Columns(ByColumns):
         types = [s.cuda((state, state), weight) for s, weight in zip(self.steps, weights, strict=True)]
         numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "UNITS_PER_SAMPLE": work.outer}
         numbers |= {"kSlot": slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = [f"using Element = {ELEMENT[work.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         lines += [f"using First = {types[0]};", f"using Last = {types[-1]};"]
         between = " ".join(f"k.template contract<{each}>();" for each in types[1:-1])

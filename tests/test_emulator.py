@@ -121,6 +121,9 @@ CASES = [
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
     Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
+    # Columns: one warp of a group and several, modes that are contracted in another order
+    Case(kronecker((5, 6, 5), (7, 5, 6)), "float64", 9, LARGE),
+    Case(kronecker((7, 7, 7, 7), (7, 7, 7, 7)), "float64", 5, LARGE, activation=LEARNED),
     # Double pair: one chunk and several, of odd sizes, before other modes; the first has stages for the whole unit
     Case(kronecker((80, 16), (70, 90)), "float64", 5, MEDIUM),
     Case(kronecker((97, 31), (124, 45)), "float64", 5, MEDIUM, activation=LEARNED),
@@ -1317,7 +1320,7 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"DoublePair", "Few", "Monarch", "Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
+    assert learned == {"Columns", "DoublePair", "Few", "Monarch", "Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed", "Strip") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Few", "Pair", "Wide") for dtype in DTYPES if dtype != "float64"}
