@@ -132,8 +132,7 @@ class ByColumns:
 
     def alone(self, waves: float, steps: float) -> float:
         """Microseconds of a group for a unit, with so many accesses, if it is alone."""
-        meets = STEP_US * (steps if self.warps > 1 else steps / 4)
-        return ALONE * waves / WAVES_US / self.warps + meets + (LOAD_US if self.slots == 1 else 0)
+        return ALONE * waves / WAVES_US / self.warps + STEP_US * steps + (LOAD_US if self.slots == 1 else 0)
 
     @property
     def weight_bytes(self) -> int:

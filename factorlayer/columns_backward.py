@@ -1,4 +1,4 @@
-"""All gradients of two to four small factors in double in one pass: csrc/engine/columns_backward.cuh."""
+"""All gradients of three or four small factors in double in one pass: csrc/engine/columns_backward.cuh."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ColumnsBackward(ByColumns, BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ColumnsBackward | None:
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
-    if dtype != "float64" or not takes(modes, gpu):
+    if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
     plans = (replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
     return min(plans, key=lambda plan: plan.us, default=None)

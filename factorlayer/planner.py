@@ -320,11 +320,15 @@ def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | No
 
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
-    """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
-    faster than pairs."""
+    """Of all families, by predicted times. Those of resident passes with large or padded modes are too short, but they
+    start faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    others = (family.tile(work, batch, gpu) for family in (small, columns, strip, double_pair))
+    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
+    by_columns = columns.tile(work, batch, gpu)
+    if by_columns:
+        padded = any(n % 8 for state in work.states for n in state)
+        found.append((by_columns.us * (0.6 if padded else 1.2), by_columns))
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:

@@ -1320,7 +1320,18 @@ def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: E
 
 def test_cases_cover_the_families() -> None:
     learned = {type(case.plan.passes[-1]).__name__ for case in CASES if case.activation == LEARNED}
-    assert learned == {"Columns", "DoublePair", "Few", "Monarch", "Resident", "Streamed", "Pair", "Small", "Strip", "Wide"}
+    assert learned == {
+        "Columns",
+        "DoublePair",
+        "Few",
+        "Monarch",
+        "Resident",
+        "Streamed",
+        "Pair",
+        "Small",
+        "Strip",
+        "Wide",
+    }
     found = {(type(p).__name__, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(family, dtype) for family in ("Resident", "Streamed", "Strip") for dtype in DTYPES}
     assert found >= {(family, dtype) for family in ("Few", "Pair", "Wide") for dtype in DTYPES if dtype != "float64"}

@@ -55,8 +55,10 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
     Sums sums = {};
 #pragma unroll 1
     for (; unit < units; unit += step) {
-      stay_here(thread, lane.index);  // or the places of all columns are kept from unit to unit, and spilled
-      lane = Lane(lane.index);
+      if constexpr (WARPS > 1) {  // or the places of many columns are kept from unit to unit, and spilled
+        stay_here(thread, lane.index);
+        lane = Lane(lane.index);
+      }
       wait_for_bytes(barriers + slot * 8, phase_x);
       Pass::forward(*this);
       wait_for_bytes(barriers + 16, phase_g);
@@ -105,7 +107,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
     constexpr int kEights = ceil_div(S::COLUMNS, 8);
     constexpr bool kWhole = S::COLUMNS % 8 == 0;
     const u32 left = behind<S>() + lane.g * Out::step(S::MODE) * 8, right = before<S>() + lane.g * In::step(S::MODE) * 8;
-#pragma unroll (WARPS == 1 && kEights <= 16 ? kEights : 2)
+#pragma unroll (WARPS == 1 && kEights <= 16 ? kEights : 4)
     for (int turn = 0; turn < ceil_div(kEights, WARPS); ++turn) {
       const int eight = WARPS == 1 ? turn : turn * WARPS + thread / 32;
       if (kEights % WARPS && eight >= kEights) break;
