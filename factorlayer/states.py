@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 MOST_MODES = 4
 BANKS = 16
-ENOUGH = 16  # half warps, to tell how many meet
+ENOUGH = 12  # half warps, to tell how many meet
 MOST_PADDING = 1.15  # times what a state has
 Int = NDArray[np.int64]
 

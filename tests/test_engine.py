@@ -224,6 +224,7 @@ def activated() -> Iterator[Case]:
         (monarch((64, 64), (64, 64)), "bfloat16"),
         (kronecker((128, 128), (128, 128)), "float32"),
         (kronecker((128, 128), (128, 128)), "float64"),
+        (kronecker((8, 8, 8), (9, 9, 9)), "float64"),
         (kronecker((8,) * 5, (8,) * 5), "float32"),
     ):
         for activation in (mish, PRELU, SNAKE):

@@ -12,14 +12,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, few, pair_backward, runtime, small, small_backward
+from factorlayer import dense, few, pair_backward, runtime, small, small_backward, states
 from factorlayer.chain import Chain
+from factorlayer.columns import Columns
+from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.double_pair import DoublePair
 from factorlayer.few import Few
@@ -604,6 +607,61 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
         back = plan(chain, "float32", 1024, Gpu.of(90))
         assert [type(p) for p in back.passes] == [SmallBackward, Reduction]
         assert back.scratch == (0, 0, 132 * 5 * 64 * 4) and back.us < 5 * floor / 16 + 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward", "backward"),
+    [
+        (((8, 8, 8), (9, 9, 9)), True, True),
+        (((5, 7, 3), (6, 4, 9)), True, True),
+        (((7,) * 4, (7,) * 4), True, True),
+        (((8, 8, 8), (8, 8, 8)), False, True),
+        (((9, 9), (13, 13)), True, False),
+        (((16, 16), (16, 16)), False, False),
+        (((17, 8, 8), (9, 9, 9)), False, False),
+        (((4,) * 5, (4,) * 5), False, False),
+    ],
+    ids=str,
+)
+def test_small_factors_of_doubles_go_by_columns(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], forward: bool, backward: bool
+) -> None:
+    """Where the matrix unit would pad them: what fits a multiprocessor, and takes not much longer than memory."""
+    gpu, spec = Gpu.of(90), kronecker(*sizes)
+    chain = chain_of(spec, False, "identity")
+    for batch in (1024, 16384):
+        found = plan(chain, "float64", batch, gpu)
+        back = plan(replace(chain, backward=True), "float64", batch, gpu) if backward else found
+        assert [type(p) for p in found.passes] == [Columns] or not forward
+        assert not forward or "columns: " in str(found)
+        assert backward == isinstance(back.passes[0], ColumnsBackward)
+        assert forward or not any(isinstance(p, Columns) for p in found.passes)
+        for p in (found.passes[0], back.passes[0]):
+            if not isinstance(p, Columns | ColumnsBackward):
+                continue
+            moved = 8 * (spec.in_features * (1 + isinstance(p, ColumnsBackward)) + spec.out_features)
+            floor = batch * moved / gpu.sms / gpu.memory_bytes
+            assert p.shared <= gpu.shared and p.threads <= 512 and floor < p.us < 6 * floor + 12
+        assert not any(isinstance(p, Columns) for p in plan(chain, "float64", batch, Gpu.of(80)).passes)
+    assert not any(isinstance(p, Columns) for p in plan(chain, "float32", 1024, gpu).passes)
+
+
+def test_states_by_columns_meet_in_banks_as_often_as_is_counted() -> None:
+    """What a layout is chosen by, as lanes access it: all columns of a mode, sixteen at once."""
+    sizes, strides = (3, 5, 4), (22, 4, 1)
+    for mode, reverse in itertools.product(range(3), (False, True)):
+        others = [range(n) if i != mode else range(1) for i, n in enumerate(sizes)]
+        every = itertools.product(*(reversed(others) if reverse else others))
+        indices = [tuple(reversed(index)) if reverse else index for index in every]
+        places = [8 * sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices]
+        met = sum(conflicts(places[first : first + 16], 8) for first in range(0, len(places), 16))
+        found = states.by_threads(sizes, np.array([strides]), mode, reverse)
+        assert found.tolist() == [sizes[mode] * met]
+    order = states.Order(False)
+    fours = [[8 * (4 * q + 22 * (k // 4) + k % 4) for q in range(4) for k in range(j, j + 4)] for j in range(0, 12, 4)]
+    assert sum(conflicts(four, 8) for four in fours) == 3, "four rows of four neighbours are in all banks"
+    found = states.by_products(sizes, np.array([strides]), 1, order)
+    assert found.tolist() == [2 * 3], "and the fifth row by itself; the last four columns of eight are not there"
 
 
 @pytest.mark.parametrize(

@@ -121,16 +121,19 @@ template <class Pass> struct ColumnsBase {
     }
   }
 
-  // put(c, q, y) of all sums of the thread's columns, some q's at once: as many sums as hide an FMA's latency.
-  template <int Q, int P, int EACH, class Put> DEVICE void multiply(const double (&x)[EACH][P], u32 weight, const Put& put) const {
+  // put(c, q, y) of all sums of the thread's columns, some q's at once: as many sums as hide an FMA's latency. UNROLL: how
+  // many times that is written out.
+  template <int Q, int UNROLL = Q, int P, int EACH, class Put>
+  DEVICE void multiply(const double (&x)[EACH][P], u32 weight, const Put& put) const {
     constexpr int kAtOnce = EACH < 6 ? 6 / EACH : 1;
-#pragma unroll
+#pragma unroll UNROLL
     for (int first = 0; first < Q; first += kAtOnce) {
       double y[kAtOnce][EACH];
 #pragma unroll
       for (int p = 0; p < P; p += 2)
 #pragma unroll
-        for (int i = 0; i < kAtOnce && first + i < Q; ++i) {
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (Q % kAtOnce && first + i >= Q) continue;
           double w[2];
           load_f64x2(weight + ((first + i) * round_up(P, 2) + p) * 8, w[0], w[1]);
 #pragma unroll
@@ -140,9 +143,10 @@ template <class Pass> struct ColumnsBase {
           }
         }
 #pragma unroll
-      for (int i = 0; i < kAtOnce && first + i < Q; ++i)
+      for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
-        for (int c = 0; c < EACH; ++c) put(c, first + i, y[i][c]);
+        for (int c = 0; c < EACH; ++c)
+          if (Q % kAtOnce == 0 || first + i < Q) put(c, first + i, y[i][c]);
     }
   }
   // The same to shared memory
@@ -216,7 +220,8 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
     Base::template load_columns<Last, typename Last::In>(x, memory + Last::IN);
     const double* biases = static_cast<const double*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * Last::Out::kSize;
     double* y = static_cast<double*>(params.y) + unit * Last::Out::kSize;
-    Base::template multiply<Last::Q>(x, weights + Last::WEIGHT, [&](int c, int q, double sum) {
+    constexpr int kUnroll = is_same<typename Pass::Activation, identity> ? Last::Q : 1;  // of what may be a hundred instructions
+    Base::template multiply<Last::Q, kUnroll>(x, weights + Last::WEIGHT, [&](int c, int q, double sum) {
       const int column = thread + c * Base::kThreads, at = q * Last::COLUMNS + column;
       const bool there = (c + 1) * Base::kThreads <= Last::COLUMNS || column < Last::COLUMNS;
       store_global(y + at, activation.of(Pass::BIAS ? sum + biases[there ? at : 0] : sum), there);
