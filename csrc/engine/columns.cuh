@@ -1,15 +1,16 @@
-// A pass of two to four small tied factors in double, of any sizes up to 16, by FMA: the matrix unit would pad 9 to 16. A group
-// of warps takes a unit after the other, and each contraction by columns: a thread has all p of some columns in registers,
-// and makes all q of each, so that the new state may lie where the old one was. Weights are read from shared memory by all lanes
-// at once, 16 bytes for all columns of a thread.
+// A pass of two to four small tied factors in double, of any sizes up to 16, by FMA: the matrix unit would pad 9 to 16. A
+// group of warps takes a unit after the other, and each contraction by columns: a thread has all p of some columns in
+// registers, and makes all q of each, so that the new state may lie where the old one was. Weights are read from shared
+// memory by all lanes at once, 16 bytes for all columns of a thread.
 //
 //     memory -> slot -> columns -> [state -> columns]* -> bias, activation -> memory
 //
-// The last contraction is that of the first mode: neighbouring lanes store neighbours. Strides of states are such that few lanes
-// meet in a bank (factorlayer/columns.py). The copy engine brings units, whole pieces of 16 bytes: where these do not divide a
+// The last contraction is that of the first mode: neighbouring lanes store neighbours. States lie such that few lanes meet
+// in a bank (factorlayer/states.py). The copy engine brings units, whole pieces of 16 bytes: where these do not divide a
 // sample, with up to 8 bytes of the samples around it.
 //
-// Pass: WARPS (of a group), GROUPS, SLOTS; UNITS_PER_SAMPLE; kSlot, kGroup, kWeights (bytes); First, Last (Steps), between(kernel), load_weights(kernel); BIAS, Activation
+// Pass: WARPS (of a group), GROUPS, SLOTS; UNITS_PER_SAMPLE; kSlot, kGroup, kWeights (bytes); First, Last (Steps),
+//       between(kernel), which takes those between, load_weights(kernel); BIAS, Activation
 #pragma once
 #include "memory.cuh"
 #include "params.cuh"
@@ -35,7 +36,8 @@ template <int N0, int N1, int N2, int N3, int S0, int S1, int S2, int S3> struct
     }
     return true;
   }
-  // Where the first element of a column lies: c is an index of all modes but M, the last one's side by side, or the first one's.
+  // Where the first element of a column lies: c is an index of all modes but M, the last one's side by side, or the
+  // first one's.
   template <int M, bool REVERSED, int N = 0> static constexpr DEVICE int column(int c) {
     constexpr int K = REVERSED ? N : 3 - N;
     if constexpr (N == 4)
@@ -54,9 +56,10 @@ template <bool REVERSED_, bool PRODUCT_REVERSED_, bool SPREAD_> struct Order {
   static constexpr bool REVERSED = REVERSED_, PRODUCT_REVERSED = PRODUCT_REVERSED_, SPREAD = SPREAD_;
 };
 
-// A contraction. In and Out: Strides of the states before and behind it, which begin IN and OUT bytes behind the group's memory.
-// The weight, and on the way back the turned one, begin WEIGHT and TURNED bytes behind the block's.
-template <int MODE_, class In_, class Out_, class Order, int IN_, int OUT_, int WEIGHT_, int TURNED_> struct Step : Order {
+// A contraction. In and Out: Strides of the states before and behind it, which begin IN and OUT bytes behind the group's
+// memory (-1: in a slot). The weight, and on the way back the turned one, begin WEIGHT and TURNED bytes behind the block's.
+template <int MODE_, class In_, class Out_, class Order, int IN_, int OUT_, int WEIGHT_, int TURNED_>
+struct Step : Order {
   using In = In_;
   using Out = Out_;
   static constexpr int MODE = MODE_, IN = IN_, OUT = OUT_, WEIGHT = WEIGHT_, TURNED = TURNED_;
@@ -91,7 +94,7 @@ template <class Pass> struct ColumnsBase {
     }
   }
 
-  // A unit to a slot, by one warp, where it lies as the State, in runs if these are not side by side; where it begins there.
+  // A unit to a slot, by one warp, where it lies as the State, in runs if these are not side by side; where it begins.
   template <class State> static DEVICE u32 begin(i64 unit) { return State::kSize % 2 ? u32(unit % 2) * 8 : 0; }
   template <class State> DEVICE void ask_for(const void* tensor, i64 unit, u32 slot, u32 barrier) const {
     constexpr int kRuns = State::kRuns, kRun = State::kSize / kRuns * 8, kApart = kRuns == 1 ? 0 : State::kApart * 8;
@@ -156,7 +159,8 @@ template <class Pass> struct ColumnsBase {
 #pragma unroll
     for (int c = 0; c < EACH; ++c) at[c] = to + State::template column<S::MODE, S::REVERSED>(thread + c * kThreads) * 8;
     multiply<State::size(S::MODE)>(x, weight, [&](int c, int q, double y) {
-      store_shared(at[c] + q * State::step(S::MODE) * 8, y, (c + 1) * kThreads <= S::COLUMNS || thread + c * kThreads < S::COLUMNS);
+      const bool there = (c + 1) * kThreads <= S::COLUMNS || thread + c * kThreads < S::COLUMNS;
+      store_shared(at[c] + q * State::step(S::MODE) * 8, y, there);
     });
   }
 };
@@ -220,7 +224,8 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
     Base::template load_columns<Last, typename Last::In>(x, memory + Last::IN);
     const double* biases = static_cast<const double*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * Last::Out::kSize;
     double* y = static_cast<double*>(params.y) + unit * Last::Out::kSize;
-    constexpr int kUnroll = is_same<typename Pass::Activation, identity> ? Last::Q : 1;  // of what may be a hundred instructions
+    // An activation may be a hundred instructions.
+    constexpr int kUnroll = is_same<typename Pass::Activation, identity> ? Last::Q : 1;
     Base::template multiply<Last::Q, kUnroll>(x, weights + Last::WEIGHT, [&](int c, int q, double sum) {
       const int column = thread + c * Base::kThreads, at = q * Last::COLUMNS + column;
       const bool there = (c + 1) * Base::kThreads <= Last::COLUMNS || column < Last::COLUMNS;

@@ -1,12 +1,13 @@
-// All gradients of two to four small tied factors in double, sizes up to 16, in one pass. A group of warps takes a unit after the
-// other: forward by columns once more (columns.cuh), with every state kept, then back. A weight's gradient is the matrix
-// unit's, 16 q's and 8 p's, from the states before and behind it: its k's are the columns, many, so that little is padded. What
-// goes back through a contraction goes by columns again, and lies where the state before it was. The first contraction is that
-// of the first mode: neighbouring lanes store neighbours of dX.
+// All gradients of three or four small tied factors in double, sizes up to 16, in one pass. A group of warps takes a unit
+// after the other: forward by columns once more (columns.cuh), with every state kept, then back. A weight's gradient is the
+// matrix unit's, 16 q's and 8 p's, from the states before and behind it: its k's are the columns, many, so that little is
+// padded. What goes back through a contraction goes by columns again, and lies where the state before it was. The first
+// contraction is that of the first mode: neighbouring lanes store neighbours of dX.
 //
-// Pass: WARPS, GROUPS, UNITS_PER_SAMPLE, kSlot, kGroup, kWeights, load_weights(kernel) as in columns.cuh; X and G, their Strides in slots;
-//       forward(kernel) and back(kernel, sums), which take the steps in their order; kFours (tiles of sums), kSums (elements of
-//       all weights), place(kernel, n, ...) of a tile; GRAD (the parameter that G is); kGrad (bytes before its slot)
+// Pass: WARPS, GROUPS, SLOTS, UNITS_PER_SAMPLE, kSlot, kGroup, kWeights, load_weights(kernel) as in columns.cuh; X and G, their
+//       Strides in slots; kGrad (bytes before G's); forward(kernel) and back(kernel, sums), which take the Steps in their
+//       order; kFours (tiles of sums), place(kernel, n, ...) of one; kSums (elements of all weights); GRAD (the parameter
+//       that G is)
 #pragma once
 #include "columns.cuh"
 #include "mma.cuh"
@@ -107,8 +108,9 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
     constexpr int kEights = ceil_div(S::COLUMNS, 8);
     constexpr bool kWhole = S::COLUMNS % 8 == 0;
     const u32 left = behind<S>() + lane.g * Out::step(S::MODE) * 8, right = before<S>() + lane.g * In::step(S::MODE) * 8;
-#pragma unroll (WARPS == 1 && kEights <= 16 ? kEights : 4)
-    for (int turn = 0; turn < ceil_div(kEights, WARPS); ++turn) {
+    constexpr int kTurns = ceil_div(kEights, WARPS);
+#pragma unroll (kTurns <= 16 ? kTurns : 4)
+    for (int turn = 0; turn < kTurns; ++turn) {
       const int eight = WARPS == 1 ? turn : turn * WARPS + thread / 32;
       if (kEights % WARPS && eight >= kEights) break;
       double a[4] = {}, b[S::TILES][2];
