@@ -620,7 +620,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {"DoublePair", "Monarch", "Strip", "StripBackward Reduction"} <= found
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts"} <= found
-    assert {f"{way}Backward Reduction" for way in ("Large", "Small", "SplitPair")} <= found
+    assert {f"{way}Backward Reduction" for way in ("Columns", "Large", "Small", "SplitPair")} | {"Columns"} <= found
     assert {"Gradient", "Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found
