@@ -33,6 +33,7 @@ from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
+from factorlayer.unit_backward import UnitBackward
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -64,6 +65,7 @@ Pass = (
     | Strip
     | StripBackward
     | Turn
+    | UnitBackward
     | WeightChunks
     | Wide
     | WideGradient

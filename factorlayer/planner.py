@@ -33,6 +33,7 @@ from factorlayer import (
     streamed,
     strip,
     strip_backward,
+    unit_backward,
     wide,
     wide_gradient,
 )
@@ -286,8 +287,8 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         return few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        families = (pair_backward, large_backward, split_pair_backward, strip_backward) if inner == 1 else ()
-        tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
+        families = (pair_backward, large_backward, unit_backward, split_pair_backward, strip_backward)
+        tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families if inner == 1]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
         by_fma = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
         if by_fma and (not found or by_fma.us < found.us):

@@ -35,6 +35,7 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.strip_backward import StripBackward
+from factorlayer.unit_backward import UnitBackward
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -137,7 +138,7 @@ class Kernel:
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
         if isinstance(p, SmallBackward):
             return batch * p.output_bytes
-        if isinstance(p, LargeBackward | PairBackward | SplitPairBackward | StripBackward):
+        if isinstance(p, LargeBackward | PairBackward | SplitPairBackward | StripBackward | UnitBackward):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
             return sum(self.outputs(batch))

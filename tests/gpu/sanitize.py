@@ -42,6 +42,7 @@ from factorlayer.grouped import Grouped  # noqa: E402
 from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.split_pair_backward import SplitPairBackward  # noqa: E402
+from factorlayer.unit_backward import UnitBackward  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
 
 TOOLS = {
@@ -219,7 +220,7 @@ def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[boo
 
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
-            yield isinstance(made, Grouped | SplitPairBackward) and made.groups > 1
+            yield isinstance(made, Grouped | SplitPairBackward | UnitBackward) and made.groups > 1
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
