@@ -12,6 +12,7 @@ from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
+from factorlayer.double_backward import DoubleBackward
 from factorlayer.double_pair import DoublePair
 from factorlayer.emit import source
 from factorlayer.few import Few, FewPass
@@ -44,6 +45,7 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 Pass = (
     ColumnSums
     | Dense
+    | DoubleBackward
     | DoublePair
     | Few
     | FewPass
@@ -133,6 +135,8 @@ class Plan:
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
         if isinstance(p, Dense):
             return "x", "y"
+        if isinstance(p, DoubleBackward):
+            return "x", "y" if p.returns else "s2"
         if isinstance(p, TileSums):
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1

@@ -17,6 +17,7 @@ from factorlayer import (
     dense_backward,
     dense_backward32,
     dense_streamed,
+    double_backward,
     double_pair,
     few,
     gradient,
@@ -290,6 +291,9 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         families = (pair_backward, large_backward, unit_backward, split_pair_backward, strip_backward)
         tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families if inner == 1]
         found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
+        both = double_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else ()
+        if both and (not found or sum(p.us for p in both) < found.us):
+            return *both, Reduction(both[-1])
         by_fma = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
         if by_fma and (not found or by_fma.us < found.us):
             return by_fma, Reduction(by_fma)

@@ -435,13 +435,19 @@ AT_ONCE = [
     (((8, 24), (96, 24)), "bfloat16", 25, 90),
     (((67, 72), (99, 88)), "bfloat16", 3, 90),
     (((20, 28), (33, 45)), "float64", 9, 80),
+    (((128, 128), (128, 128)), "float64", 3, 90),
+    (((97, 31), (100, 45)), "float64", 5, 90),
+    (((40, 124), (110, 72)), "float64", 5, 90),
 ]
+DOUBLE_PAIRS = (((128, 128), (128, 128)), ((97, 31), (100, 45)), ((40, 124), (110, 72)))
 LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
 def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
     of_warpgroups = architecture == 90 and dtype != "float64" and min(min(s) for s in sizes) >= 24
     own = "UnitBackward" if dtype in ("bfloat16", "float16") else "SplitPairBackward"
+    if dtype == "float64" and sizes in DOUBLE_PAIRS:
+        return "DoubleBackward"
     fits = of_warpgroups and max(max(s) for s in sizes) <= 64
     return "LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
 
@@ -1457,6 +1463,8 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
         (64, "bfloat16", "fence_copy_engine();\n        wait", "wait", "no fence: a matrix unit"),
         (64, "bfloat16", "sync_threads<128>(2 + warpgroup);  // all", "// all", "race: a matrix unit"),
         (64, "bfloat16", "sync_threads<128>(2 + warpgroup);  // dT has", "// dT has", "race"),
+        (128, "float64", "Base::wait_for_room(c);", "", "has not landed"),
+        (128, "float64", "sync_threads<kThreads>(1);\n  }", "}", "race"),
     ],
 )
 def test_finds_what_is_missing_of_all_gradients(
@@ -1466,7 +1474,7 @@ def test_finds_what_is_missing_of_all_gradients(
     found = plan(all_gradients_of(spec), dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})
-    x = np.ones(({32: 30, 64: 9, 96: 3}[size], size**2))
+    x = np.ones(({32: 30, 64: 9, 96: 3, 128: 2}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
     assert any(said in error for error in errors), errors
 

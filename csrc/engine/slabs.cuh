@@ -23,7 +23,7 @@ template <class Element, int HEIGHT> struct Slabs {
     for (int j = threadIdx.x % THREADS; j < (round_up(ROWS, 16) - ROWS) * kRow; j += THREADS)
       store_u32x4(at + place(ROWS + j / kRow, j % kRow * 8), {});
   }
-  // A weight, by the first THREADS of a block: copied if it is parameter FACTOR, or made, several elements at a time on their way.
+  // A weight, by the first THREADS of a block: copied if it is parameter FACTOR, or made, several elements on their way.
   template <int FACTOR, int Q, int P, int THREADS, class At>
   static DEVICE void load_weight(const Params& params, u32 to, At at) {
     if constexpr (FACTOR >= 0 && P % 8 == 0) {

@@ -7,8 +7,8 @@
 // n contiguous; T alone is an operand in registers. The block's units go through a ring of slots, which another warpgroup fills,
 // several units ahead, so that memory never waits for products.
 //
-// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply); registers of
-//       a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
+// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
+//       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
 //       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is)
 #pragma once
 #include "slabs.cuh"

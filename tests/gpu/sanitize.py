@@ -82,7 +82,7 @@ TRAINED = [
     ("kronecker", "128 128", 5, "tf32 float64"),
     ("kronecker", "8 8 8 8 8", 4, "float32"),
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
-    ("kronecker", "3x2 12x16 16x8", 72, "bfloat16"),
+    ("kronecker", "3x2 12x16 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("monarch", "8x6 9x10", 70, "tf32"),
     ("monarch", "4 72", 70, "float32 bfloat16"),
