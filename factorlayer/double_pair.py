@@ -74,7 +74,7 @@ class DoublePair(TakesTwoModes):
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        code = headers("sums.cuh", "operands.cuh", "double_pair.cuh")
+        code = headers("sums.cuh", "operands.cuh", "double_ring.cuh", "double_pair.cuh")
         return kernel(code, name, "DoublePair", lines, self.threads)
 
 

@@ -54,7 +54,7 @@ class LargeBackward(OfTwoModes, BlockSums):
             lines += weight_functions(mode, letter, self.dtype)
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
-        code = hopper_headers(products, "sums.cuh", "large_backward.cuh")
+        code = hopper_headers(products, "slabs.cuh", "sums.cuh", "large_backward.cuh")
         return kernel(code, name, "LargeBackward", lines, self.threads)
 
 

@@ -14,6 +14,7 @@ from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
+from factorlayer.double_backward import DoubleBackward
 from factorlayer.double_pair import DoublePair
 from factorlayer.emit import source
 from factorlayer.few import Few, FewPass
@@ -35,6 +36,7 @@ from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
+from factorlayer.unit_backward import UnitBackward
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -47,6 +49,7 @@ Pass = (
     | Columns
     | ColumnsBackward
     | Dense
+    | DoubleBackward
     | DoublePair
     | Few
     | FewPass
@@ -68,6 +71,7 @@ Pass = (
     | Strip
     | StripBackward
     | Turn
+    | UnitBackward
     | WeightChunks
     | Wide
     | WideGradient
@@ -135,6 +139,8 @@ class Plan:
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
         if isinstance(p, Dense):
             return "x", "y"
+        if isinstance(p, DoubleBackward):
+            return "x", "y" if p.returns else "s2"
         if isinstance(p, TileSums):
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1

@@ -19,6 +19,7 @@ from factorlayer import (
     dense_backward,
     dense_backward32,
     dense_streamed,
+    double_backward,
     double_pair,
     few,
     gradient,
@@ -35,6 +36,7 @@ from factorlayer import (
     streamed,
     strip,
     strip_backward,
+    unit_backward,
     wide,
     wide_gradient,
 )
@@ -278,29 +280,34 @@ def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    found = list(_ways_back(chain, dtype, batch, gpu))
+    if not found:
+        raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
+    return min(found, key=lambda passes: sum(p.us for p in passes))
+
+
+def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
     first, *more = chain.contractions
     if first.tied and not more:
         singles = [family.tile(first, dtype, batch, gpu) for family in (single_backward, split_single_backward)]
-        single = min((p for p in singles if p), key=lambda p: p.us, default=None)
-        if single:
-            return single, Reduction(single)
+        yield from ((single, Reduction(single)) for single in singles if single)
     elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
-        return few_passes
+        yield few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        families = (pair_backward, large_backward, split_pair_backward, strip_backward) if inner == 1 else ()
-        tiled = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in families]
-        found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
-        by_fma = (small_backward, columns_backward) if inner == 1 else ()
-        others = [family.tile(_modes(chain), outer, dtype, batch, gpu) for family in by_fma]
-        other = min((p for p in others if p), key=lambda p: p.us, default=None)
-        if other and (not found or other.us < found.us):
-            return other, Reduction(other)
-        if found:
-            if any(len(mode.parts) > 1 for mode in found.modes):
-                return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
-            return found, Reduction(found)
-    raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
+        if inner > 1:
+            return
+        modes = _modes(chain)
+        for of_two in (pair_backward, large_backward, unit_backward, split_pair_backward, strip_backward):
+            if found := of_two.tile(modes, outer, dtype, batch, gpu):
+                whole = all(len(mode.parts) == 1 for mode in found.modes)
+                parts = () if whole else (Parts(found.modes, dtype),)
+                yield found, Reduction(found, in_place=not whole), *parts
+        for by_fma in (small_backward, columns_backward):
+            if made := by_fma.tile(modes, outer, dtype, batch, gpu):
+                yield made, Reduction(made)
+        if both := double_backward.tile(modes, outer, dtype, batch, gpu):
+            yield *both, Reduction(both[-1])
 
 
 def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:

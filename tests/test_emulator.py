@@ -413,7 +413,10 @@ def test_sums_are_added_up_by_as_many_as_fill_the_gpu(
 # Of both weights and x at once: several groups and slots, padding in every size, parts of columns, odd rows, few units,
 # a weight that leaves no room for copies before it is read
 AT_ONCE = [
-    (((64, 64), (64, 64)), "bfloat16", 9, 90),
+    (((64, 64), (64, 64)), "bfloat16", 40, 90),
+    (((64, 64), (64, 64)), "bfloat16", 9, 80),
+    (((41, 56), (50, 24)), "float16", 40, 90),
+    (((24, 40), (33, 64)), "bfloat16", 5, 90),
     (((32, 32), (32, 32)), "float16", 20, 80),
     (((20, 28), (36, 44)), "bfloat16", 9, 90),
     (((9, 24), (8, 40)), "float16", 11, 90),
@@ -435,13 +438,21 @@ AT_ONCE = [
     (((8, 24), (96, 24)), "bfloat16", 25, 90),
     (((67, 72), (99, 88)), "bfloat16", 3, 90),
     (((20, 28), (33, 45)), "float64", 9, 80),
+    (((128, 128), (128, 128)), "float64", 3, 90),
+    (((97, 31), (100, 45)), "float64", 5, 90),
+    (((40, 124), (110, 72)), "float64", 5, 90),
 ]
+DOUBLE_PAIRS = (((128, 128), (128, 128)), ((97, 31), (100, 45)), ((40, 124), (110, 72)))
 LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
 def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
-    is_split = dtype in ("float32", "tf32") and architecture == 90 and min(min(s) for s in sizes) >= 24
-    return "LargeBackward" if sizes in LARGE_PAIRS else "SplitPairBackward" if is_split else "PairBackward"
+    of_warpgroups = architecture == 90 and dtype != "float64" and min(min(s) for s in sizes) >= 24
+    own = "UnitBackward" if dtype in ("bfloat16", "float16") else "SplitPairBackward"
+    if dtype == "float64" and sizes in DOUBLE_PAIRS:
+        return "DoubleBackward"
+    fits = of_warpgroups and max(max(s) for s in sizes) <= 64
+    return "LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -1501,6 +1512,14 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
         (64, "float32", "sync_threads<128>(2 + warpgroup);  // all", "// all", "race: a matrix unit"),
         (64, "float32", "sync_threads<128>(2 + warpgroup);  // dT has", "// dT has", "race"),
         (64, "float32", "wait_for_products<1>();\n", "", "race"),
+        (64, "bfloat16", "wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);", "", "has not landed"),
+        (64, "bfloat16", "wait_for_copies<AHEAD>();", "", "has not landed"),
+        (64, "bfloat16", "fence_copy_engine();\n        arrive", "arrive", "no fence: a matrix unit"),
+        (64, "bfloat16", "fence_copy_engine();\n        wait", "wait", "no fence: a matrix unit"),
+        (64, "bfloat16", "sync_threads<128>(2 + warpgroup);  // all", "// all", "race: a matrix unit"),
+        (64, "bfloat16", "sync_threads<128>(2 + warpgroup);  // dT has", "// dT has", "race"),
+        (128, "float64", "Base::wait_for_room(c);", "", "has not landed"),
+        (128, "float64", "sync_threads<kThreads>(1);\n  }", "}", "race"),
     ],
 )
 def test_finds_what_is_missing_of_all_gradients(
@@ -1510,7 +1529,7 @@ def test_finds_what_is_missing_of_all_gradients(
     found = plan(all_gradients_of(spec), dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})
-    x = np.ones(({32: 30, 64: 5, 96: 3}[size], size**2))
+    x = np.ones(({32: 30, 64: 9, 96: 3, 128: 2}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
     assert any(said in error for error in errors), errors
 

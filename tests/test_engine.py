@@ -619,8 +619,9 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
     assert {"DoublePair", "Monarch", "Strip", "StripBackward Reduction"} <= found
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
-    assert {"PairBackward Reduction", "PairBackward Reduction Parts"} <= found
-    assert {f"{way}Backward Reduction" for way in ("Columns", "Large", "Small", "SplitPair")} | {"Columns"} <= found
+    assert {"PairBackward Reduction", "PairBackward Reduction Parts", "UnitBackward Reduction Parts"} <= found
+    assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found
+    assert {f"{way}Backward Reduction" for way in ("Columns", "Large", "Small", "SplitPair")} <= found
     assert {"Gradient", "Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found

@@ -24,6 +24,7 @@ from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
+from factorlayer.double_backward import DoubleBackward
 from factorlayer.double_pair import DoublePair
 from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
@@ -37,6 +38,7 @@ from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
+from factorlayer.unit_backward import UnitBackward
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -690,6 +692,46 @@ def test_two_large_factors_of_doubles_have_a_family(
     assert not any(
         isinstance(p, DoublePair) for p in plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(80)).passes
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "batch", "family"),
+    [
+        (((128, 128), (128, 128)), "float64", 1024, DoubleBackward),
+        (((97, 24), (128, 65)), "float64", 16384, DoubleBackward),
+        (((128, 129), (128, 128)), "float64", 1024, None),
+        (((128, 23), (128, 128)), "float64", 1024, None),
+        (((64, 64), (64, 64)), "bfloat16", 16384, UnitBackward),
+        (((24, 64), (33, 40)), "float16", 1024, UnitBackward),
+        (((64, 64), (65, 64)), "bfloat16", 16384, None),
+        (((64, 60), (64, 64)), "bfloat16", 16384, None),
+    ],
+    ids=str,
+)
+def test_all_gradients_of_two_factors_have_families(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, batch: int, family: type | None
+) -> None:
+    chain = replace(chain_of(kronecker(*sizes), False, "identity"), backward=True)
+    for arch in (80, 90):
+        try:
+            found = plan(chain, dtype, batch, Gpu.of(arch))
+        except PlanError:
+            assert dtype == "float64" and (arch == 80 or family is None)
+            continue
+        *passes, reduction = found.passes
+        assert isinstance(reduction, Reduction)
+        assert (
+            {type(p) for p in passes} == {family}
+            if family and arch == 90
+            else not {type(p) for p in passes} & {DoubleBackward, UnitBackward}
+        )
+        if arch == 80 or family is None:
+            continue
+        (p0, p1), (q0, q1) = sizes
+        assert all(p.shared <= p.gpu.shared and p.us > 0 for p in passes)
+        assert found.scratch == (0, 0, 132 * (q0 * p0 + q1 * p1) * (8 if dtype == "float64" else 4))
+        buffers = [(p.read, p.written) for p in read_text(found.text()).passes]
+        assert buffers == [*([("x", "s2")] if len(passes) > 1 else []), ("x", "y"), ("s2", "w")]
 
 
 @pytest.mark.parametrize(

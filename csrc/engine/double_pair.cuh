@@ -10,71 +10,61 @@
 // Pass: Math, Element, Activation, BIAS, FACTOR_A, FACTOR_B (parameters), P0, P1, Q0, Q1, UNITS_PER_SAMPLE, STAGES;
 //       REGISTERS and COPY_REGISTERS of a thread who multiplies, or copies
 #pragma once
-#include "operands.cuh"
+#include "double_ring.cuh"
 #include "pointwise.cuh"
 
-template <class Pass> struct DoublePair {
+constexpr int larger_of(int x, int y) { return x > y ? x : y; }
+
+// A stage holds a chunk of either weight.
+template <class Pass>
+using RingOfWeights = DoubleRing<typename Pass::Math, typename Pass::Element, Pass::STAGES,
+                                 larger_of(round_up(Pass::Q0, 64), round_up(Pass::Q1, 16)) * 20 * 8>;
+
+template <class Pass> struct DoublePair : RingOfWeights<Pass> {
+  using Base = RingOfWeights<Pass>;
   using Element = typename Pass::Element;
-  using Math = typename Pass::Math;
-  using Tensors = Operands<Math, Element, 256>;
-  using A = typename Math::A;
-  using B = typename Math::B;
+  using typename Base::A;
+  using typename Base::Tensors;
+  using Base::kChunk, Base::kCopiers, Base::kDepth, Base::kSize, Base::kStep, Base::kThreads;
+  using Base::along, Base::barriers, Base::down, Base::empty, Base::full, Base::lane, Base::stage;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, STAGES = Pass::STAGES;
-  static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kDepth = 16, NT = ceil_div(Q1, 16);
+  static constexpr int NT = ceil_div(Q1, 16);
   static constexpr int kMiddle = ceil_div(P0, 64), kLast = ceil_div(Q0, 64);  // tiles of 16 rows of a warp's T and Y
   static constexpr int kRows = kMiddle * 64, kColumns = NT * 16, kWidth = round_up(P1, kDepth);
   static constexpr int kState = Tensors::stride(kWidth > kColumns ? kWidth : kColumns);
   static constexpr int kChunksB = ceil_div(P1, kDepth), kChunksA = ceil_div(P0, kDepth), kChunks = kChunksB + kChunksA;
   static constexpr int kTail = (kChunksA - 1) * kDepth;  // where T's last rows begin
-  static constexpr int kChunk = kDepth + 4, kWeightRows = kLast * 64 > kColumns ? kLast * 64 : kColumns;
-  static constexpr int kThreads = 256, kCopiers = 128;
-  static constexpr int kStageBytes = kWeightRows * kChunk * kSize, kStateBytes = kRows * kState * kSize;
-  static constexpr int kTailBytes = kDepth * kState * kSize;
+  static constexpr int kStateBytes = kRows * kState * kSize, kTailBytes = kDepth * kState * kSize;
   template <int TILES> using Sums = Element[TILES][NT][4];
 
   const Params& params;
   const typename Pass::Activation activation;
-  const Lane lane;
-  const int down, along;  // this warp's place among the four by two
-  const u32 state, tail, ring, barriers;
+  const u32 state, tail;
   const i64 units;
 
   DEVICE DoublePair(const Params& given)
-      : params(given), activation(given), down(threadIdx.x / 32 / 2), along(threadIdx.x / 32 % 2),
-        state(shared_address(shared_memory)), tail(state + kStateBytes), ring(tail + kTailBytes),
-        barriers(ring + STAGES * kStageBytes), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
-  DEVICE u32 full(int c) const { return barriers + c % STAGES * 8; }
-  DEVICE u32 empty(int c) const { return barriers + (STAGES + c % STAGES) * 8; }
+      : Base(shared_address(shared_memory) + kStateBytes + kTailBytes), params(given), activation(given),
+        state(shared_address(shared_memory)), tail(state + kStateBytes), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
   DEVICE u32 x_full() const { return barriers + 2 * STAGES * 8; }
 
   // Who copies
 
-  // ROWS x COLUMNS of a matrix whose rows have FROM elements; what is not there is zero.
-  template <int ROWS, int COLUMNS, int STRIDE, int FROM>
-  DEVICE void copy(u32 to, const Element* from, int rows, int columns) const {
-    constexpr int kBytes = FROM % 2 ? 8 : 16, kEach = kBytes / kSize, kRow = COLUMNS / kEach;
-#pragma unroll 4
-    for (int j = threadIdx.x % kCopiers; j < ROWS * kRow; j += kCopiers) {
-      const int row = j / kRow, column = j % kRow * kEach;
-      const bool present = row < rows && column < columns;
-      copy_async<kBytes>(to + (row * STRIDE + column) * kSize, present ? from + row * FROM + column : from, present);
-    }
-  }
   // Chunk c of a unit's weights, B's first
   DEVICE void load_weights(int c) const {
-    const u32 to = ring + c % STAGES * kStageBytes;
+    const u32 to = stage(c);
     const int at = c % kChunks;
     if (at < kChunksB)
-      copy<kColumns, kDepth, kChunk, P1>(to, weight(Pass::FACTOR_B) + at * kDepth, Q1, P1 - at * kDepth);
+      Base::template copy<kColumns, kDepth, kChunk, P1>(to, weight(Pass::FACTOR_B) + at * kDepth, Q1, P1 - at * kDepth);
     else
-      copy<kLast * 64, kDepth, kChunk, P0>(to, weight(Pass::FACTOR_A) + (at - kChunksB) * kDepth, Q0, P0 - (at - kChunksB) * kDepth);
+      Base::template copy<kLast * 64, kDepth, kChunk, P0>(
+          to, weight(Pass::FACTOR_A) + (at - kChunksB) * kDepth, Q0, P0 - (at - kChunksB) * kDepth);
   }
   DEVICE const Element* weight(int factor) const { return static_cast<const Element*>(params.weights[factor]); }
   // The rows of a unit's X that a chunk of A's meets
   DEVICE void load_x(i64 unit, int chunk) const {
     const int first = chunk * kDepth;
     const Element* from = static_cast<const Element*>(params.x) + (unit * P0 + first) * P1;
-    copy<kDepth, kWidth, kState, P1>(state + first * kState * kSize, from, P0 - first, P1);
+    Base::template copy<kDepth, kWidth, kState, P1>(state + first * kState * kSize, from, P0 - first, P1);
   }
 
   DEVICE void produce() const {
@@ -86,7 +76,7 @@ template <class Pass> struct DoublePair {
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
 #pragma unroll 1
       for (int at = 0; at < kChunks; ++at, ++c, ++read) {
-        if (c >= STAGES) wait_for_bytes(empty(c), c / STAGES & 1 ^ 1);
+        Base::wait_for_room(c);
         if (read == kChunks) read = 0;
         const i64 following = read < at ? unit + gridDim.x : unit;
         if (read >= kChunksB && following < units) load_next_x(following, read - kChunksB);
@@ -102,35 +92,6 @@ template <class Pass> struct DoublePair {
   }
 
   // Who multiplies
-
-  // sums += left x right, of a chunk
-  template <int TILES, class Left, class Right>
-  DEVICE void multiply(Sums<TILES>& sums, int c, const Left& left, const Right& right) const {
-    constexpr int kTogether = NT % 2 ? 1 : 2;
-    wait_for_bytes(full(c), c / STAGES & 1);
-#pragma unroll
-    for (int s = 0; s < kDepth / kStep; ++s) {
-      A a[TILES];
-#pragma unroll
-      for (int m = 0; m < TILES; ++m) left(a[m], m, s);
-#pragma unroll
-      for (int n = 0; n < NT; n += kTogether) {
-        B some[kTogether];
-        right(some, n, s);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-          for (int m = 0; m < TILES; ++m) Math::template multiply<kStep>(sums[m][n + i], a[m], some[i]);
-      }
-    }
-    arrive(empty(c));
-  }
-  template <int STRIDE> DEVICE auto rows(u32 from, int tiles) const {
-    const u32 mine = from + down * tiles * 16 * STRIDE * kSize + Math::template lane_row_a<STRIDE>(lane);
-    return [=](A& a, int m, int s) {
-      Math::template load_row_a<kStep, STRIDE>(a, mine + (m * 16 * STRIDE + s * kStep) * kSize);
-    };
-  }
 
   DEVICE void put_middle(const Sums<kMiddle>& sums) const {
 #pragma unroll
@@ -173,11 +134,11 @@ template <class Pass> struct DoublePair {
       wait_for_bytes(x_full(), turn);
       {
         Sums<kMiddle> sums = {};
-        const auto left = rows<kState>(state, kMiddle);
+        const auto left = Base::template rows<kState>(state, kMiddle);
 #pragma unroll 1
         for (int k = 0; k < kChunksB; ++k, ++c) {
-          const u32 from = ring + c % STAGES * kStageBytes + along * NT * 8 * kChunk * kSize + Math::template lane_row_b<kChunk>(lane);
-          multiply(sums, c, [&](A& a, int m, int s) { left(a, m, s + k * (kDepth / kStep)); }, Tensors::template by_k<kChunk>(from));
+          Base::multiply(sums, c, [&](A& a, int m, int s) { left(a, m, s + k * (kDepth / kStep)); },
+                         Base::template columns<kChunk>(stage(c), NT));
         }
         sync_threads<kThreads>(1);  // all have read X
         put_middle(sums);
@@ -187,15 +148,14 @@ template <class Pass> struct DoublePair {
 #pragma unroll 1
       for (int k = 0; k < kChunksA; ++k, ++c) {
         const u32 middle = k == kChunksA - 1 ? tail : state + k * kTailBytes;
-        const u32 from = middle + along * NT * 8 * kSize + Math::template lane_b_by_n<kState>(lane);
-        multiply(sums, c, rows<kChunk>(ring + c % STAGES * kStageBytes, kLast), Tensors::template by_n<kState>(from, lane.index));
+        Base::multiply(sums, c, Base::template rows<kChunk>(stage(c), kLast), Base::template columns_by_n<kState>(middle, NT));
       }
       put_last(sums, unit);
     }
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < STAGES) init_barrier(full(threadIdx.x), kCopiers), init_barrier(empty(threadIdx.x), kThreads);
+    Base::init();
     if (threadIdx.x == 0) init_barrier(x_full(), kCopiers);
     for (int j = threadIdx.x; j < (kStateBytes + kTailBytes) / 16; j += kThreads + kCopiers)
       store_u32x4(state + j * 16, {});  // rows that no X has

@@ -9,15 +9,16 @@
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
 //       normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is)
 #pragma once
-#include "params.cuh"
+#include "slabs.cuh"
 #include "sums.cuh"
-#include "wgmma.cuh"
 
-template <class Pass> struct LargeBackward {
+template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> {
   using Element = typename Pass::Element;
+  using Base = Slabs<Element, 128>;
+  using Base::place, Base::kSlab;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
-  static constexpr int kRows = 128, kSlab = kRows * 128, kState = 2 * kSlab;  // of every matrix
+  static constexpr int kState = 2 * kSlab;  // of every matrix
   static constexpr int kBarrierBytes = 1024, kThreads = 384, kSums = Q0 * P0 + Q1 * P1;
   static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static_assert(P0 <= 128 && P1 <= 128 && Q0 <= 128 && Q1 <= 128 && P1 % 8 == 0 && Q1 % 8 == 0);
@@ -35,9 +36,6 @@ template <class Pass> struct LargeBackward {
 
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
-  static DEVICE u32 place(int row, int column) {
-    return column / 64 * kSlab + swizzled(row, column % 64 / 8) + column % 8 * 2;
-  }
 
   DEVICE void run() const {
     if (threadIdx.x < SLOTS) {
@@ -46,8 +44,8 @@ template <class Pass> struct LargeBackward {
     }
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
-      clear_padding<P0, P1, kThreads>(slots + slot * 2 * kState);
-      clear_padding<Q0, Q1, kThreads>(slots + slot * 2 * kState + kState);
+      Base::template clear_padding<P0, P1, kThreads>(slots + slot * 2 * kState);
+      Base::template clear_padding<Q0, Q1, kThreads>(slots + slot * 2 * kState + kState);
     }
     fence_copy_engine();
     __syncthreads();
@@ -57,60 +55,25 @@ template <class Pass> struct LargeBackward {
     } else {
       take_registers<kRegisters>();
       const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
-      load_weight<Pass::FACTOR_A, Q0, P0>(a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
-      load_weight<Pass::FACTOR_B, Q1, P1>(b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+      Base::template load_weight<Pass::FACTOR_A, Q0, P0, 256>(
+          params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+      Base::template load_weight<Pass::FACTOR_B, Q1, P1, 256>(
+          params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
       wait_for_copies<0>();
       fence_copy_engine();
       sync_group<8, 2>(1);
       consume(1 / normal_a, 1 / normal_b);
     }
   }
-  template <int ROWS, int COLUMNS, int THREADS> DEVICE void copy(const Element* from, u32 to) const {
-#pragma unroll 4
-    for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
-      copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
-  }
-  // What copies leave of steps of 16; what lies behind these is multiplied, but not looked at.
-  template <int ROWS, int COLUMNS, int THREADS> DEVICE void clear_padding(u32 at) const {
-    constexpr int kWidth = round_up(COLUMNS, 16), kRow = kWidth / 8;
-    if constexpr (COLUMNS < kWidth)
-      for (int row = threadIdx.x % THREADS; row < ROWS; row += THREADS) store_u32x4(at + place(row, COLUMNS), {});
-    for (int j = threadIdx.x % THREADS; j < (round_up(ROWS, 16) - ROWS) * kRow; j += THREADS)
-      store_u32x4(at + place(ROWS + j / kRow, j % kRow * 8), {});
-  }
-  // By the warpgroups that need it: copied, or made, several elements at a time on their way.
-  template <int FACTOR, int Q, int P, class At> DEVICE void load_weight(u32 to, At at) const {
-    if constexpr (FACTOR >= 0 && P % 8 == 0) {
-      copy<Q, P, 256>(static_cast<const Element*>(params.weights[FACTOR]), to);
-      commit_copies();
-      clear_padding<Q, P, 256>(to);
-    } else {
-      constexpr int kWidth = round_up(P, 16), kAll = round_up(Q, 16) * kWidth, kTogether = 16;
-#pragma unroll 1
-      for (int from = threadIdx.x; from < kAll; from += 256 * kTogether) {
-        Element x[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int q = (from + i * 256) / kWidth, p = (from + i * 256) % kWidth;
-          x[i] = q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int j = from + i * 256;
-          if (j < kAll) store_shared(to + place(j / kWidth, j % kWidth), x[i]);
-        }
-      }
-    }
-  }
-
   DEVICE void produce() const {
     u32 position = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
       const u32 slot = position % SLOTS, to = slots + slot * 2 * kState;
       wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
-      copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
-      copy<Q0, Q1, 128>(static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1), to + kState);
+      Base::template copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
+      const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
+      Base::template copy<Q0, Q1, 128>(grad_y + unit * (Q0 * Q1), to + kState);
       commit_copies();
       wait_for_copies<0>();
       fence_copy_engine();

@@ -7,6 +7,7 @@ beside this.
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 import re
 import shutil
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
+from factorlayer.double_backward import DoubleBackward
 from factorlayer.emit import source
 from factorlayer.few import FewPass
 from factorlayer.gpu import ELEMENT_BYTES
@@ -36,6 +38,7 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.strip_backward import StripBackward
+from factorlayer.unit_backward import UnitBackward
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -138,7 +141,11 @@ class Kernel:
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
         if isinstance(p, ColumnsBackward | SmallBackward):
             return batch * p.output_bytes
-        if isinstance(p, LargeBackward | PairBackward | SplitPairBackward | StripBackward):
+        if isinstance(p, DoubleBackward) and not p.returns:
+            return 0
+        if isinstance(
+            p, DoubleBackward | LargeBackward | PairBackward | SplitPairBackward | StripBackward | UnitBackward
+        ):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, Dense) and p.states:
             return sum(self.outputs(batch))
@@ -198,7 +205,7 @@ class Emulator:
             found = done.stdout.splitlines()
             if done.returncode not in (0, 1):
                 found.append(f"exit code {done.returncode}: accesses outside of the tensors, or a broken stack")
-            errors += [f"pass {number}: {line}" for line in found]
+            errors += [f"pass {number}: {line}" for line in found if not is_left_to_another(kernel.planned, line)]
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
@@ -206,12 +213,33 @@ class Emulator:
                 (self.folder / "chunks").write_bytes(memory)
                 continue
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
+            if isinstance(kernel.planned, DoubleBackward):
+                if errors:
+                    return outputs, errors
+                made = np.frombuffer(memory[places[-1] :]).reshape(-1, kernel.planned.weights)
+                if not kernel.planned.returns:  # the other one's sums lie beside
+                    held = made
+                    continue
+                first = math.prod(kernel.planned.sizes[::2])
+                memory = memory[: places[-1]] + np.hstack([held[:, :first], made[:, first:]]).tobytes()
             parts = [memory[at : at + size] for at, size in zip(places, sizes, strict=False)]
             written = b"".join(parts)
             for part in parts if isinstance(kernel.planned, FewPass) else [written]:
                 outputs.append(decode(part, kernel.dtype(plan)))
             (self.folder / "x").write_bytes(memory[places[-1] :] or written)
         return outputs, errors
+
+
+def is_left_to_another(planned: Pass, line: str) -> bool:
+    """Whether all that is missing are sums that another kernel writes."""
+    if not isinstance(planned, DoubleBackward):
+        return False
+    p0, p1, q0, q1 = planned.sizes
+    others = PART_BYTES[planned.dtype] * (q0 * p0 if planned.returns else q1 * p1)
+    missing = re.search(r": (\d+) bytes of the output not written, and \d+ behind tensors$", line)
+    return (
+        missing is not None and 0 <= int(missing[1]) - 2 * others < 16
+    )  # of two blocks, and what lies between tensors
 
 
 def for_the_cpu(text: str) -> str:

@@ -42,6 +42,7 @@ from factorlayer.grouped import Grouped  # noqa: E402
 from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.split_pair_backward import SplitPairBackward  # noqa: E402
+from factorlayer.unit_backward import UnitBackward  # noqa: E402
 from factorlayer.wide import Wide  # noqa: E402
 
 TOOLS = {
@@ -82,7 +83,7 @@ TRAINED = [
     ("kronecker", "8 8 8 8 8", 4, "float32"),
     ("kronecker", "8x9 8x9 8x9", 71, "float64"),
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
-    ("kronecker", "3x2 12x16 16x8", 72, "bfloat16"),
+    ("kronecker", "3x2 12x16 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("monarch", "8x6 9x10", 70, "tf32"),
     ("monarch", "4 72", 70, "float32 bfloat16"),
@@ -220,7 +221,7 @@ def _groups_part(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[boo
 
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
-            yield isinstance(made, Grouped | SplitPairBackward) and made.groups > 1
+            yield isinstance(made, Grouped | SplitPairBackward | UnitBackward) and made.groups > 1
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
