@@ -22,6 +22,8 @@ PRODUCERS = 128  # threads
 MOST_STAGES = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
+SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
+MOST_SPLIT = {1: 144, 2: 128, 3: 96}  # sums and results then, by consumers
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -52,13 +54,27 @@ class Wide:
         return 64 * self.consumers if self.product.size == 4 else self.n
 
     @property
+    def splits(self) -> bool:
+        return self.product.dtype == "float32"
+
+    @property
+    def parts(self) -> int:
+        """Of 128 bytes, in a row of a slab: where floats were, their halves lie."""
+        return 2 if self.splits else 1
+
+    @property
     def slab(self) -> int:
         """Elements of k."""
-        return 128 // self.product.size
+        return self.parts * 128 // self.product.size
 
     @property
     def stage_bytes(self) -> int:
-        return 128 * (64 * self.consumers + self.n * (2 if self.product.dtype == "float32" else 1))
+        return 128 * self.parts * (64 * self.consumers + self.n)
+
+    @property
+    def stage_extra(self) -> int:
+        """Barriers, and the scale of each row of x."""
+        return 16 + 4 * self.n * (self.parts - 1)
 
     @property
     def exchange_bytes(self) -> int:
@@ -67,12 +83,12 @@ class Wide:
 
     @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + self.stage_extra))
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + self.exchange_bytes + 1024
+        return self.stages * (self.stage_bytes + self.stage_extra) + self.exchange_bytes + 1024
 
     @property
     def slabs(self) -> int:
@@ -157,7 +173,7 @@ class Wide:
         """Self-contained CUDA C++ of the kernel `name`."""
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
-        more, fewer = REGISTERS[self.consumers]
+        more, fewer = (SPLIT_REGISTERS if self.splits else REGISTERS)[self.consumers]
         numbers = {
             **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
             **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
@@ -177,8 +193,8 @@ class Wide:
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
             "BIAS": p.bias,
-            "ROUND_X": p.dtype == "float32" or (rounds and not p.ours_in),
-            "SPLIT": p.dtype == "float32",
+            "ROUND_X": self.splits or (rounds and not p.ours_in),
+            "SPLIT": self.splits,
             "ROUND_Y": rounds and p.ours_out,
         }
         if p.reads_beside:
@@ -190,7 +206,7 @@ class Wide:
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = headers("wgmma.cuh", "wide.cuh") + wgmma(p.dtype, self.n)
+        code = headers("wgmma.cuh", "wide.cuh") + wgmma("float16" if self.splits else p.dtype, self.n)
         return kernel(code, name, "Wide", lines, self.threads, cluster=cluster)
 
 
@@ -214,6 +230,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
             continue
         most = MOST_HELD[size] - (20 if size == 2 and cluster > 1 else 0)  # an exchange needs some, too
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
+        most = MOST_SPLIT[consumers] if product.dtype == "float32" else most
         for n in _widths(product, run):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + (product.dtype == "float32")) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them
@@ -259,9 +276,9 @@ def _time(plan: Wide) -> float:
     products = 2.3 * plan.consumers * plan.n / CYCLES
     read = plan.stage_bytes + 128 * plan.consumers * (64 + plan.n)
     drain = 0.1  # of a group
-    if product.dtype == "float32":
-        products, drain = 3.3 * products + 0.2 / plan.consumers, 0.5
-        read += 256 * plan.rows + 256 * plan.consumers * plan.n
+    if plan.splits:
+        products, drain = 3 * products + 0.3 / plan.consumers, 0.5
+        read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
     elif product.dtype == "tf32" and not product.ours_in:
         read += 256 * plan.rows  # rounded in place
     slab = max(load, products, 1.15 * read / 128 / CYCLES)

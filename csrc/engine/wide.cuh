@@ -32,24 +32,50 @@
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
 
+// A power of two that brings what is at most `most` below 2^15, and the one that takes it back.
+struct Scale {
+  float there, back;
+  DEVICE explicit Scale(float most) {
+    const u32 exponent = __float_as_uint(most) >> 23, bounded = exponent > 15 ? exponent : 15;
+    there = __uint_as_float((268 - bounded) << 23), back = __uint_as_float((bounded - 14) << 23);
+  }
+  DEVICE void split(u32 x, u32 y, u32& high, u32& low) const {
+    u32 word[2];
+    ::split<f16>(__uint_as_float(x) * there, __uint_as_float(y) * there, word);
+    high = word[0], low = word[1];
+  }
+};
+// Of neighbouring threads
+template <int THREADS> DEVICE float most_of(float x) {
+#pragma unroll
+  for (int by = 1; by < THREADS; by *= 2)
+    x = fmaxf(x, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(x), by)));
+  return x;
+}
+
 template <class Pass> struct Wide {
   using Element = typename Pass::Element;
-  static constexpr int kSize = sizeof(Element), BK = 128 / kSize, kPiece = 16 / kSize;
+  static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize;
   static constexpr bool kPacked = kSize == 2;
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
   static constexpr int FAST = Pass::FAST;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
   static constexpr bool kTurned = kSize == 4;
+  static constexpr bool kAhead = Pass::SPLIT && (Pass::CONSUMERS > 2 ? N <= 32 : N <= 96);  // registers for a split operand
   static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
-  static constexpr int kConsumers = 128 * Pass::CONSUMERS, kChunks = ceil_div(P, BK);
+  // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
+  static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
+  static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
+  static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
-  static constexpr int kStageBytes = (M + (Pass::SPLIT ? 2 * N : N)) * 128;
-  static constexpr int kX = kTurned ? M * 128 : 0, kWeight = kTurned ? 0 : M * 128;
-  // Behind the stages: barriers, and what a block of two is given by the other
-  static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kStageBytes = (M + N) * kParts * 128;
+  static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
+  // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
+  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
   static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
   struct Tile {
@@ -151,24 +177,31 @@ template <class Pass> struct Wide {
   }
   DEVICE void copy_slab(const Cursor& at, int thread, u32 to) const {
     const int fast = at.tile.fast + at.group;
-    const bool here = (P % BK == 0 || at.k + thread % 8 * kPiece < P) && (FAST % HELD == 0 || fast < FAST);
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
     const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * P + at.k);
-    const int left_x = here ? at.left_x : 0, left_weight = here ? at.left_weight : 0;
 #pragma unroll
-    for (int i = 0; i < ceil_div(kRows, 16); ++i)
-      if (is_whole<kRows>(i, thread)) copy_async<16>(to + kX + i * 2048, x + i * 16 * kXRow, i * 16 < left_x);
+    for (int part = 0; part < kParts; ++part) {
+      const int k = part * kPart, piece = thread % 8 * kPiece;
+      const bool here = (P % BK == 0 || at.k + k + piece < P) && (FAST % HELD == 0 || fast < FAST) &&
+                        (kPart == 128 / kSize || piece < kPart);
+      const int left_x = here ? at.left_x : 0, left_weight = here ? at.left_weight : 0;
 #pragma unroll
-    for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
-      const int column = column_of(i * 16);
-      const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * P;
-      if (is_whole<kColumns>(i, thread)) copy_async<16>(to + kWeight + i * 2048, weight + behind, column < left_weight);
+      for (int i = 0; i < ceil_div(kRows, 16); ++i)
+        if (is_whole<kRows>(i, thread))
+          copy_async<16>(to + kX + part * N * 128 + i * 2048, x + (i * 16 * kXRow + k), i * 16 < left_x);
+#pragma unroll
+      for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
+        const int column = column_of(i * 16);
+        const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * P + k;
+        if (is_whole<kColumns>(i, thread))
+          copy_async<16>(to + kWeight + part * M * 128 + i * 2048, weight + behind, column < left_weight);
+      }
     }
   }
-  // What a thread has copied of x, to the nearest tf32; what that leaves out goes behind the slab.
+  // What a thread has copied of x, to the nearest tf32.
   DEVICE void round(u32 from, int thread) const {
-    constexpr int kCount = ceil_div(kRows, 16), kTogether = Pass::SPLIT ? 2 : 4;
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = 4;
 #pragma unroll
     for (int i = 0; i < kCount; i += kTogether) {
       u32 x[kTogether][4];
@@ -178,16 +211,37 @@ template <class Pass> struct Wide {
 #pragma unroll
       for (int j = 0; j < kTogether && i + j < kCount; ++j) {
         if (!is_whole<kRows>(i + j, thread)) break;
-        u32 low[4];
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          if constexpr (Pass::SPLIT)
-            Split3::split(x[j][word], x[j][word], low[word]);
-          else
-            x[j][word] = nearest(x[j][word]);
-        }
+        for (u32& word : x[j]) word = nearest(word);
         store_u32x4(from + (i + j) * 2048, x[j]);
-        if constexpr (Pass::SPLIT) store_u32x4(from + N * 128 + (i + j) * 2048, low);
+      }
+    }
+  }
+  // The same, scaled and split: eight threads have a row of both parts, and put its high halves where the first part was, low
+  // ones where the second was, an element of each part side by side.
+  DEVICE void split_rows(u32 from, u32 scales, int thread) const {
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = 2;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kTogether) {
+      u32 x[kTogether][2][4];
+      float most[kTogether] = {};
+#pragma unroll
+      for (int j = 0; j < kTogether && i + j < kCount; ++j)
+        if (is_whole<kRows>(i + j, thread))
+#pragma unroll
+          for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
+#pragma unroll
+      for (int j = 0; j < kTogether && i + j < kCount; ++j) {
+        if (!is_whole<kRows>(i + j, thread)) break;
+#pragma unroll
+        for (int word = 0; word < 8; ++word) most[j] = fmaxf(most[j], fabsf(__uint_as_float(x[j][word / 4][word % 4])));
+        const Scale scale(most_of<8>(most[j]));
+        u32 high[4], low[4];
+#pragma unroll
+        for (int word = 0; word < 4; ++word) scale.split(x[j][0][word], x[j][1][word], high[word], low[word]);
+        store_u32x4(from + (i + j) * 2048, high);
+        store_u32x4(from + N * 128 + (i + j) * 2048, low);
+        if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
       }
     }
   }
@@ -203,7 +257,10 @@ template <class Pass> struct Wide {
     u32 phase = 1;
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     const auto finish_oldest = [&] {
-      round(place + kX + oldest * kStageBytes, thread);
+      if constexpr (Pass::SPLIT)
+        split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
+      else
+        round(place + kX + oldest * kStageBytes, thread);
       arrive(memory + kFull + oldest * 8);
       if (++oldest == Pass::STAGES) oldest = 0;
     };
@@ -443,7 +500,7 @@ template <class Pass> struct Wide {
   }
 
   // A slab: 32 bytes of k at once.
-  static constexpr int kSteps = kChunks == 1 ? ceil_div(P * kSize, 32) : 4;
+  static constexpr int kSteps = ceil_div((P < kPart ? P : kPart) * kSize, 32);
   using Left = u32[kSteps][4];
   // This warp's part of operand A.
   DEVICE void load_left(u32 (&a)[4], u32 slab, int step) const {
@@ -510,58 +567,77 @@ template <class Pass> struct Wide {
     release(ring.last);
   }
 
-  // As exact as FMA (mma.cuh, Split3): three products of high and low parts, which start from zero every 16 k's, since the
-  // matrix unit truncates what it adds to.
-  static constexpr int kFlush = 2;
+  // As exact as FMA: an element is the sum of two halves, f16 once the largest of its row of a slab has been scaled to 2^15, and
+  // three of their four products count. What the matrix unit adds to it truncates: the products of high halves come last,
+  // and each slab starts from zero.
+  struct Halves {
+    u32 high[kSteps][4], low[kSteps][4];
+    float back[2];  // of this thread's rows
+  };
+  // Element i of step s has what lies there in both parts side by side, as split_rows() leaves x.
+  DEVICE void load_halves(Halves& a, u32 slab) const {
+    u32 x[kSteps][2][4];
+    float most[2] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        load_left(x[step][part], slab + part * M * 128, step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) most[i % 2] = fmaxf(most[i % 2], fabsf(__uint_as_float(x[step][part][i])));
+      }
+    const Scale scale[2] = {Scale(most_of<4>(most[0])), Scale(most_of<4>(most[1]))};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scale[i % 2].split(x[step][0][i], x[step][1][i], a.high[step][i], a.low[step][i]);
+      settle(a.high[step]), settle(a.low[step]);
+    }
+    a.back[0] = scale[0].back, a.back[1] = scale[1].back;
+  }
   DEVICE void add_up_split(float (&sum)[N / 2], Ring& ring) const {
-    constexpr int kParts = ceil_div(kSteps, kFlush);
     float some[N / 2];
-    u32 high[2][kFlush][4], low[2][kFlush][4];  // in turns
-    const auto flush = [&] {
+    Halves a[kAhead ? 2 : 1];  // in turns
+    const auto flush = [&](const Halves& a) {
+      const u32 scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
       wait_for_products<0>();
       touch(some);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sum[i] += some[i];
+      for (int n = 0; n < N / 8; ++n) {
+        u32 scale[2];
+        load_u32x2(scales + n * 32, scale);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]) * a.back[i / 2];
+      }
       touch(sum);
+      release(ring.last);
     };
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
-#pragma unroll 1
-    for (int slab = 0; slab < kSlabs; ++slab) {
-      const int last = ring.last;
-      const u32 from = next_slab(ring);
-      const u64 right = operand(from + M * 128), right_low = operand(from + (M + N) * 128);
+    const auto take = [&](int slab, Halves& a, const Halves& before) {
+      if (!kAhead && slab > 0) flush(before);
+      Ring next = ring;
+      const u32 from = next_slab(next);
+      load_halves(a, from);
+      if (kAhead && slab > 0) flush(before);
+      ring = next;
+      const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
+      open_products();
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const auto load = [&] {
-#pragma unroll
-          for (int step = 0; step < kFlush; ++step) {
-            if (part * kFlush + step >= kSteps) break;
-            u32 x[4];
-            load_left(x, from, part * kFlush + step);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) Split3::split(x[i], high[part % 2][step][i], low[part % 2][step][i]);
-            settle(high[part % 2][step]), settle(low[part % 2][step]);
-          }
-        };
-        if constexpr (kParts > 1) load();
-        flush();
-        if (part == 0 && slab > 0) release(last);
-        if constexpr (kParts == 1) load();
-        open_products();
-#pragma unroll
-        for (int step = 0; step < kFlush; ++step) {
-          const int at = part * kFlush + step;
-          if (at >= kSteps) break;
-          Wgmma<Element, N>::multiply(some, low[part % 2][step], right + 2 * at, step > 0);
-          Wgmma<Element, N>::multiply(some, high[part % 2][step], right_low + 2 * at);
-          Wgmma<Element, N>::multiply(some, high[part % 2][step], right + 2 * at);
-        }
-        commit_products();
+      for (int step = 0; step < kSteps; ++step) {
+        Wgmma<f16, N>::multiply(some, a.low[step], high + 2 * step, step > 0);
+        Wgmma<f16, N>::multiply(some, a.high[step], low + 2 * step);
       }
-    }
-    flush();
-    release(ring.last);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a.high[step], high + 2 * step);
+      commit_products();
+    };
+    constexpr int kOther = kAhead ? 1 : 0;
+#pragma unroll 1
+    for (int slab = 0; slab < kSlabs / 2 * 2; slab += 2) take(slab, a[0], a[kOther]), take(slab + 1, a[kOther], a[0]);
+    if constexpr (kSlabs % 2) take(kSlabs - 1, a[0], a[kOther]);
+    flush(a[kSlabs % 2 ? 0 : kOther]);
   }
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
   DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
