@@ -21,9 +21,11 @@
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
-//        ROUND_Y (to tf32), SPLIT (float as three products of tf32), AHEAD (slabs on their way to producers who round),
+//        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
+//        in elements), AHEAD (slabs on their way to producers who round),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
+#include "halves.cuh"
 #include "mma.cuh"
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -31,27 +33,6 @@
 
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
-
-// A power of two that brings what is at most `most` below 2^15, and the one that takes it back.
-struct Scale {
-  float there, back;
-  DEVICE explicit Scale(float most) {
-    const u32 exponent = __float_as_uint(most) >> 23, bounded = exponent > 15 ? exponent : 15;
-    there = __uint_as_float((268 - bounded) << 23), back = __uint_as_float((bounded - 14) << 23);
-  }
-  DEVICE void split(u32 x, u32 y, u32& high, u32& low) const {
-    u32 word[2];
-    ::split<f16>(__uint_as_float(x) * there, __uint_as_float(y) * there, word);
-    high = word[0], low = word[1];
-  }
-};
-// Of neighbouring threads
-template <int THREADS> DEVICE float most_of(float x) {
-#pragma unroll
-  for (int by = 1; by < THREADS; by *= 2)
-    x = fmaxf(x, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(x), by)));
-  return x;
-}
 
 template <class Pass> struct Wide {
   using Element = typename Pass::Element;
@@ -61,11 +42,12 @@ template <class Pass> struct Wide {
   static constexpr int FAST = Pass::FAST;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
   static constexpr bool kTurned = kSize == 4;
-  static constexpr bool kAhead = Pass::SPLIT && (Pass::CONSUMERS > 2 ? N <= 32 : N <= 96);  // registers for a split operand
   static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
   // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
   static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
+  // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
+  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
   static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
@@ -146,8 +128,8 @@ template <class Pass> struct Wide {
     const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r);
     at.x = static_cast<const Element*>(params.x) + (at.tile.first + r) * kXRow + i64(at.tile.term) * Pass::X_TERM + piece;
     at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - r;
-    at.weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + piece;
-    at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * P;
+    at.weight = static_cast<const Element*>(Pass::SPLIT ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
+    at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     at.left_weight = Q - j;
     if constexpr (Pass::BESIDE >= 0 && Pass::GROUPS == 1) fetch_beside(at.tile, thread);
   }
@@ -179,13 +161,13 @@ template <class Pass> struct Wide {
     const int fast = at.tile.fast + at.group;
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
-    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * P + at.k);
+    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow + at.k / kPart * kWeightPart);
+    const bool has_group = FAST % HELD == 0 || fast < FAST;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int k = part * kPart, piece = thread % 8 * kPiece;
-      const bool here = (P % BK == 0 || at.k + k + piece < P) && (FAST % HELD == 0 || fast < FAST) &&
-                        (kPart == 128 / kSize || piece < kPart);
-      const int left_x = here ? at.left_x : 0, left_weight = here ? at.left_weight : 0;
+      const int piece = thread % 8 * kPiece, k = part * kPart;
+      const bool here = (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
+      const int left_x = here ? at.left_x : 0, left_weight = (Pass::SPLIT ? has_group : here) ? at.left_weight : 0;
 #pragma unroll
       for (int i = 0; i < ceil_div(kRows, 16); ++i)
         if (is_whole<kRows>(i, thread))
@@ -193,7 +175,7 @@ template <class Pass> struct Wide {
 #pragma unroll
       for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
         const int column = column_of(i * 16);
-        const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * P + k;
+        const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * kWeightRow + part * kWeightPart;
         if (is_whole<kColumns>(i, thread))
           copy_async<16>(to + kWeight + part * M * 128 + i * 2048, weight + behind, column < left_weight);
       }
@@ -217,14 +199,13 @@ template <class Pass> struct Wide {
       }
     }
   }
-  // The same, scaled and split: eight threads have a row of both parts, and put its high halves where the first part was, low
-  // ones where the second was, an element of each part side by side.
+  // The same as halves: eight threads have a row of both parts, and put its high halves where the first was, low ones where
+  // the second was.
   DEVICE void split_rows(u32 from, u32 scales, int thread) const {
     constexpr int kCount = ceil_div(kRows, 16), kTogether = 2;
 #pragma unroll
     for (int i = 0; i < kCount; i += kTogether) {
       u32 x[kTogether][2][4];
-      float most[kTogether] = {};
 #pragma unroll
       for (int j = 0; j < kTogether && i + j < kCount; ++j)
         if (is_whole<kRows>(i + j, thread))
@@ -233,12 +214,9 @@ template <class Pass> struct Wide {
 #pragma unroll
       for (int j = 0; j < kTogether && i + j < kCount; ++j) {
         if (!is_whole<kRows>(i + j, thread)) break;
-#pragma unroll
-        for (int word = 0; word < 8; ++word) most[j] = fmaxf(most[j], fabsf(__uint_as_float(x[j][word / 4][word % 4])));
-        const Scale scale(most_of<8>(most[j]));
+        const Scale scale(most_of<8>(larger_of(larger_of(0.f, x[j][0]), x[j][1])));
         u32 high[4], low[4];
-#pragma unroll
-        for (int word = 0; word < 4; ++word) scale.split(x[j][0][word], x[j][1][word], high[word], low[word]);
+        scale.split(x[j][0], x[j][1], high, low);
         store_u32x4(from + (i + j) * 2048, high);
         store_u32x4(from + N * 128 + (i + j) * 2048, low);
         if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
@@ -567,40 +545,43 @@ template <class Pass> struct Wide {
     release(ring.last);
   }
 
-  // As exact as FMA: an element is the sum of two halves, f16 once the largest of its row of a slab has been scaled to 2^15, and
-  // three of their four products count. What the matrix unit adds to it truncates: the products of high halves come last,
-  // and each slab starts from zero.
-  struct Halves {
-    u32 high[kSteps][4], low[kSteps][4];
-    float back[2];  // of this thread's rows
-  };
-  // Element i of step s has what lies there in both parts side by side, as split_rows() leaves x.
-  DEVICE void load_halves(Halves& a, u32 slab) const {
-    u32 x[kSteps][2][4];
-    float most[2] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        load_left(x[step][part], slab + part * M * 128, step);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) most[i % 2] = fmaxf(most[i % 2], fabsf(__uint_as_float(x[step][part][i])));
-      }
-    const Scale scale[2] = {Scale(most_of<4>(most[0])), Scale(most_of<4>(most[1]))};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        scale[i % 2].split(x[step][0][i], x[step][1][i], a.high[step][i], a.low[step][i]);
-      settle(a.high[step]), settle(a.low[step]);
-    }
-    a.back[0] = scale[0].back, a.back[1] = scale[1].back;
-  }
-  DEVICE void add_up_split(float (&sum)[N / 2], Ring& ring) const {
+  // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
+  // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all.
+  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Ring& ring) const {
     float some[N / 2];
-    Halves a[kAhead ? 2 : 1];  // in turns
-    const auto flush = [&](const Halves& a) {
-      const u32 scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
+    const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
+    float scale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = tile.q + column_of(row() + half * 8);
+      const float* scales = static_cast<const float*>(params.sums) + Pass::SCALES + block * Q;
+      u32 word[1];
+      load_made<4>(scales + weight_row(j), word, j < Q && fast < FAST);
+      scale[half] = __uint_as_float(word[0]);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
+#pragma unroll 1
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      const u32 from = next_slab(ring), scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
+      const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
+      u32 a[2][kSteps][4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          load_left(a[part][step], from + part * M * 128, step);
+          settle(a[part][step]);
+        }
+      open_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
+        Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
+      commit_products();
       wait_for_products<0>();
       touch(some);
 #pragma unroll
@@ -608,36 +589,13 @@ template <class Pass> struct Wide {
         u32 scale[2];
         load_u32x2(scales + n * 32, scale);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]) * a.back[i / 2];
+        for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
       }
       touch(sum);
       release(ring.last);
-    };
+    }
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
-    const auto take = [&](int slab, Halves& a, const Halves& before) {
-      if (!kAhead && slab > 0) flush(before);
-      Ring next = ring;
-      const u32 from = next_slab(next);
-      load_halves(a, from);
-      if (kAhead && slab > 0) flush(before);
-      ring = next;
-      const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
-      open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        Wgmma<f16, N>::multiply(some, a.low[step], high + 2 * step, step > 0);
-        Wgmma<f16, N>::multiply(some, a.high[step], low + 2 * step);
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a.high[step], high + 2 * step);
-      commit_products();
-    };
-    constexpr int kOther = kAhead ? 1 : 0;
-#pragma unroll 1
-    for (int slab = 0; slab < kSlabs / 2 * 2; slab += 2) take(slab, a[0], a[kOther]), take(slab + 1, a[kOther], a[0]);
-    if constexpr (kSlabs % 2) take(kSlabs - 1, a[0], a[kOther]);
-    flush(a[kSlabs % 2 ? 0 : kOther]);
+    for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
   }
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
   DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
@@ -678,7 +636,7 @@ template <class Pass> struct Wide {
       for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
-          add_up_split(sum, ring);
+          add_up_split(sum, tile, tile.fast + h, ring);
           repair(sum, tile, tile.fast + h);
         } else {
           add_up(sum, ring);

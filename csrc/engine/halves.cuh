@@ -1,0 +1,35 @@
+// Floats as two halves: scaled by a power of two, each is the sum of two f16, but for one part in 2^22, and three products of
+// those are what FMA would make. Largest numbers are scaled to 2^15, so that what is 2^-16 of them has all its bits yet.
+#pragma once
+#include "types.cuh"
+
+// A power of two that brings what is at most `most` below 2^15, and the one that takes it back. Of an infinite one all that is
+// finite is lost, but sums with it are infinite or no numbers.
+struct Scale {
+  float there, back;
+  DEVICE explicit Scale(float most) {
+    const u32 exponent = __float_as_uint(most) >> 23, bounded = exponent > 15 ? exponent : 15;
+    there = __uint_as_float((268 - bounded) << 23), back = __uint_as_float((bounded - 14) << 23);
+  }
+  // Four elements of one part of a row and four of the other, side by side.
+  DEVICE void split(const u32 (&x)[4], const u32 (&y)[4], u32 (&high)[4], u32 (&low)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u32 word[2];
+      ::split<f16>(__uint_as_float(x[i]) * there, __uint_as_float(y[i]) * there, word);
+      high[i] = word[0], low[i] = word[1];
+    }
+  }
+};
+DEVICE float larger_of(float most, const u32 (&x)[4]) {
+#pragma unroll
+  for (u32 word : x) most = fmaxf(most, fabsf(__uint_as_float(word)));
+  return most;
+}
+// Of neighbouring threads
+template <int THREADS> DEVICE float most_of(float x) {
+#pragma unroll
+  for (int by = 1; by < THREADS; by *= 2)
+    x = fmaxf(x, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(x), by)));
+  return x;
+}
