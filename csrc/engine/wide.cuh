@@ -5,8 +5,9 @@
 // Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
 // sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of STAGES slabs of 128 bytes of
 // k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
-// 32 bits the weights are A: they come through registers, where they are rounded to tf32, or split; producers round what
-// they copied of x, if nobody has.
+// 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
+// x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
+// has made those of the weights, producers make x's where they have copied it.
 //
 // Results go from registers to memory: the rows of a weight lie in shared memory in such an order that a thread gets RUN
 // columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
@@ -161,7 +162,8 @@ template <class Pass> struct Wide {
     const int fast = at.tile.fast + at.group;
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
-    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow + at.k / kPart * kWeightPart);
+    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
+                                         (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
     const bool has_group = FAST % HELD == 0 || fast < FAST;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {

@@ -204,7 +204,10 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
-            if isinstance(kernel.planned, WeightChunks | WeightHalves) or getattr(kernel.planned, "template", "") == "FewStates":
+            if (
+                isinstance(kernel.planned, WeightChunks | WeightHalves)
+                or getattr(kernel.planned, "template", "") == "FewStates"
+            ):
                 (self.folder / "chunks").write_bytes(memory)
                 continue
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
