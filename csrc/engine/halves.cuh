@@ -26,10 +26,14 @@ DEVICE float larger_of(float most, const u32 (&x)[4]) {
   for (u32 word : x) most = fmaxf(most, fabsf(__uint_as_float(word)));
   return most;
 }
-// Of neighbouring threads
-template <int THREADS> DEVICE float most_of(float x) {
+// Each of neighbouring threads
+template <int THREADS, int COUNT> DEVICE void most_of(float (&x)[COUNT]) {
 #pragma unroll
-  for (int by = 1; by < THREADS; by *= 2)
-    x = fmaxf(x, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(x), by)));
-  return x;
+  for (int by = 1; by < THREADS; by *= 2) {
+    u32 given[COUNT];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) given[i] = __shfl_xor_sync(0xffffffff, __float_as_uint(x[i]), by);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) x[i] = fmaxf(x[i], __uint_as_float(given[i]));
+  }
 }

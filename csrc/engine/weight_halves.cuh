@@ -24,14 +24,15 @@ template <class Pass> struct WeightHalves {
         load_global(from + k, x, piece < W::PART && k < W::P);
         load_global(from + k + W::PART, y, piece < W::PART && k + W::PART < W::P);
       };
-      float most = 0;
+      float most[1] = {};
 #pragma unroll 1
       for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
         u32 x[4], y[4];
         load(i / W::CHUNKS, i % W::CHUNKS, x, y);
-        most = larger_of(larger_of(most, x), y);
+        most[0] = larger_of(larger_of(most[0], x), y);
       }
-      const Scale scale(most_of<32>(most));
+      most_of<32>(most);
+      const Scale scale(most[0]);
 #pragma unroll 1
       for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
         const int term = i / W::CHUNKS, chunk = i % W::CHUNKS;

@@ -204,21 +204,26 @@ template <class Pass> struct Wide {
   // The same as halves: eight threads have a row of both parts, and put its high halves where the first was, low ones where
   // the second was.
   DEVICE void split_rows(u32 from, u32 scales, int thread) const {
-    constexpr int kCount = ceil_div(kRows, 16), kTogether = 2;
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = kCount % 4 == 0 ? 4 : kCount % 3 == 0 ? 3 : kCount % 2 ? 1 : 2;
+    static_assert(kCount % kTogether == 0);
 #pragma unroll
     for (int i = 0; i < kCount; i += kTogether) {
-      u32 x[kTogether][2][4];
+      u32 x[kTogether][2][4] = {};
+      float most[kTogether];
 #pragma unroll
-      for (int j = 0; j < kTogether && i + j < kCount; ++j)
+      for (int j = 0; j < kTogether; ++j) {
         if (is_whole<kRows>(i + j, thread))
 #pragma unroll
           for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
+        most[j] = larger_of(larger_of(0.f, x[j][0]), x[j][1]);
+      }
+      most_of<8>(most);
 #pragma unroll
-      for (int j = 0; j < kTogether && i + j < kCount; ++j) {
-        if (!is_whole<kRows>(i + j, thread)) break;
-        const Scale scale(most_of<8>(larger_of(larger_of(0.f, x[j][0]), x[j][1])));
+      for (int j = 0; j < kTogether; ++j) {
+        const Scale scale(most[j]);
         u32 high[4], low[4];
         scale.split(x[j][0], x[j][1], high, low);
+        if (!is_whole<kRows>(i + j, thread)) continue;
         store_u32x4(from + (i + j) * 2048, high);
         store_u32x4(from + N * 128 + (i + j) * 2048, low);
         if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
@@ -601,10 +606,14 @@ template <class Pass> struct Wide {
   }
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
   DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
+    static_assert(N <= 128);
+    float none[2] = {};  // or NaN, if any is
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) none[i % 2] += sum[i] * 0.f;
+    if (none[0] + none[1] == 0) return;
     u64 broken = 0;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) broken |= u64(!(fabsf(sum[i]) <= 3.402823466e38f)) << i;
-    if (broken == 0) return;
 #pragma unroll 1
     for (int j = 0; j < N / 2; ++j) {
       if (!(broken >> j & 1)) continue;
