@@ -252,6 +252,29 @@ def test_floats_in_halves_have_any_scale(emulator: Emulator) -> None:
         np.testing.assert_array_equal(np.where(np.isfinite(y), 0, y), np.where(np.isfinite(s := x @ weight.T), 0, s))
 
 
+@pytest.mark.parametrize(("decades", "most"), [(8, 2e-6), (12, 1e-3)])
+def test_floats_in_halves_keep_features_that_weights_make_up_for(
+    decades: int, most: float, emulator: Emulator
+) -> None:
+    """Of 64 neighbours, each by itself: 2^-40 of the largest has 11 bits yet."""
+    case = Case(kronecker((200,), (136,)), "float32", 21, LARGE, activation="identity")
+    run = prepare(case, emulator)
+    assert [type(p).__name__ for p in case.plan.passes] == ["WeightHalves", "Wide"]
+    scales = 10 ** np.random.default_rng(2).permutation(np.linspace(-decades / 2, decades / 2, 200))
+    x, weight = (
+        decode(encode(values, "float32"), "float32").reshape(values.shape)
+        for values in (run.x * scales, run.weights[0] / scales)
+    )
+    y, errors = replace(run, weights=[weight], bias=run.bias * 0)(x, seed=1)
+    assert not errors
+    assert (np.abs(y - x @ weight.T) <= most * (np.abs(x) @ np.abs(weight.T))).all()
+    x, weight = np.zeros_like(x), np.zeros_like(weight)
+    x[:, :2], weight[:, :2] = [1e6, 1e-6], [1e-6, 1e6]
+    y, errors = replace(run, weights=[weight], bias=run.bias * 0)(x, seed=2)
+    assert not errors
+    np.testing.assert_allclose(y, 2, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [(kronecker((32, 48), (48, 32)), "bfloat16"), (kronecker((4, 6, 5), (6, 4, 5)), "float64")],

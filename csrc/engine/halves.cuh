@@ -1,5 +1,6 @@
-// Floats as two halves: scaled by a power of two, each is the sum of two f16, but for one part in 2^22, and three products of
-// those are what FMA would make. Largest numbers are scaled to 2^15, so that what is 2^-16 of them has all its bits yet.
+// Floats as two halves: the largest of a row scaled to 2^15, each is an f16 and what that leaves out, 2^11 times as large in an
+// f16 of its own. So 22 bits are held of what is 2^-29 of the largest, and 11 of what is 2^-40. Three products are what FMA would
+// make: two with low halves, which are 2^11 too large, and one of high ones.
 #pragma once
 #include "types.cuh"
 
@@ -15,9 +16,9 @@ struct Scale {
   DEVICE void split(const u32 (&x)[4], const u32 (&y)[4], u32 (&high)[4], u32 (&low)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      u32 word[2];
-      ::split<f16>(__uint_as_float(x[i]) * there, __uint_as_float(y[i]) * there, word);
-      high[i] = word[0], low[i] = word[1];
+      const float a = __uint_as_float(x[i]) * there, b = __uint_as_float(y[i]) * there;
+      high[i] = Pair<f16>(a, b).bits;
+      low[i] = Pair<f16>((a - widen(f16{u16(high[i])})) * 2048.f, (b - widen(f16{u16(high[i] >> 16)})) * 2048.f).bits;
     }
   }
 };

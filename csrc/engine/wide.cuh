@@ -553,7 +553,8 @@ template <class Pass> struct Wide {
   }
 
   // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
-  // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all.
+  // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
+  // warpgroups' products fill the waits.
   DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Ring& ring) const {
     float some[N / 2];
     const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
@@ -586,6 +587,13 @@ template <class Pass> struct Wide {
         Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
         Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
       }
+      commit_products();
+      wait_for_products<0>();
+      touch(some);
+#pragma unroll
+      for (float& x : some) x *= 1 / 2048.f;
+      touch(some);
+      open_products();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
       commit_products();
