@@ -253,9 +253,7 @@ def test_floats_in_halves_have_any_scale(emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize(("decades", "most"), [(8, 2e-6), (12, 1e-3)])
-def test_floats_in_halves_keep_features_that_weights_make_up_for(
-    decades: int, most: float, emulator: Emulator
-) -> None:
+def test_floats_in_halves_keep_features_that_weights_make_up_for(decades: int, most: float, emulator: Emulator) -> None:
     """Of 64 neighbours, each by itself: 2^-40 of the largest has 11 bits yet."""
     case = Case(kronecker((200,), (136,)), "float32", 21, LARGE, activation="identity")
     run = prepare(case, emulator)
