@@ -452,7 +452,7 @@ def test_a_product_goes_back_through_an_activation_where_it_makes_slopes() -> No
         assert "BESIDE = 1;" in text.passes[-1].source
         plain = plan(replace(chain, activation="identity", through=0), dtype, batch, Gpu.of(90))
         alone = plan(Chain((), activation="elu", through=q), dtype, batch, Gpu.of(90))
-        few = dtype == "float32" and batch == BATCHES[0]  # of which splitting a weight takes longer than a kernel's start
+        few = dtype == "float32" and batch == BATCHES[0]  # whose weight takes a kernel of its own
         assert plain.us < found.us < plain.us + alone.us + few
     with pytest.raises(PlanError, match="no pass makes the product and the slopes"):
         plan(replace(Chain.of(kronecker((5,), (8,)), False, "relu"), through=8), "bfloat16", BATCHES[2], Gpu.of(90))
