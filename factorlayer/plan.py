@@ -37,6 +37,7 @@ from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
 from factorlayer.unit_backward import UnitBackward
+from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -73,6 +74,7 @@ Pass = (
     | Turn
     | UnitBackward
     | WeightChunks
+    | WeightHalves
     | Wide
     | WideGradient
 )
@@ -113,19 +115,25 @@ class Plan:
             return 0, 0, first.output_bytes
         if isinstance(first, FewPass):
             return first.output_bytes, 0, first.part_bytes
-        between = [_output_bytes(p) for p in self.passes[:-1]]
-        return max(between[0::2], default=0), max(between[1::2], default=0), 0
+        between = [_output_bytes(p) for p in self.passes[self._before : -1]]
+        prepared = first.output_bytes if isinstance(first, WeightHalves) else 0
+        return max(between[0::2], default=0), max(between[1::2], default=0), prepared
+
+    @property
+    def _before(self) -> int:
+        """Passes that only split weights."""
+        return int(isinstance(self.passes[0], WeightHalves))
 
     @property
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
-        if len(self.passes) == 1 or self.chain.gradient or self.chain.backward or self.chain.sums:
+        if len(self.passes) == 1 + self._before or self.chain.gradient or self.chain.backward or self.chain.sums:
             return 0
         if isinstance(self.passes[0], WeightChunks):
             return 0
         kinds = {type(p) for p in self.passes}
         bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
-        return max(1, bytes_between // max(self.scratch))
+        return max(1, bytes_between // max(self.scratch[:2]))
 
     def _buffers(self, i: int) -> tuple[str, str]:
         """What a pass reads and writes. A pair's backward pass writes sums, s2, as well."""
@@ -133,7 +141,7 @@ class Plan:
         if isinstance(p, Reduction | Parts):
             in_place = isinstance(p, Reduction) and p.in_place
             return "s2", "s2" if in_place else "w" if self.chain.backward else "y"
-        if isinstance(p, WeightChunks):
+        if isinstance(p, WeightChunks | WeightHalves):
             return "none", "s2"
         if isinstance(p, FewPass):
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
@@ -144,6 +152,7 @@ class Plan:
         if isinstance(p, TileSums):
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1
+        i -= self._before
         return "x" if i == 0 else f"s{(i - 1) % 2}", "y" if last else f"s{i % 2}"
 
     def text(self) -> str:

@@ -57,6 +57,7 @@ from factorlayer.spec import Contraction
 from factorlayer.streamed import Product, Streamed
 from factorlayer.tiling import tile
 from factorlayer.turn import Turn
+from factorlayer.weight_halves import with_halves
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -188,6 +189,11 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
 
 @functools.lru_cache(256)
 def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
+    found = _plan(chain, dtype, batch, gpu)
+    return replace(found, passes=with_halves(found.passes))
+
+
+def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.gradient:
         (c,) = chain.contractions
         c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c

@@ -19,6 +19,7 @@ from factorlayer.plan import Pass, Plan
 from factorlayer.planner import BATCHES, cuts, one_by_one, parsed, plan
 from factorlayer.resident import Resident, Sandwich
 from factorlayer.small import Small
+from factorlayer.weight_halves import with_halves
 from factorlayer.wide import Wide
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
@@ -65,7 +66,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     alone = len(chain.contractions) == 1
 
     def of(states: str, weights: str, samples: Fraction, *passes: Pass) -> Scheme:
-        return Scheme(NOWHERE if alone else states, weights, str(samples), Plan(chain, dtype, batch, gpu, passes))
+        return Scheme(
+            NOWHERE if alone else states, weights, str(samples), Plan(chain, dtype, batch, gpu, with_halves(passes))
+        )
 
     for works in cuts(chain, dtype):
         if len(works) > 1:

@@ -22,6 +22,8 @@ PRODUCERS = 128  # threads
 MOST_STAGES = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
+SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
+MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -42,6 +44,8 @@ class Wide:
     gpu: Gpu
     cluster: int = 1  # blocks whose results lie in the same sectors of L2
     us: float = 0.0
+    halves_at: int = 0  # bytes before those of the weight that another pass splits,
+    scales_at: int = 0  # and before its rows' scales
 
     @property
     def rows(self) -> int:
@@ -52,13 +56,51 @@ class Wide:
         return 64 * self.consumers if self.product.size == 4 else self.n
 
     @property
+    def splits(self) -> bool:
+        return self.product.dtype == "float32"
+
+    @property
+    def parts(self) -> int:
+        """Of 128 bytes, in a row of a slab: where floats were, their halves lie."""
+        return 2 if self.splits else 1
+
+    @property
     def slab(self) -> int:
         """Elements of k."""
-        return 128 // self.product.size
+        return self.parts * 128 // self.product.size
 
     @property
     def stage_bytes(self) -> int:
-        return 128 * (64 * self.consumers + self.n * (2 if self.product.dtype == "float32" else 1))
+        return 128 * self.parts * (64 * self.consumers + self.n)
+
+    @property
+    def chunks(self) -> int:
+        """Of a row of the weight"""
+        return -(-self.product.contraction.p // self.slab)
+
+    @property
+    def part(self) -> int:
+        """Elements of k"""
+        return -(-self.product.contraction.p // (8 * self.chunks)) * 4
+
+    @property
+    def weight_rows(self) -> int:
+        """Of one term, if they are summed."""
+        return self.product.contraction.q * max(self.product.groups, self.product.terms_out)
+
+    @property
+    def summed(self) -> int:
+        """Terms"""
+        return self.product.terms if self.product.terms_out == 1 else 1
+
+    @property
+    def halves_bytes(self) -> int:
+        return self.summed * self.weight_rows * self.chunks * 256
+
+    @property
+    def stage_extra(self) -> int:
+        """Barriers, and the scale of each row of x."""
+        return 16 + 4 * self.n * (self.parts - 1)
 
     @property
     def exchange_bytes(self) -> int:
@@ -67,18 +109,17 @@ class Wide:
 
     @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + self.stage_extra))
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + self.exchange_bytes + 1024
+        return self.stages * (self.stage_bytes + self.stage_extra) + self.exchange_bytes + 1024
 
     @property
     def slabs(self) -> int:
         """Of a tile and group."""
-        p = self.product
-        return (p.terms if p.terms_out == 1 else 1) * -(-p.contraction.p // self.slab)
+        return self.summed * self.chunks
 
     @property
     def tiles(self) -> int:
@@ -157,15 +198,16 @@ class Wide:
         """Self-contained CUDA C++ of the kernel `name`."""
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
-        more, fewer = REGISTERS[self.consumers]
+        more, fewer = (SPLIT_REGISTERS if self.splits else REGISTERS)[self.consumers]
         numbers = {
             **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
             **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
             **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
-            **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
+            **{"TERMS": self.summed, "TERM_BLOCKS": p.terms_out},
             **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
             **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
             **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
+            **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4},
         }
         strides = {
             "X_SAMPLE": p.terms_in * p.x_features,
@@ -177,8 +219,8 @@ class Wide:
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
             "BIAS": p.bias,
-            "ROUND_X": p.dtype == "float32" or (rounds and not p.ours_in),
-            "SPLIT": p.dtype == "float32",
+            "ROUND_X": self.splits or (rounds and not p.ours_in),
+            "SPLIT": self.splits,
             "ROUND_Y": rounds and p.ours_out,
         }
         if p.reads_beside:
@@ -190,7 +232,7 @@ class Wide:
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = headers("wgmma.cuh", "wide.cuh") + wgmma(p.dtype, self.n)
+        code = headers("wgmma.cuh", "halves.cuh", "wide.cuh") + wgmma("float16" if self.splits else p.dtype, self.n)
         return kernel(code, name, "Wide", lines, self.threads, cluster=cluster)
 
 
@@ -210,12 +252,14 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
     if product.x_step > 1 or c.p * size % 16 or (product.outer > 1 and product.terms_in > 1):
         return
     for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
-        if consumers > 2 and (size == 2 or held > 1):
+        splits = product.dtype == "float32"
+        if consumers > 2 and (size == 2 or (held > 1 and not splits)):
             continue
         most = MOST_HELD[size] - (20 if size == 2 and cluster > 1 else 0)  # an exchange needs some, too
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
+        most = MOST_SPLIT[consumers] if splits else most
         for n in _widths(product, run):
-            sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + (product.dtype == "float32")) * n // 2
+            sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
             if sums <= most and plan.store >= 4 and plan.stages >= 3:
@@ -259,9 +303,9 @@ def _time(plan: Wide) -> float:
     products = 2.3 * plan.consumers * plan.n / CYCLES
     read = plan.stage_bytes + 128 * plan.consumers * (64 + plan.n)
     drain = 0.1  # of a group
-    if product.dtype == "float32":
-        products, drain = 3.3 * products + 0.2 / plan.consumers, 0.5
-        read += 256 * plan.rows + 256 * plan.consumers * plan.n
+    if plan.splits:
+        products, drain = 3 * products + (plan.n + 200) / plan.consumers / CYCLES, 0.3
+        read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
     elif product.dtype == "tf32" and not product.ours_in:
         read += 256 * plan.rows  # rounded in place
     slab = max(load, products, 1.15 * read / 128 / CYCLES)
@@ -276,7 +320,8 @@ def _time(plan: Wide) -> float:
     moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
-    return 3.0 + max(busy, memory) + 0.1 * min(busy, memory)
+    split = 1.5 + plan.halves_bytes / 2e6 if plan.splits else 0  # its weight, by another pass
+    return 3.0 + split + max(busy, memory) + 0.1 * min(busy, memory)
 
 
 def _run_bytes(plan: Wide) -> int:

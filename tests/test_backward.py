@@ -29,6 +29,7 @@ from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.strip_backward import StripBackward
 from factorlayer.tracing import trace
 from factorlayer.turn import Turn
+from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide_gradient import WideGradient
 
 
@@ -299,6 +300,7 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) 
     for i, c in enumerate(parts(spec)):
         batch = BATCHES[(i + gpu.arch) % len(BATCHES)]
         *turn, _ = plan(Chain((c,)), dtype, batch, gpu).passes
+        turn = turn[isinstance(turn[0], WeightHalves) :] if turn else []
         assert not turn or (not c.tied and c.inner > 1 and list(map(type, turn)) == [Turn])
         found = plan(Chain((c,), gradient=True), dtype, batch, gpu)
         text = read_text(found.text())
@@ -445,11 +447,13 @@ def test_a_product_goes_back_through_an_activation_where_it_makes_slopes() -> No
         chain = replace(Chain.of(kronecker((p,), (q,)), False, "elu"), through=q)
         found = plan(chain, dtype, batch, Gpu.of(90))
         text = read_text(found.text())
-        assert [(each.read, each.written) for each in text.passes] == [("x", "y")] and text.chunk == 0
-        assert "BESIDE = 1;" in text.passes[0].source
+        split = [("none", "s2")] if dtype == "float32" else []
+        assert [(each.read, each.written) for each in text.passes] == [*split, ("x", "y")] and text.chunk == 0
+        assert "BESIDE = 1;" in text.passes[-1].source
         plain = plan(replace(chain, activation="identity", through=0), dtype, batch, Gpu.of(90))
         alone = plan(Chain((), activation="elu", through=q), dtype, batch, Gpu.of(90))
-        assert plain.us < found.us < plain.us + alone.us
+        few = dtype == "float32" and batch == BATCHES[0]  # whose weight takes a kernel of its own
+        assert plain.us < found.us < plain.us + alone.us + few
     with pytest.raises(PlanError, match="no pass makes the product and the slopes"):
         plan(replace(Chain.of(kronecker((5,), (8,)), False, "relu"), through=8), "bfloat16", BATCHES[2], Gpu.of(90))
 
@@ -460,10 +464,12 @@ def test_a_product_and_its_slopes_are_one_pass_where_that_family_has_it() -> Non
         chain = replace(Chain.of(kronecker((p,), (q,)), True, "relu"), slope=q)
         found = plan(chain, dtype, batch, Gpu.of(90))
         text = read_text(found.text())
-        assert [(each.read, each.written) for each in text.passes] == [("x", "y")] and text.chunk == 0
-        assert "BESIDE = 1;" in text.passes[0].source
+        split = [("none", "s2")] if dtype == "float32" else []
+        assert [(each.read, each.written) for each in text.passes] == [*split, ("x", "y")] and text.chunk == 0
+        assert "BESIDE = 1;" in text.passes[-1].source
         plain = plan(replace(chain, activation="identity", slope=0), dtype, batch, Gpu.of(90))
-        assert plain.us < found.us < plain.us + plan(slopes_of(q), dtype, batch, Gpu.of(90)).us
+        few = dtype == "float32" and batch == BATCHES[0]
+        assert plain.us < found.us < plain.us + plan(slopes_of(q), dtype, batch, Gpu.of(90)).us + few
     for spec, dtype, gpu in (
         (kronecker((256,), (256,)), "float64", Gpu.of(90)),
         (kronecker((256,), (256,)), "bfloat16", Gpu.of(80)),

@@ -103,6 +103,9 @@ CASES = [
     # Wide: rounded and split operands, three consumers, several slabs, groups held, two blocks of a cluster
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),
+    Case(kronecker((4, 300), (4, 300), rank=2), "float32", 20, LARGE),
+    Case(monarch((4, 64), (72, 4), rank=18), "float32", 70, LARGE),
+    Case(monarch((4, 192), (192, 4), rank=48), "float32", 40, LARGE),
     Case(kronecker((160,), (192,)), "tf32", 140, LARGE),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
@@ -226,6 +229,51 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     assert np.isnan(found[sick]).all()
     others = np.arange(case.batch) != sick
     np.testing.assert_array_equal(found[others], y[others])
+
+
+def test_floats_in_halves_have_any_scale(emulator: Emulator) -> None:
+    """Of samples, of what is contracted, and of what is made: each row is as exact, and infinities go through."""
+    case = Case(kronecker((200,), (136,)), "float32", 21, LARGE, activation="identity")
+    run = prepare(case, emulator)
+    assert [type(p).__name__ for p in case.plan.passes] == ["WeightHalves", "Wide"]
+    random = np.random.default_rng(2)
+    samples, features, rows = (10 ** random.uniform(-s, s, n) for s, n in ((15, 21), (3, 200), (15, 136)))
+    x = decode(encode(run.x * samples[:, None] * features, "float32"), "float32").reshape(run.x.shape)
+    weight = decode(encode(run.weights[0] * rows[:, None], "float32"), "float32").reshape(run.weights[0].shape)
+    scaled = replace(run, weights=[weight], bias=run.bias * 0)
+    y, errors = scaled(x, seed=1)
+    assert not errors
+    off = (y - x @ weight.T) / samples[:, None] / rows
+    right = (x @ weight.T) / samples[:, None] / rows
+    assert (np.linalg.norm(off, axis=0) <= 3 * EPS["float32"] * np.linalg.norm(right, axis=0)).all()
+    assert (np.linalg.norm(off, axis=1) <= 3 * EPS["float32"] * np.linalg.norm(right, axis=1)).all()
+
+    x[3, 7], weight[5, 9], x[8] = np.inf, -np.inf, 0
+    y, errors = replace(scaled, weights=[weight])(x, seed=2)
+    assert not errors
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(np.where(np.isfinite(y), 0, y), np.where(np.isfinite(s := x @ weight.T), 0, s))
+
+
+@pytest.mark.parametrize(("decades", "most"), [(8, 2e-6), (12, 1e-3)])
+def test_floats_in_halves_keep_features_that_weights_make_up_for(decades: int, most: float, emulator: Emulator) -> None:
+    """Of 64 neighbours, each by itself: 2^-40 of the largest has 11 bits yet."""
+    case = Case(kronecker((200,), (136,)), "float32", 21, LARGE, activation="identity")
+    run = prepare(case, emulator)
+    assert [type(p).__name__ for p in case.plan.passes] == ["WeightHalves", "Wide"]
+    scales = 10 ** np.random.default_rng(2).permutation(np.linspace(-decades / 2, decades / 2, 200))
+    x, weight = (
+        decode(encode(values, "float32"), "float32").reshape(values.shape)
+        for values in (run.x * scales, run.weights[0] / scales)
+    )
+    y, errors = replace(run, weights=[weight], bias=run.bias * 0)(x, seed=1)
+    assert not errors
+    assert (np.abs(y - x @ weight.T) <= most * (np.abs(x) @ np.abs(weight.T))).all()
+    x, weight = np.zeros_like(x), np.zeros_like(weight)
+    x[:, :2], weight[:, :2] = [1e6, 1e-6], [1e-6, 1e6]
+    y, errors = replace(run, weights=[weight], bias=run.bias * 0)(x, seed=2)
+    assert not errors
+    np.testing.assert_allclose(y, 2, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -822,7 +870,8 @@ def test_slopes_with_their_product(
     """And zero where relu is, even of an infinite gradient."""
     chain = Chain((Contraction(0, outer, p, q, 1, tied=True),), 1, True, activation, slope=outer * q)
     found = plan(chain, dtype, planned, Gpu.of(90))
-    assert [type(each).__name__ for each in found.passes] == ["Wide"]
+    split = ["WeightHalves"] if dtype == "float32" else []
+    assert [type(each).__name__ for each in found.passes] == [*split, "Wide"]
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, weight, bias, grad = draw(batch, outer * p), draw(q, p) / 8, draw(outer * q), draw(batch, outer * q)
     z = torch.from_numpy(np.einsum("qp,nop->noq", weight, x.reshape(batch, outer, p)).reshape(batch, -1) + bias)

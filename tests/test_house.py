@@ -27,6 +27,7 @@ FLOORS = {
     "grouped": 3, "large_backward": 3, "monarch": 3, "pair": 3, "parts": 3, "small": 3, "split_pair_backward": 3,
     "stages": 3, "strip": 3, "strip_backward": 3, "unit_backward": 3, "wide": 3, "wide_gradient": 3,
     "dense_backward32": 4, "layer_backward": 4, "pair_backward": 4, "single_backward": 4,
+    "dense_backward32": 4, "layer_backward": 4, "pair_backward": 4, "single_backward": 4, "weight_halves": 4,
     "small_backward": 4, "split_single_backward": 4,
     "plan": 5,
     "planner": 6,

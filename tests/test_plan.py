@@ -39,6 +39,7 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
 from factorlayer.unit_backward import UnitBackward
+from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -115,10 +116,14 @@ def read_text(text: str) -> Text:
 
 def check_text(text: Text, chain: Chain, found: Plan) -> None:
     gpu, written = found.gpu, {"x"}
+    splits = isinstance(found.passes[0], WeightHalves)
     for i, p in enumerate(text.passes):
-        assert p.read in written, f"pass {i} reads {p.read}, which nothing wrote"
-        assert p.read != p.written
-        assert p.written in ("y", "s0", "s1") and (p.written == "y") == (i == len(text.passes) - 1)
+        if splits and i == 0:
+            assert (p.read, p.written, p.blocks_per_processor) == ("none", "s2", 1)
+        else:
+            assert p.read in written, f"pass {i} reads {p.read}, which nothing wrote"
+            assert p.read != p.written
+            assert p.written in ("y", "s0", "s1") and (p.written == "y") == (i == len(text.passes) - 1)
         written.add(p.written)
         assert 32 <= p.threads <= 1024 and p.threads % 32 == 0
         assert 0 <= p.shared <= gpu.shared
@@ -133,18 +138,19 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
         if not p.blocks_per_processor:
             assert samples * p.units_per_sample // p.units_per_block < LARGEST_GRID_X
     assert len({p.kernel for p in text.passes}) == len(text.passes)
-    if len(text.passes) == 1:
-        assert text.chunk == 0 and text.scratch == (0, 0, 0), "a single pass needs nothing but its output"
+    assert (text.scratch[2] > 0) == splits
+    if len(text.passes) == 1 + splits:
+        assert text.chunk == 0 and text.scratch[:2] == (0, 0), "a single pass needs nothing but its output"
         return
     assert text.chunk >= 1
-    for p, (_, bytes_out) in zip(text.passes[:-1], sizes_of(found), strict=False):
+    for p, (_, bytes_out) in zip(text.passes[splits:-1], sizes_of(found), strict=False):
         assert text.scratch[int(p.written[1])] >= bytes_out, f"{p.kernel} writes {bytes_out} bytes for a sample"
 
 
 def sizes_of(found: Plan) -> list[tuple[int, int]]:
     """Bytes that each pass reads and writes for one sample."""
     sizes = []
-    for p in found.passes:
+    for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
         if isinstance(p, (Few, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
@@ -159,7 +165,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
 
 def weights_of(found: Plan) -> list[int]:
     weights: list[int] = []
-    for p in found.passes:
+    for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
         if isinstance(p, (Few, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
         elif isinstance(p, Monarch):

@@ -5,8 +5,9 @@
 // Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
 // sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of STAGES slabs of 128 bytes of
 // k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
-// 32 bits the weights are A: they come through registers, where they are rounded to tf32, or split; producers round what
-// they copied of x, if nobody has.
+// 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
+// x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
+// has made those of the weights, producers make x's where they have copied it.
 //
 // Results go from registers to memory: the rows of a weight lie in shared memory in such an order that a thread gets RUN
 // columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
@@ -21,9 +22,11 @@
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
-//        ROUND_Y (to tf32), SPLIT (float as three products of tf32), AHEAD (slabs on their way to producers who round),
+//        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
+//        in elements), AHEAD (slabs on their way to producers who round),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
+#include "halves.cuh"
 #include "mma.cuh"
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -34,22 +37,28 @@ DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x
 
 template <class Pass> struct Wide {
   using Element = typename Pass::Element;
-  static constexpr int kSize = sizeof(Element), BK = 128 / kSize, kPiece = 16 / kSize;
+  static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize;
   static constexpr bool kPacked = kSize == 2;
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
   static constexpr int FAST = Pass::FAST;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
   static constexpr bool kTurned = kSize == 4;
   static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
-  static constexpr int kConsumers = 128 * Pass::CONSUMERS, kChunks = ceil_div(P, BK);
+  // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
+  static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
+  static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
+  // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
+  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
+  static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
-  static constexpr int kStageBytes = (M + (Pass::SPLIT ? 2 * N : N)) * 128;
-  static constexpr int kX = kTurned ? M * 128 : 0, kWeight = kTurned ? 0 : M * 128;
-  // Behind the stages: barriers, and what a block of two is given by the other
-  static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kStageBytes = (M + N) * kParts * 128;
+  static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
+  // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
+  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
   static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
   struct Tile {
@@ -120,8 +129,8 @@ template <class Pass> struct Wide {
     const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r);
     at.x = static_cast<const Element*>(params.x) + (at.tile.first + r) * kXRow + i64(at.tile.term) * Pass::X_TERM + piece;
     at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - r;
-    at.weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + piece;
-    at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * P;
+    at.weight = static_cast<const Element*>(Pass::SPLIT ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
+    at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     at.left_weight = Q - j;
     if constexpr (Pass::BESIDE >= 0 && Pass::GROUPS == 1) fetch_beside(at.tile, thread);
   }
@@ -151,24 +160,32 @@ template <class Pass> struct Wide {
   }
   DEVICE void copy_slab(const Cursor& at, int thread, u32 to) const {
     const int fast = at.tile.fast + at.group;
-    const bool here = (P % BK == 0 || at.k + thread % 8 * kPiece < P) && (FAST % HELD == 0 || fast < FAST);
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
-    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * P + at.k);
-    const int left_x = here ? at.left_x : 0, left_weight = here ? at.left_weight : 0;
+    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
+                                         (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
+    const bool has_group = FAST % HELD == 0 || fast < FAST;
 #pragma unroll
-    for (int i = 0; i < ceil_div(kRows, 16); ++i)
-      if (is_whole<kRows>(i, thread)) copy_async<16>(to + kX + i * 2048, x + i * 16 * kXRow, i * 16 < left_x);
+    for (int part = 0; part < kParts; ++part) {
+      const int piece = thread % 8 * kPiece, k = part * kPart;
+      const bool here = (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
+      const int left_x = here ? at.left_x : 0, left_weight = (Pass::SPLIT ? has_group : here) ? at.left_weight : 0;
 #pragma unroll
-    for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
-      const int column = column_of(i * 16);
-      const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * P;
-      if (is_whole<kColumns>(i, thread)) copy_async<16>(to + kWeight + i * 2048, weight + behind, column < left_weight);
+      for (int i = 0; i < ceil_div(kRows, 16); ++i)
+        if (is_whole<kRows>(i, thread))
+          copy_async<16>(to + kX + part * N * 128 + i * 2048, x + (i * 16 * kXRow + k), i * 16 < left_x);
+#pragma unroll
+      for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
+        const int column = column_of(i * 16);
+        const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * kWeightRow + part * kWeightPart;
+        if (is_whole<kColumns>(i, thread))
+          copy_async<16>(to + kWeight + part * M * 128 + i * 2048, weight + behind, column < left_weight);
+      }
     }
   }
-  // What a thread has copied of x, to the nearest tf32; what that leaves out goes behind the slab.
+  // What a thread has copied of x, to the nearest tf32.
   DEVICE void round(u32 from, int thread) const {
-    constexpr int kCount = ceil_div(kRows, 16), kTogether = Pass::SPLIT ? 2 : 4;
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = 4;
 #pragma unroll
     for (int i = 0; i < kCount; i += kTogether) {
       u32 x[kTogether][4];
@@ -178,16 +195,38 @@ template <class Pass> struct Wide {
 #pragma unroll
       for (int j = 0; j < kTogether && i + j < kCount; ++j) {
         if (!is_whole<kRows>(i + j, thread)) break;
-        u32 low[4];
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          if constexpr (Pass::SPLIT)
-            Split3::split(x[j][word], x[j][word], low[word]);
-          else
-            x[j][word] = nearest(x[j][word]);
-        }
+        for (u32& word : x[j]) word = nearest(word);
         store_u32x4(from + (i + j) * 2048, x[j]);
-        if constexpr (Pass::SPLIT) store_u32x4(from + N * 128 + (i + j) * 2048, low);
+      }
+    }
+  }
+  // The same as halves: eight threads have a row of both parts, and put its high halves where the first was, low ones where
+  // the second was.
+  DEVICE void split_rows(u32 from, u32 scales, int thread) const {
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = kCount % 4 == 0 ? 4 : kCount % 3 == 0 ? 3 : kCount % 2 ? 1 : 2;
+    static_assert(kCount % kTogether == 0);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kTogether) {
+      u32 x[kTogether][2][4] = {};
+      float most[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (is_whole<kRows>(i + j, thread))
+#pragma unroll
+          for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
+        most[j] = larger_of(larger_of(0.f, x[j][0]), x[j][1]);
+      }
+      most_of<8>(most);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const Scale scale(most[j]);
+        u32 high[4], low[4];
+        scale.split(x[j][0], x[j][1], high, low);
+        if (!is_whole<kRows>(i + j, thread)) continue;
+        store_u32x4(from + (i + j) * 2048, high);
+        store_u32x4(from + N * 128 + (i + j) * 2048, low);
+        if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
       }
     }
   }
@@ -203,7 +242,10 @@ template <class Pass> struct Wide {
     u32 phase = 1;
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     const auto finish_oldest = [&] {
-      round(place + kX + oldest * kStageBytes, thread);
+      if constexpr (Pass::SPLIT)
+        split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
+      else
+        round(place + kX + oldest * kStageBytes, thread);
       arrive(memory + kFull + oldest * 8);
       if (++oldest == Pass::STAGES) oldest = 0;
     };
@@ -443,7 +485,7 @@ template <class Pass> struct Wide {
   }
 
   // A slab: 32 bytes of k at once.
-  static constexpr int kSteps = kChunks == 1 ? ceil_div(P * kSize, 32) : 4;
+  static constexpr int kSteps = ceil_div((P < kPart ? P : kPart) * kSize, 32);
   using Left = u32[kSteps][4];
   // This warp's part of operand A.
   DEVICE void load_left(u32 (&a)[4], u32 slab, int step) const {
@@ -510,65 +552,76 @@ template <class Pass> struct Wide {
     release(ring.last);
   }
 
-  // As exact as FMA (mma.cuh, Split3): three products of high and low parts, which start from zero every 16 k's, since the
-  // matrix unit truncates what it adds to.
-  static constexpr int kFlush = 2;
-  DEVICE void add_up_split(float (&sum)[N / 2], Ring& ring) const {
-    constexpr int kParts = ceil_div(kSteps, kFlush);
+  // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
+  // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
+  // warpgroups' products fill the waits.
+  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Ring& ring) const {
     float some[N / 2];
-    u32 high[2][kFlush][4], low[2][kFlush][4];  // in turns
-    const auto flush = [&] {
-      wait_for_products<0>();
-      touch(some);
+    const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
+    float scale[2];
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sum[i] += some[i];
-      touch(sum);
-    };
+    for (int half = 0; half < 2; ++half) {
+      const int j = tile.q + column_of(row() + half * 8);
+      const float* scales = static_cast<const float*>(params.sums) + Pass::SCALES + block * Q;
+      u32 word[1];
+      load_made<4>(scales + weight_row(j), word, j < Q && fast < FAST);
+      scale[half] = __uint_as_float(word[0]);
+    }
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
 #pragma unroll 1
     for (int slab = 0; slab < kSlabs; ++slab) {
-      const int last = ring.last;
-      const u32 from = next_slab(ring);
-      const u64 right = operand(from + M * 128), right_low = operand(from + (M + N) * 128);
+      const u32 from = next_slab(ring), scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
+      const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
+      u32 a[2][kSteps][4];
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const auto load = [&] {
+      for (int part = 0; part < 2; ++part)
 #pragma unroll
-          for (int step = 0; step < kFlush; ++step) {
-            if (part * kFlush + step >= kSteps) break;
-            u32 x[4];
-            load_left(x, from, part * kFlush + step);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) Split3::split(x[i], high[part % 2][step][i], low[part % 2][step][i]);
-            settle(high[part % 2][step]), settle(low[part % 2][step]);
-          }
-        };
-        if constexpr (kParts > 1) load();
-        flush();
-        if (part == 0 && slab > 0) release(last);
-        if constexpr (kParts == 1) load();
-        open_products();
-#pragma unroll
-        for (int step = 0; step < kFlush; ++step) {
-          const int at = part * kFlush + step;
-          if (at >= kSteps) break;
-          Wgmma<Element, N>::multiply(some, low[part % 2][step], right + 2 * at, step > 0);
-          Wgmma<Element, N>::multiply(some, high[part % 2][step], right_low + 2 * at);
-          Wgmma<Element, N>::multiply(some, high[part % 2][step], right + 2 * at);
+        for (int step = 0; step < kSteps; ++step) {
+          load_left(a[part][step], from + part * M * 128, step);
+          settle(a[part][step]);
         }
-        commit_products();
+      open_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
+        Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
       }
+      commit_products();
+      wait_for_products<0>();
+      touch(some);
+#pragma unroll
+      for (float& x : some) x *= 1 / 2048.f;
+      touch(some);
+      open_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
+      commit_products();
+      wait_for_products<0>();
+      touch(some);
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        u32 scale[2];
+        load_u32x2(scales + n * 32, scale);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
+      }
+      touch(sum);
+      release(ring.last);
     }
-    flush();
-    release(ring.last);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
   }
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
   DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
+    static_assert(N <= 128);
+    float none[2] = {};  // or NaN, if any is
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) none[i % 2] += sum[i] * 0.f;
+    if (none[0] + none[1] == 0) return;
     u64 broken = 0;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) broken |= u64(!(fabsf(sum[i]) <= 3.402823466e38f)) << i;
-    if (broken == 0) return;
 #pragma unroll 1
     for (int j = 0; j < N / 2; ++j) {
       if (!(broken >> j & 1)) continue;
@@ -602,7 +655,7 @@ template <class Pass> struct Wide {
       for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
-          add_up_split(sum, ring);
+          add_up_split(sum, tile, tile.fast + h, ring);
           repair(sum, tile, tile.fast + h);
         } else {
           add_up(sum, ring);

@@ -39,6 +39,8 @@ from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.strip_backward import StripBackward
 from factorlayer.unit_backward import UnitBackward
+from factorlayer.weight_halves import WeightHalves
+from factorlayer.wide import Wide
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -93,6 +95,7 @@ class Kernel:
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
         in_chunks = (isinstance(p, DenseStreamed) and len(p.passes) > 1) or isinstance(p, FewPass)
+        in_chunks |= isinstance(p, Wide) and p.splits
         numbers += [grid_x, grid_y, int(bias), weights, -1 if in_chunks else end, *places[1:]]
         return [str(self.program), str(folder), *map(str, numbers)]
 
@@ -133,7 +136,7 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
-        if isinstance(p, WeightChunks):
+        if isinstance(p, WeightChunks | WeightHalves):
             return p.output_bytes
         if isinstance(p, Parts):
             return p.weights * ELEMENT_BYTES[p.dtype]
@@ -209,7 +212,10 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
-            if isinstance(kernel.planned, WeightChunks) or getattr(kernel.planned, "template", "") == "FewStates":
+            if (
+                isinstance(kernel.planned, WeightChunks | WeightHalves)
+                or getattr(kernel.planned, "template", "") == "FewStates"
+            ):
                 (self.folder / "chunks").write_bytes(memory)
                 continue
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from factorlayer import factor_linear
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.spec import LayerSpec
 from factorlayer.tracing import trace
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -142,6 +143,25 @@ def test_weights_of_very_different_size(dtype: str) -> None:
         a, b, c = i.weights
         drawn.append(replace(i, weights=[a * 1e-18, b * 1e12, c * 1e6]))
     check_forward_on(case, dtype, drawn)
+
+
+@pytest.mark.parametrize("spec", [kronecker((320,), (256,)), monarch((4, 128), (64, 4), rank=16)], ids=str)
+@pytest.mark.parametrize(("decades", "most"), [(8, 2e-6), (12, 1e-3)])
+def test_features_that_weights_make_up_for(spec: LayerSpec, decades: int, most: float) -> None:
+    """Each result by itself, next to what its sum could have been."""
+    case = Case(spec, 3000, False)
+    (inputs,) = draw(case, "float32")
+    groups = spec.in_features // inputs.weights[-1].shape[-1]
+    scales = 10 ** torch.linspace(-decades / 2, decades / 2, spec.in_features // groups)
+    scales = scales[torch.randperm(len(scales), generator=torch.Generator().manual_seed(1))]
+    *behind, first = inputs.weights
+    scaled = to_gpu(replace(inputs, x=inputs.x * scales.repeat(groups), weights=[*behind, first / scales]))
+    with arithmetic("float32"):
+        y = forward_on_poison(case, scaled)
+        exact = scaled.to(torch.float64)
+        right = forward(case, exact, "naive")
+        largest = forward(case, replace(exact, x=exact.x.abs(), weights=[w.abs() for w in exact.weights]), "naive")
+    assert bool(((y - right).abs() <= most * largest).all())
 
 
 @dtypes
