@@ -82,7 +82,8 @@ class Visit:
     def turned(self) -> bool:
         """Whether the states before and behind it are."""
         first = self.part.contractions[0]
-        return self.learns and not self.at_once and not first.tied and first.inner > 1
+        alone = len(self.part.contractions) == 1
+        return self.learns and not (self.at_once and not alone) and not first.tied and first.inner > 1
 
     def turn(self, is_grad: bool) -> Turned | None:
         """How the state before it, or the gradient behind it, is turned."""
@@ -114,8 +115,13 @@ class Visit:
     def gradient(self) -> str:
         """What makes gradients of the weights."""
         if self.at_once:
-            return replace(self.part, backward=True).text
+            return self.visited.text
         return replace(self.part, x_turned=self.turned, gradient=True).text
+
+    @property
+    def visited(self) -> Chain:
+        """What makes all gradients at once."""
+        return replace(self.part, backward=True, x_turned=self.turned, turn=self.hands_back, mixed=self.mixed)
 
     @functools.cached_property
     def back(self) -> str:
@@ -310,14 +316,16 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
         returns = bool(wanted & 1) or any(learns[:at])
         weights = tuple(sorted(c.weight for c in steps[at:end]))
         part = _part(chain, steps[at:end])
-        at_once = learns[at] and (end > at + 1 or (returns and fits(replace(part, backward=True))))
+        one = returns and part.contractions[0].tied and fits(replace(part, backward=True))
+        at_once = learns[at] and (end > at + 1 or one)
         made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
     if mixes:
         made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
     on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
-    return tuple(replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True))
+    made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
+    return tuple(replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made)
 
 
 @functools.lru_cache(1024)

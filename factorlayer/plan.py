@@ -33,6 +33,7 @@ from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
+from factorlayer.untied_backward import UntiedBackward
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -64,6 +65,7 @@ Pass = (
     | Strip
     | StripBackward
     | Turn
+    | UntiedBackward
     | WeightChunks
     | Wide
     | WideGradient
@@ -131,7 +133,7 @@ class Plan:
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
         if isinstance(p, Dense):
             return "x", "y"
-        if isinstance(p, TileSums):
+        if isinstance(p, TileSums) and not self.chain.backward:
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1
         return "x" if i == 0 else f"s{(i - 1) % 2}", "y" if last else f"s{i % 2}"

@@ -33,6 +33,7 @@ from factorlayer import (
     streamed,
     strip,
     strip_backward,
+    untied_backward,
     wide,
     wide_gradient,
 )
@@ -43,7 +44,7 @@ from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient, Reduction
+from factorlayer.gradient import REDUCTION_US, Gradient, Reduction
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -282,6 +283,9 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         single = min((p for p in singles if p), key=lambda p: p.us, default=None)
         if single:
             return single, Reduction(single)
+    elif not more and (visit := untied_backward.tile(chain, dtype, batch, gpu)):
+        if _is_worth_it(chain, dtype, gpu):
+            return visit, Reduction(visit)
     elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
         return few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
@@ -297,6 +301,19 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
                 return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
             return found, Reduction(found)
     raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
+
+
+@functools.lru_cache(256)
+def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
+    kernel for these has one for fewer as well."""
+    batch = BATCHES[-1]
+    visit = untied_backward.tile(chain, dtype, batch, gpu)
+    (c,) = chain.contractions
+    grouped = replace(c, outer=c.outer * c.inner, inner=1)
+    back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
+    apart = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
+    return visit is not None and visit.us + REDUCTION_US < sum(p.us for p in apart)
 
 
 def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:

@@ -18,7 +18,7 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import backward, gradient, small_backward, strip_backward
+from factorlayer import backward, gradient, small_backward, strip_backward, untied_backward
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -34,6 +34,7 @@ from factorlayer.results import from_result
 from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
+from factorlayer.untied_backward import UntiedBackward
 from factorlayer.wide_gradient import WideGradient
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -498,6 +499,63 @@ def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> N
     assert not errors
     right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)])).ravel()
     assert np.linalg.norm(outputs[-1] - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
+
+
+def mixed_rows(chain: Chain) -> Array:
+    """Of a weight, in the order in which what comes back has its q's."""
+    (c,) = chain.contractions
+    _, rows, columns = chain.mixed or (1, c.q, 1)
+    return np.arange(c.q).reshape(rows, columns).T.ravel()
+
+
+# Both gradients of untied weights: one to four warpgroups that share q's, p's or groups; parts of tiles, slabs, chunks
+UNTIED = [
+    ("untied 0 4 40 56 1; backward", "bfloat16", 150, (2, 1, 1, 1, 64)),
+    ("untied 0 4 136 192 1; backward; mixed 4 48 4", "float16", 150, (1, 3, 1, 1, 192)),
+    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4", "bfloat16", 200, (1, 2, 1, 1, 128)),
+    ("turned; untied 0 2 96 200 2; backward; turn 4 48 2", "bfloat16", 300, (1, 2, 1, 2, 128)),
+    ("untied 0 2 200 24 1; backward; mixed 2 8 3", "float16", 130, (1, 1, 2, 1, 64)),
+    ("untied 0 8 64 64 1; backward", "bfloat16", 330, (4, 1, 1, 1, 64)),
+    ("untied 0 2 264 136 1; backward", "bfloat16", 65, (1, 1, 1, 3, 96)),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "batch", "tiling"), UNTIED, ids=str)
+def test_both_gradients_of_untied_weights(
+    text: str, dtype: str, batch: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    chain, gpu = Chain.parse(text), Gpu(90, 8, 232448)
+    visit = UntiedBackward(chain, dtype, *tiling, gpu=gpu, batch=LARGE)
+    assert visit.fits and visit in list(untied_backward.tilings(chain, dtype, LARGE, gpu))
+    check_both_gradients(Plan(chain, dtype, LARGE, gpu, (visit, Reduction(visit))), batch, emulator)
+
+
+def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
+    """And infinite where they have to be, which is for no other sample."""
+    kernels, dtype, (c,) = emulator.compile(found), found.dtype, found.chain.contractions
+    draw, groups = drawing(dtype), c.outer * c.inner
+    x, grad, weight = draw(batch, groups * c.p), draw(batch, groups * c.q), draw(groups, c.q, c.p) / 8
+    for seed, value in enumerate((None, np.inf)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[batch // 2, 1], grad[batch - 1, 2] = value, -value
+        outputs, errors = emulator.run(found, kernels, x, [weight, grad], None, blocks=found.gpu.sms, seed=seed)
+        assert not errors
+        order = mixed_rows(found.chain)
+        with np.errstate(invalid="ignore"):
+            before, behind = x.reshape(batch, groups, c.p), grad.reshape(batch, groups, c.q)
+            back = np.einsum("ngq,gqp->ngp", behind, weight[:, order])
+            if found.chain.turn:
+                back = back.reshape(batch, c.outer, c.inner, c.p).transpose(0, 1, 3, 2).reshape(batch, *found.chain.turn)
+                back = back.transpose(0, 1, 3, 2)
+            summed = np.empty_like(weight)
+            summed[:, order] = np.einsum("ngq,ngp->gqp", behind, before)
+        for part, expected in ((outputs[0], back), (outputs[-1], summed)):
+            part, expected = part.ravel(), expected.ravel()
+            finite = np.isfinite(expected)
+            np.testing.assert_array_equal(part[~finite], expected[~finite])
+            error = np.linalg.norm(part[finite] - expected[finite])
+            assert error <= 2 * EPS[dtype] * np.linalg.norm(expected[finite])
 
 
 # Of two untied weights and x: parts of tiles, chunks and pieces, one to four times 16 samples, one group and many

@@ -35,6 +35,7 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.strip_backward import StripBackward
+from factorlayer.untied_backward import UntiedBackward
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -125,6 +126,8 @@ class Kernel:
     def output_bytes(self, batch: int) -> int:
         """Without sums."""
         p = self.planned
+        if isinstance(p, UntiedBackward):
+            return batch * p.output_bytes
         if isinstance(p, TileSums):
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, Reduction):
