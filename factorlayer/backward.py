@@ -77,6 +77,7 @@ class Visit:
     hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
     hands_back: Turned | None = None  # and the gradient of what it reads for the one before
     mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
+    orders: bool = False  # who makes its weight's gradient puts these in order
 
     @functools.cached_property
     def turned(self) -> bool:
@@ -96,13 +97,12 @@ class Visit:
         """A weight for the way back."""
         if not self.mixed:
             return _transposed(ops, weight)
-        outer, rows, columns = self.mixed
-        q, p = weight.shape[-2:]
-        return weight.reshape(outer, rows, columns, p).permute(0, 3, 2, 1).reshape(outer, p, q)
+        (outer, *order), (q, p) = self.mixed, weight.shape[-2:]
+        return ops.forward(weight.reshape(outer, q * p), [], None, _turning((1, q, p), False, (1, *order))).view(outer, p, q)
 
     def in_order(self, gradient: Tensor) -> Tensor:
         """A weight's gradient, made of a gradient whose q's come in another order."""
-        if not self.mixed:
+        if not self.mixed or self.orders:
             return gradient
         outer, rows, columns = self.mixed
         return gradient.reshape(outer, columns, rows, -1).transpose(1, 2).reshape(gradient.shape)
@@ -116,7 +116,12 @@ class Visit:
         """What makes gradients of the weights."""
         if self.at_once:
             return self.visited.text
-        return replace(self.part, x_turned=self.turned, gradient=True).text
+        return self.summed.text if self.orders else replace(self.summed, mixed=None).text
+
+    @property
+    def summed(self) -> Chain:
+        """What makes its weight's gradient, in order."""
+        return replace(self.part, x_turned=self.turned, gradient=True, mixed=self.mixed)
 
     @property
     def visited(self) -> Chain:
@@ -325,7 +330,8 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
     on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
     made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
-    return tuple(replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made)
+    made = [replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made]
+    return tuple(replace(v, orders=v.mixed is not None and not v.at_once and fits(v.summed)) for v in made)
 
 
 @functools.lru_cache(1024)
@@ -417,5 +423,5 @@ def _turned(ops: Ops, x: Tensor, turn: Turned | None, tf32: bool = False) -> Ten
 
 
 @functools.lru_cache(1024)
-def _turning(turn: Turned, tf32: bool) -> str:
-    return Chain((), turn=turn, tf32=tf32).text
+def _turning(turn: Turned, tf32: bool, mixed: Turned | None = None) -> str:
+    return Chain((), turn=turn, mixed=mixed, tf32=tf32).text

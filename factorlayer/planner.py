@@ -193,7 +193,8 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             if both is None:
                 raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
             return Plan(chain, dtype, batch, gpu, _with_reduction(both))
-        return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
+        made = _gradient(c, dtype, batch, gpu)
+        return Plan(chain, dtype, batch, gpu, _in_order(chain, made) if chain.mixed else made)
     if chain.sums:
         return Plan(chain, dtype, batch, gpu, _with_reduction(ColumnSums(chain.sums, dtype, batch, gpu)))
     if chain.slope or chain.through:
@@ -202,7 +203,10 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
     if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
         first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
-        return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu)))
+        mixed = chain.mixed[1:] if chain.mixed else None
+        if mixed and (chain.contractions or math.prod(mixed) != chain.turn[1]):
+            raise PlanError(f"{chain.text!r} turns other rows than it mixes")
+        return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu, mixed)))
     best: Plan | None = None
     for passes in cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best.weight:
@@ -257,6 +261,14 @@ def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tup
         raise PlanError(f"no pass makes the gradient of {contraction}: it has too many groups")
     weight = FLOAT_GRADIENT if dtype == "float32" and batch > 64 else 1
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
+
+
+def _in_order(chain: Chain, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Of q's that come in another order."""
+    (c,), summing = chain.contractions, passes[0]
+    if not isinstance(summing, WideGradient) or not chain.mixed or math.prod(chain.mixed[1:]) != c.q or c.inner > 1:
+        raise PlanError(f"no pass makes {chain.text!r}")
+    return _with_reduction(replace(summing, mixed=chain.mixed[1:]))
 
 
 def _with_reduction(summing: ColumnSums | Gradient | WideGradient) -> tuple[Pass, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -160,6 +161,8 @@ def _takes(chain: Chain, dtype: str) -> bool:
     """One untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
     c, *more = chain.contractions
     if dtype not in DTYPES or more or c.tied or c.p % 8 or c.q % 8 or chain.rank > 1:
+        return False
+    if chain.mixed and (c.inner > 1 or math.prod(chain.mixed[1:]) != c.q):
         return False
     if chain.turn is None:
         return c.inner == 1

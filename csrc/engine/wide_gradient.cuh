@@ -17,7 +17,7 @@
 // of the weight. factorlayer/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, STAGES, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
+//        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), STAGES, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
 //        producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
 #include "mma.cuh"
@@ -469,6 +469,8 @@ template <class Pass> struct WideGradient {
   static constexpr DEVICE int down(int h, int half) {
     return kLoadsLeft && kFours ? h / 2 * 128 + h % 2 * 2 + half : h * 64 + half * (kTurns ? 8 : 1);
   }
+  // Where a q of G, in whatever order, comes among those of the weight.
+  static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
   DEVICE void store(const ColumnSums& columns) const {
     if (threadIdx.x % 4) return;
     const int q = tile().q + own_q();
@@ -485,13 +487,13 @@ template <class Pass> struct WideGradient {
   DEVICE void store(const Sums& sums) const {
     const Tile at = tile();
     const int t = threadIdx.x % 4, q = at.q + own_q(), p = at.p + warpgroup / WM * N;
-    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + (i64(at.group) * Q + q) * P);
+    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + i64(at.group) * Q * P);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int end = q + down(h, half) < Q ? P : 0;  // all of a warp exchange, whose rows may end between
-        store_row(sums[h], half, to + i64(down(h, half)) * P, p, t, end);
+        store_row(sums[h], half, to + i64(in_order(q + down(h, half))) * P, p, t, end);
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
