@@ -97,8 +97,9 @@ class Visit:
         """A weight for the way back."""
         if not self.mixed:
             return _transposed(ops, weight)
-        (outer, *order), (q, p) = self.mixed, weight.shape[-2:]
-        return ops.forward(weight.reshape(outer, q * p), [], None, _turning((1, q, p), False, (1, *order))).view(outer, p, q)
+        (outer, rows, columns), (q, p) = self.mixed, weight.shape[-2:]
+        text = _turning((1, q, p), False, (1, rows, columns))
+        return ops.forward(weight.reshape(outer, q * p), [], None, text).view(outer, p, q)
 
     def in_order(self, gradient: Tensor) -> Tensor:
         """A weight's gradient, made of a gradient whose q's come in another order."""

@@ -19,10 +19,10 @@ class Chain:
     """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
 
     States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
-    are [outer, rows, columns], as [outer, columns, rows]; with tf32 they are rounded to it. Of gradients it is that of x
-    that is turned so, and with `mixed` the q's behind a contraction, of which weights have [outer, rows, columns], come as
-    [outer, columns, rows]. A turn can be all that is done, of rows that are taken in such an order if it is `mixed`, or the
-    way back through an activation, `slope` or `through`. Or there are `sums` over samples, of what is given.
+    are [outer, rows, columns], as [outer, columns, rows]; with tf32 they are rounded to it. Of gradients it is that of
+    x that is turned so; and `mixed` means that what weights have as q's [outer, rows, columns] comes back as [outer,
+    columns, rows]. A turn can be all that is done, of rows that are `mixed` or not, or the way back through an
+    activation, `slope` or `through`. Or there are `sums` over samples, of what is given.
     """
 
     contractions: tuple[Contraction, ...]

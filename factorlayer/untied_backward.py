@@ -25,14 +25,14 @@ LEAST_CHUNKS = 4  # that are worth a block
 MOST_STAGES = 6
 PRODUCERS = 128  # threads
 # By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
-REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128), 4: (104, 64, 64)}
+REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
 CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
 class UntiedBackward(TileSums):
-    """A pass, tiled: a block has `together` groups, of each `n` * `wn` p's; a group's `wm` x `wn` warpgroups 64 `height` q's
-    and n p's each. `us` is the time predicted."""
+    """A pass, tiled: a block has `together` groups, of each `n` * `wn` p's; a group's `wm` x `wn` warpgroups have
+    64 `height` q's and n p's each. `us` is the time predicted."""
 
     chain: Chain
     dtype: str
@@ -110,7 +110,7 @@ class UntiedBackward(TileSums):
         return 128 * self.consumers + PRODUCERS
 
     @property
-    def tiles(self) -> int:  # type: ignore[override]
+    def tiles(self) -> int:
         return self.groups // self.together * -(-self.contraction.p // self.bp)
 
     units_per_sample = 1
@@ -146,9 +146,7 @@ class UntiedBackward(TileSums):
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        return kernel(
-            hopper_headers(products, "untied_backward.cuh"), name, "UntiedBackward", lines, self.threads
-        )
+        return kernel(hopper_headers(products, "untied_backward.cuh"), name, "UntiedBackward", lines, self.threads)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
@@ -175,7 +173,7 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         return
     (c,) = chain.contractions
     groups = c.outer * c.inner
-    for together, (wm, wn) in itertools.product((1, 2, 3, 4), ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3))):
+    for together, (wm, wn) in itertools.product((1, 2, 3), ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))):
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
@@ -200,5 +198,6 @@ def _time(plan: UntiedBackward) -> float:
     sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype]
     busy = -(-chunks // parts) * chunk + plan.weight_bytes / 60e3 + sums / 40e3
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
+    memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
     summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -84,7 +84,7 @@ template <class Pass> struct UntiedBackward {
       const int rows = int(min(params.batch - first, i64(64))) - row;
       stay_here(left_q, left_p);
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
-#pragma unroll
+#pragma unroll 1
       for (int group = 0; group < TOGETHER; ++group) {
         const u32 to = place + stage * kStageBytes + group * kGroup;
         copy<kLeft, kRowG>(to, g + (first * kRowG + group * Q), rows, left_q);
