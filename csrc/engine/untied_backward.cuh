@@ -158,7 +158,7 @@ template <class Pass> struct UntiedBackward {
   }
   DEVICE void store(const Sums& sums) const {
     const int t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int odd = t & 1, p = first_p + share() / WM * N + t / 2 * 4 + odd * 8;
+    const int p = first_p + share() / WM * N + t / 2 * 4 + t % 2 * 8;
     float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(first_group + group()) * Q * P + p);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -167,14 +167,9 @@ template <class Pass> struct UntiedBackward {
         const int q = (share() % WM * HEIGHT + h) * 64 + row + half * 8;
         float* at = to + i64(in_order(q)) * P;
 #pragma unroll
-        for (int n = 0; n < N / 8; n += 2) {  // neighbours exchange a tile, so that each has 16 bytes
+        for (int n = 0; n < N / 8; n += 2) {
           u32 words[4];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const u32 near = __float_as_uint(sums[h][n * 4 + half * 2 + i]), next = __float_as_uint(sums[h][n * 4 + 4 + half * 2 + i]);
-            const u32 given = __shfl_xor_sync(0xffffffff, odd ? near : next, 1);
-            words[i] = odd ? given : near, words[2 + i] = odd ? next : given;
-          }
+          four_columns(&sums[h][n * 4 + half * 2], words);
           if (q < Q && p + n * 8 < P) store_global<16>(at + n * 8, words);
         }
       }

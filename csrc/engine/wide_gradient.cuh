@@ -529,11 +529,11 @@ template <class Pass> struct WideGradient {
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        const float* near = &sums[n * 4 + half * 2];
-        const u32 words[2] = {__float_as_uint(near[0]), __float_as_uint(near[1])};
-        const int c = p + n * 8 + t * 2;
-        if (c < end) store_global<8>(to + c, words);
+      for (int n = 0; n < N / 8; n += 2) {
+        u32 words[4];
+        four_columns(&sums[n * 4 + half * 2], words);
+        const int c = p + (n + t % 2) * 8 + t / 2 * 4;
+        if (c < end) store_global<16>(to + c, words);
       }
     }
   }
