@@ -45,6 +45,9 @@ template <class Pass> struct UntiedBackward {
         chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST)), first_p(blockIdx.y % kTiles * BP),
         first_group(blockIdx.y / kTiles * TOGETHER) {}
 
+  // From the last rows on, of which L2 still has some (wide_gradient.cuh)
+  DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * 64; }
+
   // Where q comes among those of a weight.
   static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
 
@@ -80,7 +83,7 @@ template <class Pass> struct UntiedBackward {
     copy_weights(thread);  // which are there when the first chunk is
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
-      const i64 first = i64(chunk) * 64;
+      const i64 first = first_row(chunk);
       const int rows = int(min(params.batch - first, i64(64))) - row;
       stay_here(left_q, left_p);
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
@@ -140,7 +143,7 @@ template <class Pass> struct UntiedBackward {
     return (k / Pass::RUN * Pass::INNER + group % Pass::INNER) * Pass::RUN + k % Pass::RUN;
   }
   DEVICE void store(const Back& back, int chunk) const {
-    const i64 row = i64(chunk) * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const i64 row = first_row(chunk) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int p = first_p + share() * kShare + threadIdx.x % 4 * 8, group = first_group + this->group();
     Element* y = static_cast<Element*>(params.y) + row * kRowX;
 #pragma unroll

@@ -72,6 +72,10 @@ template <class Pass> struct WideGradient {
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
         rows(given.batch * Pass::ROWS), chunks(int((rows + kChunk - 1) / kChunk)) {}
 
+  // From the last rows on: L2 still has of G what the kernel before has made or read last, and leaves the first ones there
+  // for the next.
+  DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * kChunk; }
+
   struct Tile { int q, p, group; };
   static DEVICE Tile tile() {
     const int n = blockIdx.y;
@@ -98,7 +102,7 @@ template <class Pass> struct WideGradient {
     u32 phase = 1;
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-      const i64 first = i64(chunk) * kChunk;
+      const i64 first = first_row(chunk);
       const int rows_left = int(min(rows - first, i64(kChunk))) - row;
       const u32 to = place + stage * kStageBytes;
       stay_here(left_q, left_p);
@@ -156,7 +160,7 @@ template <class Pass> struct WideGradient {
     int left_q = Q - q - column_g, left_p = P - p - column;
     Square held[Pass::HELD][kHeldLeft + kRight];
     const auto load_slab = [&](Square& to, int slab, int chunk) {
-      const i64 first = i64(chunk) * kChunk;
+      const i64 first = first_row(chunk);
       const int rows_left = chunk < chunks ? int(min(rows - first, i64(kChunk))) - row : 0, right = slab - kHeldLeft;
       if (right < 0)
         load<kRowG>(to, g + (first * kRowG + slab * 64), slab * 64 < left_q ? rows_left : 0);
@@ -174,7 +178,7 @@ template <class Pass> struct WideGradient {
       stay_here(left_q, left_p);
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
       if constexpr (kLoadsLeft) {
-        const i64 first = i64(chunk) * kChunk;
+        const i64 first = first_row(chunk);
         copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
                   int(min(rows - first, i64(kChunk))) - row_g, left_q);
         arrive_with_copies(memory + kFull + stage * 8);
@@ -263,7 +267,7 @@ template <class Pass> struct WideGradient {
       if (chunk < chunks) {
         if constexpr (kCopies) wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);
         const u32 slabs = memory + copied.stage * kStageBytes, pieces = memory + kPieces + to * kPiecesBytes;
-        const i64 first = i64(chunk) * kChunk;
+        const i64 first = first_row(chunk);
         copy_rows<PiecesG, kTakesG>(g, first, column_g, Q - at.q, slabs, pieces, thread);
         copy_rows<PiecesX, kTakesX>(x, first, column_x, P - at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
       }
@@ -280,7 +284,7 @@ template <class Pass> struct WideGradient {
       copy_next(chunk + Pass::AHEAD * gridDim.x);
       if constexpr (!kCopies) wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);
       const u32 slabs = memory + taken.stage * kStageBytes, pieces = memory + kPieces + from * kPiecesBytes;
-      const i64 first = i64(chunk) * kChunk;
+      const i64 first = first_row(chunk);
       if constexpr (kTakesG) take_rows<PiecesG, false>(g, first, column_g, at.q, slabs, pieces, thread);
       if constexpr (kTakesX)
         take_rows<PiecesX, !kSideBySide>(x, first, column_x, at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
