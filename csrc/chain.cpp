@@ -50,14 +50,15 @@ static Contraction parse_contraction(bool tied, std::istringstream& words, const
   return c;
 }
 
-// Of matrices, in all of the chain's y.
-static int64_t parse_turn(std::istringstream& words, const Chain& chain) {
+// Of matrices, in all of the chain's y; of gradients, in x; what comes "mixed", in y.
+static int64_t parse_turn(const std::string& name, std::istringstream& words, const Chain& chain) {
   int64_t outer = 0, rows = 0, columns = 0;
   words >> outer >> rows >> columns;
   if (!words || !is_size({outer, rows, columns}))
-    throw std::invalid_argument("\"turn\" needs three positive sizes that memory can hold");
-  if (!chain.contractions.empty() && chain.out_features() != outer * rows * columns)
-    throw std::invalid_argument("\"turn\" disagrees about the size of y");
+    throw std::invalid_argument("\"" + name + "\" needs three positive sizes that memory can hold");
+  const bool of_x = chain.backward && name == "turn";
+  if (!chain.contractions.empty() && (of_x ? chain.in_features() : chain.out_features()) != outer * rows * columns)
+    throw std::invalid_argument("\"" + name + "\" disagrees about the size of " + (of_x ? "x" : "y"));
   return outer * rows * columns;
 }
 
@@ -79,7 +80,8 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 }
 
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
-// a contraction, bias if it is dense, gradient, tf32; or contractions, backward, tf32. Behind an activation may stand
+// a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
+// it is one. A turn that is all may be mixed. Behind an activation may stand
 // slope, or through if there is no bias, before tf32, and both may be all. sums stands alone.
 static Chain parse(const std::string& text) {
   Chain chain;
@@ -95,8 +97,13 @@ static Chain parse(const std::string& text) {
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;
     } else if (name == "turn") {
-      if (finishing) throw std::invalid_argument("\"turn\" stands in the wrong place");
-      chain.turned = parse_turn(words, chain);
+      if (finishing && !(chain.backward && !chain.turned && !chain.mixed))
+        throw std::invalid_argument("\"turn\" stands in the wrong place");
+      chain.turned = parse_turn(name, words, chain);
+    } else if (name == "mixed") {
+      if (chain.mixed || chain.bias || !(chain.gradient || chain.backward || (chain.turned && chain.contractions.empty())))
+        throw std::invalid_argument("\"mixed\" stands in the wrong place");
+      chain.mixed = parse_turn(name, words, chain);
     } else if (name == "gradient") {
       if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
@@ -111,7 +118,7 @@ static Chain parse(const std::string& text) {
         throw std::invalid_argument("\"sums\" stands in the wrong place");
       chain.sums = parse_features(name, words, chain);
     } else if (name == "backward") {
-      if (finishing || chain.contractions.empty() || chain.rank != 1 || chain.x_turned)
+      if (finishing || chain.contractions.empty() || chain.rank != 1 || (chain.x_turned && chain.contractions.size() != 1))
         throw std::invalid_argument("\"backward\" stands in the wrong place");
       chain.backward = true;
     } else if ((name == "untied" || (name == "tied" && !chain.x_turned)) && !finishing) {

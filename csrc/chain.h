@@ -17,6 +17,8 @@
 // "sums n" is all of a chain: of n features, each one's sum over the samples.
 // States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
 // [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
+// Behind "backward" it is the gradient of x that is stored so. "mixed o r c" there, or behind "gradient": the q's of grad_y,
+// which weights have as [o, r, c], come as [o, c, r]; behind a turn that is all, its matrices' rows are taken so.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -42,6 +44,7 @@ struct Chain {
   std::shared_ptr<const Program> program;  // the activation's, if it has no name
   bool gradient = false, backward = false, tf32 = false, x_turned = false;
   int64_t turned = 0;   // features of y, if it is stored turned
+  int64_t mixed = 0;    // the same, if its q's come in another order
   int64_t slope = 0;    // features of y, if what is made is the gradient of what is activated
   int64_t through = 0;  // the same, of what has been activated before
   int64_t sums = 0;     // features of x, if their sums over the samples are made

@@ -77,12 +77,14 @@ class Visit:
     hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
     hands_back: Turned | None = None  # and the gradient of what it reads for the one before
     mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
+    orders: bool = False  # who makes its weight's gradient puts these in order
 
     @functools.cached_property
     def turned(self) -> bool:
         """Whether the states before and behind it are."""
         first = self.part.contractions[0]
-        return self.learns and not self.at_once and not first.tied and first.inner > 1
+        alone = len(self.part.contractions) == 1
+        return self.learns and not (self.at_once and not alone) and not first.tied and first.inner > 1
 
     def turn(self, is_grad: bool) -> Turned | None:
         """How the state before it, or the gradient behind it, is turned."""
@@ -95,13 +97,13 @@ class Visit:
         """A weight for the way back."""
         if not self.mixed:
             return _transposed(ops, weight)
-        outer, rows, columns = self.mixed
-        q, p = weight.shape[-2:]
-        return weight.reshape(outer, rows, columns, p).permute(0, 3, 2, 1).reshape(outer, p, q)
+        (outer, rows, columns), (q, p) = self.mixed, weight.shape[-2:]
+        text = _turning((1, q, p), False, (1, rows, columns))
+        return ops.forward(weight.reshape(outer, q * p), [], None, text).view(outer, p, q)
 
     def in_order(self, gradient: Tensor) -> Tensor:
         """A weight's gradient, made of a gradient whose q's come in another order."""
-        if not self.mixed:
+        if not self.mixed or self.orders:
             return gradient
         outer, rows, columns = self.mixed
         return gradient.reshape(outer, columns, rows, -1).transpose(1, 2).reshape(gradient.shape)
@@ -114,8 +116,18 @@ class Visit:
     def gradient(self) -> str:
         """What makes gradients of the weights."""
         if self.at_once:
-            return replace(self.part, backward=True).text
-        return replace(self.part, x_turned=self.turned, gradient=True).text
+            return self.visited.text
+        return self.summed.text if self.orders else replace(self.summed, mixed=None).text
+
+    @property
+    def summed(self) -> Chain:
+        """What makes its weight's gradient, in order."""
+        return replace(self.part, x_turned=self.turned, gradient=True, mixed=self.mixed)
+
+    @property
+    def visited(self) -> Chain:
+        """What makes all gradients at once."""
+        return replace(self.part, backward=True, x_turned=self.turned, turn=self.hands_back, mixed=self.mixed)
 
     @functools.cached_property
     def back(self) -> str:
@@ -310,14 +322,17 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
         returns = bool(wanted & 1) or any(learns[:at])
         weights = tuple(sorted(c.weight for c in steps[at:end]))
         part = _part(chain, steps[at:end])
-        at_once = learns[at] and (end > at + 1 or (returns and fits(replace(part, backward=True))))
+        one = returns and part.contractions[0].tied and fits(replace(part, backward=True))
+        at_once = learns[at] and (end > at + 1 or one)
         made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
     if mixes:
         made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
     on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
-    return tuple(replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True))
+    made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
+    made = [replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made]
+    return tuple(replace(v, orders=v.mixed is not None and not v.at_once and fits(v.summed)) for v in made)
 
 
 @functools.lru_cache(1024)
@@ -409,5 +424,5 @@ def _turned(ops: Ops, x: Tensor, turn: Turned | None, tf32: bool = False) -> Ten
 
 
 @functools.lru_cache(1024)
-def _turning(turn: Turned, tf32: bool) -> str:
-    return Chain((), turn=turn, tf32=tf32).text
+def _turning(turn: Turned, tf32: bool, mixed: Turned | None = None) -> str:
+    return Chain((), turn=turn, mixed=mixed, tf32=tf32).text

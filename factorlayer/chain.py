@@ -19,9 +19,10 @@ class Chain:
     """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
 
     States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
-    are [outer, rows, columns], as [outer, columns, rows]; with tf32 they are rounded to it. That can be all that is
-    done, or the way back through an activation, `slope` or `through`. Or there are `sums` over samples, of what is
-    given.
+    are [outer, rows, columns], as [outer, columns, rows]; with tf32 they are rounded to it. Of gradients it is that of
+    x that is turned so; and `mixed` means that what weights have as q's [outer, rows, columns] comes back as [outer,
+    columns, rows]. A turn can be all that is done, of rows that are `mixed` or not, or the way back through an
+    activation, `slope` or `through`. Or there are `sums` over samples, of what is given.
     """
 
     contractions: tuple[Contraction, ...]
@@ -32,6 +33,7 @@ class Chain:
     backward: bool = False  # not the contractions themselves, but all their gradients
     x_turned: bool = False
     turn: tuple[int, int, int] | None = None
+    mixed: tuple[int, int, int] | None = None
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
@@ -52,6 +54,7 @@ class Chain:
         stages += ["gradient"] if self.gradient else []
         stages += ["backward"] if self.backward else []
         stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
+        stages += ["mixed {} {} {}".format(*self.mixed)] if self.mixed else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -64,7 +67,7 @@ class Chain:
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         gradient = backward = x_turned = tf32 = False
-        turn, slope, through, sums = None, 0, 0, 0
+        turn, mixed, slope, through, sums = None, None, 0, 0, 0
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -82,6 +85,9 @@ class Chain:
             elif name == "turn":
                 outer, rows, columns = map(int, numbers)
                 turn = outer, rows, columns
+            elif name == "mixed":
+                outer, rows, columns = map(int, numbers)
+                mixed = outer, rows, columns
             elif name == "slope":
                 slope = int(numbers[0])
             elif name == "through":
@@ -92,7 +98,7 @@ class Chain:
                 tf32 = True
             else:
                 activation = name
-        stages = (rank, bias, activation, gradient, backward, x_turned, turn, tf32, slope, through, sums)
+        stages = (rank, bias, activation, gradient, backward, x_turned, turn, mixed, tf32, slope, through, sums)
         return Chain(tuple(contractions), *stages)
 
     @property

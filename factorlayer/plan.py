@@ -38,6 +38,7 @@ from factorlayer.strip_backward import StripBackward
 from factorlayer.turn import Turn
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.weight_halves import WeightHalves
+from factorlayer.untied_backward import UntiedBackward
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -73,6 +74,7 @@ Pass = (
     | StripBackward
     | Turn
     | UnitBackward
+    | UntiedBackward
     | WeightChunks
     | WeightHalves
     | Wide
@@ -149,7 +151,7 @@ class Plan:
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"
-        if isinstance(p, TileSums):
+        if isinstance(p, TileSums) and not self.chain.backward:
             return "x", "y" if p.is_whole else "s2"
         last = self.chain.backward or i == len(self.passes) - 1
         i -= self._before

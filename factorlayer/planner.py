@@ -37,6 +37,7 @@ from factorlayer import (
     strip,
     strip_backward,
     unit_backward,
+    untied_backward,
     wide,
     wide_gradient,
 )
@@ -47,7 +48,7 @@ from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient, Reduction
+from factorlayer.gradient import REDUCTION_US, Gradient, Reduction
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -202,7 +203,8 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             if both is None:
                 raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
             return Plan(chain, dtype, batch, gpu, _with_reduction(both))
-        return Plan(chain, dtype, batch, gpu, _gradient(c, dtype, batch, gpu))
+        made = _gradient(c, dtype, batch, gpu)
+        return Plan(chain, dtype, batch, gpu, _in_order(chain, made) if chain.mixed else made)
     if chain.sums:
         return Plan(chain, dtype, batch, gpu, _with_reduction(ColumnSums(chain.sums, dtype, batch, gpu)))
     if chain.slope or chain.through:
@@ -211,7 +213,10 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
     if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
         first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
-        return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu)))
+        mixed = chain.mixed[1:] if chain.mixed else None
+        if mixed and (chain.contractions or math.prod(mixed) != chain.turn[1]):
+            raise PlanError(f"{chain.text!r} turns other rows than it mixes")
+        return Plan(chain, dtype, batch, gpu, (*first, Turn(*chain.turn, dtype, batch, gpu, mixed)))
     best: Plan | None = None
     for passes in cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(passes) - 1) * _least_us(passes, batch, gpu) > best.weight:
@@ -268,6 +273,14 @@ def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tup
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
 
 
+def _in_order(chain: Chain, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Of q's that come in another order."""
+    (c,), summing = chain.contractions, passes[0]
+    if not isinstance(summing, WideGradient) or not chain.mixed or math.prod(chain.mixed[1:]) != c.q or c.inner > 1:
+        raise PlanError(f"no pass makes {chain.text!r}")
+    return _with_reduction(replace(summing, mixed=chain.mixed[1:]))
+
+
 def _with_reduction(summing: ColumnSums | Gradient | WideGradient) -> tuple[Pass, ...]:
     return (summing,) if summing.is_whole else (summing, Reduction(summing))
 
@@ -297,6 +310,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
     if first.tied and not more:
         singles = [family.tile(first, dtype, batch, gpu) for family in (single_backward, split_single_backward)]
         yield from ((single, Reduction(single)) for single in singles if single)
+    elif not more and (visit := untied_backward.tile(chain, dtype, batch, gpu)):
+        if _is_worth_it(chain, dtype, gpu):
+            yield visit, Reduction(visit)
     elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
         yield few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
@@ -314,6 +330,19 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
                 yield made, Reduction(made)
         if both := double_backward.tile(modes, outer, dtype, batch, gpu):
             yield *both, Reduction(both[-1])
+
+
+@functools.lru_cache(256)
+def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
+    kernel for these has one for fewer as well."""
+    batch = BATCHES[-1]
+    visit = untied_backward.tile(chain, dtype, batch, gpu)
+    (c,) = chain.contractions
+    grouped = replace(c, outer=c.outer * c.inner, inner=1)
+    back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
+    apart = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
+    return visit is not None and visit.us + REDUCTION_US < sum(p.us for p in apart)
 
 
 def _least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:

@@ -15,7 +15,8 @@ BLOCKS = 5  # on a multiprocessor: some read while others write
 
 @dataclass(frozen=True)
 class Turn:
-    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it."""
+    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows may be
+    `mixed`: what lies as [r, c] of them is taken as [c, r]."""
 
     matrices: int
     rows: int
@@ -23,6 +24,7 @@ class Turn:
     dtype: str
     batch: int
     gpu: Gpu
+    mixed: tuple[int, int] | None = None
 
     threads = 256
     split = 1
@@ -52,7 +54,8 @@ class Turn:
     @property
     def read(self) -> int:
         """Elements of one access."""
-        return math.gcd(16 // self.size, self.rows * self.columns if self.is_stacked else self.columns)
+        in_rows = self.is_stacked and not self.mixed
+        return math.gcd(16 // self.size, self.rows * self.columns if in_rows else self.columns)
 
     @property
     def write(self) -> int:
@@ -90,6 +93,7 @@ class Turn:
         numbers = {"MATRICES": self.matrices, "ROWS": self.rows, "COLUMNS": self.columns}
         numbers |= dict(zip(("TR", "TC", "BESIDE"), self.tile, strict=True))
         numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
+        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool ROUNDS = {str(self.dtype == 'tf32').lower()};"]

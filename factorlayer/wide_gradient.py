@@ -53,6 +53,7 @@ class WideGradient(TileSums):
     gpu: Gpu
     batch: int
     bias: bool = False
+    mixed: tuple[int, int] | None = None  # q's lie as [r, c] in the weight, and come as [c, r]
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -208,6 +209,7 @@ class WideGradient(TileSums):
         numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
         numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
         numbers |= {"AHEAD": self.ahead, "HELD": self.held}
+        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]

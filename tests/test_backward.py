@@ -44,6 +44,9 @@ def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str
         c = chain.contractions[0]
         x = turned(x, c.outer, c.inner, c.p) if chain.x_turned else x
         x = torch.ops.factorlayer.forward(x, weights, bias, replace(chain, x_turned=False, turn=None).text)
+    if chain.mixed:
+        _, rows, columns = chain.mixed
+        x = x.view(len(x), rows, columns, -1).transpose(1, 2).reshape(x.shape)
     return turned(x, *chain.turn) if chain.turn else x
 
 
@@ -79,6 +82,9 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         grad, x = turned(grad, c.outer, c.inner, c.q), turned(x, c.outer, c.inner, c.p)
     behind, before = grad.view(-1, c.outer, c.q, c.inner), x.view(-1, c.outer, c.p, c.inner)
     made = torch.einsum("noqi,nopi->qp" if c.tied else "noqi,nopi->oiqp", behind, before).reshape(-1, c.p)
+    if chain.mixed:
+        outer, rows, columns = chain.mixed
+        made = made.view(outer, columns, rows, -1).transpose(1, 2).reshape(made.shape)
     return torch.cat([made.view(-1), grad.sum(0)])[None] if chain.bias else made
 
 
@@ -87,8 +93,18 @@ def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str,
     chain = Chain.parse(text)
     assert chain.backward
     given = grad[0] if bias else None
-    forward_text = replace(chain, backward=False, bias=bias).text
-    return gradients(replace(OPS, fits=nothing), grad, x, weights, given, forward_text, all_of(weights) | 2 * bias)
+    (c, *more) = chain.contractions
+    if chain.x_turned:
+        assert not more
+        x = turned(x, c.outer, c.inner, c.p)
+        grad = turned(grad, c.outer, c.inner, c.q)
+    elif chain.mixed:
+        outer, rows, columns = chain.mixed
+        grad = turned(grad, outer, columns, rows)
+    plain = replace(chain, backward=False, bias=bias, x_turned=False, turn=None, mixed=None)
+    made = gradients(replace(OPS, fits=nothing), grad, x, weights, given, plain.text, all_of(weights) | 2 * bias)
+    made[0] = turned(made[0], *chain.turn) if chain.turn else made[0]
+    return made
 
 
 def all_of(weights: Sequence[Tensor]) -> int:

@@ -18,7 +18,15 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import backward, columns, columns_backward, gradient, small_backward, strip_backward
+from factorlayer import (
+    backward,
+    columns,
+    columns_backward,
+    gradient,
+    small_backward,
+    strip_backward,
+    untied_backward,
+)
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
@@ -34,6 +42,7 @@ from factorlayer.results import from_result
 from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
+from factorlayer.untied_backward import UntiedBackward
 from factorlayer.wide_gradient import WideGradient
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -402,6 +411,20 @@ def test_gradients_of_warpgroups_are_right_in_any_order(
     check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling), emulator)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32", "float32"])
+def test_gradients_of_warpgroups_are_put_in_order(dtype: str, emulator: Emulator) -> None:
+    for batch, rows, columns in ((300, 16, 5), (70, 40, 2)):
+        chain = Chain((Contraction(0, 3, 72, 80, 1, tied=False),), gradient=True, mixed=(3, rows, columns))
+        found = plan(chain, dtype, LARGE, Gpu(90, 6 if batch > 70 else 3, 232448))
+        assert isinstance(found.passes[0], WideGradient) and found.passes[0].mixed == (rows, columns)
+        draw = drawing(dtype)
+        x, grad = draw(batch, 3, 72), draw(batch, 3, columns, rows)
+        outputs, errors = emulator.run(found, emulator.compile(found), x, [grad], None, blocks=found.gpu.sms)
+        assert not errors
+        right = np.einsum("ngcr,ngp->grcp", grad, x).ravel()
+        assert np.linalg.norm(outputs[-1] - right) <= 2 * EPS[dtype] * np.linalg.norm(right)
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype", "batch", "processors", "tiling"),
     [
@@ -560,6 +583,63 @@ def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> N
     assert not errors
     right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)])).ravel()
     assert np.linalg.norm(outputs[-1] - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
+
+
+def mixed_rows(chain: Chain) -> Array:
+    """Of a weight, in the order in which what comes back has its q's."""
+    (c,) = chain.contractions
+    _, rows, columns = chain.mixed or (1, c.q, 1)
+    return np.arange(c.q).reshape(rows, columns).T.ravel()
+
+
+# Both gradients of untied weights: one to four warpgroups that share q's, p's or groups; parts of tiles, slabs, chunks
+UNTIED = [
+    ("untied 0 4 40 56 1; backward", "bfloat16", 150, (2, 1, 1, 1, 64)),
+    ("untied 0 4 136 192 1; backward; mixed 4 48 4", "float16", 150, (1, 3, 1, 1, 192)),
+    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4", "bfloat16", 200, (1, 2, 1, 1, 128)),
+    ("turned; untied 0 2 96 200 2; backward; turn 4 48 2", "bfloat16", 300, (1, 2, 1, 2, 128)),
+    ("untied 0 2 200 24 1; backward; mixed 2 8 3", "float16", 130, (1, 1, 2, 1, 64)),
+    ("untied 0 6 64 64 1; backward", "bfloat16", 330, (3, 1, 1, 1, 64)),
+    ("untied 0 2 72 136 1; backward", "bfloat16", 65, (1, 1, 1, 3, 96)),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "batch", "tiling"), UNTIED, ids=str)
+def test_both_gradients_of_untied_weights(
+    text: str, dtype: str, batch: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    chain, gpu = Chain.parse(text), Gpu(90, 8, 232448)
+    visit = UntiedBackward(chain, dtype, *tiling, gpu=gpu, batch=LARGE)
+    assert visit.fits and visit in list(untied_backward.tilings(chain, dtype, LARGE, gpu))
+    check_both_gradients(Plan(chain, dtype, LARGE, gpu, (visit, Reduction(visit))), batch, emulator)
+
+
+def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
+    """And infinite where they have to be, which is for no other sample."""
+    kernels, dtype, (c,) = emulator.compile(found), found.dtype, found.chain.contractions
+    draw, groups = drawing(dtype), c.outer * c.inner
+    x, grad, weight = draw(batch, groups * c.p), draw(batch, groups * c.q), draw(groups, c.q, c.p) / 8
+    for seed, value in enumerate((None, np.inf)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[batch // 2, 1], grad[batch - 1, 2] = value, -value
+        outputs, errors = emulator.run(found, kernels, x, [weight, grad], None, blocks=found.gpu.sms, seed=seed)
+        assert not errors
+        order = mixed_rows(found.chain)
+        with np.errstate(invalid="ignore"):
+            before, behind = x.reshape(batch, groups, c.p), grad.reshape(batch, groups, c.q)
+            back = np.einsum("ngq,gqp->ngp", behind, weight[:, order])
+            if found.chain.turn:
+                natural = back.reshape(batch, c.outer, c.inner, c.p).swapaxes(2, 3)
+                back = natural.reshape(batch, *found.chain.turn).swapaxes(2, 3)
+            summed = np.empty_like(weight)
+            summed[:, order] = np.einsum("ngq,ngp->gqp", behind, before)
+        for part, expected in ((outputs[0], back), (outputs[-1], summed)):
+            part, expected = part.ravel(), expected.ravel()
+            finite = np.isfinite(expected)
+            np.testing.assert_array_equal(part[~finite], expected[~finite])
+            error = np.linalg.norm(part[finite] - expected[finite])
+            assert error <= 2 * EPS[dtype] * np.linalg.norm(expected[finite])
 
 
 # Of two untied weights and x: parts of tiles, chunks and pieces, one to four times 16 samples, one group and many
@@ -804,7 +884,7 @@ def test_a_backward_pass_is_made_of_such_kernels(
 
     def run(text: str, x: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> list[Tensor]:
         ran.append(text)
-        found = plan(Chain.parse(text), dtype, SMALL, gpu)
+        found = plan(Chain.parse(text), dtype, MEDIUM if "untied" in text and "backward" in text else SMALL, gpu)
         arrays = [t.double().numpy() for t in (x, *weights)]
         given = None if bias is None else bias.double().numpy()
         outputs, errors = emulator.run(found, emulator.compile(found), arrays[0], arrays[1:], given, blocks=2)
@@ -839,7 +919,9 @@ def test_a_backward_pass_is_made_of_such_kernels(
     text = Chain.of(spec, True, activation).text
     wanted = (1 << (len(weights) + 2)) - 1
     ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
-    assert any(visit.at_once for visit in visits(text, wanted, fits)) == (dtype == "bfloat16")
+    assert any(visit.at_once for visit in visits(text, wanted, fits)) == (
+        dtype == "bfloat16" or (dtype == "float16" and spec.rank == 8)
+    )
     found = gradients(ops, grad_y, x, weights, bias, text, wanted)
     assert list(dict.fromkeys(ran)) == list(dict.fromkeys(asked for asked, _ in texts(text, fits, len(x))))
     assert sum("slope" in each for each in ran) == (activation != "identity")
@@ -1038,6 +1120,26 @@ def test_turn(turn: tuple[int, int, int], dtype: str, emulator: Emulator) -> Non
         outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(5, -1), [], None, blocks=2, seed=seed)
         assert not errors
         right = kept.reshape(5, matrices, rows, columns).swapaxes(2, 3)
+        np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
+
+
+@pytest.mark.parametrize(
+    ("turn", "mixed"),
+    [((1, 192, 24), (48, 4)), ((1, 30, 136), (10, 3)), ((1, 64, 200), (8, 8)), ((1, 40, 4), (8, 5))],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_rows_are_turned_in_another_order(
+    turn: tuple[int, int, int], mixed: tuple[int, int], dtype: str, emulator: Emulator
+) -> None:
+    _, rows, columns = turn
+    x = decode(encode(np.random.default_rng(0).standard_normal((5, *mixed, columns)), dtype), dtype)
+    x = x.reshape(5, *mixed, columns)
+    for planned in (SMALL, LARGE):
+        found = plan(Chain((), turn=turn, mixed=(1, *mixed)), dtype, planned, Gpu.of(80))
+        outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(5, -1), [], None, blocks=2)
+        assert not errors
+        right = x.swapaxes(1, 2).reshape(5, rows, columns).swapaxes(1, 2)
         np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
 
 

@@ -20,7 +20,7 @@ import torch
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 
-from factorlayer import runtime, wide_gradient
+from factorlayer import runtime, untied_backward, wide_gradient
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
@@ -29,6 +29,7 @@ from factorlayer.planner import BATCHES, has_plan, plan, plan_stack, plan_text
 from factorlayer.resident import Resident
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
+from factorlayer.untied_backward import UntiedBackward
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
@@ -524,6 +525,29 @@ def test_no_tiling_of_a_gradient_of_warpgroups_spills(
         kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
         check([kernel], GradientCase((1, p, q, 1, True), dtype, "sm_90a", 16384), 0)
     assert len(seen) >= count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("untied 0 4 192 192 1; backward; mixed 4 48 4", 3),
+        ("turned; untied 0 1 256 256 16; backward; turn 16 16 16", 2),
+        ("untied 0 16 688 232 1; backward", 1),
+        ("untied 0 12 64 64 1; backward", 3),
+    ],
+)
+def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: int) -> None:
+    """Those with most sums for each number of warpgroups."""
+    chain, gpu = Chain.parse(text), Gpu.of(90)
+    most: dict[int, UntiedBackward] = {}
+    for tiled in untied_backward.tilings(chain, "bfloat16", 16384, gpu):
+        if tiled.sums > getattr(most.get(tiled.consumers), "sums", 0):
+            most[tiled.consumers] = tiled
+    for tiled in most.values():
+        _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
+        check([kernel], GradientCase((1, 8, 8, 1, False), "bfloat16", "sm_90a", 16384), 0)
+    assert len(most) >= count
 
 
 @pytest.mark.parametrize("case", STACKS, ids=str)

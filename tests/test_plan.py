@@ -40,6 +40,7 @@ from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.weight_halves import WeightHalves
+from factorlayer.untied_backward import UntiedBackward
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
@@ -412,6 +413,32 @@ def test_gradients_of_large_products_are_for_warpgroups(
     for arch in GENERATIONS:
         found = gradient_of(*sizes, tied=tied, batch=batch, arch=arch)
         assert isinstance(found.passes[0], WideGradient) == (arch == 90)
+
+
+@pytest.mark.parametrize(
+    ("text", "takes"),
+    [
+        ("untied 0 4 192 192 1; backward; mixed 4 48 4", True),
+        ("turned; untied 0 1 192 192 4; backward; turn 4 48 4", True),
+        ("untied 0 16 256 256 1; backward; mixed 16 16 16", True),
+        ("untied 0 64 64 64 1; backward", True),
+        ("untied 0 4 768 192 1; backward", False),  # x's rows would come in many parts
+        ("turned; untied 0 1 192 768 4; backward; turn 4 48 4", False),  # more q's than a block has sums for
+        ("turned; untied 0 1 64 64 64; backward", False),  # groups take turns in x's gradient
+        ("untied 0 4 192 192 1; backward; mixed 4 48 2", False),
+    ],
+)
+def test_both_gradients_of_untied_weights_at_one_visit(text: str, takes: bool) -> None:
+    for dtype, arch in itertools.product(DTYPES, (80, 90)):
+        fits = takes and arch == 90 and dtype in ("bfloat16", "float16")
+        assert has_plan(text, dtype, arch, 132, 232448) == fits
+        assert not has_plan_of_few(text, dtype, arch, 132, 232448)
+        for batch in BATCHES[1:] if fits else ():
+            found = plan(Chain.parse(text), dtype, batch, Gpu.of(arch))
+            visit, _ = found.passes
+            assert isinstance(visit, UntiedBackward) and visit.most * visit.tiles <= 132
+            buffers = [(p.read, p.written) for p in read_text(found.text()).passes]
+            assert buffers == [("x", "y"), ("s2", "w")] and "at one visit" in str(visit)
 
 
 def test_in_tf32_grad_y_goes_through_registers_and_two_chunks_are_on_their_way() -> None:

@@ -8,7 +8,8 @@
 //
 // Pass:  Element, MATRICES (of a sample), ROWS, COLUMNS, TR and TC (a multiple of 8, and all columns, or whole runs of
 //        them; TR * TC elements are a multiple of 128 bytes), BESIDE (tiles), READ and WRITE (elements of one access),
-//        THREADS, ROUNDS (to tf32)
+//        THREADS, ROUNDS (to tf32), MIXED_ROWS and MIXED_COLUMNS (rows, as they lie, are [MIXED_ROWS][MIXED_COLUMNS], and taken
+//        as [MIXED_COLUMNS][MIXED_ROWS]; ROWS and 1: in order)
 #pragma once
 #include "params.cuh"
 
@@ -19,6 +20,8 @@ template <class Pass> struct Turn {
   static constexpr bool kStacked = TC == COLUMNS;  // matrices are one of more rows
   static constexpr int kTilesR = ceil_div(ROWS, TR), kColumns = TC * Pass::BESIDE, kTilesC = ceil_div(COLUMNS, kColumns);
   static constexpr int kTogether = kSize == 2 && COLUMNS % READ == 0 ? 2 : 1;  // rows
+  static constexpr bool kMixed = Pass::MIXED_COLUMNS > 1;
+  static_assert(!kMixed || COLUMNS % READ == 0, "a run is of one row");
   static constexpr bool kInRun = kSize == 2 && READ % (2 * TC) == 0;  // these lie in one run
   static constexpr int kRows = TR * Pass::BESIDE;  // of all tiles, one below the other
   static constexpr int kReads = ceil_div(kRows * TC / READ, Pass::THREADS * kTogether), kWrites = TR / WRITE * kColumns;
@@ -38,6 +41,13 @@ template <class Pass> struct Turn {
     return x;
   }
 
+  // Where the row that is taken at some place begins, of matrices as one.
+  static DEVICE i64 from_row(i64 row) {
+    if constexpr (!kMixed) return row * COLUMNS;
+    const int at = int(row % ROWS);
+    return (row - at + at % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + at / Pass::MIXED_ROWS) * COLUMNS;
+  }
+
   DEVICE void run() const {
     const u32 memory = shared_address(shared_memory);
     const int tile = blockIdx.x % (kTilesR * kTilesC), column = kStacked ? 0 : tile % kTilesC * kColumns;
@@ -45,7 +55,8 @@ template <class Pass> struct Turn {
     const i64 matrix = kStacked ? first / ROWS : blockIdx.x / (kTilesR * kTilesC);
     const int row = kStacked ? int(first % ROWS) : tile / kTilesC * TR;
     const int rows = kStacked ? int(min(params.batch * Pass::MATRICES * ROWS - first, i64(TR))) : min(ROWS - row, TR);
-    const Element* x = static_cast<const Element*>(params.x) + (matrix * ROWS + row) * COLUMNS + column;
+    const i64 first_row = matrix * ROWS + row;
+    const Element* x = static_cast<const Element*>(params.x) + column + (kMixed ? 0 : from_row(first_row));
     Element* y = static_cast<Element*>(params.y) + matrix * (i64(ROWS) * COLUMNS) + i64(column) * ROWS;
 
     Run read[kReads][kTogether];
@@ -58,7 +69,7 @@ template <class Pass> struct Turn {
         read[n][i] = Run{};
         // Where a tile has all columns, a run of elements may go on into the next row; the last row ends with one.
         if (r + i < rows && below < kRows && column + c < COLUMNS)
-          read[n][i] = *reinterpret_cast<const Run*>(x + i64(r + i) * COLUMNS + c);
+          read[n][i] = *reinterpret_cast<const Run*>(x + from_row(kMixed ? first_row + r + i : r + i) + c);
       }
     }
 #pragma unroll

@@ -17,7 +17,7 @@
 // of the weight. factorlayer/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, STAGES, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
+//        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), STAGES, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
 //        producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
 #include "mma.cuh"
@@ -72,6 +72,10 @@ template <class Pass> struct WideGradient {
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
         rows(given.batch * Pass::ROWS), chunks(int((rows + kChunk - 1) / kChunk)) {}
 
+  // From the last rows on: L2 still has of G what the kernel before has made or read last, and leaves the first ones there
+  // for the next.
+  DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * kChunk; }
+
   struct Tile { int q, p, group; };
   static DEVICE Tile tile() {
     const int n = blockIdx.y;
@@ -98,7 +102,7 @@ template <class Pass> struct WideGradient {
     u32 phase = 1;
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-      const i64 first = i64(chunk) * kChunk;
+      const i64 first = first_row(chunk);
       const int rows_left = int(min(rows - first, i64(kChunk))) - row;
       const u32 to = place + stage * kStageBytes;
       stay_here(left_q, left_p);
@@ -156,7 +160,7 @@ template <class Pass> struct WideGradient {
     int left_q = Q - q - column_g, left_p = P - p - column;
     Square held[Pass::HELD][kHeldLeft + kRight];
     const auto load_slab = [&](Square& to, int slab, int chunk) {
-      const i64 first = i64(chunk) * kChunk;
+      const i64 first = first_row(chunk);
       const int rows_left = chunk < chunks ? int(min(rows - first, i64(kChunk))) - row : 0, right = slab - kHeldLeft;
       if (right < 0)
         load<kRowG>(to, g + (first * kRowG + slab * 64), slab * 64 < left_q ? rows_left : 0);
@@ -174,7 +178,7 @@ template <class Pass> struct WideGradient {
       stay_here(left_q, left_p);
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
       if constexpr (kLoadsLeft) {
-        const i64 first = i64(chunk) * kChunk;
+        const i64 first = first_row(chunk);
         copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
                   int(min(rows - first, i64(kChunk))) - row_g, left_q);
         arrive_with_copies(memory + kFull + stage * 8);
@@ -263,7 +267,7 @@ template <class Pass> struct WideGradient {
       if (chunk < chunks) {
         if constexpr (kCopies) wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);
         const u32 slabs = memory + copied.stage * kStageBytes, pieces = memory + kPieces + to * kPiecesBytes;
-        const i64 first = i64(chunk) * kChunk;
+        const i64 first = first_row(chunk);
         copy_rows<PiecesG, kTakesG>(g, first, column_g, Q - at.q, slabs, pieces, thread);
         copy_rows<PiecesX, kTakesX>(x, first, column_x, P - at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
       }
@@ -280,7 +284,7 @@ template <class Pass> struct WideGradient {
       copy_next(chunk + Pass::AHEAD * gridDim.x);
       if constexpr (!kCopies) wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);
       const u32 slabs = memory + taken.stage * kStageBytes, pieces = memory + kPieces + from * kPiecesBytes;
-      const i64 first = i64(chunk) * kChunk;
+      const i64 first = first_row(chunk);
       if constexpr (kTakesG) take_rows<PiecesG, false>(g, first, column_g, at.q, slabs, pieces, thread);
       if constexpr (kTakesX)
         take_rows<PiecesX, !kSideBySide>(x, first, column_x, at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
@@ -469,6 +473,8 @@ template <class Pass> struct WideGradient {
   static constexpr DEVICE int down(int h, int half) {
     return kLoadsLeft && kFours ? h / 2 * 128 + h % 2 * 2 + half : h * 64 + half * (kTurns ? 8 : 1);
   }
+  // Where a q of G, in whatever order, comes among those of the weight.
+  static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
   DEVICE void store(const ColumnSums& columns) const {
     if (threadIdx.x % 4) return;
     const int q = tile().q + own_q();
@@ -485,13 +491,13 @@ template <class Pass> struct WideGradient {
   DEVICE void store(const Sums& sums) const {
     const Tile at = tile();
     const int t = threadIdx.x % 4, q = at.q + own_q(), p = at.p + warpgroup / WM * N;
-    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + (i64(at.group) * Q + q) * P);
+    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + i64(at.group) * Q * P);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int end = q + down(h, half) < Q ? P : 0;  // all of a warp exchange, whose rows may end between
-        store_row(sums[h], half, to + i64(down(h, half)) * P, p, t, end);
+        store_row(sums[h], half, to + i64(in_order(q + down(h, half))) * P, p, t, end);
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
@@ -527,11 +533,11 @@ template <class Pass> struct WideGradient {
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        const float* near = &sums[n * 4 + half * 2];
-        const u32 words[2] = {__float_as_uint(near[0]), __float_as_uint(near[1])};
-        const int c = p + n * 8 + t * 2;
-        if (c < end) store_global<8>(to + c, words);
+      for (int n = 0; n < N / 8; n += 2) {
+        u32 words[4];
+        four_columns(&sums[n * 4 + half * 2], words);
+        const int c = p + (n + t % 2) * 8 + t / 2 * 4;
+        if (c < end) store_global<16>(to + c, words);
       }
     }
   }

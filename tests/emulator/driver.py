@@ -41,6 +41,7 @@ from factorlayer.strip_backward import StripBackward
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide import Wide
+from factorlayer.untied_backward import UntiedBackward
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
@@ -132,6 +133,8 @@ class Kernel:
     def output_bytes(self, batch: int) -> int:
         """Without sums."""
         p = self.planned
+        if isinstance(p, UntiedBackward):
+            return batch * p.output_bytes
         if isinstance(p, TileSums):
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, Reduction):

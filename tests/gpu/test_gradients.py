@@ -56,6 +56,7 @@ CASES = [
     Case(monarch((32, 32), (32, 32)), 70, True, "gelu"),
     Case(monarch((8, 64), (48, 16), rank=4), 300, True, "sine"),
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
+    Case(monarch((4, 192), (192, 4), rank=48), 300, False),
     Case(kronecker((32, 32), (32, 32)), 300, True, PRELU),
     Case(kronecker((13, 5, 3), (6, 17, 3), rank=2), 50, False, SINE),
     Case(monarch((32, 32), (32, 32)), 70, True, SINE),

@@ -1,0 +1,218 @@
+// Both gradients of an untied contraction at one visit, on sm_90a in 16 bits, where a block can have all of a group's sums, or
+// those of some p's:
+//
+//     dW[q, p] = sum_r G[r, q] X[r, p]        dX[r, p] = sum_q G[r, q] W[q, p]        r: samples, for each group
+//
+// A block keeps the weights of TOGETHER groups, of N WN p's each, in shared memory, and their sums in registers, while chunks
+// of 64 rows go by: a warpgroup of producers fills a ring of STAGES with G and X, in slabs of 64 columns as they lie in
+// memory. The matrix unit takes them either way: G's rows are those of dX, its columns those of dW. A group's WM x WN
+// warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, which goes from registers to memory while the
+// products of dW are made. Blocks write their sums side by side, for Reduction.
+//
+// Rows of X, G and dX are [groups][features]; those of dX may be another contraction's: runs of RUN p's, of which INNER
+// groups take turns. q's may come in the order in which that contraction has made them: [columns][rows], which weights and
+// their gradients do not have. factorlayer/untied_backward.py writes the constants:
+//
+// Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
+//        N, STAGES, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+#pragma once
+#include "mma.cuh"
+#include "params.cuh"
+#include "wgmma.cuh"
+
+template <class Pass> struct UntiedBackward {
+  using Element = typename Pass::Element;
+  static constexpr int P = Pass::P, Q = Pass::Q, GROUPS = Pass::GROUPS, TOGETHER = Pass::TOGETHER;
+  static constexpr int WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N, STAGES = Pass::STAGES;
+  static constexpr int kShares = WM * WN, kConsumers = 128 * TOGETHER * kShares, kSlab = 64 * 128;
+  static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs of a group
+  static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = BP / kShares;  // columns of dX
+  static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
+  static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
+  static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
+  static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
+  static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
+  static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
+  static_assert(kShare % 32 == 0 && (kShares == 1 || kShare % 64 == 0), "four tiles are stored together");
+  static_assert(Pass::RUN % 16 == 0 || Pass::RUN == P, "whole sectors");
+
+  const Params& params;
+  const u32 memory;
+  const int warpgroup, chunks, blocks, first_p, first_group;
+
+  DEVICE UntiedBackward(const Params& given)
+      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
+        chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST)), first_p(blockIdx.y % kTiles * BP),
+        first_group(blockIdx.y / kTiles * TOGETHER) {}
+
+  // From the last rows on, of which L2 still has some (wide_gradient.cuh)
+  DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * 64; }
+
+  // Where q comes among those of a weight.
+  static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
+
+  // Eight threads take the pieces of a row, and each of them every 16th row.
+  DEVICE void copy_weights(int thread) const {
+    const int row = thread / 8, piece = thread % 8 * 8;
+    const Element* weights = static_cast<const Element*>(params.weights[0]) + first_p + piece;
+#pragma unroll 1
+    for (int group = 0; group < TOGETHER; ++group)
+#pragma unroll 1
+      for (int q = row; q < kLeft * 64; q += 16) {
+        const Element* from = weights + (i64(first_group + group) * Q + in_order(q)) * P;
+#pragma unroll
+        for (int slab = 0; slab < kRight; ++slab)
+          copy_async<16>(memory + (group * kRight + slab) * kWeights + swizzled(q, thread % 8), from + slab * 64,
+                         q < Q && first_p + slab * 64 + piece < P);
+      }
+  }
+  template <int SLABS, i64 ROW> static DEVICE void copy(u32 to, const Element* from, int rows, int left) {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows && slab * 64 < left);
+  }
+  DEVICE void produce(int thread) const {
+    const int row = thread / 8, piece = thread % 8 * 8;
+    const u32 place = memory + kStages + swizzled(row, thread % 8);
+    const Element* g = static_cast<const Element*>(params.weights[1]) + (row * kRowG + i64(first_group) * Q + piece);
+    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(first_group) * P + first_p + piece);
+    int left_q = Q - piece, left_p = P - first_p - piece, stage = 0;
+    u32 phase = 1;
+    copy_weights(thread);  // which are there when the first chunk is
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
+      const i64 first = first_row(chunk);
+      const int rows = int(min(params.batch - first, i64(64))) - row;
+      stay_here(left_q, left_p);
+      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+#pragma unroll 1
+      for (int group = 0; group < TOGETHER; ++group) {
+        const u32 to = place + stage * kStageBytes + group * kGroup;
+        copy<kLeft, kRowG>(to, g + (first * kRowG + group * Q), rows, left_q);
+        copy<kRight, kRowX>(to + kLeft * kSlab, x + (first * kRowX + group * P), rows, left_p);
+      }
+      arrive_with_copies(memory + kFull + stage * 8);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+  }
+
+  using Sums = float[HEIGHT][N / 2];
+  using Back = float[kShare / 2];
+  DEVICE int share() const { return warpgroup % kShares; }
+  DEVICE int group() const { return warpgroup / kShares; }
+  DEVICE void multiply(Sums& sums, Back& back, u32 stage, bool add) const {
+    const int share = this->share();
+    const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
+    const u32 weights = memory + group() * kRight * kWeights + share * (kShare / 64) * kWeights;
+    open_products();
+#pragma unroll
+    for (int step = 0; step < ceil_div(Q, 16); ++step)
+      Wgmma<Element, kShare>::multiply_right_turned(back, operand(g + step / 4 * kSlab) + step % 4 * 2,
+                                                    turned_operand(weights, kWeights) + step * 128, step > 0);
+    commit_products();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int h = 0; h < HEIGHT; ++h)
+        Wgmma<Element, N>::multiply_turned(sums[h], turned_operand(g + (share % WM * HEIGHT + h) * kSlab, kSlab) + step * 128,
+                                           turned_operand(x, kSlab) + step * 128, add || step > 0);
+    commit_products();
+  }
+
+  // Of four lanes that have two columns of each of four tiles, each gets a tile: 16 bytes.
+  static DEVICE void exchange(u32 (&words)[4]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const u32 given = __shfl_xor_sync(0xffffffff, t & 1 ? words[i] : words[i + 1], 1);
+      words[i] = t & 1 ? given : words[i];
+      words[i + 1] = t & 1 ? words[i + 1] : given;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 given = __shfl_xor_sync(0xffffffff, t & 2 ? words[i] : words[i + 2], 2);
+      words[i] = t & 2 ? given : words[i];
+      words[i + 2] = t & 2 ? words[i + 2] : given;
+    }
+  }
+  // Where a group's p lies in a row of dX.
+  static DEVICE int place(int group, int p) {
+    const int k = group / Pass::INNER * P + p;
+    return (k / Pass::RUN * Pass::INNER + group % Pass::INNER) * Pass::RUN + k % Pass::RUN;
+  }
+  DEVICE void store(const Back& back, int chunk) const {
+    const i64 row = first_row(chunk) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int p = first_p + share() * kShare + threadIdx.x % 4 * 8, group = first_group + this->group();
+    Element* y = static_cast<Element*>(params.y) + row * kRowX;
+#pragma unroll
+    for (int n = 0; n < kShare / 8; n += 4) {
+      const int at = place(group, p + n * 8);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = Pair<Element>(back[(n + i) * 4 + half * 2], back[(n + i) * 4 + half * 2 + 1]).bits;
+        exchange(words);
+        if (row + half * 8 < params.batch && p + n * 8 < P) store_global<16>(y + half * 8 * kRowX + at, words);
+      }
+    }
+  }
+  DEVICE void store(const Sums& sums) const {
+    const int t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int p = first_p + share() / WM * N + t / 2 * 4 + t % 2 * 8;
+    float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(first_group + group()) * Q * P + p);
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int q = (share() % WM * HEIGHT + h) * 64 + row + half * 8;
+        float* at = to + i64(in_order(q)) * P;
+#pragma unroll
+        for (int n = 0; n < N / 8; n += 2) {
+          u32 words[4];
+          four_columns(&sums[h][n * 4 + half * 2], words);
+          if (q < Q && p + n * 8 < P) store_global<16>(at + n * 8, words);
+        }
+      }
+  }
+
+  DEVICE void consume() const {
+    Sums sums;
+    int stage = 0;
+    u32 phase = 0;
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
+      Back back;
+      wait_for_bytes(memory + kFull + stage * 8, phase);
+      fence_copy_engine();
+      multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != blockIdx.x);
+      wait_for_products<1>();
+      touch(back);
+      store(back, chunk);
+      wait_for_products<0>();
+#pragma unroll
+      for (auto& some : sums) touch(some);
+      if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    store(sums);
+  }
+
+  DEVICE void run() const {
+    if (blockIdx.x >= blocks) return;
+    if (threadIdx.x < STAGES) {
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32);
+    }
+    __syncthreads();
+    if (threadIdx.x < kConsumers) {
+      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      consume();
+    } else {
+      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      produce(threadIdx.x - kConsumers);
+    }
+  }
+};

@@ -1,0 +1,203 @@
+"""Passes that make both gradients of an untied contraction at one visit: csrc/engine/untied_backward.cuh, its tiles and
+source.
+
+For groups whose sums, of all q's, a block's registers can hold: up to 256 q's. In 16 bits on Hopper.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.chain import Chain
+from factorlayer.device import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.gradient import MOST_BLOCKS, PART_BYTES, TileSums
+from factorlayer.spec import Contraction
+
+DTYPES = ("bfloat16", "float16")
+SLAB_BYTES = 64 * 128  # of 64 columns
+ROWS = 64  # of a chunk
+LEAST_CHUNKS = 4  # that are worth a block
+MOST_STAGES = 6
+PRODUCERS = 128  # threads
+# By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
+REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
+CYCLES = 1.65e3  # in a microsecond
+
+
+@dataclass(frozen=True)
+class UntiedBackward(TileSums):
+    """A pass, tiled: a block has `together` groups, of each `n` * `wn` p's; a group's `wm` x `wn` warpgroups have
+    64 `height` q's and n p's each. `us` is the time predicted."""
+
+    chain: Chain
+    dtype: str
+    together: int
+    wm: int
+    wn: int
+    height: int
+    n: int
+    gpu: Gpu
+    batch: int
+    us: float = 0.0
+
+    blocks = 1  # at once on a multiprocessor
+    is_whole = False  # a second kernel makes elements of the sums
+
+    @property
+    def contraction(self) -> Contraction:  # type: ignore[override]
+        return self.chain.contractions[0]
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def groups(self) -> int:
+        return self.contraction.outer * self.contraction.inner
+
+    @property
+    def bp(self) -> int:
+        return self.n * self.wn
+
+    @property
+    def left(self) -> int:
+        """Slabs of a group's q's."""
+        return self.height * self.wm
+
+    @property
+    def right(self) -> int:
+        """Slabs of its p's."""
+        return -(-self.bp // 64)
+
+    @property
+    def consumers(self) -> int:
+        return self.together * self.wm * self.wn
+
+    @property
+    def share(self) -> int:
+        """Columns of x's gradient of a warpgroup."""
+        return self.bp // (self.wm * self.wn)
+
+    @property
+    def sums(self) -> int:
+        """Of a thread, with those of a chunk."""
+        return (self.height * self.n + self.share) // 2
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.together * self.left * self.right * SLAB_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.together * (self.left + self.right) * SLAB_BYTES
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16))
+
+    @property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + PRODUCERS
+
+    @property
+    def tiles(self) -> int:
+        return self.groups // self.together * -(-self.contraction.p // self.bp)
+
+    units_per_sample = 1
+    units_per_block = LEAST_CHUNKS * ROWS
+
+    @property
+    def fits(self) -> bool:
+        whole = self.share % (64 if self.wm * self.wn > 1 else 32) == 0
+        held = whole and self.sums <= REGISTERS[self.consumers][2]
+        return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.groups * self.contraction.p * self.size
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return (
+            f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
+            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        more, fewer, _ = REGISTERS[self.consumers]
+        _, rows, columns = self.chain.mixed or (1, c.q, 1)
+        numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
+        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
+        numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
+        numbers |= {"STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        lines = [f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
+        return kernel(hopper_headers(products, "untied_backward.cuh"), name, "UntiedBackward", lines, self.threads)
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
+    """The fastest tiling by prediction; None if this is nothing for it."""
+    timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
+    return min(timed, key=lambda plan: plan.us, default=None)
+
+
+def _takes(chain: Chain, dtype: str) -> bool:
+    """One untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
+    c, *more = chain.contractions
+    if dtype not in DTYPES or more or c.tied or c.p % 8 or c.q % 8 or chain.rank > 1:
+        return False
+    if chain.mixed and (c.inner > 1 or math.prod(chain.mixed[1:]) != c.q):
+        return False
+    if chain.turn is None:
+        return c.inner == 1
+    _, rows, columns = chain.turn
+    return chain.x_turned and columns == c.inner and rows % 16 == 0 and c.p % rows == 0
+
+
+def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBackward]:
+    if gpu.arch != 90 or batch <= ROWS or not _takes(chain, dtype):
+        return
+    (c,) = chain.contractions
+    groups = c.outer * c.inner
+    for together, (wm, wn) in itertools.product((1, 2, 3), ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))):
+        if together * wm * wn not in REGISTERS or groups % together:
+            continue
+        height = -(-c.q // (64 * wm))
+        for n in {64, 128, 192, 256} | ({-(-c.p // 32) * 32} if wm * wn == 1 else set()):
+            if n <= 256 and n * wn < c.p + 64:
+                plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch)
+                if plan.fits:
+                    yield plan
+
+
+def _time(plan: UntiedBackward) -> float:
+    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+    c, gpu = plan.contraction, plan.gpu
+    chunks = -(-plan.batch // ROWS)
+    parts = min(-(-chunks // LEAST_CHUNKS), plan.most)
+    steps = -(-c.q // 16)
+    shares = plan.consumers // plan.together
+    products = 2.3 * plan.together * shares * (4 * plan.height * plan.n + steps * plan.share) / 4 / CYCLES
+    read = plan.stage_bytes + 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
+    moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
+    chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
+    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype]
+    busy = -(-chunks // parts) * chunk + plan.weight_bytes / 60e3 + sums / 40e3
+    memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
+    memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
+    summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
+    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed
