@@ -18,7 +18,8 @@ from factorlayer.spec import Contraction, LayerSpec
 class Chain:
     """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
 
-    States that an engine hands on may lie turned: x as the first contraction's [outer, inner, p], or y, of which `turn`
+    States that an engine hands on may lie turned: x, or grad_y where all gradients are made, as the first or the last
+    contraction's [outer, inner, p or q], or y, of which `turn`
     are [outer, rows, columns], as [outer, columns, rows]; with tf32 they are rounded to it. That can be all that is
     done, or the way back through an activation, `slope` or `through`. Or there are `sums` over samples, of what is
     given.

@@ -23,6 +23,7 @@ from factorlayer import (
     large_backward,
     layer_backward,
     monarch,
+    monarch_backward,
     pair,
     pair_backward,
     single_backward,
@@ -282,6 +283,10 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         single = min((p for p in singles if p), key=lambda p: p.us, default=None)
         if single:
             return single, Reduction(single)
+    elif chain.x_turned:
+        passes = monarch_backward.all_gradients(chain, dtype, batch, gpu)
+        if passes:
+            return passes
     elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
         return few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):

@@ -20,7 +20,7 @@ FLOORS = {
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "streamed": 2,
     "slopes": 2, "tiling": 2, "tracing": 2, "turn": 2,
     "column_sums": 3, "dense_backward": 3, "dense_streamed": 3, "double_pair": 3, "few": 3, "grouped": 3,
-    "large_backward": 3, "monarch": 3, "pair": 3, "parts": 3, "small": 3, "split_pair_backward": 3, "stages": 3,
+    "large_backward": 3, "monarch": 3, "monarch_backward": 3, "pair": 3, "parts": 3, "small": 3, "split_pair_backward": 3, "stages": 3,
     "strip": 3, "strip_backward": 3, "wide": 3, "wide_gradient": 3,
     "dense_backward32": 4, "layer_backward": 4, "pair_backward": 4, "single_backward": 4,
     "small_backward": 4, "split_single_backward": 4,

@@ -1,0 +1,190 @@
+// The gradient of x of a Monarch layer whose groups are small and many, back through both contractions in one pass: grad_y
+// turned, [L][S], by weights [L][S][K * RHO] to the gradient of the state, which stays in registers, and that by weights
+// [K][RHO][L][P] to [K][P].
+//
+// A unit is four of the RHO numbers of a k. A block has 4 * WK units and takes tiles of samples, of which grad_y comes by
+// chunks of CL l's through a ring of STAGES, with both weights of these. A warp has 16 * MT samples and four units. Eight
+// columns of its first product are two units for one l, of odd l's in the other order: of two l's, lanes with t < 2 have
+// one unit of either, the others the other one, which is operand A of the second product as it stands, but for which
+// register is whose. The rows of a unit's second weights lie in that order. factorlayer/monarch_backward.py writes the constants:
+//
+// Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), K, P, L, S, RHO, WK, WM
+//        (warps along the samples), MT, CL, STAGES
+#pragma once
+#include "mma.cuh"
+#include "params.cuh"
+#include "sums.cuh"
+
+template <class Pass> struct MonarchBack {
+  using Math = typename Pass::Math;
+  using Element = typename Pass::Element;
+  using A = typename Math::A;
+  using B = typename Math::B;
+  static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
+  static constexpr bool kPairs = kSize == 4;
+  static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
+  static constexpr int WK = Pass::WK, WM = Pass::WM, MT = Pass::MT, CL = Pass::CL, STAGES = Pass::STAGES;
+  static constexpr int kThreads = 32 * WK * WM, kSamples = 16 * MT * WM, kChunks = L / CL;
+  static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kOfStep = kStep / 4, kSteps = CL / kOfStep;  // l's of a step
+  static_assert(RHO % 4 == 0 && 4 % kOfK == 0 && K * kOfK % kUnits == 0 && L % CL == 0 && CL % kOfStep == 0);
+  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0);
+
+  // Rows, an odd multiple of 16 bytes apart: of grad_y by l's and samples, of the second weights by l's and s's, and of the
+  // first ones by units and l's. In 32 bits, words of the second weights are read by columns.
+  static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
+  static constexpr int kGStride = stride(S), kSecondStride = kUnits * 4 + 8, kFirstStride = stride(P);
+  static constexpr int kSecond = CL * kSamples * kGStride * kSize, kFirst = kSecond + CL * S * kSecondStride * kSize;
+  static constexpr int kStageBytes = kFirst + kUnits * CL * 4 * kFirstStride * kSize;
+
+  using Sums = float[MT][4 / kOfK][P / 8][4];
+
+  const Params& params;
+  const u32 memory;
+  Lane lane;
+  const int warp, along_k, along_m, first_unit;
+
+  DEVICE MonarchBack(const Params& given)
+      : params(given), memory(shared_address(shared_memory)), warp(uniform(threadIdx.x / 32)), along_k(warp % WK),
+        along_m(warp / WK), first_unit(blockIdx.y * kUnits) {}
+
+  DEVICE const Element* weight(int which) const { return static_cast<const Element*>(params.weights[which]); }
+  DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
+
+  DEVICE void copy_chunk(i64 tile, int chunk, u32 to) const {
+    const auto copy = [&](int items, const auto& one) {
+#pragma unroll
+      for (int begin = 0; begin < items; begin += kThreads) one(begin + int(threadIdx.x), begin + int(threadIdx.x) < items);
+    };
+    const int left = int(min(params.batch - tile * kSamples, i64(kSamples))), first_l = chunk * CL;
+    constexpr int kGPieces = S / kPiece, kPPieces = P / kPiece;
+    const Element* g = weight(Pass::GRAD) + tile * (i64(kSamples) * L * S) + first_l * S;
+    copy(kSamples * CL * kGPieces, [&](int j, bool wanted) {
+      const int row = j / (CL * kGPieces), run = j % (CL * kGPieces), l = run / kGPieces, piece = run % kGPieces * kPiece;
+      copy_async_if<16>(to + ((l * kSamples + row) * kGStride + piece) * kSize, g + row * (L * S) + run * kPiece, row < left,
+                        wanted);
+    });
+    const Element* second = weight(Pass::SECOND) + i64(first_l) * (S * K * RHO) + first_unit * 4;
+    copy(CL * S * kUnits, [&](int j, bool wanted) {
+      const int row = j / kUnits, unit = j % kUnits;
+      copy_async_if<4 * kSize>(to + kSecond + (row * kSecondStride + (unit ^ row / S % 2) * 4) * kSize,
+                               second + row * (K * RHO) + unit * 4, true, wanted);
+    });
+    const Element* first = weight(Pass::FIRST) + (i64(first_unit) * 4 * L + first_l) * P;
+    copy(kUnits * 4 * CL * kPPieces, [&](int j, bool wanted) {
+      const int number = j / (CL * kPPieces), run = j % (CL * kPPieces), l = run / kPPieces, piece = run % kPPieces * kPiece;
+      const int unit = number / 4, row = (unit * CL + (l ^ unit % 2)) * 4 + number % 4;
+      copy_async_if<16>(to + kFirst + (row * kFirstStride + piece) * kSize, first + number * (L * P) + run * kPiece, true,
+                        wanted);
+    });
+  }
+
+  // Two columns of both l's, of two units: to operands A, of which this is the pair-th part.
+  DEVICE void as_a(A& even, A& odd, const float (&e)[4], const float (&o)[4], int pair) const {
+    const bool first = lane.t < 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kSize == 2) {
+        const u32 x = Pair<Element>(e[half * 2], e[half * 2 + 1]).bits, y = Pair<Element>(o[half * 2], o[half * 2 + 1]).bits;
+        even.r[half + pair * 2] = first ? x : y;
+        odd.r[half + pair * 2] = first ? y : x;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 x = tf32_of(__float_as_uint(e[half * 2 + i])), y = tf32_of(__float_as_uint(o[half * 2 + i]));
+          even.r[half + i * 2] = first ? x : y;
+          odd.r[half + i * 2] = first ? y : x;
+        }
+      }
+    }
+  }
+  DEVICE void add_chunk(Sums& sums, u32 stage) const {
+    const u32 g = stage + along_m * (16 * MT * kGStride * kSize) + Math::template lane_row_a<kGStride>(lane);
+    const u32 second = stage + kSecond + along_k * (16 * kSize) + Math::template lane_b_by_n<kSecondStride>(lane);
+    const u32 first = stage + kFirst + along_k * (16 * CL * kFirstStride * kSize) +
+                      Math::template lane_b_by_n<kFirstStride, kPairs>(lane);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      A left[4][MT];
+#pragma unroll
+      for (int pair = 0; pair < kOfStep / 2; ++pair) {
+        float z[2][2][MT][4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int l = step * kOfStep + pair * 2 + i;
+#pragma unroll
+          for (int s = 0; s < S; s += kStep) {
+            const u32 from = second + (l * S + s) * (kSecondStride * kSize), columns[2] = {from, from + 8 * kSize};
+            B b[2];
+            Math::template load_b_by_n<kStep, kSecondStride, 2, 8>(b, columns, lane.index);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+              A a;
+              Math::template load_row_a<kStep, kGStride, false>(a, g + ((l * kSamples + m * 16) * kGStride + s) * kSize);
+#pragma unroll
+              for (int v = 0; v < 2; ++v) Math::template multiply<kStep>(z[i][v][m], a, b[v]);
+            }
+          }
+        }
+#pragma unroll
+        for (int v = 0; v < 2; ++v)
+#pragma unroll
+          for (int m = 0; m < MT; ++m) as_a(left[v * 2][m], left[v * 2 + 1][m], z[0][v][m], z[1][v][m], pair);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32 columns[P / 8];
+#pragma unroll
+        for (int n = 0; n < P / 8; ++n) columns[n] = first + ((i * CL + step * kOfStep) * 4 * kFirstStride + n * 8) * kSize;
+        B b[P / 8];
+        Math::template load_b_by_n<kStep, kFirstStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+          for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(sums[m][i / kOfK][n], left[i][m], b[n]);
+      }
+    }
+  }
+  DEVICE void store(const Sums& sums, i64 tile) const {
+    Element* y = static_cast<Element*>(params.y) + (first_unit + along_k * 4) / kOfK * P;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 sample = tile * kSamples + (along_m * MT + m) * 16 + half * 8 + lane.g;
+        if (sample >= params.batch) continue;
+#pragma unroll
+        for (int k = 0; k < 4 / kOfK; ++k)
+#pragma unroll
+          for (int n = 0; n < P / 8; ++n)
+            store_two<true, Element>(y + sample * (K * P) + k * P + n * 8 + lane.t * 2, sums[m][k][n][half * 2],
+                                     sums[m][k][n][half * 2 + 1], true);
+      }
+  }
+
+  DEVICE void run() const {
+    i64 ahead = blockIdx.x;
+    int ahead_chunk = 0;
+    const auto copy_next = [&](int stage) {
+      if (ahead < tiles()) copy_chunk(ahead, ahead_chunk, memory + stage * kStageBytes);
+      commit_copies();
+      if (++ahead_chunk == kChunks) ahead += gridDim.x, ahead_chunk = 0;
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
+    int stage = 0;
+#pragma unroll 1
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+      Sums sums = {};
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();
+        copy_next(stage ? stage - 1 : STAGES - 1);
+        add_chunk(sums, memory + stage * kStageBytes);
+        if (++stage == STAGES) stage = 0;
+      }
+      store(sums, tile);
+    }
+    wait_for_copies<0>();
+  }
+};
