@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import ELEMENT, MATH, headers, kernel
+from factorlayer.device import ELEMENT, MATH, headers, hopper_headers, kernel, wgmma
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Reduction
 from factorlayer.spec import Contraction
@@ -83,6 +83,7 @@ class MonarchGradient(_Both, BlockSums):
     groups: int  # of warps, that share samples
     samples: int  # of a chunk
     stages: int
+    wgmma: bool  # Hopper's products, of those with grad_y
     batch: int
     gpu: Gpu
     us: float = 0.0
@@ -115,9 +116,10 @@ class MonarchGradient(_Both, BlockSums):
     @functools.cached_property
     def shared(self) -> int:
         first, second = self.both
-        weights = 16 * 4 * self.wk * self.wl * (self._stride(first.p) + self._stride(second.q))
-        stage = self.samples * (self._stride(self.columns) + 4 * self.wl * self._stride(second.q))
-        return weights + self.stages * stage
+        row = 128 if self.wgmma else self._stride(second.q)
+        weights = 16 * 4 * self.wk * self.wl * (self._stride(first.p) + row)
+        stage = self.samples * (self._stride(self.columns) + 4 * self.wl * row)
+        return weights + self.stages * (-(-stage // 1024) * 1024 if self.wgmma else stage)
 
     def __str__(self) -> str:
         first, second = self.both
@@ -132,14 +134,16 @@ class MonarchGradient(_Both, BlockSums):
         first, second = self.both
         numbers = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
-        code = headers("sums.cuh", "monarch_gradient.cuh")
-        return kernel(code, name, "MonarchGradient", self.lines(numbers), self.threads)
+        flag = f"static constexpr bool WGMMA = {str(self.wgmma).lower()};"
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({16, second.q})) if self.wgmma else ""
+        code = hopper_headers(products, "sums.cuh", "monarch_gradient.cuh")
+        return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads)
 
 
 @dataclass(frozen=True)
 class MonarchBack(_Both):
-    """The pass over grad_y that makes the gradient of x, tiled: a block has 4 * `wk` units and 16 * `mt` * `wm` samples,
-    and `groups` output groups at a time. `us` is the time predicted."""
+    """The pass over grad_y that makes the gradient of x, tiled: a block has 4 * `wk` units and 16 * `mt` * `wm`
+    samples, and `groups` output groups at a time. `us` is the time predicted."""
 
     chain: Chain
     dtype: str
@@ -217,8 +221,12 @@ def gradient_tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator
     step, sums = 32 // ELEMENT_BYTES[dtype], 2 * (first.p + second.q)
     if sums > MOST_SUMS:
         return
-    for wk, wl, groups, stages, steps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (4, 3, 2), (1, 2)):
-        plan = MonarchGradient(chain, dtype, wk, wl, groups, step * groups * steps, stages, batch, gpu)
+    flags = (True, False) if gpu.arch == 90 and ELEMENT_BYTES[dtype] == 2 and second.q <= 64 else (False,)
+    ways = itertools.product(flags, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (4, 3, 2), (1, 2))
+    for of_groups, wk, wl, groups, stages, steps in ways:
+        plan = MonarchGradient(chain, dtype, wk, wl, groups, step * groups * steps, stages, of_groups, batch, gpu)
+        if of_groups and (wk % 4 or groups > 1):
+            continue
         if wk * wl * groups != WARPS or plan.all_units % (4 * wk) or second.inner % (4 * wl):
             continue
         if 16 * wk % plan.rank == 0 and plan.shared <= gpu.shared:
@@ -234,6 +242,7 @@ def _gradient_time(plan: MonarchGradient) -> float:
     loaded = plan.samples * (plan.columns + 4 * plan.wl * second.q) * size
     warps = plan.wk * plan.wl
     read = plan.samples * 8 * (first.p + second.q) * size + plan.samples // plan.step * 64 * (first.p + second.q) * size
+    read *= 0.64 if plan.wgmma else 1.0
     products = 2 * 2 * plan.samples * 64 * (first.p + second.q) / (0.6 * 8.9e6 * (1 if size == 2 else 0.5))
     chunk = max(warps * read / gpu.shared_bytes, loaded / (0.8 * gpu.l2_bytes)) + 0.5 * warps * products + OWN_COPY_US
     ends = 2 * plan.most * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)

@@ -51,11 +51,13 @@ template <class Pass> struct MonarchBack {
   DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
 
   DEVICE void copy_chunk(i64 tile, int chunk, u32 to) const {
+    int thread = threadIdx.x, left = int(min(params.batch - tile * kSamples, i64(kSamples)));
+    stay_here(thread, left);  // or places are kept from chunk to chunk, in registers that products need
     const auto copy = [&](int items, const auto& one) {
 #pragma unroll
-      for (int begin = 0; begin < items; begin += kThreads) one(begin + int(threadIdx.x), begin + int(threadIdx.x) < items);
+      for (int begin = 0; begin < items; begin += kThreads) one(begin + thread, begin + thread < items);
     };
-    const int left = int(min(params.batch - tile * kSamples, i64(kSamples))), first_l = chunk * CL;
+    const int first_l = chunk * CL;
     constexpr int kGPieces = S / kPiece, kPPieces = P / kPiece;
     const Element* g = weight(Pass::GRAD) + tile * (i64(kSamples) * L * S) + first_l * S;
     copy(kSamples * CL * kGPieces, [&](int j, bool wanted) {

@@ -12,11 +12,13 @@
 // writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
-//        gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES
+//        gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
+//        with grad_y are warpgroups')
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
 #include "sums.cuh"
+#include "wgmma.cuh"
 
 template <class Pass> struct MonarchGradient {
   using Math = typename Pass::Math;
@@ -33,16 +35,20 @@ template <class Pass> struct MonarchGradient {
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
   static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && kSteps % Pass::GROUPS == 0);
 
-  // Rows, an odd multiple of 16 bytes apart: of the first weights by units, fours of l's and places, of the second ones by
-  // l's, fours of units and places; of samples, and of grad_y's for each l.
+  // Rows, an odd multiple of 16 bytes apart: of the second weights by l's, fours of units and places, of grad_y by l's and
+  // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
+  // weights and grad_y, are rows of slabs.
+  static constexpr bool kWgmma = Pass::WGMMA;
   static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
-  static constexpr int kFirstStride = stride(P), kSecondStride = stride(S), kXStride = stride(kColumns), kGStride = stride(S);
-  static constexpr int kSecond = kUnits * WL * 16 * kFirstStride * kSize;
-  static constexpr int kStages = kSecond + kLs * WK * 16 * kSecondStride * kSize;
-  static constexpr int kG = CHUNK * kXStride * kSize, kStageBytes = kG + kLs * CHUNK * kGStride * kSize;
+  static constexpr int kFirstStride = stride(P), kXStride = stride(kColumns), kGStride = kWgmma ? 64 : stride(S);
+  static constexpr int kStages = kLs * WK * 16 * kGStride * kSize;  // behind the second weights
+  static constexpr int kX = kLs * CHUNK * kGStride * kSize;
+  static constexpr int kStageBytes = round_up(kX + CHUNK * kXStride * kSize, kWgmma ? 1024 : 16);
+  static constexpr int kFirst = kStages + STAGES * kStageBytes, kShared = kFirst + kUnits * WL * 16 * kFirstStride * kSize;
+  static_assert(!kWgmma || (WK % 4 == 0 && S <= 64 && kSize == 2 && Pass::GROUPS == 1));
 
   using SumsFirst = float[4][P / 8][4];
-  using SumsSecond = float[4][S / 8][4];
+  using SumsSecond = float[4][S / 2];
 
   const Params& params;
   const u32 memory;
@@ -64,19 +70,23 @@ template <class Pass> struct MonarchGradient {
       const int row = j / kFirstPieces, piece = j % kFirstPieces, unit = row / (16 * WL);
       const int number = (first_unit + unit) * 4 + row % 4, l = first_l + row / 16 % WL * 4 + (row / 4 % 4 ^ unit % 4);
       const Element* from = weight(Pass::FIRST) + (i64(number) * L + l) * P + piece * kPiece;
-      copy_async<16>(memory + place_of_first(row, piece), from, true);
+      copy_async<16>(memory + kFirst + place_of_first(row, piece), from, true);
     }
   }
   DEVICE void round_first() const {
     if constexpr (Math::kRounds) {
 #pragma unroll 1
       for (int j = threadIdx.x; j < kFirstItems; j += kThreads) {
-        const u32 here = memory + place_of_first(j / kFirstPieces, j % kFirstPieces);
+        const u32 here = memory + kFirst + place_of_first(j / kFirstPieces, j % kFirstPieces);
         u32 x[4];
         load_u32x4(here, x);
         store_u32x4(here, {tf32_of(x[0]), tf32_of(x[1]), tf32_of(x[2]), tf32_of(x[3])});
       }
     }
+  }
+  // Of a row of the second weights or grad_y, 16 bytes
+  static DEVICE u32 place_of_run(int row, int piece) {
+    return kWgmma ? swizzled(row, piece) : u32(row * kGStride + piece * kPiece) * kSize;
   }
   // The second weights turned: a block's columns side by side to rows
   DEVICE void load_second() const {
@@ -94,7 +104,7 @@ template <class Pass> struct MonarchGradient {
       for (int i = 0; i < kTogether; ++i) {
         const int j = begin + i * kThreads, s = j / (kUnits * 4) % S, l = j / (kUnits * 4) / S;
         const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
-        if (j < kAll) store_shared(memory + kSecond + (row * kSecondStride + s) * kSize, rounded(x[i]));
+        if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
       }
     }
   }
@@ -106,22 +116,23 @@ template <class Pass> struct MonarchGradient {
   DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
   DEVICE void copy_chunk(i64 chunk, u32 to) const {
     const i64 first = chunk * CHUNK;
-    const int left = int(min(params.batch - first, i64(CHUNK)));
+    int thread = threadIdx.x, left = int(min(params.batch - first, i64(CHUNK)));
+    stay_here(thread, left);  // or places are kept from chunk to chunk, and spilled
     const auto copy = [&](int items, const auto& one) {
 #pragma unroll
-      for (int begin = 0; begin < items; begin += kThreads) one(begin + int(threadIdx.x), begin + int(threadIdx.x) < items);
+      for (int begin = 0; begin < items; begin += kThreads) one(begin + thread, begin + thread < items);
     };
     constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
     const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
     copy(CHUNK * kXPieces, [&](int j, bool wanted) {
       const int row = j / kXPieces, piece = j % kXPieces * kPiece;
-      copy_async_if<16>(to + (row * kXStride + piece) * kSize, x + row * (K * P) + piece, row < left, wanted);
+      copy_async_if<16>(to + kX + (row * kXStride + piece) * kSize, x + row * (K * P) + piece, row < left, wanted);
     });
     const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
     copy(CHUNK * kLs * kGPieces, [&](int j, bool wanted) {
-      const int row = j / (kLs * kGPieces), run = j % (kLs * kGPieces), l = run / kGPieces, piece = run % kGPieces * kPiece;
-      copy_async_if<16>(to + kG + ((l * CHUNK + row) * kGStride + piece) * kSize, g + row * (L * S) + run * kPiece,
-                        row < left, wanted);
+      const int row = j / (kLs * kGPieces), run = j % (kLs * kGPieces), l = run / kGPieces;
+      copy_async_if<16>(to + place_of_run(l * CHUNK + row, run % kGPieces), g + row * (L * S) + run * kPiece, row < left,
+                        wanted);
     });
   }
 
@@ -153,15 +164,14 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
     for (int n = 0; n < kAcross; ++n) Math::template multiply<LENGTH>(sums[n], a, b[n]);
   }
-  // A step of samples; x and g are where the warp's columns and l's begin.
-  DEVICE void add_step(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
-    A tiles[4];
-    const u32 first = memory + along_l * (16 * kFirstStride * kSize) + Math::template lane_row_a<kFirstStride>(lane);
-    const u32 rows_x = x + Math::template lane_row_b<kXStride>(lane);
+  // A step of samples; x and g are where the warp's columns and l's begin. The state, by l's
+  DEVICE void make_state(A (&tiles)[4], u32 x, int left) const {
+    const u32 first = memory + kFirst + along_l * (16 * kFirstStride * kSize) + Math::template lane_row_a<kFirstStride>(lane);
+    const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       constexpr int kWhole = P / kStep * kStep;
-      const u32 weight = first + (along_k * 4 + i) * (WL * 16 * kFirstStride * kSize), from = rows_x + i / kOfK * (P * kSize);
+      const u32 weight = first + (along_k * 4 + i) * (WL * 16 * kFirstStride * kSize), from = rows + i / kOfK * (P * kSize);
       float sums[kAcross][4] = {};
 #pragma unroll
       for (int p = 0; p < kWhole; p += kStep) add_state<kStep>(sums, weight + p * kSize, from + p * kSize);
@@ -169,6 +179,25 @@ template <class Pass> struct MonarchGradient {
       as_tile(tiles[i], sums, left);
     }
     exchange(tiles);
+  }
+  // What its gradient, by l's, adds to that of the first weights
+  DEVICE void add_first(SumsFirst& of_first, A (&tiles)[4], u32 x) const {
+    exchange(tiles);
+    const u32 from = x + Math::template lane_b_by_n<kXStride, kPairs>(lane);
+    B b[P / 8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u32 columns[P / 8];
+#pragma unroll
+      for (int n = 0; n < P / 8; ++n) columns[n] = from + (i / kOfK * P + n * 8) * kSize;
+      if (i % kOfK == 0) Math::template load_b_by_n<kStep, kXStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
+#pragma unroll
+      for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[i], b[n]);
+    }
+  }
+  DEVICE void add_step(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
+    A tiles[4];
+    make_state(tiles, x, left);
     const u32 by_n = g + Math::template lane_b_by_n<kGStride, kPairs>(lane);
 #pragma unroll
     for (int l = 0; l < 4; ++l) {
@@ -177,13 +206,13 @@ template <class Pass> struct MonarchGradient {
         const u32 from = by_n + (l * CHUNK * kGStride + n * 8) * kSize, columns[2] = {from, from + 8 * kSize};
         B b[2];
         Math::template load_b_by_n<kStep, kGStride, 2, 8, false, kPairs>(b, columns, lane.index);
-        Math::template multiply<kStep>(of_second[l][n], tiles[l], b[0]);
-        Math::template multiply<kStep>(of_second[l][n + 1], tiles[l], b[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          Math::template multiply<kStep>(reinterpret_cast<float(&)[4]>(of_second[l][(n + i) * 4]), tiles[l], b[i]);
       }
     }
-    const u32 second = memory + kSecond + (along_l * 4 * WK + along_k) * (16 * kSecondStride * kSize) +
-                       Math::template lane_row_a<kSecondStride>(lane);
-    const u32 rows_g = g + Math::template lane_row_b<kGStride>(lane);
+    const u32 second = memory + (along_l * 4 * WK + along_k) * (16 * kGStride * kSize) + Math::template lane_row_a<kGStride>(lane);
+    const u32 rows = g + Math::template lane_row_b<kGStride>(lane);
 #pragma unroll
     for (int l = 0; l < 4; ++l) {
       float sums[kAcross][4] = {};
@@ -191,24 +220,43 @@ template <class Pass> struct MonarchGradient {
       for (int s = 0; s < S; s += kStep) {
         A a;
         B b[kAcross];
-        Math::template load_row_a<kStep, kSecondStride, false>(a, second + (l * WK * 16 * kSecondStride + s) * kSize);
-        Math::template load_row_b<kStep, kGStride, kAcross, false>(b, rows_g + (l * CHUNK * kGStride + s) * kSize);
+        Math::template load_row_a<kStep, kGStride, false>(a, second + (l * WK * 16 * kGStride + s) * kSize);
+        Math::template load_row_b<kStep, kGStride, kAcross, false>(b, rows + (l * CHUNK * kGStride + s) * kSize);
 #pragma unroll
         for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
       }
       as_tile(tiles[l], sums, left);
     }
-    exchange(tiles);
-    const u32 columns_x = x + Math::template lane_b_by_n<kXStride, kPairs>(lane);
-    B b[P / 8];
+    add_first(of_first, tiles, x);
+  }
+  // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. While
+  // the last ones are made, the warps make those of the first weights.
+  DEVICE void add_step_of_warpgroups(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
+    if constexpr (kWgmma) {
+      A tiles[4], of_back[4];
+      make_state(tiles, x, left);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 columns[P / 8];
+      for (int l = 0; l < 4; ++l) settle(tiles[l].r);
+      float back[4][8];
+      open_products();
 #pragma unroll
-      for (int n = 0; n < P / 8; ++n) columns[n] = columns_x + (i / kOfK * P + n * 8) * kSize;
-      if (i % kOfK == 0) Math::template load_b_by_n<kStep, kXStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
+      for (int l = 0; l < 4; ++l) {
+        const u64 second = operand(memory + ((along_l * 4 + l) * WK + along_k / 4 * 4) * 2048), grad = operand(g + l * CHUNK * 128);
 #pragma unroll
-      for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[i], b[n]);
+        for (int s = 0; s < S / 16; ++s) Wgmma<Element, 16>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
+      }
+      commit_products();
+#pragma unroll
+      for (int l = 0; l < 4; ++l)
+        Wgmma<Element, S>::multiply_turned(of_second[l], tiles[l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
+      commit_products();
+      wait_for_products<1>();
+#pragma unroll
+      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back[l], reinterpret_cast<float(&)[2][4]>(back[l]), left);
+      add_first(of_first, of_back, x);
+      wait_for_products<0>();
+#pragma unroll
+      for (int l = 0; l < 4; ++l) touch(of_second[l]);
     }
   }
 
@@ -233,6 +281,7 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll 1
     for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
       wait_for_copies<STAGES - 2>();
+      if constexpr (kWgmma) fence_copy_engine();
       __syncthreads();
       copy_next(stage ? stage - 1 : STAGES - 1);
       const u32 here = stages + stage * kStageBytes;
@@ -240,16 +289,21 @@ template <class Pass> struct MonarchGradient {
       const int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
 #pragma unroll 1
       for (int step = group; step < kSteps; step += Pass::GROUPS) {
-        const u32 x = here + (step * kStep * kXStride + along_k * 4 / kOfK * P) * kSize;
-        const u32 g = here + kG + (along_l * 4 * CHUNK + step * kStep) * (kGStride * kSize);
-        add_step(of_first, of_second, x, g, left - step * kStep);
+        stay_here(lane.index, stage);  // or the places of all operands are kept from step to step, and spilled
+        lane = Lane(lane.index);
+        const u32 x = here + kX + (step * kStep * kXStride + along_k * 4 / kOfK * P) * kSize;
+        const u32 g = here + (along_l * 4 * CHUNK + step * kStep) * (kGStride * kSize);
+        if constexpr (kWgmma)
+          add_step_of_warpgroups(of_first, of_second, x, uniform(g), left - step * kStep);
+        else
+          add_step(of_first, of_second, x, g, left - step * kStep);
       }
     }
     wait_for_copies<0>();
     store(of_first, of_second);
   }
   DEVICE void store(const SumsFirst& of_first, const SumsSecond& of_second) const {
-    constexpr int kAll = K * RHO * L * (P + S), kShared = kStages + STAGES * kStageBytes;
+    constexpr int kAll = K * RHO * L * (P + S);
     float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kAll;
     // Row g or g + 8 of a tile: four of another, and which of these.
     const auto other = [](const Lane& at, int i, int half) { return i ^ half * 2 ^ at.g / 4; };
@@ -266,7 +320,9 @@ template <class Pass> struct MonarchGradient {
           }
         });
     add_up<4 * (S / 8), kThreads, kMembers, kShared, float>(
-        memory, [&](int n) -> const float(&)[4] { return of_second[n / (S / 8)][n % (S / 8)]; },
+        memory, [&](int n) -> const float(&)[4] { 
+          return reinterpret_cast<const float(&)[4]>(of_second[n / (S / 8)][n % (S / 8) * 4]);
+        },
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
           const int i = n / (S / 8), s = n % (S / 8) * 8 + at.t * 2, l = first_l + member / 32 / WK * 4 + i;
