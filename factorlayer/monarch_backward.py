@@ -31,7 +31,7 @@ class _Both:
     dtype: str
     gpu: Gpu
 
-    threads = 32 * WARPS
+    threads = 32 * (WARPS + 4)  # with those that copy
 
     @property
     def size(self) -> int:
@@ -119,7 +119,7 @@ class MonarchGradient(_Both, BlockSums):
         row = 128 if self.wgmma else self._stride(second.q)
         weights = 16 * 4 * self.wk * self.wl * (self._stride(first.p) + row)
         stage = self.samples * (self._stride(self.columns) + 4 * self.wl * row)
-        return weights + self.stages * (-(-stage // 1024) * 1024 if self.wgmma else stage)
+        return weights + self.stages * ((-(-stage // 1024) * 1024 if self.wgmma else stage) + 16)
 
     def __str__(self) -> str:
         first, second = self.both
@@ -175,7 +175,7 @@ class MonarchBack(_Both):
         first, second = self.both
         grad = self.samples * self._stride(second.q)
         weights = second.q * (16 * self.wk + 8) * self.size + 16 * self.wk * self._stride(first.p)
-        return self.stages * self.groups * (grad + weights)
+        return self.stages * (self.groups * (grad + weights) + 16)
 
     def __str__(self) -> str:
         first, second = self.both
@@ -196,7 +196,7 @@ def all_gradients(
     chain: Chain, dtype: str, batch: int, gpu: Gpu
 ) -> tuple[MonarchGradient, Reduction, MonarchBack] | None:
     """The passes, each the fastest by prediction; None if this is no chain for them."""
-    if not _takes(chain, dtype) or batch <= 64:
+    if gpu.arch != 90 or batch <= 64 or not _takes(chain, dtype):
         return None
     of_weights = min(gradient_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
     back = min(back_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
@@ -221,7 +221,7 @@ def gradient_tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator
     step, sums = 32 // ELEMENT_BYTES[dtype], 2 * (first.p + second.q)
     if sums > MOST_SUMS:
         return
-    flags = (True, False) if gpu.arch == 90 and ELEMENT_BYTES[dtype] == 2 and second.q <= 64 else (False,)
+    flags = (True, False) if ELEMENT_BYTES[dtype] == 2 and second.q <= 64 else (False,)
     ways = itertools.product(flags, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (4, 3, 2), (1, 2))
     for of_groups, wk, wl, groups, stages, steps in ways:
         plan = MonarchGradient(chain, dtype, wk, wl, groups, step * groups * steps, stages, of_groups, batch, gpu)

@@ -137,7 +137,7 @@ FEW = [
 GROUPED = [
     (monarch((32, 24), (64, 48), rank=4), "sm_90a"),
     (monarch((8, 16), (16, 24), rank=8), "sm_90a"),
-    (monarch((16, 32), (32, 12), rank=16), "sm_80"),
+    (monarch((16, 32), (32, 12), rank=16), "sm_90a"),
 ]
 
 

@@ -6,7 +6,7 @@
 // chunks of CL l's through a ring of STAGES, with both weights of these. A warp has 16 * MT samples and four units. Eight
 // columns of its first product are two units for one l, of odd l's in the other order: of two l's, lanes with t < 2 have
 // one unit of either, the others the other one, which is operand A of the second product as it stands, but for which
-// register is whose. The rows of a unit's second weights lie in that order. factorlayer/monarch_backward.py writes the constants:
+// register is whose. The rows of a unit's second weights lie in that order. Four more warps copy. factorlayer/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), K, P, L, S, RHO, WK, WM
 //        (warps along the samples), MT, CL, STAGES
@@ -24,7 +24,8 @@ template <class Pass> struct MonarchBack {
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int WK = Pass::WK, WM = Pass::WM, MT = Pass::MT, CL = Pass::CL, STAGES = Pass::STAGES;
-  static constexpr int kThreads = 32 * WK * WM, kSamples = 16 * MT * WM, kChunks = L / CL;
+  static constexpr int kConsumers = 32 * WK * WM, kLoaders = 128, kSamples = 16 * MT * WM, kChunks = L / CL;
+  static constexpr int kCopyRegisters = 56, kRegisters = 224;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kOfStep = kStep / 4, kSteps = CL / kOfStep;  // l's of a step
   static_assert(RHO % 4 == 0 && 4 % kOfK == 0 && K * kOfK % kUnits == 0 && L % CL == 0 && CL % kOfStep == 0);
   static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0);
@@ -50,34 +51,46 @@ template <class Pass> struct MonarchBack {
   DEVICE const Element* weight(int which) const { return static_cast<const Element*>(params.weights[which]); }
   DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
 
+  DEVICE u32 full(int stage) const { return memory + STAGES * kStageBytes + stage * 8; }
+  DEVICE u32 empty(int stage) const { return memory + STAGES * kStageBytes + (STAGES + stage) * 8; }
   DEVICE void copy_chunk(i64 tile, int chunk, u32 to) const {
-    int thread = threadIdx.x, left = int(min(params.batch - tile * kSamples, i64(kSamples)));
-    stay_here(thread, left);  // or places are kept from chunk to chunk, in registers that products need
-    const auto copy = [&](int items, const auto& one) {
-#pragma unroll
-      for (int begin = 0; begin < items; begin += kThreads) one(begin + thread, begin + thread < items);
-    };
-    const int first_l = chunk * CL;
-    constexpr int kGPieces = S / kPiece, kPPieces = P / kPiece;
+    const int first_l = chunk * CL, left = int(min(params.batch - tile * kSamples, i64(kSamples)));
+    const int thread = threadIdx.x - kConsumers;
+    constexpr int kGPieces = S / kPiece, kPPieces = P / kPiece, kRun = CL * kGPieces, kNumber = CL * kPPieces;
     const Element* g = weight(Pass::GRAD) + tile * (i64(kSamples) * L * S) + first_l * S;
-    copy(kSamples * CL * kGPieces, [&](int j, bool wanted) {
-      const int row = j / (CL * kGPieces), run = j % (CL * kGPieces), l = run / kGPieces, piece = run % kGPieces * kPiece;
-      copy_async_if<16>(to + ((l * kSamples + row) * kGStride + piece) * kSize, g + row * (L * S) + run * kPiece, row < left,
-                        wanted);
-    });
+#pragma unroll 4
+    for (int j = thread; j < kSamples * kRun; j += kLoaders) {
+      const int row = j / kRun, l = j % kRun / kGPieces, piece = j % kGPieces * kPiece;
+      copy_async<16>(to + ((l * kSamples + row) * kGStride + piece) * kSize, g + row * (L * S) + j % kRun * kPiece, row < left);
+    }
     const Element* second = weight(Pass::SECOND) + i64(first_l) * (S * K * RHO) + first_unit * 4;
-    copy(CL * S * kUnits, [&](int j, bool wanted) {
-      const int row = j / kUnits, unit = j % kUnits;
-      copy_async_if<4 * kSize>(to + kSecond + (row * kSecondStride + (unit ^ row / S % 2) * 4) * kSize,
-                               second + row * (K * RHO) + unit * 4, true, wanted);
-    });
+#pragma unroll 4
+    for (int j = thread; j < CL * S * kUnits; j += kLoaders) {
+      const int row = j / kUnits, unit = j % kUnits, place = row * kSecondStride + (unit ^ row / S % 2) * 4;
+      copy_async<4 * kSize>(to + kSecond + place * kSize, second + row * (K * RHO) + unit * 4, true);
+    }
     const Element* first = weight(Pass::FIRST) + (i64(first_unit) * 4 * L + first_l) * P;
-    copy(kUnits * 4 * CL * kPPieces, [&](int j, bool wanted) {
-      const int number = j / (CL * kPPieces), run = j % (CL * kPPieces), l = run / kPPieces, piece = run % kPPieces * kPiece;
-      const int unit = number / 4, row = (unit * CL + (l ^ unit % 2)) * 4 + number % 4;
-      copy_async_if<16>(to + kFirst + (row * kFirstStride + piece) * kSize, first + number * (L * P) + run * kPiece, true,
-                        wanted);
-    });
+#pragma unroll 4
+    for (int j = thread; j < kUnits * 4 * kNumber; j += kLoaders) {
+      const int number = j / kNumber, l = j % kNumber / kPPieces, piece = j % kPPieces * kPiece, unit = number / 4;
+      const int row = (unit * CL + (l ^ unit % 2)) * 4 + number % 4;
+      copy_async<16>(to + kFirst + (row * kFirstStride + piece) * kSize, first + number * (L * P) + j % kNumber * kPiece, true);
+    }
+  }
+  // By the loaders
+  DEVICE void produce() const {
+    int stage = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        wait_for_bytes(empty(stage), phase);
+        copy_chunk(tile, chunk, memory + stage * kStageBytes);
+        arrive_with_copies(full(stage));
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+      }
+    wait_for_copies<0>();
   }
 
   // Two columns of both l's, of two units: to operands A, of which this is the pair-th part.
@@ -164,29 +177,34 @@ template <class Pass> struct MonarchBack {
   }
 
   DEVICE void run() const {
-    i64 ahead = blockIdx.x;
-    int ahead_chunk = 0;
-    const auto copy_next = [&](int stage) {
-      if (ahead < tiles()) copy_chunk(ahead, ahead_chunk, memory + stage * kStageBytes);
-      commit_copies();
-      if (++ahead_chunk == kChunks) ahead += gridDim.x, ahead_chunk = 0;
-    };
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
+    if (threadIdx.x < STAGES) {
+      init_barrier(full(threadIdx.x), kLoaders);
+      init_barrier(empty(threadIdx.x), kConsumers / 32);
+    }
+    __syncthreads();
+    if (warp >= kConsumers / 32) {
+      give_registers<kCopyRegisters>();
+      produce();
+    } else {
+      take_registers<kRegisters>();
+      consume();
+    }
+  }
+  DEVICE void consume() const {
     int stage = 0;
+    u32 phase = 0;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        wait_for_copies<STAGES - 2>();
-        __syncthreads();
-        copy_next(stage ? stage - 1 : STAGES - 1);
+        wait_for_bytes(full(stage), phase);
         add_chunk(sums, memory + stage * kStageBytes);
-        if (++stage == STAGES) stage = 0;
+        __syncwarp();
+        if (lane.index == 0) arrive(empty(stage));
+        if (++stage == STAGES) stage = 0, phase ^= 1;
       }
       store(sums, tile);
     }
-    wait_for_copies<0>();
   }
 };

@@ -8,7 +8,7 @@
 // units; its gradient goes the other way. Four rows of unit i and l lie at place i ^ l of sixteen in either tile: each
 // lane has what it needs, and only takes registers of one tile or of its neighbour.
 //
-// GROUPS of warps share a block's samples, CHUNK at a time, and add up their sums in the end. factorlayer/monarch_backward.py
+// GROUPS of warps share a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps copy. factorlayer/monarch_backward.py
 // writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
@@ -29,7 +29,8 @@ template <class Pass> struct MonarchGradient {
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
-  static constexpr int kMembers = 32 * WK * WL, kThreads = kMembers * Pass::GROUPS;
+  static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
+  static constexpr int kCopyRegisters = 48, kRegisters = 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
   static constexpr int kColumns = kUnits / kOfK * P, kSteps = CHUNK / kStep, kAcross = kStep / 8;
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
@@ -66,7 +67,7 @@ template <class Pass> struct MonarchGradient {
   static DEVICE u32 place_of_first(int row, int piece) { return (row * kFirstStride + piece * kPiece) * kSize; }
   DEVICE void copy_first() const {
 #pragma unroll 4
-    for (int j = threadIdx.x; j < kFirstItems; j += kThreads) {
+    for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
       const int row = j / kFirstPieces, piece = j % kFirstPieces, unit = row / (16 * WL);
       const int number = (first_unit + unit) * 4 + row % 4, l = first_l + row / 16 % WL * 4 + (row / 4 % 4 ^ unit % 4);
       const Element* from = weight(Pass::FIRST) + (i64(number) * L + l) * P + piece * kPiece;
@@ -76,7 +77,7 @@ template <class Pass> struct MonarchGradient {
   DEVICE void round_first() const {
     if constexpr (Math::kRounds) {
 #pragma unroll 1
-      for (int j = threadIdx.x; j < kFirstItems; j += kThreads) {
+      for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
         const u32 here = memory + kFirst + place_of_first(j / kFirstPieces, j % kFirstPieces);
         u32 x[4];
         load_u32x4(here, x);
@@ -92,17 +93,17 @@ template <class Pass> struct MonarchGradient {
   DEVICE void load_second() const {
     constexpr int kAll = kLs * S * kUnits * 4, kTogether = 16;
 #pragma unroll 1
-    for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kThreads) {
+    for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kConsumers) {
       Element x[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kThreads, row = j / (kUnits * 4), column = j % (kUnits * 4);
+        const int j = begin + i * kConsumers, row = j / (kUnits * 4), column = j % (kUnits * 4);
         x[i] = Element{};
         if (j < kAll) x[i] = weight(Pass::SECOND)[(i64(first_l) * S + row) * (K * RHO) + first_unit * 4 + column];
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kThreads, s = j / (kUnits * 4) % S, l = j / (kUnits * 4) / S;
+        const int j = begin + i * kConsumers, s = j / (kUnits * 4) % S, l = j / (kUnits * 4) / S;
         const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
         if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
       }
@@ -114,26 +115,45 @@ template <class Pass> struct MonarchGradient {
   }
 
   DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
+  DEVICE u32 full(int stage) const { return memory + kShared + stage * 8; }
+  DEVICE u32 empty(int stage) const { return memory + kShared + (STAGES + stage) * 8; }
   DEVICE void copy_chunk(i64 chunk, u32 to) const {
     const i64 first = chunk * CHUNK;
-    int thread = threadIdx.x, left = int(min(params.batch - first, i64(CHUNK)));
-    stay_here(thread, left);  // or places are kept from chunk to chunk, and spilled
-    const auto copy = [&](int items, const auto& one) {
-#pragma unroll
-      for (int begin = 0; begin < items; begin += kThreads) one(begin + thread, begin + thread < items);
-    };
-    constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
+    const int left = int(min(params.batch - first, i64(CHUNK))), thread = threadIdx.x - kConsumers;
+    constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece, kRun = kLs * kGPieces;
     const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
-    copy(CHUNK * kXPieces, [&](int j, bool wanted) {
+#pragma unroll 4
+    for (int j = thread; j < CHUNK * kXPieces; j += kLoaders) {
       const int row = j / kXPieces, piece = j % kXPieces * kPiece;
-      copy_async_if<16>(to + kX + (row * kXStride + piece) * kSize, x + row * (K * P) + piece, row < left, wanted);
-    });
+      copy_async<16>(to + kX + (row * kXStride + piece) * kSize, x + row * (K * P) + piece, row < left);
+    }
     const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
-    copy(CHUNK * kLs * kGPieces, [&](int j, bool wanted) {
-      const int row = j / (kLs * kGPieces), run = j % (kLs * kGPieces), l = run / kGPieces;
-      copy_async_if<16>(to + place_of_run(l * CHUNK + row, run % kGPieces), g + row * (L * S) + run * kPiece, row < left,
-                        wanted);
-    });
+#pragma unroll 4
+    for (int j = thread; j < CHUNK * kRun; j += kLoaders) {
+      const int row = j / kRun, l = j % kRun / kGPieces;
+      copy_async<16>(to + place_of_run(l * CHUNK + row, j % kGPieces), g + row * (L * S) + j % kRun * kPiece, row < left);
+    }
+  }
+  // By the loaders: a chunk is handed over once the next one is on its way.
+  DEVICE void produce() const {
+    int stage = 0, before = -1;
+    u32 phase = 1;
+#pragma unroll 1
+    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
+      wait_for_bytes(empty(stage), phase);
+      copy_chunk(chunk, memory + kStages + stage * kStageBytes);
+      commit_copies();
+      if (before >= 0) {
+        wait_for_copies<1>();
+        fence_copy_engine();
+        arrive(full(before));
+      }
+      before = stage;
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    wait_for_copies<0>();
+    fence_copy_engine();
+    if (before >= 0) arrive(full(before));
   }
 
   // Of tiles by units those by l's, or the other way.
@@ -260,33 +280,40 @@ template <class Pass> struct MonarchGradient {
     }
   }
 
+  struct Meet {
+    DEVICE void operator()() const { sync_threads<kConsumers>(1); }
+  };
   DEVICE void run() {
+    if (threadIdx.x < STAGES) {
+      init_barrier(full(threadIdx.x), kLoaders);
+      init_barrier(empty(threadIdx.x), kConsumers / 32);
+    }
+    __syncthreads();
+    if (warp >= kConsumers / 32) {
+      give_registers<kCopyRegisters>();
+      produce();
+    } else {
+      take_registers<kRegisters>();
+      consume();
+    }
+  }
+  DEVICE void consume() {
     copy_first();
     commit_copies();
-    const u32 stages = memory + kStages;
-    i64 ahead = blockIdx.x;
-    const auto copy_next = [&](int stage) {
-      if (ahead < chunks()) copy_chunk(ahead, stages + stage * kStageBytes);
-      commit_copies();
-      ahead += gridDim.x;
-    };
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
     load_second();
-    wait_for_copies<STAGES - 1>();
+    wait_for_copies<0>();
     round_first();
+    fence_copy_engine();
+    Meet()();
     SumsFirst of_first = {};
     SumsSecond of_second = {};
     int stage = 0;
+    u32 phase = 0;
 #pragma unroll 1
     for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
-      wait_for_copies<STAGES - 2>();
-      if constexpr (kWgmma) fence_copy_engine();
-      __syncthreads();
-      copy_next(stage ? stage - 1 : STAGES - 1);
-      const u32 here = stages + stage * kStageBytes;
-      if (++stage == STAGES) stage = 0;
+      const u32 here = memory + kStages + stage * kStageBytes;
       const int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
+      wait_for_bytes(full(stage), phase);
 #pragma unroll 1
       for (int step = group; step < kSteps; step += Pass::GROUPS) {
         stay_here(lane.index, stage);  // or the places of all operands are kept from step to step, and spilled
@@ -298,8 +325,11 @@ template <class Pass> struct MonarchGradient {
         else
           add_step(of_first, of_second, x, g, left - step * kStep);
       }
+      __syncwarp();
+      if (lane.index == 0) arrive(empty(stage));
+      if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    wait_for_copies<0>();
+    Meet()();  // the loaders have written all
     store(of_first, of_second);
   }
   DEVICE void store(const SumsFirst& of_first, const SumsSecond& of_second) const {
@@ -307,7 +337,7 @@ template <class Pass> struct MonarchGradient {
     float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kAll;
     // Row g or g + 8 of a tile: four of another, and which of these.
     const auto other = [](const Lane& at, int i, int half) { return i ^ half * 2 ^ at.g / 4; };
-    add_up<4 * (P / 8), kThreads, kMembers, kShared, float>(
+    add_up<4 * (P / 8), kConsumers, kMembers, kShared, float>(
         memory, [&](int n) -> const float(&)[4] { return of_first[n / (P / 8)][n % (P / 8)]; },
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
@@ -318,8 +348,9 @@ template <class Pass> struct MonarchGradient {
             float* here = to + Pass::OF_0 + (i64(u * 4 + at.g % 4) * L + l) * P + p;
             store_two<true, float>(here, sum[half * 2], sum[half * 2 + 1], true);
           }
-        });
-    add_up<4 * (S / 8), kThreads, kMembers, kShared, float>(
+        },
+        Meet());
+    add_up<4 * (S / 8), kConsumers, kMembers, kShared, float>(
         memory, [&](int n) -> const float(&)[4] { 
           return reinterpret_cast<const float(&)[4]>(of_second[n / (S / 8)][n % (S / 8) * 4]);
         },
@@ -332,6 +363,7 @@ template <class Pass> struct MonarchGradient {
             float* here = to + Pass::OF_1 + (i64(l) * S + s) * (K * RHO) + unit * 4 + at.g % 4;
             store_global(here, sum[half * 2]), store_global(here + K * RHO, sum[half * 2 + 1]);
           }
-        });
+        },
+        Meet());
   }
 };
