@@ -593,6 +593,35 @@ def test_all_gradients_of_many_small_groups(
             assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "old", "new", "said"),
+    [
+        ("bfloat16", "wait_for_bytes(empty(stage), phase);\n      copy_chunk", "copy_chunk", "race"),
+        ("bfloat16", "wait_for_copies<1>();\n        fence_copy_engine();", "fence_copy_engine();", "has not landed"),
+        ("bfloat16", "wait_for_copies<1>();\n        fence_copy_engine();", "wait_for_copies<1>();", "no fence"),
+        ("bfloat16", "fence_copy_engine();\n    Meet()();", "Meet()();", "no fence"),
+        ("bfloat16", "wait_for_products<0>();", "", "race"),
+        ("tf32", "wait_for_bytes(full(stage), phase);\n#pragma", "\n#pragma", "race"),
+        ("tf32", "wait_for_bytes(full(stage), phase);\n        add_chunk", "add_chunk", "has not landed"),
+        ("tf32", "wait_for_bytes(empty(stage), phase);\n        copy_chunk", "copy_chunk", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_gradients_of_small_groups(
+    dtype: str, old: str, new: str, said: str, emulator: Emulator
+) -> None:
+    spec = monarch((16, 24), (16, 8), rank=4)
+    found = plan(replace(all_gradients_of(spec), x_turned=True), dtype, LARGE, Gpu(90, 4, 232448))
+    changed = []
+    for i, kernel in enumerate(found.passes):
+        if old in kernel.source("kernel"):
+            changed += emulator.compile(replace(found, passes=found.passes[i : i + 1]), {old: new})
+    draw = drawing(dtype)
+    weights = [draw(*shape) for shape in spec.weight_shapes]
+    x, grad = draw(400, spec.in_features), draw(400, spec.out_features)
+    _, errors = emulator.run(found, changed, x, [*weights, grad], None, blocks=4)
+    assert any(said in error for error in errors), errors
+
+
 # Of two factors where samples are few: rectangular ones, chunks that all have slots and that take turns
 STRIPS = [
     (((32, 32), (32, 32)), "float64", {}),
