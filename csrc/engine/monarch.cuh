@@ -35,7 +35,7 @@ template <class Pass> struct Monarch {
   static constexpr int kWarpsL = GROUPS / 2, kMembers = 32 * kWarpsL, kThreads = kMembers * Pass::WARPS_M;
   static constexpr int kTeam = kThreads / Pass::TEAMS, kTeamM = Pass::WARPS_M / Pass::TEAMS, kSamples = 16 * MT * kTeamM;
   static constexpr int kLoaders = Pass::LOADERS ? 128 : 0, kCopiers = Pass::LOADERS ? kLoaders : kTeam;
-  static constexpr int kCopyRegisters = 48, kRegisters = 232;
+  static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static constexpr int kPadded = round_up(P, 8), kWhole = kPadded / kStep * kStep;
   static constexpr int kTiles = ceil_div(RHO, 4), kUnits = CK * kTiles;  // of a k, and of a chunk
   static constexpr int kPairs = kStep / 8;                               // of units, in a step
