@@ -80,7 +80,7 @@ class MonarchGradient(_Both, BlockSums):
     dtype: str
     wk: int
     wl: int
-    groups: int  # of warps, that share samples
+    groups: int  # of warps, that take turns at chunks
     samples: int  # of a chunk
     stages: int
     wgmma: bool  # Hopper's products, of those with grad_y
@@ -218,14 +218,13 @@ def _takes(chain: Chain, dtype: str) -> bool:
 
 def gradient_tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchGradient]:
     first, second = chain.contractions
-    step, sums = 32 // ELEMENT_BYTES[dtype], 2 * (first.p + second.q)
-    if sums > MOST_SUMS:
+    if 2 * (first.p + second.q) > MOST_SUMS:
         return
     flags = (True, False) if ELEMENT_BYTES[dtype] == 2 and second.q <= 64 else (False,)
-    ways = itertools.product(flags, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (4, 3, 2), (1, 2))
+    ways = itertools.product(flags, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (6, 4, 3, 2), (1, 2))
     for of_groups, wk, wl, groups, stages, steps in ways:
-        plan = MonarchGradient(chain, dtype, wk, wl, groups, step * groups * steps, stages, of_groups, batch, gpu)
-        if of_groups and (wk % 4 or groups > 1):
+        plan = MonarchGradient(chain, dtype, wk, wl, groups, 16 * steps, stages, of_groups, batch, gpu)
+        if stages < groups + 1 or (of_groups and (wk % 4 or groups > 1)):
             continue
         if wk * wl * groups != WARPS or plan.all_units % (4 * wk) or second.inner % (4 * wl):
             continue
@@ -241,7 +240,7 @@ def _gradient_time(plan: MonarchGradient) -> float:
     each = -(-chunks // plan.most) * -(-plan.split // gpu.sms)
     loaded = plan.samples * (plan.columns + 4 * plan.wl * second.q) * size
     warps = plan.wk * plan.wl
-    read = plan.samples * 8 * (first.p + second.q) * size + plan.samples // plan.step * 64 * (first.p + second.q) * size
+    read = plan.samples * 8 * (first.p + second.q) * size + plan.samples // 16 * 64 * (first.p + second.q) * size
     read *= 0.64 if plan.wgmma else 1.0
     products = 2 * 2 * plan.samples * 64 * (first.p + second.q) / (0.6 * 8.9e6 * (1 if size == 2 else 0.5))
     chunk = max(warps * read / gpu.shared_bytes, loaded / (0.8 * gpu.l2_bytes)) + 0.5 * warps * products + OWN_COPY_US

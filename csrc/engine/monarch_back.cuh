@@ -4,9 +4,9 @@
 //
 // A unit is four of the RHO numbers of a k. A block has 4 * WK units and takes tiles of samples, of which grad_y comes by
 // chunks of CL l's through a ring of STAGES, with both weights of these. A warp has 16 * MT samples and four units. Eight
-// columns of its first product are two units for one l, of odd l's in the other order: of two l's, lanes with t < 2 have
-// one unit of either, the others the other one, which is operand A of the second product as it stands, but for which
-// register is whose. The rows of a unit's second weights lie in that order. Four more warps copy. factorlayer/monarch_backward.py writes the constants:
+// columns of its first product are two units for one l, of odd l's in the other order (of 16 bits, once lanes have exchanged
+// them): of two l's, lanes with t < 2 have one unit of either, the others the other one, which is operand A of the second
+// product as it stands, but for which register is whose. The rows of a unit's second weights lie in that order. Four more warps copy. factorlayer/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), K, P, L, S, RHO, WK, WM
 //        (warps along the samples), MT, CL, STAGES
@@ -53,29 +53,37 @@ template <class Pass> struct MonarchBack {
 
   DEVICE u32 full(int stage) const { return memory + STAGES * kStageBytes + stage * 8; }
   DEVICE u32 empty(int stage) const { return memory + STAGES * kStageBytes + (STAGES + stage) * 8; }
+  // Of ROWS, RUN pieces each, this loader's
+  template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
+    const int thread = threadIdx.x - kConsumers;
+    if constexpr (kLoaders % RUN == 0) {
+#pragma unroll 8
+      for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
+    } else {
+#pragma unroll 4
+      for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
+    }
+  }
   DEVICE void copy_chunk(i64 tile, int chunk, u32 to) const {
     const int first_l = chunk * CL, left = int(min(params.batch - tile * kSamples, i64(kSamples)));
-    const int thread = threadIdx.x - kConsumers;
-    constexpr int kGPieces = S / kPiece, kPPieces = P / kPiece, kRun = CL * kGPieces, kNumber = CL * kPPieces;
     const Element* g = weight(Pass::GRAD) + tile * (i64(kSamples) * L * S) + first_l * S;
-#pragma unroll 4
-    for (int j = thread; j < kSamples * kRun; j += kLoaders) {
-      const int row = j / kRun, l = j % kRun / kGPieces, piece = j % kGPieces * kPiece;
-      copy_async<16>(to + ((l * kSamples + row) * kGStride + piece) * kSize, g + row * (L * S) + j % kRun * kPiece, row < left);
-    }
+    constexpr int kGPieces = S / kPiece, kPPieces = P / kPiece, kCell = kSize == 2 ? 8 : 4, kCells = kUnits * 4 / kCell;
+    each<kSamples, CL * kGPieces>([&](int row, int run) {
+      const u32 at = to + (row * kGStride + (run / kGPieces * kSamples * kGStride + run % kGPieces * kPiece)) * kSize;
+      copy_async<16>(at, g + row * (L * S) + run * kPiece, row < left);
+    });
+    // Of 32 bits a unit is 16 bytes.
     const Element* second = weight(Pass::SECOND) + i64(first_l) * (S * K * RHO) + first_unit * 4;
-#pragma unroll 4
-    for (int j = thread; j < CL * S * kUnits; j += kLoaders) {
-      const int row = j / kUnits, unit = j % kUnits, place = row * kSecondStride + (unit ^ row / S % 2) * 4;
-      copy_async<4 * kSize>(to + kSecond + place * kSize, second + row * (K * RHO) + unit * 4, true);
-    }
+    each<CL * S, kCells>([&](int row, int run) {
+      const int place = kSize == 2 ? run : run ^ row / S % 2;
+      copy_async<16>(to + kSecond + (row * kSecondStride + place * kCell) * kSize, second + row * (K * RHO) + run * kCell, true);
+    });
     const Element* first = weight(Pass::FIRST) + (i64(first_unit) * 4 * L + first_l) * P;
-#pragma unroll 4
-    for (int j = thread; j < kUnits * 4 * kNumber; j += kLoaders) {
-      const int number = j / kNumber, l = j % kNumber / kPPieces, piece = j % kPPieces * kPiece, unit = number / 4;
-      const int row = (unit * CL + (l ^ unit % 2)) * 4 + number % 4;
-      copy_async<16>(to + kFirst + (row * kFirstStride + piece) * kSize, first + number * (L * P) + j % kNumber * kPiece, true);
-    }
+    each<kUnits * 4, CL * kPPieces>([&](int number, int run) {
+      const int l = run / kPPieces, row = (number / 4 * CL + (l ^ number / 4 % 2)) * 4 + number % 4;
+      const u32 at = to + kFirst + (row * kFirstStride + run % kPPieces * kPiece) * kSize;
+      copy_async<16>(at, first + number * (L * P) + run * kPiece, true);
+    });
   }
   // By the loaders
   DEVICE void produce() const {
@@ -99,7 +107,8 @@ template <class Pass> struct MonarchBack {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kSize == 2) {
-        const u32 x = Pair<Element>(e[half * 2], e[half * 2 + 1]).bits, y = Pair<Element>(o[half * 2], o[half * 2 + 1]).bits;
+        const u32 x = Pair<Element>(e[half * 2], e[half * 2 + 1]).bits;
+        const u32 y = __shfl_xor_sync(0xffffffff, Pair<Element>(o[half * 2], o[half * 2 + 1]).bits, 2);
         even.r[half + pair * 2] = first ? x : y;
         odd.r[half + pair * 2] = first ? y : x;
       } else {

@@ -8,7 +8,7 @@
 // units; its gradient goes the other way. Four rows of unit i and l lie at place i ^ l of sixteen in either tile: each
 // lane has what it needs, and only takes registers of one tile or of its neighbour.
 //
-// GROUPS of warps share a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps copy. factorlayer/monarch_backward.py
+// GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps copy. factorlayer/monarch_backward.py
 // writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
@@ -32,9 +32,9 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
   static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
-  static constexpr int kColumns = kUnits / kOfK * P, kSteps = CHUNK / kStep, kAcross = kStep / 8;
+  static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
-  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && kSteps % Pass::GROUPS == 0);
+  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0);
 
   // Rows, an odd multiple of 16 bytes apart: of the second weights by l's, fours of units and places, of grad_y by l's and
   // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
@@ -115,66 +115,71 @@ template <class Pass> struct MonarchGradient {
   }
 
   DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
-  DEVICE u32 full(int stage) const { return memory + kShared + stage * 8; }
-  DEVICE u32 empty(int stage) const { return memory + kShared + (STAGES + stage) * 8; }
-  DEVICE void copy_chunk(i64 chunk, u32 to) const {
-    const i64 first = chunk * CHUNK;
-    const int left = int(min(params.batch - first, i64(CHUNK))), thread = threadIdx.x - kConsumers;
-    constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece, kRun = kLs * kGPieces;
-    const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
+  DEVICE u32 full(u32 stage) const { return memory + kShared + stage * 8; }
+  DEVICE u32 empty(u32 stage) const { return memory + kShared + (STAGES + stage) * 8; }
+  // Of ROWS, RUN pieces each, this loader's
+  template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
+    const int thread = threadIdx.x - kConsumers;
+    if constexpr (kLoaders % RUN == 0) {
+#pragma unroll 8
+      for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
+    } else {
 #pragma unroll 4
-    for (int j = thread; j < CHUNK * kXPieces; j += kLoaders) {
-      const int row = j / kXPieces, piece = j % kXPieces * kPiece;
-      copy_async<16>(to + kX + (row * kXStride + piece) * kSize, x + row * (K * P) + piece, row < left);
-    }
-    const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
-#pragma unroll 4
-    for (int j = thread; j < CHUNK * kRun; j += kLoaders) {
-      const int row = j / kRun, l = j % kRun / kGPieces;
-      copy_async<16>(to + place_of_run(l * CHUNK + row, j % kGPieces), g + row * (L * S) + j % kRun * kPiece, row < left);
+      for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
     }
   }
-  // By the loaders: a chunk is handed over once the next one is on its way.
+  DEVICE void copy_chunk(i64 chunk, u32 to) const {
+    const i64 first = chunk * CHUNK;
+    const int left = int(min(params.batch - first, i64(CHUNK)));
+    constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
+    const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
+    each<CHUNK, kXPieces>([&](int row, int run) {
+      copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
+    });
+    const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
+    each<CHUNK, kLs * kGPieces>([&](int row, int run) {
+      const u32 at = to + place_of_run(run / kGPieces * CHUNK + row, run % kGPieces);
+      copy_async<16>(at, g + row * (L * S) + run * kPiece, row < left);
+    });
+  }
+  // By the loaders
   DEVICE void produce() const {
-    int stage = 0, before = -1;
+    int stage = 0;
     u32 phase = 1;
 #pragma unroll 1
     for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
       wait_for_bytes(empty(stage), phase);
       copy_chunk(chunk, memory + kStages + stage * kStageBytes);
-      commit_copies();
-      if (before >= 0) {
-        wait_for_copies<1>();
-        fence_copy_engine();
-        arrive(full(before));
-      }
-      before = stage;
+      arrive_with_copies(full(stage));
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     wait_for_copies<0>();
-    fence_copy_engine();
-    if (before >= 0) arrive(full(before));
   }
 
+  using Tiles = A[kParts][4];
   // Of tiles by units those by l's, or the other way.
-  DEVICE void exchange(A (&tiles)[4]) const {
+  DEVICE void exchange(Tiles& tiles) const {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const u32 given[4] = {tiles[0].r[r], tiles[1].r[r], tiles[2].r[r], tiles[3].r[r]};
+    for (int part = 0; part < kParts; ++part)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tiles[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
-    }
+      for (int r = 0; r < 4; ++r) {
+        A(&of)[4] = tiles[part];
+        const u32 given[4] = {of[0].r[r], of[1].r[r], of[2].r[r], of[3].r[r]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
+      }
   }
   // Where there is no sample, an infinite weight would make a NaN.
-  DEVICE void as_tile(A& tile, float (&sums)[kAcross][4], int left) const {
-    if (left < kStep) {
+  DEVICE void as_tile(Tiles& tiles, int i, float (&sums)[kAcross][4], int left) const {
+    if (left < 16) {
 #pragma unroll
       for (int n = 0; n < kAcross; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (n * 8 + lane.t * 2 + i % 2 >= left) sums[n][i] = 0;
     }
-    Math::as_a(tile, sums);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
   }
   template <int LENGTH> DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
     A a;
@@ -185,7 +190,7 @@ template <class Pass> struct MonarchGradient {
     for (int n = 0; n < kAcross; ++n) Math::template multiply<LENGTH>(sums[n], a, b[n]);
   }
   // A step of samples; x and g are where the warp's columns and l's begin. The state, by l's
-  DEVICE void make_state(A (&tiles)[4], u32 x, int left) const {
+  DEVICE void make_state(Tiles& tiles, u32 x, int left) const {
     const u32 first = memory + kFirst + along_l * (16 * kFirstStride * kSize) + Math::template lane_row_a<kFirstStride>(lane);
     const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
 #pragma unroll
@@ -196,39 +201,43 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
       for (int p = 0; p < kWhole; p += kStep) add_state<kStep>(sums, weight + p * kSize, from + p * kSize);
       if constexpr (kWhole < P) add_state<8>(sums, weight + kWhole * kSize, from + kWhole * kSize);
-      as_tile(tiles[i], sums, left);
+      as_tile(tiles, i, sums, left);
     }
     exchange(tiles);
   }
   // What its gradient, by l's, adds to that of the first weights
-  DEVICE void add_first(SumsFirst& of_first, A (&tiles)[4], u32 x) const {
+  DEVICE void add_first(SumsFirst& of_first, Tiles& tiles, u32 x) const {
     exchange(tiles);
-    const u32 from = x + Math::template lane_b_by_n<kXStride, kPairs>(lane);
-    B b[P / 8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 columns[P / 8];
+    for (int part = 0; part < kParts; ++part) {
+      const u32 from = x + part * (kStep * kXStride * kSize) + Math::template lane_b_by_n<kXStride, kPairs>(lane);
+      B b[P / 8];
 #pragma unroll
-      for (int n = 0; n < P / 8; ++n) columns[n] = from + (i / kOfK * P + n * 8) * kSize;
-      if (i % kOfK == 0) Math::template load_b_by_n<kStep, kXStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
+      for (int i = 0; i < 4; ++i) {
+        u32 columns[P / 8];
 #pragma unroll
-      for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[i], b[n]);
+        for (int n = 0; n < P / 8; ++n) columns[n] = from + (i / kOfK * P + n * 8) * kSize;
+        if (i % kOfK == 0) Math::template load_b_by_n<kStep, kXStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
+#pragma unroll
+        for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[part][i], b[n]);
+      }
     }
   }
   DEVICE void add_step(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
-    A tiles[4];
+    Tiles tiles;
     make_state(tiles, x, left);
     const u32 by_n = g + Math::template lane_b_by_n<kGStride, kPairs>(lane);
 #pragma unroll
     for (int l = 0; l < 4; ++l) {
 #pragma unroll
-      for (int n = 0; n < S / 8; n += 2) {
-        const u32 from = by_n + (l * CHUNK * kGStride + n * 8) * kSize, columns[2] = {from, from + 8 * kSize};
+      for (int j = 0; j < kParts * S / 8; j += 2) {
+        const int part = j / (S / 8), n = j % (S / 8);
+        const u32 from = by_n + ((l * CHUNK + part * kStep) * kGStride + n * 8) * kSize, columns[2] = {from, from + 8 * kSize};
         B b[2];
         Math::template load_b_by_n<kStep, kGStride, 2, 8, false, kPairs>(b, columns, lane.index);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          Math::template multiply<kStep>(reinterpret_cast<float(&)[4]>(of_second[l][(n + i) * 4]), tiles[l], b[i]);
+          Math::template multiply<kStep>(reinterpret_cast<float(&)[4]>(of_second[l][(n + i) * 4]), tiles[part][l], b[i]);
       }
     }
     const u32 second = memory + (along_l * 4 * WK + along_k) * (16 * kGStride * kSize) + Math::template lane_row_a<kGStride>(lane);
@@ -245,7 +254,7 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
         for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
       }
-      as_tile(tiles[l], sums, left);
+      as_tile(tiles, l, sums, left);
     }
     add_first(of_first, tiles, x);
   }
@@ -253,10 +262,10 @@ template <class Pass> struct MonarchGradient {
   // the last ones are made, the warps make those of the first weights.
   DEVICE void add_step_of_warpgroups(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
     if constexpr (kWgmma) {
-      A tiles[4], of_back[4];
+      Tiles tiles, of_back;
       make_state(tiles, x, left);
 #pragma unroll
-      for (int l = 0; l < 4; ++l) settle(tiles[l].r);
+      for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
       float back[4][8];
       open_products();
 #pragma unroll
@@ -268,11 +277,11 @@ template <class Pass> struct MonarchGradient {
       commit_products();
 #pragma unroll
       for (int l = 0; l < 4; ++l)
-        Wgmma<Element, S>::multiply_turned(of_second[l], tiles[l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
+        Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
       commit_products();
       wait_for_products<1>();
 #pragma unroll
-      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back[l], reinterpret_cast<float(&)[2][4]>(back[l]), left);
+      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back, l, reinterpret_cast<float(&)[2][4]>(back[l]), left);
       add_first(of_first, of_back, x);
       wait_for_products<0>();
 #pragma unroll
@@ -286,7 +295,7 @@ template <class Pass> struct MonarchGradient {
   DEVICE void run() {
     if (threadIdx.x < STAGES) {
       init_barrier(full(threadIdx.x), kLoaders);
-      init_barrier(empty(threadIdx.x), kConsumers / 32);
+      init_barrier(empty(threadIdx.x), kMembers / 32);
     }
     __syncthreads();
     if (warp >= kConsumers / 32) {
@@ -307,27 +316,27 @@ template <class Pass> struct MonarchGradient {
     Meet()();
     SumsFirst of_first = {};
     SumsSecond of_second = {};
-    int stage = 0;
-    u32 phase = 0;
+    u32 position = group;  // of a chunk
 #pragma unroll 1
-    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
-      const u32 here = memory + kStages + stage * kStageBytes;
-      const int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
-      wait_for_bytes(full(stage), phase);
+    for (i64 chunk = blockIdx.x + i64(group) * gridDim.x; chunk < chunks(); chunk += i64(gridDim.x) * Pass::GROUPS) {
+      const u32 stage = position % STAGES, here = memory + kStages + stage * kStageBytes;
+      int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
+      wait_for_bytes(full(stage), position / STAGES & 1);
+      if constexpr (kWgmma) fence_copy_engine();
 #pragma unroll 1
-      for (int step = group; step < kSteps; step += Pass::GROUPS) {
-        stay_here(lane.index, stage);  // or the places of all operands are kept from step to step, and spilled
+      for (int step = 0; step < CHUNK; step += 16) {
+        stay_here(lane.index, left);  // or the places of all operands are kept from step to step, and spilled
         lane = Lane(lane.index);
-        const u32 x = here + kX + (step * kStep * kXStride + along_k * 4 / kOfK * P) * kSize;
-        const u32 g = here + (along_l * 4 * CHUNK + step * kStep) * (kGStride * kSize);
+        const u32 x = here + kX + (step * kXStride + along_k * 4 / kOfK * P) * kSize;
+        const u32 g = here + (along_l * 4 * CHUNK + step) * (kGStride * kSize);
         if constexpr (kWgmma)
-          add_step_of_warpgroups(of_first, of_second, x, uniform(g), left - step * kStep);
+          add_step_of_warpgroups(of_first, of_second, x, uniform(g), left - step);
         else
-          add_step(of_first, of_second, x, g, left - step * kStep);
+          add_step(of_first, of_second, x, g, left - step);
       }
       __syncwarp();
       if (lane.index == 0) arrive(empty(stage));
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      position += Pass::GROUPS;
     }
     Meet()();  // the loaders have written all
     store(of_first, of_second);
