@@ -312,7 +312,6 @@ template <class Pass> struct MonarchGradient {
     load_second();
     wait_for_copies<0>();
     round_first();
-    fence_copy_engine();
     Meet()();
     SumsFirst of_first = {};
     SumsSecond of_second = {};
