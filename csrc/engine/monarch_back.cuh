@@ -6,7 +6,8 @@
 // chunks of CL l's through a ring of STAGES, with both weights of these. A warp has 16 * MT samples and four units. Eight
 // columns of its first product are two units for one l, of odd l's in the other order (of 16 bits, once lanes have exchanged
 // them): of two l's, lanes with t < 2 have one unit of either, the others the other one, which is operand A of the second
-// product as it stands, but for which register is whose. The rows of a unit's second weights lie in that order. Four more warps copy. factorlayer/monarch_backward.py writes the constants:
+// product as it stands, but for which register is whose. The rows of a unit's second weights lie in that order. Eight more
+// warps copy. factorlayer/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), K, P, L, S, RHO, WK, WM
 //        (warps along the samples), MT, CL, STAGES
@@ -24,8 +25,8 @@ template <class Pass> struct MonarchBack {
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int WK = Pass::WK, WM = Pass::WM, MT = Pass::MT, CL = Pass::CL, STAGES = Pass::STAGES;
-  static constexpr int kConsumers = 32 * WK * WM, kLoaders = 128, kSamples = 16 * MT * WM, kChunks = L / CL;
-  static constexpr int kCopyRegisters = 56, kRegisters = 224;
+  static constexpr int kConsumers = 32 * WK * WM, kLoaders = 256, kSamples = 16 * MT * WM, kChunks = L / CL;
+  static constexpr int kCopyRegisters = 40, kRegisters = 216;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kOfStep = kStep / 4, kSteps = CL / kOfStep;  // l's of a step
   static_assert(RHO % 4 == 0 && 4 % kOfK == 0 && K * kOfK % kUnits == 0 && L % CL == 0 && CL % kOfStep == 0);
   static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0);
@@ -76,7 +77,8 @@ template <class Pass> struct MonarchBack {
     const Element* second = weight(Pass::SECOND) + i64(first_l) * (S * K * RHO) + first_unit * 4;
     each<CL * S, kCells>([&](int row, int run) {
       const int place = kSize == 2 ? run : run ^ row / S % 2;
-      copy_async<16>(to + kSecond + (row * kSecondStride + place * kCell) * kSize, second + row * (K * RHO) + run * kCell, true);
+      const u32 at = to + kSecond + (row * kSecondStride + place * kCell) * kSize;
+      copy_async<16>(at, second + row * (K * RHO) + run * kCell, true);
     });
     const Element* first = weight(Pass::FIRST) + (i64(first_unit) * 4 * L + first_l) * P;
     each<kUnits * 4, CL * kPPieces>([&](int number, int run) {

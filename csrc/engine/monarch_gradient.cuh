@@ -8,8 +8,8 @@
 // units; its gradient goes the other way. Four rows of unit i and l lie at place i ^ l of sixteen in either tile: each
 // lane has what it needs, and only takes registers of one tile or of its neighbour.
 //
-// GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps copy. factorlayer/monarch_backward.py
-// writes the constants:
+// GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
+// copy. factorlayer/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
 //        gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
@@ -191,7 +191,8 @@ template <class Pass> struct MonarchGradient {
   }
   // A step of samples; x and g are where the warp's columns and l's begin. The state, by l's
   DEVICE void make_state(Tiles& tiles, u32 x, int left) const {
-    const u32 first = memory + kFirst + along_l * (16 * kFirstStride * kSize) + Math::template lane_row_a<kFirstStride>(lane);
+    const u32 first = memory + kFirst + along_l * (16 * kFirstStride * kSize) +
+                      Math::template lane_row_a<kFirstStride>(lane);
     const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -232,7 +233,8 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
       for (int j = 0; j < kParts * S / 8; j += 2) {
         const int part = j / (S / 8), n = j % (S / 8);
-        const u32 from = by_n + ((l * CHUNK + part * kStep) * kGStride + n * 8) * kSize, columns[2] = {from, from + 8 * kSize};
+        const u32 from = by_n + ((l * CHUNK + part * kStep) * kGStride + n * 8) * kSize;
+        const u32 columns[2] = {from, from + 8 * kSize};
         B b[2];
         Math::template load_b_by_n<kStep, kGStride, 2, 8, false, kPairs>(b, columns, lane.index);
 #pragma unroll
@@ -240,7 +242,8 @@ template <class Pass> struct MonarchGradient {
           Math::template multiply<kStep>(reinterpret_cast<float(&)[4]>(of_second[l][(n + i) * 4]), tiles[part][l], b[i]);
       }
     }
-    const u32 second = memory + (along_l * 4 * WK + along_k) * (16 * kGStride * kSize) + Math::template lane_row_a<kGStride>(lane);
+    const u32 second = memory + (along_l * 4 * WK + along_k) * (16 * kGStride * kSize) +
+                       Math::template lane_row_a<kGStride>(lane);
     const u32 rows = g + Math::template lane_row_b<kGStride>(lane);
 #pragma unroll
     for (int l = 0; l < 4; ++l) {
@@ -270,7 +273,8 @@ template <class Pass> struct MonarchGradient {
       open_products();
 #pragma unroll
       for (int l = 0; l < 4; ++l) {
-        const u64 second = operand(memory + ((along_l * 4 + l) * WK + along_k / 4 * 4) * 2048), grad = operand(g + l * CHUNK * 128);
+        const u64 second = operand(memory + ((along_l * 4 + l) * WK + along_k / 4 * 4) * 2048);
+        const u64 grad = operand(g + l * CHUNK * 128);
 #pragma unroll
         for (int s = 0; s < S / 16; ++s) Wgmma<Element, 16>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
       }
