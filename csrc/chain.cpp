@@ -118,7 +118,7 @@ static Chain parse(const std::string& text) {
         throw std::invalid_argument("\"sums\" stands in the wrong place");
       chain.sums = parse_features(name, words, chain);
     } else if (name == "backward") {
-      if (finishing || chain.contractions.empty() || chain.rank != 1 || (chain.x_turned && chain.contractions.size() != 1))
+      if (finishing || chain.contractions.empty() || chain.rank != 1)
         throw std::invalid_argument("\"backward\" stands in the wrong place");
       chain.backward = true;
     } else if ((name == "untied" || (name == "tied" && !chain.x_turned)) && !finishing) {

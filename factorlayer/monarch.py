@@ -81,8 +81,18 @@ class Monarch:
         return 16 * self.mt * self.warps_m
 
     @property
+    def warps(self) -> int:
+        """That multiply."""
+        return self.groups // 2 * self.warps_m
+
+    @property
+    def loaders(self) -> bool:
+        """Whether four more copy: where those that multiply need more registers than all would have."""
+        return self.gpu.arch == 90 and self.warps == 8
+
+    @property
     def threads(self) -> int:
-        return 16 * self.groups * self.warps_m
+        return 32 * (self.warps + (4 if self.loaders else 0))
 
     @property
     def cell(self) -> int:
@@ -108,7 +118,8 @@ class Monarch:
 
     @functools.cached_property
     def shared(self) -> int:
-        return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + 16 * self.warps_m
+        barriers = 16 * (self.warps_m + self.teams * self.stages)
+        return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + barriers
 
     def _stride(self, elements: int) -> int:
         """Bytes from row to row, an odd multiple of 16."""
@@ -139,7 +150,7 @@ class Monarch:
         first, second = self.chain.contractions
         return (
             f"monarch: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.samples} samples and "
-            f"{self.groups} of {second.inner} groups, {self.threads // 32} warps, {self.stages} stages of {self.k} of "
+            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.stages} stages of {self.k} of "
             f"{first.outer}, {self.shared} bytes of shared memory"
         )
 
@@ -158,7 +169,7 @@ class Monarch:
             },
             "STORE": self.store,
         }
-        flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1}
+        flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [cuda_type(self.chain.activation, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -226,7 +237,7 @@ def _time(plan: Monarch) -> float:
     """Microseconds: multiprocessors take turns at tiles. Numbers fitted to an H200, where what warps read from shared
     memory, most of their products, and copies, by the lines that they touch, add up instead of overlapping."""
     first, second = plan.chain.contractions
-    gpu, size, warps = plan.gpu, plan.size, plan.threads // 32
+    gpu, size, warps = plan.gpu, plan.size, plan.warps
     each = -(-plan.batch // plan.samples) / max(1, gpu.sms // plan.split)
     # Of a chunk
     x = plan.samples * plan.k * plan.padded * size

@@ -22,6 +22,7 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.monarch import Monarch
+from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -58,6 +59,8 @@ Pass = (
     | Gradient
     | LargeBackward
     | Monarch
+    | MonarchBack
+    | MonarchGradient
     | Pair
     | PairBackward
     | Parts
@@ -147,7 +150,9 @@ class Plan:
             return "none", "s2"
         if isinstance(p, FewPass):
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
-        if isinstance(p, Dense):
+        if isinstance(p, MonarchGradient):
+            return "x", "s2"
+        if isinstance(p, Dense | MonarchBack):
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"

@@ -26,6 +26,7 @@ from factorlayer import (
     large_backward,
     layer_backward,
     monarch,
+    monarch_backward,
     pair,
     pair_backward,
     single_backward,
@@ -313,6 +314,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
     elif not more and (visit := untied_backward.tile(chain, dtype, batch, gpu)):
         if _is_worth_it(chain, dtype, gpu):
             yield visit, Reduction(visit)
+    elif chain.x_turned:
+        if passes := monarch_backward.all_gradients(chain, dtype, batch, gpu):
+            yield passes
     elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
         yield few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):

@@ -134,15 +134,24 @@ FEW = [
 ]
 
 
+# Of many, with many small groups and grad_y turned
+GROUPED = [
+    (monarch((32, 24), (64, 48), rank=4), "sm_90a"),
+    (monarch((8, 16), (16, 24), rank=8), "sm_90a"),
+    (monarch((16, 32), (32, 12), rank=16), "sm_90a"),
+]
+
+
 @dataclass(frozen=True)
 class BackwardCase:
     spec: LayerSpec
     dtype: str
     architecture: str
     batch: int = BATCHES[2]
+    turned: bool = False
 
     def __str__(self) -> str:
-        return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}"
+        return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}{'-turned' * self.turned}"
 
 
 def backward() -> Iterator[BackwardCase]:
@@ -162,6 +171,8 @@ def backward() -> Iterator[BackwardCase]:
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW):
         if dtype != "float64":
             yield BackwardCase(spec, dtype, architecture, BATCHES[0])
+    for dtype, (spec, architecture) in itertools.product(("tf32", "bfloat16", "float16"), GROUPED):
+        yield BackwardCase(spec, dtype, architecture, turned=True)
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -420,7 +431,7 @@ def compile_case(case: AnyCase) -> list[Kernel]:
     elif isinstance(case, SumsCase):
         return compile_plan(plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture)
     elif isinstance(case, BackwardCase):
-        chain = all_gradients_of(case.spec)
+        chain = replace(all_gradients_of(case.spec), x_turned=case.turned)
     elif isinstance(case, GradientCase):
         *sizes, tied = case.contraction
         chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=not case.both, backward=case.both)

@@ -13,9 +13,11 @@
 // the first one stores the upper eight, and the other one the rest, and the copy engine brings each what the other one
 // has of them, while that one finishes its own. factorlayer/monarch.py writes the constants:
 //
+// With LOADERS, four more warps copy the chunks of all TEAMS, which are warps that take tiles by themselves.
+//
 // Pass:  Math, Element, Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, GROUPS,
 //        MT, WARPS_M (warps along the samples), TEAMS, CK, STAGES, ROUNDS (in which results are stored), STORE (bytes
-//        of one access), CLUSTER
+//        of one access), CLUSTER, LOADERS
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -32,6 +34,8 @@ template <class Pass> struct Monarch {
   static constexpr int MT = Pass::MT, CK = Pass::CK, STAGES = Pass::STAGES;
   static constexpr int kWarpsL = GROUPS / 2, kMembers = 32 * kWarpsL, kThreads = kMembers * Pass::WARPS_M;
   static constexpr int kTeam = kThreads / Pass::TEAMS, kTeamM = Pass::WARPS_M / Pass::TEAMS, kSamples = 16 * MT * kTeamM;
+  static constexpr int kLoaders = Pass::LOADERS ? 128 : 0, kCopiers = Pass::LOADERS ? kLoaders : kTeam;
+  static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static constexpr int kPadded = round_up(P, 8), kWhole = kPadded / kStep * kStep;
   static constexpr int kTiles = ceil_div(RHO, 4), kUnits = CK * kTiles;  // of a k, and of a chunk
   static constexpr int kPairs = kStep / 8;                               // of units, in a step
@@ -55,6 +59,7 @@ template <class Pass> struct Monarch {
   static constexpr int kUnitStep = kRows * kColumns * kUnitBytes + 16, kRegion = kWarpsL * kUnitStep;
   static constexpr int kResult = kStages + Pass::TEAMS * STAGES * kStageBytes, kResultBytes = (Pass::CLUSTER ? 3 : 1) * kRegion;
   static constexpr int kFull = kResult + Pass::WARPS_M * kResultBytes, kFree = kFull + 8 * Pass::WARPS_M;
+  static constexpr int kLoaded = kFree + 8 * Pass::WARPS_M;  // of each team's stages, and that they are free again
 
   using Sums = float[MT][2][NT][4];
   using Left = A[MT][2];
@@ -66,7 +71,7 @@ template <class Pass> struct Monarch {
 
   DEVICE Monarch(const Params& p)
       : params(p), memory(shared_address(shared_memory)), warp(uniform(threadIdx.x / 32)), along_l(warp % kWarpsL),
-        along_m(warp / kWarpsL), team(along_m / kTeamM), member(threadIdx.x % kTeam), rank(blockIdx.y % kBlocks), first_l(blockIdx.y * GROUPS) {}
+        along_m(warp / kWarpsL), team(along_m / kTeamM), member(threadIdx.x % kCopiers), rank(blockIdx.y % kBlocks), first_l(blockIdx.y * GROUPS) {}
 
   DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
 
@@ -134,7 +139,7 @@ template <class Pass> struct Monarch {
       if (pieces <= n) return n;
     return pieces % 8 && pieces % 4 == 0 ? 4 : 8;
   }
-  static constexpr int kTogetherX = together(kXPieces), kDownX = kTeam / kTogetherX;
+  static constexpr int kTogetherX = together(kXPieces), kDownX = kCopiers / kTogetherX;
   static constexpr int kTogetherW = together(kWPieces), kWTurns = ceil_div(kWPieces, kTogetherW);
   // Of what is copied next: this thread's first piece of x, and rows from there on.
   struct Cursor {
@@ -176,14 +181,14 @@ template <class Pass> struct Monarch {
     weight += (i64(at.chunk) * (CK * RHO * L) + first_l) * P;
     constexpr int kItems = kUnits * 4 * kWTurns * kTogetherW;
 #pragma unroll
-    for (int first = 0; first < kItems; first += kTeam) {
+    for (int first = 0; first < kItems; first += kCopiers) {
       const int item = (first + member) / kTogetherW, j = item % kWTurns * kTogetherW + member % kTogetherW;
       const int unit = item / kWTurns / 4, number = item / kWTurns % 4, l = j / kRun, p = j % kRun * kEach;
       const int k = unit / kTiles, r = unit % kTiles * 4 + number, row = (l / 2 * kUnits + unit) * 8 + number * 2 + l % 2;
       const bool here = (RHO % 4 == 0 || r < RHO) && (K % CK == 0 || k < left_k) &&
                         (L % (GROUPS * kBlocks) == 0 || first_l + l < L);
       copy_async_if<kBytes>(to + kFirst + (row * kFirstStride + p) * kSize, weight + ((k * RHO + r) * L * P + j * kEach), here,
-                            (kItems % kTeam == 0 || first + member < kItems) &&
+                            (kItems % kCopiers == 0 || first + member < kItems) &&
                                 (kWPieces % kTogetherW == 0 || j < kWPieces));
     }
   }
@@ -302,7 +307,7 @@ template <class Pass> struct Monarch {
 
   // A team, and the warps that share samples
   DEVICE void meet_team() const {
-    if constexpr (Pass::TEAMS == 1)
+    if constexpr (Pass::TEAMS == 1 && !Pass::LOADERS)
       __syncthreads();
     else
       sync_threads<kTeam>(1 + team);
@@ -414,6 +419,61 @@ template <class Pass> struct Monarch {
     }
   }
 
+  DEVICE u32 loaded(int of, int stage) const { return memory + kLoaded + (of * STAGES + stage) * 8; }
+  DEVICE u32 unloaded(int of, int stage) const { return loaded(of + Pass::TEAMS, stage); }
+  DEVICE u32 stages(int of) const { return memory + kStages + of * (STAGES * kStageBytes); }
+  // By the loaders: teams' chunks in turn, of which the first one's are most.
+  DEVICE void load() const {
+    Cursor ahead[Pass::TEAMS];
+#pragma unroll
+    for (int i = 0; i < Pass::TEAMS; ++i) ahead[i].tile = i64(blockIdx.x) * Pass::TEAMS + i, begin_tile(ahead[i]);
+    int stage = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    while (ahead[0].tile < tiles()) {
+#pragma unroll
+      for (int i = 0; i < Pass::TEAMS; ++i) {
+        if (ahead[i].tile >= tiles()) break;
+        wait_for_bytes(unloaded(i, stage), phase);
+        copy_chunk(ahead[i], stages(i) + stage * kStageBytes, place_x());
+        arrive_with_copies(loaded(i, stage));
+        advance(ahead[i]);
+      }
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    wait_for_copies<0>();
+  }
+  DEVICE void compute() const {
+    copy_second();
+    commit_copies();
+    clear_padding();
+    wait_for_copies<0>();
+    order_second();
+    sync_threads<kThreads>(15);
+    int stage = 0;
+    u32 phase = 0, turn = 0;
+    const auto release = [&] {
+      __syncwarp();
+      if (lane.index == 0) arrive(unloaded(team, stage));
+      if (++stage == STAGES) stage = 0, turn ^= 1;
+    };
+    for (i64 tile = i64(blockIdx.x) * Pass::TEAMS + team; tile < tiles(); tile += gridDim.x * Pass::TEAMS) {
+      Sums sums = {};
+      Left left;
+      wait_for_bytes(loaded(team, stage), turn);
+      add_chunk<true>(sums, left, stages(team) + stage * kStageBytes, 0);
+      release();
+#pragma unroll 1
+      for (int chunk = 1; chunk < kChunks; ++chunk) {
+        wait_for_bytes(loaded(team, stage), turn);
+        add_chunk<false>(sums, left, stages(team) + stage * kStageBytes, chunk);
+        release();
+      }
+      add_step(sums, left, kChunks * kSteps - 1);
+      finish(sums, tile, phase);
+    }
+  }
+
   DEVICE void run() const {
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < Pass::WARPS_M) {
@@ -423,14 +483,32 @@ template <class Pass> struct Monarch {
       }
       sync_cluster();
     }
+    if constexpr (Pass::LOADERS) {
+      if (threadIdx.x < Pass::TEAMS * STAGES) {
+        init_barrier(loaded(0, threadIdx.x), kLoaders);
+        init_barrier(unloaded(0, threadIdx.x), kTeam / 32);
+      }
+      __syncthreads();
+      if (warp >= kThreads / 32) {
+        give_registers<kCopyRegisters>();
+        load();
+      } else {
+        take_registers<kRegisters>();
+        compute();
+      }
+      if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give
+    } else {
+      load_and_compute();
+    }
+  }
+  DEVICE void load_and_compute() const {
     const int place = place_x();
     const i64 first_tile = i64(blockIdx.x) * Pass::TEAMS + team;
-    const u32 stages = memory + kStages + team * (STAGES * kStageBytes);
     Cursor ahead;
     ahead.tile = first_tile;
     begin_tile(ahead);
     const auto copy_next = [&](int stage) {
-      if (ahead.tile < tiles()) copy_chunk(ahead, stages + stage * kStageBytes, place);
+      if (ahead.tile < tiles()) copy_chunk(ahead, stages(team) + stage * kStageBytes, place);
       commit_copies();
       advance(ahead);
     };
@@ -451,7 +529,7 @@ template <class Pass> struct Monarch {
         wait_for_copies<STAGES - 2>();
         meet_team();
         copy_next(stage ? stage - 1 : STAGES - 1);
-        const u32 here = stages + stage * kStageBytes;
+        const u32 here = stages(team) + stage * kStageBytes;
         if (++stage == STAGES) stage = 0;
         return here;
       };

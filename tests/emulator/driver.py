@@ -28,6 +28,7 @@ from factorlayer.few import FewPass
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
+from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
@@ -137,6 +138,10 @@ class Kernel:
             return batch * p.output_bytes
         if isinstance(p, TileSums):
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
+        if isinstance(p, MonarchGradient):
+            return 0
+        if isinstance(p, MonarchBack):
+            return batch * p.chain.in_features * p.size
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
         if isinstance(p, WeightChunks | WeightHalves):

@@ -71,7 +71,6 @@ LAYERS = [
     ("monarch", "4x6 9x5", 7, "tf32", 2),
     ("monarch", "2x3 3x2 4x5", 3, "bfloat16"),
     ("monarch", "4 192", 70, "float32", 4),
-    ("monarch", "8x48 64x16", 70, "tf32", 4),
     ("monarch", "16 104x64", 70, "bfloat16", 4),
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
@@ -88,6 +87,7 @@ TRAINED = [
     ("monarch", "8x6 9x10", 70, "tf32"),
     ("monarch", "4 72", 70, "float32 bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
+    ("monarch", "16 24", 70, "bfloat16", 4),
 ]  # fmt: skip
 # Widths of a block's layers, the activation between them, samples, dtype, and whether gradients are made
 BLOCKS = [

@@ -55,6 +55,8 @@ CASES = [
     Case(kronecker((256,), (4,)), 3000),
     Case(monarch((32, 32), (32, 32)), 70, True, "gelu"),
     Case(monarch((8, 64), (48, 16), rank=4), 300, True, "sine"),
+    Case(monarch((32, 24), (64, 48), rank=4), 2060, True, "gelu"),
+    Case(monarch((8, 24), (16, 32), rank=8), 300),
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
     Case(monarch((4, 192), (192, 4), rank=48), 300, False),
     Case(kronecker((32, 32), (32, 32)), 300, True, PRELU),

@@ -1,0 +1,381 @@
+// The gradients of both weights of a Monarch layer whose groups are small and many, in one pass: of x [K][P], weights
+// [K][RHO][L][P] and [L][S][K * RHO], and grad_y turned, [L][S]. Neither the state nor its gradient is seen by memory.
+//
+// A unit is four of the RHO numbers of a k. A block has 4 * WK units and 4 * WL l's: their weights in shared memory, and
+// their sums, for all samples that it takes, in registers, those of four units and four l's in a warp. Rows of its products
+// are numbers of the state and columns samples, so that sums are, rounded, operand A of products over samples as they
+// stand. The state is made by units, sixteen rows for four l's, and multiplied with grad_y by l's, sixteen rows for four
+// units; its gradient goes the other way. Four rows of unit i and l lie at place i ^ l of sixteen in either tile: each
+// lane has what it needs, and only takes registers of one tile or of its neighbour.
+//
+// GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
+// copy. factorlayer/monarch_backward.py writes the constants:
+//
+// Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
+//        gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
+//        with grad_y are warpgroups')
+#pragma once
+#include "mma.cuh"
+#include "params.cuh"
+#include "sums.cuh"
+#include "wgmma.cuh"
+
+template <class Pass> struct MonarchGradient {
+  using Math = typename Pass::Math;
+  using Element = typename Pass::Element;
+  using A = typename Math::A;
+  using B = typename Math::B;
+  static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
+  static constexpr bool kPairs = kSize == 4;
+  static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
+  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
+  static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
+  static constexpr int kCopyRegisters = 40, kRegisters = 232;
+  static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
+  static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
+  static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
+  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0);
+
+  // Rows, an odd multiple of 16 bytes apart: of the second weights by l's, fours of units and places, of grad_y by l's and
+  // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
+  // weights and grad_y, are rows of slabs.
+  static constexpr bool kWgmma = Pass::WGMMA;
+  static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
+  static constexpr int kFirstStride = stride(P), kXStride = stride(kColumns), kGStride = kWgmma ? 64 : stride(S);
+  static constexpr int kStages = kLs * WK * 16 * kGStride * kSize;  // behind the second weights
+  static constexpr int kX = kLs * CHUNK * kGStride * kSize;
+  static constexpr int kStageBytes = round_up(kX + CHUNK * kXStride * kSize, kWgmma ? 1024 : 16);
+  static constexpr int kFirst = kStages + STAGES * kStageBytes, kShared = kFirst + kUnits * WL * 16 * kFirstStride * kSize;
+  static_assert(!kWgmma || (WK % 4 == 0 && S <= 64 && kSize == 2 && Pass::GROUPS == 1));
+
+  using SumsFirst = float[4][P / 8][4];
+  using SumsSecond = float[4][S / 2];
+
+  const Params& params;
+  const u32 memory;
+  Lane lane;
+  const int warp, along_k, along_l, group, first_unit, first_l;
+
+  DEVICE MonarchGradient(const Params& given)
+      : params(given), memory(shared_address(shared_memory)), warp(uniform(threadIdx.x / 32)), along_k(warp % WK),
+        along_l(warp / WK % WL), group(warp / (WK * WL)), first_unit(blockIdx.y % kSets * kUnits),
+        first_l(blockIdx.y / kSets * kLs) {}
+
+  DEVICE const Element* weight(int which) const { return static_cast<const Element*>(params.weights[which]); }
+
+  static constexpr int kFirstPieces = P / kPiece, kFirstItems = kUnits * WL * 16 * kFirstPieces;
+  static DEVICE u32 place_of_first(int row, int piece) { return (row * kFirstStride + piece * kPiece) * kSize; }
+  DEVICE void copy_first() const {
+#pragma unroll 4
+    for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
+      const int row = j / kFirstPieces, piece = j % kFirstPieces, unit = row / (16 * WL);
+      const int number = (first_unit + unit) * 4 + row % 4, l = first_l + row / 16 % WL * 4 + (row / 4 % 4 ^ unit % 4);
+      const Element* from = weight(Pass::FIRST) + (i64(number) * L + l) * P + piece * kPiece;
+      copy_async<16>(memory + kFirst + place_of_first(row, piece), from, true);
+    }
+  }
+  DEVICE void round_first() const {
+    if constexpr (Math::kRounds) {
+#pragma unroll 1
+      for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
+        const u32 here = memory + kFirst + place_of_first(j / kFirstPieces, j % kFirstPieces);
+        u32 x[4];
+        load_u32x4(here, x);
+        store_u32x4(here, {tf32_of(x[0]), tf32_of(x[1]), tf32_of(x[2]), tf32_of(x[3])});
+      }
+    }
+  }
+  // Of a row of the second weights or grad_y, 16 bytes
+  static DEVICE u32 place_of_run(int row, int piece) {
+    return kWgmma ? swizzled(row, piece) : u32(row * kGStride + piece * kPiece) * kSize;
+  }
+  // The second weights turned: a block's columns side by side to rows
+  DEVICE void load_second() const {
+    constexpr int kAll = kLs * S * kUnits * 4, kTogether = 16;
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kConsumers) {
+      Element x[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int j = begin + i * kConsumers, row = j / (kUnits * 4), column = j % (kUnits * 4);
+        x[i] = Element{};
+        if (j < kAll) x[i] = weight(Pass::SECOND)[(i64(first_l) * S + row) * (K * RHO) + first_unit * 4 + column];
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int j = begin + i * kConsumers, s = j / (kUnits * 4) % S, l = j / (kUnits * 4) / S;
+        const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
+        if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
+      }
+    }
+  }
+  static DEVICE Element rounded(Element x) {
+    if constexpr (kSize == 4) return Math::rounded(x);
+    else return x;
+  }
+
+  DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
+  DEVICE u32 full(u32 stage) const { return memory + kShared + stage * 8; }
+  DEVICE u32 empty(u32 stage) const { return memory + kShared + (STAGES + stage) * 8; }
+  // Of ROWS, RUN pieces each, this loader's
+  template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
+    const int thread = threadIdx.x - kConsumers;
+    if constexpr (kLoaders % RUN == 0) {
+#pragma unroll 8
+      for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
+    } else {
+#pragma unroll 4
+      for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
+    }
+  }
+  DEVICE void copy_chunk(i64 chunk, u32 to) const {
+    const i64 first = chunk * CHUNK;
+    const int left = int(min(params.batch - first, i64(CHUNK)));
+    constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
+    const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
+    each<CHUNK, kXPieces>([&](int row, int run) {
+      copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
+    });
+    const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
+    each<CHUNK, kLs * kGPieces>([&](int row, int run) {
+      const u32 at = to + place_of_run(run / kGPieces * CHUNK + row, run % kGPieces);
+      copy_async<16>(at, g + row * (L * S) + run * kPiece, row < left);
+    });
+  }
+  // By the loaders
+  DEVICE void produce() const {
+    int stage = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
+      wait_for_bytes(empty(stage), phase);
+      copy_chunk(chunk, memory + kStages + stage * kStageBytes);
+      arrive_with_copies(full(stage));
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    wait_for_copies<0>();
+  }
+
+  using Tiles = A[kParts][4];
+  // Of tiles by units those by l's, or the other way.
+  DEVICE void exchange(Tiles& tiles) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        A(&of)[4] = tiles[part];
+        const u32 given[4] = {of[0].r[r], of[1].r[r], of[2].r[r], of[3].r[r]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
+      }
+  }
+  // Where there is no sample, an infinite weight would make a NaN.
+  DEVICE void as_tile(Tiles& tiles, int i, float (&sums)[kAcross][4], int left) const {
+    if (left < 16) {
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (n * 8 + lane.t * 2 + i % 2 >= left) sums[n][i] = 0;
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
+  }
+  template <int LENGTH> DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
+    A a;
+    B b[kAcross];
+    Math::template load_row_a<LENGTH, kFirstStride, false>(a, weight);
+    Math::template load_row_b<LENGTH, kXStride, kAcross>(b, x);
+#pragma unroll
+    for (int n = 0; n < kAcross; ++n) Math::template multiply<LENGTH>(sums[n], a, b[n]);
+  }
+  // A step of samples; x and g are where the warp's columns and l's begin. The state, by l's
+  DEVICE void make_state(Tiles& tiles, u32 x, int left) const {
+    const u32 first = memory + kFirst + along_l * (16 * kFirstStride * kSize) +
+                      Math::template lane_row_a<kFirstStride>(lane);
+    const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      constexpr int kWhole = P / kStep * kStep;
+      const u32 weight = first + (along_k * 4 + i) * (WL * 16 * kFirstStride * kSize), from = rows + i / kOfK * (P * kSize);
+      float sums[kAcross][4] = {};
+#pragma unroll
+      for (int p = 0; p < kWhole; p += kStep) add_state<kStep>(sums, weight + p * kSize, from + p * kSize);
+      if constexpr (kWhole < P) add_state<8>(sums, weight + kWhole * kSize, from + kWhole * kSize);
+      as_tile(tiles, i, sums, left);
+    }
+    exchange(tiles);
+  }
+  // What its gradient, by l's, adds to that of the first weights
+  DEVICE void add_first(SumsFirst& of_first, Tiles& tiles, u32 x) const {
+    exchange(tiles);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const u32 from = x + part * (kStep * kXStride * kSize) + Math::template lane_b_by_n<kXStride, kPairs>(lane);
+      B b[P / 8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32 columns[P / 8];
+#pragma unroll
+        for (int n = 0; n < P / 8; ++n) columns[n] = from + (i / kOfK * P + n * 8) * kSize;
+        if (i % kOfK == 0) Math::template load_b_by_n<kStep, kXStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
+#pragma unroll
+        for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[part][i], b[n]);
+      }
+    }
+  }
+  DEVICE void add_step(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
+    Tiles tiles;
+    make_state(tiles, x, left);
+    const u32 by_n = g + Math::template lane_b_by_n<kGStride, kPairs>(lane);
+#pragma unroll
+    for (int l = 0; l < 4; ++l) {
+#pragma unroll
+      for (int j = 0; j < kParts * S / 8; j += 2) {
+        const int part = j / (S / 8), n = j % (S / 8);
+        const u32 from = by_n + ((l * CHUNK + part * kStep) * kGStride + n * 8) * kSize;
+        const u32 columns[2] = {from, from + 8 * kSize};
+        B b[2];
+        Math::template load_b_by_n<kStep, kGStride, 2, 8, false, kPairs>(b, columns, lane.index);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          Math::template multiply<kStep>(reinterpret_cast<float(&)[4]>(of_second[l][(n + i) * 4]), tiles[part][l], b[i]);
+      }
+    }
+    const u32 second = memory + (along_l * 4 * WK + along_k) * (16 * kGStride * kSize) +
+                       Math::template lane_row_a<kGStride>(lane);
+    const u32 rows = g + Math::template lane_row_b<kGStride>(lane);
+#pragma unroll
+    for (int l = 0; l < 4; ++l) {
+      float sums[kAcross][4] = {};
+#pragma unroll
+      for (int s = 0; s < S; s += kStep) {
+        A a;
+        B b[kAcross];
+        Math::template load_row_a<kStep, kGStride, false>(a, second + (l * WK * 16 * kGStride + s) * kSize);
+        Math::template load_row_b<kStep, kGStride, kAcross, false>(b, rows + (l * CHUNK * kGStride + s) * kSize);
+#pragma unroll
+        for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
+      }
+      as_tile(tiles, l, sums, left);
+    }
+    add_first(of_first, tiles, x);
+  }
+  // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. While
+  // the last ones are made, the warps make those of the first weights.
+  DEVICE void add_step_of_warpgroups(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
+    if constexpr (kWgmma) {
+      Tiles tiles, of_back;
+      make_state(tiles, x, left);
+#pragma unroll
+      for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
+      float back[4][8];
+      open_products();
+#pragma unroll
+      for (int l = 0; l < 4; ++l) {
+        const u64 second = operand(memory + ((along_l * 4 + l) * WK + along_k / 4 * 4) * 2048);
+        const u64 grad = operand(g + l * CHUNK * 128);
+#pragma unroll
+        for (int s = 0; s < S / 16; ++s) Wgmma<Element, 16>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
+      }
+      commit_products();
+#pragma unroll
+      for (int l = 0; l < 4; ++l)
+        Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
+      commit_products();
+      wait_for_products<1>();
+#pragma unroll
+      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back, l, reinterpret_cast<float(&)[2][4]>(back[l]), left);
+      add_first(of_first, of_back, x);
+      wait_for_products<0>();
+#pragma unroll
+      for (int l = 0; l < 4; ++l) touch(of_second[l]);
+    }
+  }
+
+  struct Meet {
+    DEVICE void operator()() const { sync_threads<kConsumers>(1); }
+  };
+  DEVICE void run() {
+    if (threadIdx.x < STAGES) {
+      init_barrier(full(threadIdx.x), kLoaders);
+      init_barrier(empty(threadIdx.x), kMembers / 32);
+    }
+    __syncthreads();
+    if (warp >= kConsumers / 32) {
+      give_registers<kCopyRegisters>();
+      produce();
+    } else {
+      take_registers<kRegisters>();
+      consume();
+    }
+  }
+  DEVICE void consume() {
+    copy_first();
+    commit_copies();
+    load_second();
+    wait_for_copies<0>();
+    round_first();
+    Meet()();
+    SumsFirst of_first = {};
+    SumsSecond of_second = {};
+    u32 position = group;  // of a chunk
+#pragma unroll 1
+    for (i64 chunk = blockIdx.x + i64(group) * gridDim.x; chunk < chunks(); chunk += i64(gridDim.x) * Pass::GROUPS) {
+      const u32 stage = position % STAGES, here = memory + kStages + stage * kStageBytes;
+      int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
+      wait_for_bytes(full(stage), position / STAGES & 1);
+      if constexpr (kWgmma) fence_copy_engine();
+#pragma unroll 1
+      for (int step = 0; step < CHUNK; step += 16) {
+        stay_here(lane.index, left);  // or the places of all operands are kept from step to step, and spilled
+        lane = Lane(lane.index);
+        const u32 x = here + kX + (step * kXStride + along_k * 4 / kOfK * P) * kSize;
+        const u32 g = here + (along_l * 4 * CHUNK + step) * (kGStride * kSize);
+        if constexpr (kWgmma)
+          add_step_of_warpgroups(of_first, of_second, x, uniform(g), left - step);
+        else
+          add_step(of_first, of_second, x, g, left - step);
+      }
+      __syncwarp();
+      if (lane.index == 0) arrive(empty(stage));
+      position += Pass::GROUPS;
+    }
+    Meet()();  // the loaders have written all
+    store(of_first, of_second);
+  }
+  DEVICE void store(const SumsFirst& of_first, const SumsSecond& of_second) const {
+    constexpr int kAll = K * RHO * L * (P + S);
+    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kAll;
+    // Row g or g + 8 of a tile: four of another, and which of these.
+    const auto other = [](const Lane& at, int i, int half) { return i ^ half * 2 ^ at.g / 4; };
+    add_up<4 * (P / 8), kConsumers, kMembers, kShared, float>(
+        memory, [&](int n) -> const float(&)[4] { return of_first[n / (P / 8)][n % (P / 8)]; },
+        [&](int n, int member, const float(&sum)[4]) {
+          const Lane at(member % 32);
+          const int i = n / (P / 8), p = n % (P / 8) * 8 + at.t * 2, u = first_unit + member / 32 % WK * 4 + i;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int l = first_l + member / 32 / WK * 4 + other(at, i, half);
+            float* here = to + Pass::OF_0 + (i64(u * 4 + at.g % 4) * L + l) * P + p;
+            store_two<true, float>(here, sum[half * 2], sum[half * 2 + 1], true);
+          }
+        },
+        Meet());
+    add_up<4 * (S / 8), kConsumers, kMembers, kShared, float>(
+        memory, [&](int n) -> const float(&)[4] { 
+          return reinterpret_cast<const float(&)[4]>(of_second[n / (S / 8)][n % (S / 8) * 4]);
+        },
+        [&](int n, int member, const float(&sum)[4]) {
+          const Lane at(member % 32);
+          const int i = n / (S / 8), s = n % (S / 8) * 8 + at.t * 2, l = first_l + member / 32 / WK * 4 + i;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int unit = first_unit + member / 32 % WK * 4 + other(at, i, half);
+            float* here = to + Pass::OF_1 + (i64(l) * S + s) * (K * RHO) + unit * 4 + at.g % 4;
+            store_global(here, sum[half * 2]), store_global(here + K * RHO, sum[half * 2 + 1]);
+          }
+        },
+        Meet());
+  }
+};
