@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from factorlayer import (
+    cluster_backward,
     dense,
     dense_backward,
     dense_backward32,
@@ -43,7 +44,7 @@ from factorlayer.dense_streamed import WeightChunks
 from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient, Reduction
+from factorlayer.gradient import REDUCTION_US, Gradient, Reduction
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -292,6 +293,9 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
         by_fma = small_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
         if by_fma and (not found or by_fma.us < found.us):
             return by_fma, Reduction(by_fma)
+        whole = cluster_backward.tile(_modes(chain), outer, dtype, batch, gpu) if inner == 1 else None
+        if whole and (not found or whole.us < found.us + REDUCTION_US):
+            return (whole,)
         if found:
             if any(len(mode.parts) > 1 for mode in found.modes):
                 return found, Reduction(found, in_place=True), Parts(found.modes, dtype)
