@@ -13,6 +13,15 @@ ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16":
 HEADERS = ("instructions.cuh", "types.cuh", "memory.cuh", "mma.cuh", "params.cuh", "pointwise.cuh", "layout.cuh")
 
 
+Asks = Sequence[tuple[str, str]]  # tensors and bytes of them, in C++
+MOST_ASKED = 4 << 20  # of a tensor: what is read first
+
+
+def ask_for(samples: str, size: int) -> tuple[str, str]:
+    """Of a tensor with `size` bytes for each sample."""
+    return samples, f"min(params.batch * {size}, i64({MOST_ASKED}))"
+
+
 @functools.cache
 def folder() -> Path:
     """Inside the installed package, or beside it in a source tree."""
@@ -45,17 +54,21 @@ def kernel(
     blocks: int = 1,
     cluster: str = "",
     waits: bool = True,
+    asks: Asks = (),
+    starts: bool = False,
 ) -> str:
     """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
-    which waits for the kernel before, or does so by itself."""
+    which waits for the kernel before, or does so by itself. Before that it `asks` for what it will read first, and
+    behind it `starts` the next one, which may then ask as early; with `asks` it does."""
     struct = "\n  ".join(lines)
-    wait = "wait_for_kernel_before();\n  " if waits else ""
+    asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
+    wait = "wait_for_kernel_before();\n  " + "start_next_kernel();\n  " * bool(asks or starts) if waits else ""
     return (
         code
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
         + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
         + f"{name}(const __grid_constant__ Params params) {{\n"
-        + f"  {wait}{template}<Pass>(params).run();\n}}\n"
+        + f"  {asked}{wait}{template}<Pass>(params).run();\n}}\n"
     )
 
 

@@ -75,7 +75,7 @@ class DoublePair(TakesTwoModes):
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         code = headers("sums.cuh", "operands.cuh", "double_ring.cuh", "double_pair.cuh")
-        return kernel(code, name, "DoublePair", lines, self.threads)
+        return kernel(code, name, "DoublePair", lines, self.threads, asks=self.work.asks)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> DoublePair | None:

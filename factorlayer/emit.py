@@ -61,7 +61,7 @@ def source(plan: Resident, name: str) -> str:
     first = "S0::First" if isinstance(stages[0], Sandwich) else "S0"
     struct += [f"using FirstStage = {first};", "using First = FirstStage::In;", f"using Final = {layouts[-1]};"]
     struct += _load_weights(plan) + _stages(plan)
-    return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads)
+    return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads, asks=work.asks)
 
 
 def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import ELEMENT, MATH, headers, kernel
+from factorlayer.device import ELEMENT, MATH, ask_for, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.spec import Contraction
@@ -110,7 +110,8 @@ class Few:
         lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
                   f"static constexpr int {key} = {value};" for key, value in numbers.items()]  # fmt: skip
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
-        return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False)
+        asks = p.asks if self.first else ()
+        return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False, asks=asks)
 
 
 def tile(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> Few | None:
@@ -272,7 +273,13 @@ class FewPass:
         numbers |= {"WAYS": self.ways, "WORDS": self.words, "TALL": self.tall, "STRIPS": STRIPS, "TURNS": self.turns}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("few.cuh"), name, self.template, lines, self.threads, self.blocks, waits=False)
+        size = self.size
+        weights = [(f"params.weights[{c.weight}]", str(c.weight_size * size)) for c in self.both]
+        states = [ask_for("params.x", self.chain.in_features * size)]
+        states += [ask_for("params.weights[2]", self.chain.out_features * size)]
+        asks = [*states, *weights] if self.template == "FewStates" else ()
+        blocks = self.blocks
+        return kernel(headers("few.cuh"), name, self.template, lines, self.threads, blocks, waits=False, asks=asks)
 
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:

@@ -22,6 +22,7 @@ LEAST_CHUNKS = 4  # that are worth a block
 PLACE_REGISTERS = 3  # for where a run is read
 MOST_BLOCKS = 65535  # along y of a grid
 REDUCTION_US = 3.0  # of a second kernel, beside what it moves
+SHORT_US = 40.0  # of a pass
 FILLED = 1 << 17  # threads that fill a GPU
 PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
 # Warp tiles, in 16 q's and 8 p's, and registers that they need beside the runs.
@@ -241,6 +242,8 @@ class Summing(Protocol):
     def folds(self) -> int: ...
     @property
     def singles(self) -> int: ...
+    @property
+    def us(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,11 @@ class Reduction:
     def split(self) -> int:
         return min(-(-self.of.weights * self.ways // (self.vector * self.threads)), MOST_BLOCKS)
 
+    @property
+    def starts(self) -> bool:
+        """The next kernel early, where that is worth it: not of tiles, and not behind long passes."""
+        return isinstance(self.of, BlockSums) and self.of.us < SHORT_US
+
     def __str__(self) -> str:
         return f"reduction: of {self.of.weights} sums"
 
@@ -282,7 +290,7 @@ class Reduction:
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 4)
+        return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 2, starts=self.starts)
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:

@@ -55,7 +55,7 @@ class LargeBackward(OfTwoModes, BlockSums):
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
         code = hopper_headers(products, "slabs.cuh", "sums.cuh", "large_backward.cuh")
-        return kernel(code, name, "LargeBackward", lines, self.threads)
+        return kernel(code, name, "LargeBackward", lines, self.threads, asks=self.asks)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> LargeBackward | None:

@@ -152,7 +152,7 @@ class Pair:
         instructions = "".join(
             wgmma("bfloat16" if self.pieces > 1 else work.dtype, n) for n in sorted({self.chunk, self.n})
         )
-        return kernel(hopper_headers(instructions, "pair.cuh"), name, "TwoFactors", lines, self.threads)
+        return kernel(hopper_headers(instructions, "pair.cuh"), name, "TwoFactors", lines, self.threads, asks=work.asks)
 
 
 def _weight(mode: Mode, name: str, letter: str) -> list[str]:

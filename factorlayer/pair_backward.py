@@ -80,7 +80,7 @@ class PairBackward(OfTwoModes, Grouped):
         for mode, letter in zip(self.modes, "ab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
         code = headers("sums.cuh", "operands.cuh", "pair_backward.cuh")
-        return kernel(code, name, "PairBackward", lines, self.threads)
+        return kernel(code, name, "PairBackward", lines, self.threads, asks=self.asks)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:

@@ -42,7 +42,7 @@ class Parts:
         """Self-contained CUDA C++ of the kernel `name`."""
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"static constexpr int COUNT = {self.weights};"]
         lines += ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
-        return kernel(headers("parts.cuh"), name, "Parts", lines, self.threads, 4)
+        return kernel(headers("parts.cuh"), name, "Parts", lines, self.threads, 4, starts=True)
 
     def _calls(self) -> Iterator[str]:
         begin = made = 0

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from factorlayer.chain import Chain
+from factorlayer.cluster_backward import ClusterBackward
 from factorlayer.column_sums import ColumnSums
 from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
@@ -48,9 +49,10 @@ STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to fin
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 Pass = (
-    ColumnSums
+    ClusterBackward
     | Columns
     | ColumnsBackward
+    | ColumnSums
     | Dense
     | DoubleBackward
     | DoublePair
@@ -83,7 +85,7 @@ Pass = (
     | Wide
     | WideGradient
 )
-Unbound = Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
+Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 
 class PlanError(ValueError):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from factorlayer import (
+    cluster_backward,
     columns,
     columns_backward,
     dense,
@@ -334,6 +335,8 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
                 yield made, Reduction(made)
         if both := double_backward.tile(modes, outer, dtype, batch, gpu):
             yield *both, Reduction(both[-1])
+        if alone := cluster_backward.tile(modes, outer, dtype, batch, gpu):
+            yield (alone,)
 
 
 @functools.lru_cache(256)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from factorlayer.device import ask_for
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 
 OVERLAP = 0.09  # of units that work side by side: what the shorter times add
@@ -62,6 +63,8 @@ class OfTwoModes:
     """What passes of two modes have in common."""
 
     modes: tuple[Mode, Mode]
+    dtype: str
+    units_per_sample: int
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -74,6 +77,16 @@ class OfTwoModes:
         """Elements of both."""
         p0, p1, q0, q1 = self.sizes
         return p0 * q0 + p1 * q1
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What a backward pass reads first: x, weights, and grad_y behind them."""
+        p0, p1, q0, q1 = self.sizes
+        size = ELEMENT_BYTES[self.dtype]
+        parts = [part for mode in self.modes for part in mode.parts]
+        weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
+        states = {"params.x": p0 * p1, f"params.weights[{len(parts)}]": q0 * q1}
+        return [*(ask_for(name, self.units_per_sample * count * size) for name, count in states.items()), *weights]
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,14 @@ class Work:
     def states(self) -> list[tuple[int, ...]]:
         """Sizes before each step and after the last."""
         return self.states_of(1)
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What a kernel reads first: x, and weights."""
+        size = ELEMENT_BYTES[self.dtype]
+        parts = [part for _, mode in self.steps for part in mode.parts]
+        weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
+        return [ask_for("params.x", self.outer * math.prod(self.sizes) * self.inner * size), *weights]
 
     def states_of(self, split: int) -> list[tuple[int, ...]]:
         """Of a block that makes one of `split` parts of what the first step makes of the first mode."""

@@ -72,7 +72,7 @@ class SplitPairBackward(OfTwoModes, BlockSums):
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
         products = "".join(wgmma("bfloat16", n, turned=True) for n in sorted({p1, q0, q1}))
         code = hopper_headers(products, "splits.cuh", "sums.cuh", "split_pair_backward.cuh")
-        return kernel(code, name, "SplitPairBackward", lines, self.threads)
+        return kernel(code, name, "SplitPairBackward", lines, self.threads, asks=self.asks)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SplitPairBackward | None:

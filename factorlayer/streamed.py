@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import ELEMENT, MATH, headers, kernel
+from factorlayer.device import ELEMENT, MATH, MOST_ASKED, ask_for, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.spec import Contraction
@@ -99,6 +99,13 @@ class Product:
     @property
     def weights(self) -> int:
         return self.groups * self.contraction.p * self.contraction.q
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What a kernel reads first: x, if it is not a state between two of ours, and some of the weight."""
+        weight = min(self.contraction.weight_size * self.size, MOST_ASKED)
+        of_x = [] if self.ours_in else [ask_for("params.x", self.terms_in * self.x_features * self.size)]
+        return [*of_x, (f"params.weights[{self.contraction.weight}]", str(weight))]
 
     @property
     def x_features(self) -> int:

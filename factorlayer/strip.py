@@ -17,6 +17,7 @@ from factorlayer.resident import TakesTwoModes, Work
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
 START_US = 1.2
 CHUNK_US = 0.35  # of waits, for each chunk
+ALONE_BYTES = 64 << 10  # of shared memory: blocks with more had better not share a multiprocessor
 LONGER = 1.5  # than that a block takes: loads and products hide less of each other, and all blocks load at once
 
 
@@ -62,11 +63,13 @@ class Strip(TakesTwoModes):
 
     @functools.cached_property
     def shared(self) -> int:
+        """What it needs, or so much that early blocks, which go where there is room, do not gather."""
         p0, p1, _, _ = self.sizes
         padding = 8 if self.size == 2 else 4
         chunks = self.slots * self.rows * (max(p0, p1) + padding)
         staged = self.warps * 16 * (64 + 8) if self.size == 2 else 0
-        return (self.span * (p1 + padding) + p0 * (self.span + padding) + chunks + staged) * self.size
+        used = (self.span * (p1 + padding) + p0 * (self.span + padding) + chunks + staged) * self.size
+        return max(used, self.gpu.shared // 32 * 16 + 16) if used > ALONE_BYTES else used
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
@@ -86,7 +89,8 @@ class Strip(TakesTwoModes):
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("sums.cuh", "operands.cuh", "strip.cuh"), name, "Strip", lines, self.threads)
+        code = headers("sums.cuh", "operands.cuh", "strip.cuh")
+        return kernel(code, name, "Strip", lines, self.threads, asks=work.asks)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Strip | None:

@@ -107,7 +107,7 @@ class StripBackward(OfTwoModes, BlockSums):
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         code = headers("sums.cuh", "operands.cuh", "strip_backward.cuh")
-        return kernel(code, name, "StripBackward", lines, self.threads)
+        return kernel(code, name, "StripBackward", lines, self.threads, asks=self.asks)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> StripBackward | None:

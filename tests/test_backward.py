@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from factorlayer import runtime
 from factorlayer.activations import activate, evaluate
 from factorlayer.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
 from factorlayer.chain import Chain
+from factorlayer.cluster_backward import ClusterBackward
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import PART_BYTES, Gradient, most_samples
 from factorlayer.naive import naive
@@ -559,6 +561,11 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
             continue  # a sample fills its shared memory
         found = plan(all_gradients_of(kronecker(*sizes)), dtype, batch, gpu)
         text = read_text(found.text())
+        if isinstance(found.passes[0], ClusterBackward):
+            (only,) = text.passes
+            assert batch == BATCHES[0] and (only.read, only.written, text.scratch) == ("x", "y", (0, 0, 0))
+            assert only.grid_y % found.passes[0].cluster == 0 and only.shared <= gpu.shared
+            continue
         first, adding = text.passes
         assert (first.read, first.written, adding.read, adding.written) == ("x", "y", "s2", "w")
         (p0, p1), (q0, q1) = sizes
@@ -588,7 +595,37 @@ def test_few_samples_have_kernels_that_many_have_not(dtype: str) -> None:
     asked = (chain.text, dtype.replace("tf32", "float32"), 90, 132, 232448)
     assert has_plan_of_few(*asked) and has_plan(*asked) == (dtype not in ("float32", "tf32"))
     few = plan(chain, dtype, BATCHES[0], Gpu.of(90)).passes
-    assert [type(p).__name__ for p in few] == ["StripBackward", "Reduction"]
+    by_strips = ["StripBackward", "Reduction"] if dtype not in ("bfloat16", "float16") else ["ClusterBackward"]
+    assert [type(p).__name__ for p in few] == by_strips
+
+
+@dtypes
+def test_of_few_small_samples_gradients_are_made_and_summed_by_one_kernel(dtype: str) -> None:
+    """By the blocks of clusters, which are few in number and all there at once, where a GPU has clusters."""
+    chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
+    gpu = Gpu.of(90)
+    (only,) = plan(chain, dtype, BATCHES[0], gpu).passes
+    assert isinstance(only, ClusterBackward) and only.split <= gpu.sms
+    assert f"__cluster_dims__(1, {only.cluster}, 1)" in only.source("kernel")
+    for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80), (BATCHES[0], 120)):
+        assert not any(isinstance(p, ClusterBackward) for p in plan(chain, dtype, batch, Gpu.of(arch)).passes)
+
+
+def test_kernels_ask_for_what_they_read_before_they_wait() -> None:
+    """And have the next one start behind their own wait, so that it comes after all that they come after."""
+    chain = Chain.of(kronecker((64, 64), (64, 64)), False, "identity")
+    for each, batch, asked in (
+        (chain, BATCHES[0], ("x", "weights[0]", "weights[1]")),
+        (chain, BATCHES[1], ("x", "weights[0]", "weights[1]")),
+        (replace(chain, backward=True), BATCHES[0], ("x", "weights[0]", "weights[1]", "weights[2]")),
+        (replace(chain, backward=True), BATCHES[1], ("x", "weights[0]", "weights[1]", "weights[2]")),
+    ):
+        first, *more = read_text(plan(each, "bfloat16", batch, Gpu.of(90)).text()).passes
+        entry = first.source.split("__grid_constant__")[1]
+        ask, wait, start = (entry.index(word) for word in ("ask_for<", "wait_for_kernel_before", "start_next_kernel"))
+        assert entry.rindex("ask_for<") < wait < start and ask < wait
+        assert set(re.findall(r"ask_for<\d+>\(params\.(\S+),", entry)) == set(asked)
+        assert all("start_next_kernel" in p.source.split("__grid_constant__")[1] for p in more)
 
 
 @pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED])

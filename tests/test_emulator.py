@@ -20,6 +20,7 @@ from torch import Tensor
 
 from factorlayer import (
     backward,
+    cluster_backward,
     columns,
     columns_backward,
     gradient,
@@ -786,6 +787,38 @@ def test_all_gradients_of_few_samples_at_once(
     tilings = strip_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
     tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
     check_all_gradients_of(spec, Plan(chain, dtype, SMALL, gpu, (tiled, Reduction(tiled))), 3, emulator)
+
+
+# By the blocks of a cluster: groups of one warp and of several, units for some of them and several for each, strips
+# of all widths, more warps than tiles
+CLUSTERS = [
+    (((32, 32), (32, 32)), "float64", 19, {"groups": 2, "warps": 2, "cluster": 8}),
+    (((32, 32), (32, 32)), "bfloat16", 5, {"groups": 2, "warps": 2, "cluster": 8}),
+    (((48, 32), (32, 64)), "float32", 9, {"groups": 1, "warps": 4, "cluster": 8}),
+    (((32, 64), (48, 80)), "tf32", 40, {"groups": 4, "warps": 1, "cluster": 4}),
+    (((64, 64), (64, 64)), "float16", 9, {"groups": 1, "warps": 8, "cluster": 4, "span": 32}),
+    (((64, 48), (80, 64)), "tf32", 3, {"groups": 1, "warps": 8, "cluster": 2, "span": 64}),
+]
+
+
+def clusters_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, chosen: dict[str, int]) -> Plan:
+    gpu = Gpu.of(90)
+    modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
+    tilings = cluster_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tilings = (replace(tiled, cluster=chosen["cluster"]) for tiled in tilings)
+    tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
+    return Plan(all_gradients_of(kronecker(*sizes)), dtype, SMALL, gpu, (tiled,))
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch", "chosen"), CLUSTERS, ids=str)
+def test_all_gradients_by_blocks_of_a_cluster(
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    dtype: str,
+    batch: int,
+    chosen: dict[str, int],
+    emulator: Emulator,
+) -> None:
+    check_all_gradients_of(kronecker(*sizes), clusters_of(sizes, dtype, chosen), batch, emulator)
 
 
 # Of four and five small weights and x at once: one size and several, one thread for a column or for two
@@ -1770,6 +1803,26 @@ def test_finds_what_is_missing_of_strips(old: str, said: str, emulator: Emulator
     kernels = emulator.compile(found, {old: "//" if "//" in old else ";"})
     x = np.ones((1, 128**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None)
+    assert any(said in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_copies<SLOTS - 1>();", "", "has not landed"),
+        ("wait_for_copies<SLOTS - 2>();", "", "has not landed"),
+        ("__syncthreads();  // the weights", "// the weights", "race"),
+        ("sync();  // the unit", "// the unit", "race"),
+        ("    sync();\n  }", "  }", "race"),
+        ("wait_at_cluster();  // all have begun", "", "a second arrival"),
+        ("    sync_cluster();\n    const int parts", "    const int parts", "race"),
+    ],
+)
+def test_finds_what_is_missing_of_clusters(old: str, new: str, said: str, emulator: Emulator) -> None:
+    found = clusters_of(((32, 32), (32, 32)), "tf32", {"groups": 2, "warps": 2, "cluster": 2})
+    kernels = emulator.compile(found, {old: new})
+    x = np.ones((23, 32**2))
+    _, errors = emulator.run(found, kernels, x, [np.ones((32, 32)), np.ones((32, 32)), x], None)
     assert any(said in error for error in errors), errors
 
 

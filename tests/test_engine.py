@@ -141,6 +141,14 @@ GROUPED = [
     (monarch((16, 32), (32, 12), rank=16), "sm_90a"),
 ]
 
+FEW_PAIRS = [
+    (kronecker((32, 32), (32, 32)), "sm_90a"),
+    (kronecker((64, 48), (32, 80)), "sm_90a"),
+    (kronecker((128, 128), (128, 128)), "sm_90a"),
+    (kronecker((64, 64), (64, 64)), "sm_80"),
+    (kronecker((64, 64), (64, 64)), "sm_100a"),
+]
+
 
 @dataclass(frozen=True)
 class BackwardCase:
@@ -173,6 +181,8 @@ def backward() -> Iterator[BackwardCase]:
             yield BackwardCase(spec, dtype, architecture, BATCHES[0])
     for dtype, (spec, architecture) in itertools.product(("tf32", "bfloat16", "float16"), GROUPED):
         yield BackwardCase(spec, dtype, architecture, turned=True)
+    for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS):
+        yield BackwardCase(spec, dtype, architecture, BATCHES[0])
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -652,7 +662,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 found |= {kinds, f"{kinds} in {case.dtype}"}
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
-    assert {"DoublePair", "Monarch", "Strip", "StripBackward Reduction"} <= found
+    assert {"ClusterBackward", "DoublePair", "Monarch", "Strip", "StripBackward Reduction"} <= found
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts", "UnitBackward Reduction Parts"} <= found
     assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found

@@ -330,6 +330,7 @@ template <class Pass> struct Few {
     rows.fetch([&](int i) { return q + i < Q ? weight + i64(weight_row(q + i)) * P : nullptr; });
     const typename Pass::Activation activation(params);
     if constexpr (!Pass::FIRST) wait_for_kernel_before();
+    if constexpr (Pass::LAST) start_next_kernel();
 
     const Totals totals{shared_address(shared_memory)};
     const Element* x = static_cast<const Element*>(params.x) + i64(group) * P;
@@ -539,6 +540,7 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
     Columns columns(threadIdx.x / 32);
     columns.fetch(Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0, p);
     wait_for_kernel_before();
+    start_next_kernel();
     const FewTotals<Columns::kColumns, WAYS> totals{memory};
     const Element* g = static_cast<const Element*>(params.x) + Base::rows_of_gh() + i64(k) * samples * Base::kRow0;
     Element* y = static_cast<Element*>(params.y) + k * P0 + p;
@@ -562,6 +564,7 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   DEVICE void run() const {
     if (blockIdx.y < kOfX) return of_x(blockIdx.y);
     wait_for_kernel_before();
+    start_next_kernel();
     const Element* turned = static_cast<const Element*>(params.sums);
     Element* w = static_cast<Element*>(const_cast<void*>(params.weights[Pass::GRAD + 1]));
     const int block = blockIdx.y - kOfX, warp = threadIdx.x / 32;

@@ -204,11 +204,21 @@ template <class Pass> struct Reduction {
   template <class T> struct __align__(VECTOR * sizeof(T)) Some { T x[VECTOR]; };
   const Params& params;
   DEVICE Reduction(const Params& given) : params(given) {}
-  static DEVICE void add(Some<Part>& sum, const Some<Part>* from) {
-    const auto words = *reinterpret_cast<const Words<sizeof(Some<Part>)>*>(from);
-    const Part* further = reinterpret_cast<const Part*>(&words);
+  // All that there are, or 16 of them, on their way at once
+  static constexpr int kParts = int((Pass::MOST * Pass::FOLDS + WAYS - 1) / WAYS), kAtOnce = kParts < 16 ? kParts : 16;
+  static DEVICE void add(Some<Part>& sum, const Some<Part>* from, i64 step, int first, int parts) {
+#pragma unroll 1
+    for (int part = first; part < parts; part += WAYS * kAtOnce) {
+      using Loaded = Words<sizeof(Some<Part>)>;
+      Loaded more[kAtOnce] = {};
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) sum.x[i] += further[i];
+      for (int i = 0; i < kAtOnce; ++i)
+        if (part + i * WAYS < parts) more[i] = *reinterpret_cast<const Loaded*>(from + (part + i * WAYS) * step);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e) sum.x[e] += reinterpret_cast<const Part*>(&more[i])[e];
+    }
   }
   DEVICE void run() const {
     const u32 sums = shared_address(shared_memory);
@@ -223,9 +233,7 @@ template <class Pass> struct Reduction {
       const auto* from = x + at + (single ? 0 : (present - 1) * kSingles);
       const i64 step = single ? kSingles : kCount - kSingles;
       const int parts = single ? present : int(present * Pass::FOLDS);
-      if (at < kCount)
-#pragma unroll 4
-        for (int part = way; part < parts; part += WAYS) add(sum, from + part * step);
+      if (at < kCount) add(sum, from, step, way, parts);
       if constexpr (WAYS > 1) {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) store_shared(sums + (i * 256 + threadIdx.x) * sizeof(Part), sum.x[i]);

@@ -52,6 +52,13 @@ DEVICE float larger(float x, float y) {
   return z;
 }
 
+// Whether kernels start before the ones before them have ended, as the next two say.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kStartsEarly = true;
+#else
+constexpr bool kStartsEarly = false;
+#endif
+
 // Until the kernel before in the stream has ended, and what it wrote is there: driver.cpp has blocks start a little earlier.
 DEVICE void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
@@ -387,4 +394,20 @@ DEVICE void wait_for_cluster(u32 barrier, u32 phase) {
 }
 DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Any number of blocks: the same in two steps; addresses in the shared memory of the one with that rank, which has to
+// have begun, and two neighbours stored there.
+DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void wait_at_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE u32 in_block(u32 address, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+DEVICE void store_in_block(u32 to, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+DEVICE void store_in_block(u32 to, double x, double y) {
+  asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(to), "d"(x), "d"(y) : "memory");
 }

@@ -26,3 +26,13 @@ template <int WARPS, int GROUPS> DEVICE void sync_group(int group) {
     sync_threads<WARPS * 32>(group);
   }
 }
+
+// A tensor's bytes on their way to L2, by all threads of the grid: while the kernel before in the stream is running,
+// which may still write them, as L2 has what is written.
+template <int THREADS> DEVICE void ask_for(const void* from, i64 bytes) {
+  if constexpr (kStartsEarly) {
+    const i64 block = i64(blockIdx.y) * gridDim.x + blockIdx.x, blocks = i64(gridDim.x) * gridDim.y;
+    for (i64 at = (threadIdx.x * blocks + block) * 128; at < bytes; at += blocks * (THREADS * 128))
+      prefetch(static_cast<const char*>(from) + at);
+  }
+}

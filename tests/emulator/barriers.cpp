@@ -36,7 +36,8 @@ struct Gathering {
 } gatherings[kMostWarps];
 Meeting whole_cluster, warp_meetings[kMostWarps];
 
-void meet_at(Meeting& meeting, int wanted, const char* what) {
+// Arrives, and says how often they have met before.
+long come_to(Meeting& meeting, int wanted, const char* what) {
   hesitate();
   if (meeting.here && meeting.wanted != wanted) error("%s with %d and %d threads", what, wanted, meeting.wanted);
   meeting.wanted = wanted;
@@ -47,9 +48,13 @@ void meet_at(Meeting& meeting, int wanted, const char* what) {
     meeting.here = 0, ++meeting.count;
     meeting.done = meeting.gathered, meeting.gathered = Clock();
   }
+  return count;
+}
+void wait_in(Meeting& meeting, long count, const char* what) {
   wait_until(what, [&] { return meeting.count != count; });
   self().clock.join(meeting.done);
 }
+void meet_at(Meeting& meeting, int wanted, const char* what) { wait_in(meeting, come_to(meeting, wanted, what), what); }
 
 }  // namespace
 
@@ -182,7 +187,21 @@ void fence() {
 }
 
 uint32_t in_other_block(uint32_t address) { return (u32(current / block_threads ^ 1) + 1) << 24 | address; }
-void sync_cluster() { meet_at(whole_cluster, threads, "the cluster"); }
+uint32_t in_block(uint32_t address, int rank) {
+  if (rank < 0 || rank >= cluster) error("block %d of a cluster of %d", rank, cluster);
+  return u32(rank + 1) << 24 | address;
+}
+void arrive_at_cluster() {
+  if (self().arrived >= 0) error("a second arrival at the cluster's barrier, without a wait");
+  self().arrived = come_to(whole_cluster, threads, "the cluster");
+}
+void wait_at_cluster() {
+  if (self().arrived < 0) return error("a wait at the cluster's barrier, without an arrival");
+  hesitate();
+  wait_in(whole_cluster, self().arrived, "the cluster");
+  self().arrived = -1;
+}
+void sync_cluster() { arrive_at_cluster(), wait_at_cluster(); }
 void sync_block(int barrier, int count) {
   if (barrier < 0 || barrier > 15) return error("barrier %d of 16", barrier);
   meet_at(blocks[current / block_threads].meetings[barrier], count ? count : block_threads, "a block's barrier");

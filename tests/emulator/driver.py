@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.columns_backward import ColumnsBackward
+from factorlayer.cluster_backward import ClusterBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.double_backward import DoubleBackward
@@ -108,6 +109,9 @@ class Kernel:
             return [batch * q * p.size for q in (p.sizes[-1][1], *(q for _, q in p.sizes[:-1]))]
         if isinstance(p, FewPass):
             return self.outputs_of_few(batch)
+        if isinstance(p, ClusterBackward):
+            p0, p1, _, _ = p.sizes
+            return [batch * p.units_per_sample * p0 * p1 * p.size, p.weights * p.size]
         return [self.output_bytes(batch)]
 
     def outputs_of_few(self, batch: int, padding: bool = True) -> list[int]:
@@ -158,7 +162,7 @@ class Kernel:
             p, DoubleBackward | LargeBackward | PairBackward | SplitPairBackward | StripBackward | UnitBackward
         ):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
-        if isinstance(p, Dense) and p.states:
+        if isinstance(p, ClusterBackward) or (isinstance(p, Dense) and p.states):
             return sum(self.outputs(batch))
         if isinstance(p, FewPass):
             return sum(self.outputs_of_few(batch, padding=False))
@@ -238,7 +242,7 @@ class Emulator:
                 memory = memory[: places[-1]] + np.hstack([held[:, :first], made[:, first:]]).tobytes()
             parts = [memory[at : at + size] for at, size in zip(places, sizes, strict=False)]
             written = b"".join(parts)
-            for part in parts if isinstance(kernel.planned, FewPass) else [written]:
+            for part in parts if isinstance(kernel.planned, ClusterBackward | FewPass) else [written]:
                 outputs.append(decode(part, kernel.dtype(plan)))
             (self.folder / "x").write_bytes(memory[places[-1] :] or written)
         return outputs, errors

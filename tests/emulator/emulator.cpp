@@ -4,7 +4,7 @@
 //
 // reads x, bias, w0 ... from the folder, writes y there, and prints a line for each kind of error. Where a kernel has sums
 // beside its output, they are its bytes from SUMS on; states that it stores as well begin at STATE. Blocks run one after the
-// other (two at once, if they are a cluster), their warps in random order.
+// other (those of a cluster at once), their warps in random order.
 #include <sys/mman.h>
 
 #include <fstream>
@@ -120,6 +120,7 @@ void run_blocks(u8* stacks) {
     for (const auto& group : thread.copy_groups) has_copies |= !group.empty();
     if (has_copies) error("copies that nobody has waited for");
     if (!thread.stores.empty()) error("stores that nobody has waited for");
+    if (thread.arrived >= 0) error("an arrival at the cluster's barrier that nobody has waited for");
     if (!thread.groups.empty() || !thread.products.empty()) error("products that nobody has waited for");
   }
   current = 0;

@@ -30,6 +30,9 @@ void wait_for_stores();
 void fence();
 
 uint32_t in_other_block(uint32_t address);
+uint32_t in_block(uint32_t address, int rank);
+void arrive_at_cluster();
+void wait_at_cluster();
 void sync_cluster();
 void sync_block(int barrier, int threads);
 void sync_warp();

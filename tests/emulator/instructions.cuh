@@ -39,7 +39,7 @@ inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
 
-
+constexpr bool kStartsEarly = true;
 inline void wait_for_kernel_before() {}
 inline void start_next_kernel() {}
 inline void __syncthreads() { emulator::sync_block(0, 0); }
@@ -293,3 +293,8 @@ inline void free_in_other_block(u32 barrier) { emulator::arrive(barrier); }
 inline void send_run(u32 to, u32 from, u32 bytes, u32 barrier) { emulator::send_run(to, from, bytes, barrier); }
 inline void wait_for_cluster(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
 inline void sync_cluster() { emulator::sync_cluster(); }
+inline void arrive_at_cluster() { emulator::arrive_at_cluster(); }
+inline void wait_at_cluster() { emulator::wait_at_cluster(); }
+inline u32 in_block(u32 address, int rank) { return emulator::in_block(address, rank); }
+inline void store_in_block(u32 to, float x, float y) { store_f32x2(to, x, y); }
+inline void store_in_block(u32 to, double x, double y) { store_f64x2(to, x, y); }

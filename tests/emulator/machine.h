@@ -86,6 +86,7 @@ struct Group {
 struct Thread {
   void* stack = nullptr;
   bool done = false;
+  long arrived = -1;  // at the cluster's barrier, and waits for more meetings than these
   Clock clock;
   vector<Copy> copies;  // since the last commit
   std::deque<vector<Copy>> copy_groups;
