@@ -32,6 +32,7 @@ from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
+from factorlayer.triple import Triple
 from factorlayer.turn import Turn
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
@@ -63,6 +64,7 @@ Pass = (
     | Streamed
     | Strip
     | StripBackward
+    | Triple
     | Turn
     | WeightChunks
     | Wide
@@ -162,7 +164,7 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
+    if isinstance(p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Triple | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -33,6 +33,7 @@ from factorlayer import (
     streamed,
     strip,
     strip_backward,
+    triple,
     wide,
     wide_gradient,
 )
@@ -319,7 +320,7 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large modes are too short, but they start
     faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair))
+    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair, triple))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
     if paired:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))

@@ -65,7 +65,8 @@ template <class Pass> struct TwoFactors {
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
 
-  DEVICE void run() const {
+  // Of a block with `threads`: its barriers, and what no copy writes
+  DEVICE void begin(int threads) const {
     if (threadIdx.x < SLOTS) {
       init_barrier(full(threadIdx.x), 128);
       init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
@@ -75,12 +76,15 @@ template <class Pass> struct TwoFactors {
       if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight(params, q, p));
     }
     if constexpr (P1 % kStep)  // padding of the slots, which copies leave alone
-      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += kThreads * 4) store_shared(slots + at, 0u);
+      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(slots + at, 0u);
+  }
+  DEVICE void run() const {
+    begin(kThreads);
     fence_copy_engine();
     __syncthreads();
     if (warpgroup == kConsumers) {
       if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
-      produce();
+      produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
       if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
       load_weights();
@@ -151,12 +155,11 @@ template <class Pass> struct TwoFactors {
   }
 
   // Copies this block's chunks as there is room, and hands each over once it has arrived.
-  DEVICE void produce() const {
+  template <class Next> DEVICE void produce(i64 unit, const Next& next) const {
     constexpr i64 kElements = P * P0 * P1;
-    const Element* x = static_cast<const Element*>(params.x) + blockIdx.x * kElements;
+    const Element* x = static_cast<const Element*>(params.x) + unit * kElements;
     int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0, begun = 0, under_way = 0;
     u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
-    i64 unit = blockIdx.x;
 #pragma unroll 1
     while (true) {
       const bool more = unit < units;
@@ -173,7 +176,10 @@ template <class Pass> struct TwoFactors {
                              present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
         });
         if (kStages && ++stage == Pass::STAGES) stage = 0;
-        if (++chunk == kChunks) chunk = 0, unit += gridDim.x, x += gridDim.x * kElements;
+        if (++chunk == kChunks) {
+          const i64 before = unit;
+          chunk = 0, unit = next(unit), x += (unit - before) * kElements;
+        }
         ++under_way;
       }
       commit_copies();

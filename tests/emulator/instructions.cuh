@@ -280,6 +280,8 @@ template <int COUNT> inline void take_registers() {}
 template <int COUNT> inline void give_registers() {}
 
 inline u32 in_other_block(u32 address) { return emulator::in_other_block(address); }
+inline u32 in_block(u32 address, u32 rank) { return emulator::in_block(address, rank); }
+inline void send_words(u32 to, const u32 (&x)[4], u32 barrier) { emulator::send_words(to, x, barrier); }
 inline void store_in_other_block(u32 to, const u32 (&x)[4]) { store_u32x4(to, x); }
 inline void arrive_in_other_block(u32 barrier) { emulator::arrive(barrier); }
 inline void free_in_other_block(u32 barrier) { emulator::arrive(barrier); }

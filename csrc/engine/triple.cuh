@@ -1,0 +1,245 @@
+// A pass of three tied contractions of large modes on sm_90a, whose state no block has room for: the blocks of a cluster hold it
+// together. Y[qo, q0, q1] = O[qo, po] A[q0, p0] X[po, p0, p1] B[q1, p1]' for each sample.
+//
+// The blocks share po: of each of its X's a block makes T = A X B' as a pair does (pair.cuh), and sends its rows to the blocks
+// that share q0, each of which then has some columns of all T's: these are turned by the matrix unit's way into Y' = T' O'. Who
+// sends waits until there is room for a sample; bytes that arrive are counted by a barrier of the block that they come to, so
+// nobody waits for what others store to memory. One warpgroup loads, some make T's, and others Y.
+//
+// Pass: what pair.cuh has, without a mode that is mixed, of one piece; PO, QO; SAMPLES (of one of the batch); CLUSTER; BUFFERS
+//       for T, LAST warpgroups for Y; LAST_REGISTERS of their threads; weight_o(params, q, p) and FACTOR_O
+#pragma once
+#include "pair.cuh"
+
+template <class Pass> struct ThreeFactors {
+  using Two = TwoFactors<Pass>;
+  using Element = typename Pass::Element;
+  using Part = typename Pass::Part;
+  using Math = typename Pass::Math;
+  static constexpr int PO = Pass::PO, QO = Pass::QO, Q0 = Pass::Q0, Q1 = Pass::Q1, BUFFERS = Pass::BUFFERS;
+  static constexpr int CLUSTER = Pass::CLUSTER, GROUPS = Pass::GROUPS, PARTS = Pass::PARTS, LAST = Pass::LAST;
+  static constexpr int kSize = sizeof(Element), kStep = 32 / kSize, kEach = 16 / kSize, kN = Two::kN, kNO = round_up(QO, 16);
+  static constexpr int kShare = ceil_div(PO, CLUSTER), kRows = ceil_div(Q0, CLUSTER), kTiles = ceil_div(kRows * Q1, 64);
+  static_assert((CLUSTER - 1) * kShare < PO && (CLUSTER - 1) * kRows < Q0, "each block has a part");
+  static constexpr int kSteps = ceil_div(PO, kStep), kPitch = kTiles * 64 * kSize + 16, kMiddleBytes = round_up(kSteps * kStep * kPitch, 128);
+  static constexpr int kSlabO = kNO * 128, kBytesO = ceil_div(PO * kSize, 128) * kSlabO;
+  static constexpr int kRound = kSize == 2 ? 64 : 32, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
+  static constexpr int kResultBytes = kSize == 2 ? kNO * 128 : 0, kMakers = (Two::kConsumers + LAST) * 128;
+  static constexpr int kThreads = kMakers + 128, kBarriers = 768;
+
+  const Params& params;
+  const Two two;
+  const Lane lane;
+  const int warpgroup, thread, rank;
+  const u32 memory, o, staged, results, middle;
+  const i64 samples;
+  const typename Pass::Activation activation;
+
+  DEVICE ThreeFactors(const Params& p)
+      : params(p), two(p), warpgroup(two.warpgroup), thread(two.thread), rank(blockIdx.y), memory(two.memory), o(two.behind),
+        staged(o + kBytesO), results(staged + Two::kConsumers * kStagedBytes), middle(results + LAST * kResultBytes),
+        samples(p.batch * Pass::SAMPLES), activation(p) {}
+
+  DEVICE u32 full(u32 buffer) const { return memory + kBarriers + buffer * 8; }
+  DEVICE u32 empty(u32 buffer) const { return memory + kBarriers + (BUFFERS + buffer) * 8; }
+  DEVICE int share() const { return min(kShare, PO - rank * kShare); }          // X's of a sample
+  DEVICE int columns() const { return min(kRows, Q0 - rank * kRows) * Q1; }     // of T
+  DEVICE u32 bytes() const { return PO * columns() * kSize; }
+
+  DEVICE void run() const {
+    two.begin(kThreads);
+    if (threadIdx.x < BUFFERS) {
+      init_barrier(full(threadIdx.x), 1);
+      init_barrier(empty(threadIdx.x), CLUSTER * LAST * 4);
+    }
+    if constexpr (PO % kStep)  // k's that nobody sends
+      for (int at = threadIdx.x * 16; at < BUFFERS * (kSteps * kStep - PO) * kPitch; at += kThreads * 16)
+        store_u32x4(middle + at / ((kSteps * kStep - PO) * kPitch) * kMiddleBytes + PO * kPitch + at % ((kSteps * kStep - PO) * kPitch), {});
+    fence_copy_engine();
+    sync_cluster();
+    if (warpgroup == kMakers / 128) {
+      give_registers<Pass::COPY_REGISTERS>();
+      two.produce(first_unit(), [&](i64 unit) { return next_unit(unit); });
+    } else if (warpgroup >= Two::kConsumers) {
+      if constexpr (Pass::LAST_REGISTERS > 0) give_registers<Pass::LAST_REGISTERS>();
+      sync_threads<kMakers>(1);
+      make_results(warpgroup - Two::kConsumers);
+    } else {
+      take_registers<Pass::REGISTERS>();
+      two.load_weights();
+      two.template load_weight<0, Pass::FACTOR_O, kNO, kBytesO, kSlabO, QO, PO>(
+          o, [&](int q, int p) { return Pass::weight_o(params, q, p); });
+      fence_copy_engine();
+      sync_threads<kMakers>(1);
+      make_middles();
+    }
+    sync_cluster();  // others may still send to this block, or free what they had from it
+  }
+
+  // This block's X's, one sample after another
+  DEVICE i64 first_unit() const { return i64(blockIdx.x) * PO + rank * kShare; }
+  DEVICE i64 next_unit(i64 unit) const {
+    const int at = int(unit % PO) + 1;
+    return at < rank * kShare + share() ? unit + 1 : unit + 1 - share() + i64(gridDim.x) * PO;
+  }
+
+  DEVICE void make_middles() const {
+    const int group = warpgroup / PARTS, part = warpgroup % PARTS;
+    u32 held[1][Two::kStepsB][4];
+#pragma unroll
+    for (int s = 0; s < Two::kStepsB; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) two.hold(held, s, i, part * 64 + thread / 32 * 16 + lane.g + i % 2 * 8, 1.f);
+    u32 position = group * Two::kChunks, turn = 0;
+    int slice = group;
+#pragma unroll 1
+    for (i64 sample = blockIdx.x;; slice += GROUPS, position += (GROUPS - 1) * Two::kChunks) {
+      for (; slice >= share(); slice -= share(), ++turn) sample += gridDim.x;
+      if (sample >= samples) break;
+      typename Two::template Sums<kN> y;
+#pragma unroll 1
+      for (int chunk = 0; chunk < Two::kChunks; ++chunk, ++position) {
+        const u32 slot = position % Pass::SLOTS;
+        wait_for_bytes(two.full(slot), position / Pass::SLOTS & 1);
+        typename Two::template Sums<Pass::CHUNK> t;
+        two.multiply_b(t, held, two.slots + slot * Two::kSlotBytes, part);
+        wait_for_products<0>();
+        t.arrived();
+        if (lane.index == 0) arrive(two.empty(slot));
+        typename Two::Left left;
+        Two::pack(left, t.high);
+        two.multiply_a(y, left, chunk);
+      }
+      wait_for_products<0>();
+      y.arrived();
+      const u32 buffer = turn % BUFFERS;
+      wait_for_bytes(empty(buffer), turn / BUFFERS & 1 ^ 1);
+      send(y.high, buffer, rank * kShare + slice, part);
+    }
+  }
+  // Rows of T, by pieces of 16 bytes. Sum 4 n + 2 h + i of a thread is T[8 n + 2 t + i, first + g + 8 h].
+  DEVICE void send(const float (&y)[kN / 2], u32 buffer, int slice, int part) const {
+    constexpr int kPieces = kRow / 16;
+    const u32 own = staged + warpgroup * kStagedBytes, to = middle + buffer * kMiddleBytes + slice * kPitch + part * kRow;
+#pragma unroll
+    for (int round = 0; round < kN; round += kRound) {
+      sync_group<4, 16>(1 + warpgroup);  // the last rows have left
+#pragma unroll
+      for (int n = round; n < kN && n < round + kRound; n += kSize == 2 ? 16 : 8) put(y, own, n, n - round);
+      sync_group<4, 16>(1 + warpgroup);
+#pragma unroll
+      for (int j = 0; j < kRound * kPieces; j += 128) {
+        const int row = (j + thread) / kPieces, piece = (j + thread) % kPieces, q0 = round + row;
+        if (round + j / kPieces >= kN) break;
+        if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + piece * kEach < Q1)) {
+          u32 words[4];
+          load_u32x4(own + place(row, piece), words);
+          send_words(in_block(to + q0 % kRows * (Q1 * kSize) + piece * 16, q0 / kRows), words, in_block(full(buffer), q0 / kRows));
+        }
+      }
+    }
+  }
+  static DEVICE u32 place(int row, int piece) {
+    return kSize == 2 ? swizzled(row, piece) : row * kRow + (piece ^ (row & 6)) * 16;
+  }
+  DEVICE void put(const float (&y)[kN / 2], u32 own, int n, int row) const {
+    if constexpr (kSize == 2) {
+      put_columns(y, own, n, row);
+    } else {
+      const int column = thread / 32 * 16 + lane.g;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = row + lane.t * 2 + j % 2, c = column + j / 2 * 8;
+        store_shared(own + place(at, c / 4) + c % 4 * 4, __float_as_uint(y[n / 2 + j]));
+      }
+    }
+  }
+  // Sixteen rows of 16 bits, which are columns of the sums
+  template <int N> DEVICE void put_columns(const float (&y)[N], u32 own, int n, int row) const {
+    u32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n / 2 + i * 2], y[n / 2 + i * 2 + 1]).bits;
+    store_matrices_transposed(own + swizzled(row + lane.index % 8 + lane.index / 16 * 8, thread / 32 * 2 + (lane.index >> 3 & 1)), word);
+  }
+
+  DEVICE void make_results(int group) const {
+    constexpr int kStride = kPitch / kSize;
+    const int tiles = ceil_div(columns(), 64);
+    const u32 mine = middle + thread / 32 * 16 * kSize + Math::template lane_a_by_m<kStride, true>(lane);
+    const bool counts = group == 0 && thread == 0;
+    u32 turn = 0;
+    if (counts)
+      for (int ahead = 0; ahead < BUFFERS; ++ahead)
+        if (blockIdx.x + i64(ahead) * gridDim.x < samples) expect_bytes(full(ahead), bytes());
+#pragma unroll 1
+    for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
+      const u32 buffer = turn % BUFFERS;
+      wait_for_bytes(full(buffer), turn / BUFFERS & 1);
+      if (counts && sample + i64(BUFFERS) * gridDim.x < samples) expect_bytes(full(buffer), bytes());
+      if (group >= tiles) release(buffer);
+#pragma unroll 1
+      for (int tile = group; tile < tiles; tile += LAST) {
+        float y[kNO / 2];
+#pragma unroll
+        for (int first = 0; first < kSteps; first += 4) {
+          typename Math::A left[4];
+#pragma unroll
+          for (int s = first; s < kSteps && s < first + 4; ++s)
+            Math::template load_a_by_m<kStride, true>(left[s - first], mine + buffer * kMiddleBytes + tile * (64 * kSize) + s * kStep * kPitch);
+          open_products();
+#pragma unroll
+          for (int s = first; s < kSteps && s < first + 4; ++s)
+            Wgmma<Part, kNO>::multiply(y, left[s - first].r, operand(o) + (s / 4 * kSlabO >> 4) + s % 4 * 2, s > 0);
+          commit_products();
+          wait_for_products<0>();
+          touch(y);
+        }
+        if (tile + LAST >= tiles) release(buffer);
+        finish(y, sample, tile);
+        store(y, sample, tile, group);
+      }
+    }
+  }
+  // Of all blocks: this warp needs a sample no more.
+  DEVICE void release(u32 buffer) const {
+    __syncwarp();
+    if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer), lane.index));
+  }
+
+  // Sum 4 n + 2 h + i of a thread is Y[8 n + 2 t + i, column + 8 h].
+  DEVICE int column(int tile) const { return tile * 64 + thread / 32 * 16 + lane.g; }
+  DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile) const {
+    const Element* bias = nullptr;
+    if constexpr (Pass::BIAS)
+      bias = static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) + rank * (kRows * Q1) + column(tile);
+#pragma unroll
+    for (int j = 0; j < kNO / 2; ++j) {
+      const int q = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
+      if (Pass::BIAS && q < QO && column(tile) + behind < columns()) y[j] += widen(bias[q * (Q0 * Q1) + behind]);
+      y[j] = activation.of(y[j]);
+    }
+  }
+  DEVICE void store(const float (&y)[kNO / 2], i64 sample, int tile, int group) const {
+    Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1);
+    if constexpr (kSize == 4) {  // eight lanes write a sector
+      to += column(tile);
+#pragma unroll
+      for (int j = 0; j < kNO / 2; ++j) {
+        const int q = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
+        if ((QO % 16 == 0 || q < QO) && column(tile) + behind < columns()) store_global(to + (q * (Q0 * Q1) + behind), y[j]);
+      }
+    } else {
+      const u32 own = results + group * kResultBytes;
+      sync_group<4, 16>(1 + warpgroup);
+#pragma unroll
+      for (int n = 0; n < kNO; n += 16) put_columns(y, own, n, n);
+      sync_group<4, 16>(1 + warpgroup);
+#pragma unroll
+      for (int k = 0; k < kNO; k += 16) {
+        const int q = k + thread / 8, piece = thread % 8, at = tile * 64 + piece * 8;
+        if ((QO % 16 == 0 || q < QO) && at < columns())
+          store_words<16>(to + q * (Q0 * Q1) + at, load_words<16>(own + swizzled(q, piece)));
+      }
+    }
+  }
+};

@@ -1,0 +1,168 @@
+"""Passes of three large modes whose state a cluster of blocks holds: what csrc/engine/triple.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device import hopper_headers, kernel, wgmma
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.pair import LEAST, Pair, weight_lines
+from factorlayer.resident import Mode, Work, round_up
+
+DTYPES = ("tf32", "bfloat16", "float16")
+LARGEST = 128
+COPY_REGISTERS, LAST_REGISTERS = 40, 88  # of a thread who copies, and who makes results
+SENT_BYTES = 8192  # that a warpgroup sends together
+START_US = 5.0
+
+
+@dataclass(frozen=True)
+class Triple:
+    """A pass of three tied contractions, tiled. `us` is the time predicted."""
+
+    work: Work
+    chunk: int  # of the second mode's p, in a slot
+    slots: int
+    groups: int  # that make states of two modes contracted
+    last: int  # that contract the first one
+    cluster: int
+    buffers: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @functools.cached_property
+    def pair(self) -> Pair:
+        """Of the last two modes"""
+        work = self.work
+        steps = tuple((at - 1, mode) for at, mode in work.steps if at > 0)
+        two = replace(work, outer=work.outer * work.sizes[0], sizes=work.sizes[1:], steps=steps)
+        return Pair(two, self.chunk, self.slots, self.groups, self.gpu)
+
+    @property
+    def mode(self) -> Mode:
+        """The first one"""
+        return next(mode for at, mode in self.work.steps if at == 0)
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.work.dtype]
+
+    @property
+    def n(self) -> int:
+        return round_up(self.mode.q, 16)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups * self.pair.parts + self.last + 1)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that makes states"""
+        makers = self.groups * self.pair.parts
+        each = 65536 // self.threads // 8 * 8
+        return min(240, (each * (makers + self.last + 1) - COPY_REGISTERS - LAST_REGISTERS * self.last) // makers // 8 * 8)
+
+    @property
+    def rows(self) -> int:
+        """Of a block, of a state"""
+        return -(-self.pair.sizes[2] // self.cluster)
+
+    @property
+    def state_bytes(self) -> int:
+        """A block's part of all states of a sample"""
+        columns = round_up(self.rows * self.pair.sizes[3], 64)
+        return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
+
+    @functools.cached_property
+    def shared(self) -> int:
+        weight = -(-self.mode.p * self.size // 128) * self.n * 128
+        staged = self.groups * self.pair.parts * SENT_BYTES
+        results = self.last * self.n * 128 if self.size == 2 else 0
+        pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
+        return pair + weight + staged + results + self.buffers * self.state_bytes
+
+    @property
+    def split(self) -> int:
+        """Blocks along y of the grid"""
+        return self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def units_per_block(self) -> int:
+        return 1
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        _, _, q0, q1 = self.pair.sizes
+        return self.work.outer * self.mode.q * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.pair.sizes
+        return (
+            f"triple: {p1}→{q1}, {p0}→{q0}, {self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks, "
+            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, {self.slots} slots of {self.chunk} rows, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
+        numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "LAST_REGISTERS": LAST_REGISTERS}
+        registers = COPY_REGISTERS, self.registers
+        lines = self.pair.lines(registers) + weight_lines(self.mode, "_o", "O")
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
+        return kernel(hopper_headers(products, "pair.cuh", "triple.cuh"), name, "ThreeFactors", lines, self.threads, cluster=cluster)
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
+    """The tiling of three large modes; None where this family has no kernel."""
+    if gpu.arch != 90 or work.dtype not in DTYPES or work.rank > 1 or work.inner > 1:
+        return None
+    if not len(work.steps) == len(work.sizes) == 3:
+        return None
+    if work.dtype == "float16" and any(len(mode.parts) > 1 for _, mode in work.steps):
+        return None  # products would have to be scaled
+    sizes = *work.states[0], *work.states[-1]
+    size = ELEMENT_BYTES[work.dtype]
+    if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
+        return None
+    found = next((plan for plan in _tilings(work, gpu) if plan.shared <= gpu.shared), None)
+    return replace(found, us=_time(found, batch)) if found else None
+
+
+def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
+    """The best first."""
+    (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
+    size = ELEMENT_BYTES[work.dtype]
+    parts = -(-q1 // 64)
+    for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
+        if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
+            continue
+        for chunk, slots in itertools.product(_chunks(p0, p1, size), (8, 6, 5, 4)):
+            groups = 2 if parts == 1 else 1
+            if slots >= groups * -(-p0 // chunk):
+                yield Triple(work, chunk, slots, groups, 2, cluster, buffers, gpu)
+
+
+def _chunks(p0: int, p1: int, size: int) -> list[int]:
+    step = 8 if size == 4 else 16
+    count = -(-p0 * -(-p1 * size // 128) * 128 // SENT_BYTES)
+    return [round_up(-(-p0 // count), step)]
+
+
+def _time(plan: Triple, batch: int) -> float:
+    """Predicted microseconds."""
+    work, gpu = plan.work, plan.gpu
+    rounds = -(-batch * work.outer // (gpu.sms // plan.cluster))
+    (po, p0, p1), (qo, q0, q1) = work.states[0], work.states[-1]
+    moved = (po * p0 * p1 + qo * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + (rounds + 1) * moved
