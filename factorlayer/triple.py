@@ -14,8 +14,8 @@ from factorlayer.resident import Mode, Work, round_up
 
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
-COPY_REGISTERS, LAST_REGISTERS = 40, 88  # of a thread who copies, and who makes results
-SENT_BYTES = 8192  # that a warpgroup sends together
+COPY_REGISTERS = 32  # of a thread
+SLOT_BYTES = 8192
 START_US = 5.0
 
 
@@ -27,7 +27,7 @@ class Triple:
     chunk: int  # of the second mode's p, in a slot
     slots: int
     groups: int  # that make states of two modes contracted
-    last: int  # that contract the first one
+    last: int  # warpgroups that contract the first one; 0: those of the groups
     cluster: int
     buffers: int
     gpu: Gpu
@@ -59,11 +59,23 @@ class Triple:
         return 128 * (self.groups * self.pair.parts + self.last + 1)
 
     @property
+    def last_registers(self) -> int:
+        """Of a thread that contracts the first mode: sums, operands, places"""
+        _, _, q0, q1 = self.pair.sizes
+        whole = self.mode.q == self.n and q0 % self.cluster == 0 and self.rows * q1 % 64 == 0
+        return round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
+
+    @property
     def registers(self) -> int:
-        """Of a thread that makes states"""
-        makers = self.groups * self.pair.parts
-        each = 65536 // self.threads // 8 * 8
-        return min(240, (each * (makers + self.last + 1) - COPY_REGISTERS - LAST_REGISTERS * self.last) // makers // 8 * 8)
+        """Of one that makes states: what is left"""
+        makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
+        left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS - self.last_registers * self.last
+        return min(240, left // makers // 8 * 8)
+
+    @property
+    def sent(self) -> int:
+        """Rows that a warpgroup sends together"""
+        return 64 if self.size == 2 else 32 if self.last else 16
 
     @property
     def rows(self) -> int:
@@ -79,7 +91,7 @@ class Triple:
     @functools.cached_property
     def shared(self) -> int:
         weight = -(-self.mode.p * self.size // 128) * self.n * 128
-        staged = self.groups * self.pair.parts * SENT_BYTES
+        staged = self.groups * self.pair.parts * self.sent * 64 * self.size
         results = self.last * self.n * 128 if self.size == 2 else 0
         pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
         return pair + weight + staged + results + self.buffers * self.state_bytes
@@ -114,7 +126,7 @@ class Triple:
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
-        numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "LAST_REGISTERS": LAST_REGISTERS}
+        numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "SENT": self.sent, "LAST_REGISTERS": self.last_registers}
         registers = COPY_REGISTERS, self.registers
         lines = self.pair.lines(registers) + weight_lines(self.mode, "_o", "O")
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -135,8 +147,12 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
     size = ELEMENT_BYTES[work.dtype]
     if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
         return None
-    found = next((plan for plan in _tilings(work, gpu) if plan.shared <= gpu.shared), None)
+    found = next((plan for plan in _tilings(work, gpu) if _fits(plan)), None)
     return replace(found, us=_time(found, batch)) if found else None
+
+
+def _fits(plan: Triple) -> bool:
+    return plan.shared <= plan.gpu.shared and plan.pair.registers_needed <= plan.registers
 
 
 def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
@@ -147,15 +163,15 @@ def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
     for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
         if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
             continue
-        for chunk, slots in itertools.product(_chunks(p0, p1, size), (8, 6, 5, 4)):
-            groups = 2 if parts == 1 else 1
-            if slots >= groups * -(-p0 // chunk):
-                yield Triple(work, chunk, slots, groups, 2, cluster, buffers, gpu)
+        for chunk, groups in itertools.product(_chunks(p0, p1, size), (3, 2) if parts == 1 and size == 2 else (3 - parts,)):
+            for slots in (8, 6, 5, 4):
+                if slots >= groups * -(-p0 // chunk):
+                    yield Triple(work, chunk, slots, groups, 2, cluster, buffers, gpu)
 
 
 def _chunks(p0: int, p1: int, size: int) -> list[int]:
     step = 8 if size == 4 else 16
-    count = -(-p0 * -(-p1 * size // 128) * 128 // SENT_BYTES)
+    count = -(-p0 * -(-p1 * size // 128) * 128 // SLOT_BYTES)
     return [round_up(-(-p0 // count), step)]
 
 

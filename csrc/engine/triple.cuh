@@ -6,8 +6,10 @@
 // sends waits until there is room for a sample; bytes that arrive are counted by a barrier of the block that they come to, so
 // nobody waits for what others store to memory. One warpgroup loads, some make T's, and others Y.
 //
+// Which column is which row of the matrix unit's sums is free: of 32 bits a thread's two rows are neighbours.
+//
 // Pass: what pair.cuh has, without a mode that is mixed, of one piece; PO, QO; SAMPLES (of one of the batch); CLUSTER; BUFFERS
-//       for T, LAST warpgroups for Y; LAST_REGISTERS of their threads; weight_o(params, q, p) and FACTOR_O
+//       for T, LAST warpgroups for Y (0: all); SENT rows together; LAST_REGISTERS of their threads; weight_o(params, q, p) and FACTOR_O
 #pragma once
 #include "pair.cuh"
 
@@ -18,13 +20,15 @@ template <class Pass> struct ThreeFactors {
   using Math = typename Pass::Math;
   static constexpr int PO = Pass::PO, QO = Pass::QO, Q0 = Pass::Q0, Q1 = Pass::Q1, BUFFERS = Pass::BUFFERS;
   static constexpr int CLUSTER = Pass::CLUSTER, GROUPS = Pass::GROUPS, PARTS = Pass::PARTS, LAST = Pass::LAST;
+  static constexpr int TILERS = LAST ? LAST : GROUPS * PARTS;  // warpgroups that make Y
   static constexpr int kSize = sizeof(Element), kStep = 32 / kSize, kEach = 16 / kSize, kN = Two::kN, kNO = round_up(QO, 16);
   static constexpr int kShare = ceil_div(PO, CLUSTER), kRows = ceil_div(Q0, CLUSTER), kTiles = ceil_div(kRows * Q1, 64);
   static_assert((CLUSTER - 1) * kShare < PO && (CLUSTER - 1) * kRows < Q0, "each block has a part");
   static constexpr int kSteps = ceil_div(PO, kStep), kPitch = kTiles * 64 * kSize + 16, kMiddleBytes = round_up(kSteps * kStep * kPitch, 128);
   static constexpr int kSlabO = kNO * 128, kBytesO = ceil_div(PO * kSize, 128) * kSlabO;
-  static constexpr int kRound = kSize == 2 ? 64 : 32, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
-  static constexpr int kResultBytes = kSize == 2 ? kNO * 128 : 0, kMakers = (Two::kConsumers + LAST) * 128;
+  static constexpr int kRound = Pass::SENT, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
+  static constexpr int kResultBytes = kSize == 2 && LAST ? kNO * 128 : 0, kMakers = (Two::kConsumers + LAST) * 128;
+  static_assert(LAST || kSize == 4 || kNO * 128 <= kStagedBytes);
   static constexpr int kThreads = kMakers + 128, kBarriers = 768;
 
   const Params& params;
@@ -50,7 +54,7 @@ template <class Pass> struct ThreeFactors {
     two.begin(kThreads);
     if (threadIdx.x < BUFFERS) {
       init_barrier(full(threadIdx.x), 1);
-      init_barrier(empty(threadIdx.x), CLUSTER * LAST * 4);
+      init_barrier(empty(threadIdx.x), CLUSTER * TILERS * 4);
     }
     if constexpr (PO % kStep)  // k's that nobody sends
       for (int at = threadIdx.x * 16; at < BUFFERS * (kSteps * kStep - PO) * kPitch; at += kThreads * 16)
@@ -60,8 +64,11 @@ template <class Pass> struct ThreeFactors {
     if (warpgroup == kMakers / 128) {
       give_registers<Pass::COPY_REGISTERS>();
       two.produce(first_unit(), [&](i64 unit) { return next_unit(unit); });
-    } else if (warpgroup >= Two::kConsumers) {
-      if constexpr (Pass::LAST_REGISTERS > 0) give_registers<Pass::LAST_REGISTERS>();
+    } else if (LAST && warpgroup >= Two::kConsumers) {
+      if constexpr (Pass::LAST_REGISTERS > 65536 / kThreads / 8 * 8)  // than all have at first
+        take_registers<Pass::LAST_REGISTERS>();
+      else
+        give_registers<Pass::LAST_REGISTERS>();
       sync_threads<kMakers>(1);
       make_results(warpgroup - Two::kConsumers);
     } else {
@@ -89,13 +96,22 @@ template <class Pass> struct ThreeFactors {
 #pragma unroll
     for (int s = 0; s < Two::kStepsB; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) two.hold(held, s, i, part * 64 + thread / 32 * 16 + lane.g + i % 2 * 8, 1.f);
+      for (int i = 0; i < 4; ++i) two.hold(held, s, i, part * 64 + column(i % 2), 1.f);
     u32 position = group * Two::kChunks, turn = 0;
     int slice = group;
+    if constexpr (LAST == 0) expect_first(warpgroup);
 #pragma unroll 1
     for (i64 sample = blockIdx.x;; slice += GROUPS, position += (GROUPS - 1) * Two::kChunks) {
-      for (; slice >= share(); slice -= share(), ++turn) sample += gridDim.x;
-      if (sample >= samples) break;
+      for (; slice >= share(); slice -= share(), ++turn, sample += gridDim.x)
+        if constexpr (LAST == 0) {
+          const i64 done = sample - i64(BUFFERS - 1) * gridDim.x;  // what nobody waits for any more
+          if (turn >= BUFFERS - 1 && done < samples) make_result(warpgroup, done, turn - (BUFFERS - 1));
+        }
+      if (sample >= samples) {
+        if (LAST || sample - i64(BUFFERS - 1) * gridDim.x >= samples) break;
+        slice += share();
+        continue;
+      }
       typename Two::template Sums<kN> y;
 #pragma unroll 1
       for (int chunk = 0; chunk < Two::kChunks; ++chunk, ++position) {
@@ -117,7 +133,10 @@ template <class Pass> struct ThreeFactors {
       send(y.high, buffer, rank * kShare + slice, part);
     }
   }
-  // Rows of T, by pieces of 16 bytes. Sum 4 n + 2 h + i of a thread is T[8 n + 2 t + i, first + g + 8 h].
+  // Of the 64 of a warpgroup: sum 4 n + 2 h + i of a thread is that of row 8 n + 2 t + i and column(h).
+  DEVICE int column(int h) const { return thread / 32 * 16 + (kSize == 4 ? lane.g * 2 + h : lane.g + h * 8); }
+
+  // Rows of T, by pieces of 16 bytes
   DEVICE void send(const float (&y)[kN / 2], u32 buffer, int slice, int part) const {
     constexpr int kPieces = kRow / 16;
     const u32 own = staged + warpgroup * kStagedBytes, to = middle + buffer * kMiddleBytes + slice * kPitch + part * kRow;
@@ -146,12 +165,9 @@ template <class Pass> struct ThreeFactors {
     if constexpr (kSize == 2) {
       put_columns(y, own, n, row);
     } else {
-      const int column = thread / 32 * 16 + lane.g;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = row + lane.t * 2 + j % 2, c = column + j / 2 * 8;
-        store_shared(own + place(at, c / 4) + c % 4 * 4, __float_as_uint(y[n / 2 + j]));
-      }
+      for (int i = 0; i < 2; ++i)
+        store_f32x2(own + place(row + lane.t * 2 + i, column(0) / 4) + column(0) % 4 * 4, y[n / 2 + i], y[n / 2 + 2 + i]);
     }
   }
   // Sixteen rows of 16 bits, which are columns of the sums
@@ -163,40 +179,57 @@ template <class Pass> struct ThreeFactors {
   }
 
   DEVICE void make_results(int group) const {
-    constexpr int kStride = kPitch / kSize;
-    const int tiles = ceil_div(columns(), 64);
-    const u32 mine = middle + thread / 32 * 16 * kSize + Math::template lane_a_by_m<kStride, true>(lane);
-    const bool counts = group == 0 && thread == 0;
     u32 turn = 0;
-    if (counts)
+    expect_first(group);
+#pragma unroll 1
+    for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) make_result(group, sample, turn);
+  }
+  DEVICE void expect_first(int group) const {
+    if (group == 0 && thread == 0)
       for (int ahead = 0; ahead < BUFFERS; ++ahead)
         if (blockIdx.x + i64(ahead) * gridDim.x < samples) expect_bytes(full(ahead), bytes());
+  }
+  DEVICE void make_result(int group, i64 sample, u32 turn) const {
+    const int tiles = ceil_div(columns(), 64);
+    const u32 buffer = turn % BUFFERS;
+    const u32 mine = middle + buffer * kMiddleBytes +
+                     (kSize == 4 ? lane.t * 2 * kPitch + column(0) * kSize
+                                 : thread / 32 * 16 * kSize + Math::template lane_a_by_m<kPitch / kSize>(lane));
+    wait_for_bytes(full(buffer), turn / BUFFERS & 1);
+    if (group == 0 && thread == 0 && sample + i64(BUFFERS) * gridDim.x < samples) expect_bytes(full(buffer), bytes());
+    if (group >= tiles) release(buffer);
 #pragma unroll 1
-    for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
-      const u32 buffer = turn % BUFFERS;
-      wait_for_bytes(full(buffer), turn / BUFFERS & 1);
-      if (counts && sample + i64(BUFFERS) * gridDim.x < samples) expect_bytes(full(buffer), bytes());
-      if (group >= tiles) release(buffer);
-#pragma unroll 1
-      for (int tile = group; tile < tiles; tile += LAST) {
-        float y[kNO / 2];
+    for (int tile = group; tile < tiles; tile += TILERS) {
+      float y[kNO / 2];
 #pragma unroll
-        for (int first = 0; first < kSteps; first += 4) {
-          typename Math::A left[4];
+      for (int first = 0; first < kSteps; first += 4) {
+        u32 left[4][4];
 #pragma unroll
-          for (int s = first; s < kSteps && s < first + 4; ++s)
-            Math::template load_a_by_m<kStride, true>(left[s - first], mine + buffer * kMiddleBytes + tile * (64 * kSize) + s * kStep * kPitch);
-          open_products();
+        for (int s = first; s < kSteps && s < first + 4; ++s)
+          load_left(left[s - first], mine + tile * (64 * kSize) + s * kStep * kPitch);
+        open_products();
 #pragma unroll
-          for (int s = first; s < kSteps && s < first + 4; ++s)
-            Wgmma<Part, kNO>::multiply(y, left[s - first].r, operand(o) + (s / 4 * kSlabO >> 4) + s % 4 * 2, s > 0);
-          commit_products();
-          wait_for_products<0>();
-          touch(y);
-        }
-        if (tile + LAST >= tiles) release(buffer);
-        finish(y, sample, tile);
-        store(y, sample, tile, group);
+        for (int s = first; s < kSteps && s < first + 4; ++s)
+          Wgmma<Part, kNO>::multiply(y, left[s - first], operand(o) + (s / 4 * kSlabO >> 4) + s % 4 * 2, s > 0);
+        commit_products();
+        wait_for_products<0>();
+        touch(y);
+      }
+      if (tile + TILERS >= tiles) release(buffer);
+      finish(y, sample, tile);
+      store(y, sample, tile, group);
+    }
+  }
+  // Rows are columns of T; of 32 bits, a lane's k's are 2t and 2t + 1.
+  static DEVICE void load_left(u32 (&a)[4], u32 from) {
+    if constexpr (kSize == 2) {
+      load_matrices<true>(a, from);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        u32 two[2];
+        load_u32x2(from + k * kPitch, two);
+        a[2 * k] = tf32_of(two[0]), a[2 * k + 1] = tf32_of(two[1]);
       }
     }
   }
@@ -206,39 +239,37 @@ template <class Pass> struct ThreeFactors {
     if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer), lane.index));
   }
 
-  // Sum 4 n + 2 h + i of a thread is Y[8 n + 2 t + i, column + 8 h].
-  DEVICE int column(int tile) const { return tile * 64 + thread / 32 * 16 + lane.g; }
   DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile) const {
     const Element* bias = nullptr;
     if constexpr (Pass::BIAS)
-      bias = static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) + rank * (kRows * Q1) + column(tile);
+      bias = static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
 #pragma unroll
     for (int j = 0; j < kNO / 2; ++j) {
-      const int q = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
-      if (Pass::BIAS && q < QO && column(tile) + behind < columns()) y[j] += widen(bias[q * (Q0 * Q1) + behind]);
+      const int q = j / 4 * 8 + lane.t * 2 + j % 2, at = column(j / 2 % 2);
+      if (Pass::BIAS && q < QO && tile * 64 + at < columns()) y[j] += widen(bias[q * (Q0 * Q1) + at]);
       y[j] = activation.of(y[j]);
     }
   }
   DEVICE void store(const float (&y)[kNO / 2], i64 sample, int tile, int group) const {
-    Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1);
-    if constexpr (kSize == 4) {  // eight lanes write a sector
-      to += column(tile);
+    Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
+    if constexpr (kSize == 4) {  // eight lanes write two sectors
 #pragma unroll
-      for (int j = 0; j < kNO / 2; ++j) {
-        const int q = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
-        if ((QO % 16 == 0 || q < QO) && column(tile) + behind < columns()) store_global(to + (q * (Q0 * Q1) + behind), y[j]);
+      for (int j = 0; j < kNO / 4; ++j) {
+        const int q = j / 2 * 8 + lane.t * 2 + j % 2;
+        const u32 two[2] = {__float_as_uint(y[j / 2 * 4 + j % 2]), __float_as_uint(y[j / 2 * 4 + j % 2 + 2])};
+        if ((QO % 16 == 0 || q < QO) && tile * 64 + column(0) < columns()) store_global<8>(to + (q * (Q0 * Q1) + column(0)), two);
       }
     } else {
-      const u32 own = results + group * kResultBytes;
+      const u32 own = LAST ? results + group * kResultBytes : staged + group * kStagedBytes;
       sync_group<4, 16>(1 + warpgroup);
 #pragma unroll
       for (int n = 0; n < kNO; n += 16) put_columns(y, own, n, n);
       sync_group<4, 16>(1 + warpgroup);
 #pragma unroll
       for (int k = 0; k < kNO; k += 16) {
-        const int q = k + thread / 8, piece = thread % 8, at = tile * 64 + piece * 8;
-        if ((QO % 16 == 0 || q < QO) && at < columns())
-          store_words<16>(to + q * (Q0 * Q1) + at, load_words<16>(own + swizzled(q, piece)));
+        const int q = k + thread / 8, piece = thread % 8;
+        if ((QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns())
+          store_words<16>(to + q * (Q0 * Q1) + piece * 8, load_words<16>(own + swizzled(q, piece)));
       }
     }
   }
