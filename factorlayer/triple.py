@@ -14,7 +14,7 @@ from factorlayer.resident import Mode, Work, round_up
 
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
-COPY_REGISTERS = 32  # of a thread
+COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
 SLOT_BYTES = 8192
 START_US = 5.0
 
@@ -69,7 +69,7 @@ class Triple:
     def registers(self) -> int:
         """Of one that makes states: what is left"""
         makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
-        left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS - self.last_registers * self.last
+        left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS[self.size] - self.last_registers * self.last
         return min(240, left // makers // 8 * 8)
 
     @property
@@ -127,7 +127,7 @@ class Triple:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
         numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "SENT": self.sent, "LAST_REGISTERS": self.last_registers}
-        registers = COPY_REGISTERS, self.registers
+        registers = COPY_REGISTERS[self.size], self.registers
         lines = self.pair.lines(registers) + weight_lines(self.mode, "_o", "O")
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
