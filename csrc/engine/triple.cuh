@@ -253,11 +253,13 @@ template <class Pass> struct ThreeFactors {
   DEVICE void store(const float (&y)[kNO / 2], i64 sample, int tile, int group) const {
     Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
     if constexpr (kSize == 4) {  // eight lanes write two sectors
+      to += lane.t * (2 * Q0 * Q1) + column(0);
+      const bool present = Q0 % CLUSTER == 0 && kRows * Q1 % 64 == 0 || tile * 64 + column(0) < columns();
 #pragma unroll
       for (int j = 0; j < kNO / 4; ++j) {
-        const int q = j / 2 * 8 + lane.t * 2 + j % 2;
+        const int q = j / 2 * 8 + j % 2;
         const u32 two[2] = {__float_as_uint(y[j / 2 * 4 + j % 2]), __float_as_uint(y[j / 2 * 4 + j % 2 + 2])};
-        if ((QO % 16 == 0 || q < QO) && tile * 64 + column(0) < columns()) store_global<8>(to + (q * (Q0 * Q1) + column(0)), two);
+        if (present && (QO % 16 == 0 || q + lane.t * 2 < QO)) store_global<8>(to + q * (Q0 * Q1), two);
       }
     } else {
       const u32 own = LAST ? results + group * kResultBytes : staged + group * kStagedBytes;
