@@ -132,13 +132,14 @@ class Pair:
             f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
-    def lines(self, registers: tuple[int, int]) -> list[str]:
-        """What the kernel's struct of constants says, with registers of threads who copy, and who multiply."""
+    def lines(self, registers: tuple[int, int], ahead: int) -> list[str]:
+        """What the kernel's struct of constants says, with registers of threads who copy, and who multiply, and chunks that
+        are under way at once."""
         work = self.work
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
-        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held}
+        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
@@ -156,7 +157,8 @@ class Pair:
         instructions = "".join(
             wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
         )
-        return kernel(hopper_headers(instructions, "pair.cuh"), name, "TwoFactors", self.lines(self.registers), self.threads)
+        lines = self.lines(self.registers, 2 if self.slots > 3 else 1)
+        return kernel(hopper_headers(instructions, "pair.cuh"), name, "TwoFactors", lines, self.threads)
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:

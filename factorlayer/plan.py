@@ -164,7 +164,9 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Triple | Turn | Wide):
+    if isinstance(
+        p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Triple | Turn | Wide
+    ):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -16,7 +16,12 @@ DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
 COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
 SLOT_BYTES = 8192
-START_US = 5.0
+START_US = 11.0
+STATE_US, KILOBYTE_US = (
+    0.7,
+    0.063,
+)  # that a warpgroup takes to contract two modes of a state, and for what it reads and writes
+TILE_US = 1.5  # to contract the first mode of 64 columns
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,25 @@ class Triple:
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
-        numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "SENT": self.sent, "LAST_REGISTERS": self.last_registers}
+        numbers |= {
+            "BUFFERS": self.buffers,
+            "LAST": self.last,
+            "SENT": self.sent,
+            "LAST_REGISTERS": self.last_registers,
+        }
         registers = COPY_REGISTERS[self.size], self.registers
-        lines = self.pair.lines(registers) + weight_lines(self.mode, "_o", "O")
+        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
-        return kernel(hopper_headers(products, "pair.cuh", "triple.cuh"), name, "ThreeFactors", lines, self.threads, cluster=cluster)
+        return kernel(
+            hopper_headers(products, "pair.cuh", "triple.cuh"),
+            name,
+            "ThreeFactors",
+            lines,
+            self.threads,
+            cluster=cluster,
+        )
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
@@ -152,33 +169,39 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
 
 
 def _fits(plan: Triple) -> bool:
-    return plan.shared <= plan.gpu.shared and plan.pair.registers_needed <= plan.registers
+    each = 65536 // plan.threads // 8 * 8
+    widest = max(plan.n, plan.pair.n, plan.chunk)
+    enough = plan.pair.registers_needed <= plan.registers and widest // 2 + 32 <= each
+    return (
+        enough and plan.shared <= plan.gpu.shared and plan.slots >= plan.groups * -(-plan.pair.sizes[0] // plan.chunk)
+    )
 
 
 def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
-    """The best first."""
+    """The best first: two buffers and warpgroups with tasks of their own, of which those in tf32 hardly overlap with one buffer."""
     (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
-    size = ELEMENT_BYTES[work.dtype]
-    parts = -(-q1 // 64)
+    size, parts = ELEMENT_BYTES[work.dtype], -(-q1 // 64)
+    row = -(-p1 * size // 128) * 128
     for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
         if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
             continue
-        for chunk, groups in itertools.product(_chunks(p0, p1, size), (3, 2) if parts == 1 and size == 2 else (3 - parts,)):
-            for slots in (8, 6, 5, 4):
-                if slots >= groups * -(-p0 // chunk):
-                    yield Triple(work, chunk, slots, groups, 2, cluster, buffers, gpu)
-
-
-def _chunks(p0: int, p1: int, size: int) -> list[int]:
-    step = 8 if size == 4 else 16
-    count = -(-p0 * -(-p1 * size // 128) * 128 // SLOT_BYTES)
-    return [round_up(-(-p0 // count), step)]
+        in_turn = size == 4 and buffers == 1
+        chunks = -(-p0 * row // (2 * SLOT_BYTES if in_turn else SLOT_BYTES))
+        chunk = round_up(-(-p0 // chunks), 8 if size == 4 else 16)
+        ways = (
+            ((3, 0),) if in_turn and parts == 1 else ((3, 2), (2, 2)) if parts == 1 and size == 2 else ((3 - parts, 2),)
+        )
+        for (groups, last), slots in itertools.product(ways, (8, 6, 5, 4, 3)):
+            yield Triple(work, chunk, slots, groups, last, cluster, buffers, gpu)
 
 
 def _time(plan: Triple, batch: int) -> float:
-    """Predicted microseconds."""
+    """Predicted microseconds: numbers fitted to an H200, where a sixteenth of the multiprocessors has no room for a cluster."""
     work, gpu = plan.work, plan.gpu
-    rounds = -(-batch * work.outer // (gpu.sms // plan.cluster))
-    (po, p0, p1), (qo, q0, q1) = work.states[0], work.states[-1]
-    moved = (po * p0 * p1 + qo * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
-    return START_US + (rounds + 1) * moved
+    p0, p1, q0, q1 = plan.pair.sizes
+    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
+    states, tiles = -(-plan.mode.p // plan.cluster), -(-plan.rows * q1 // 64)
+    busy = states / plan.groups * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
+    busy += tiles * TILE_US / plan.groups if plan.buffers == 1 and plan.last == 0 else 0
+    moved = (plan.mode.p * p0 * p1 + plan.mode.q * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + rounds * max(busy, moved)

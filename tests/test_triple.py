@@ -88,7 +88,9 @@ def test_compiles_without_a_spill(p: Sizes, q: Sizes, dtype: str) -> None:
     assert found is not None and found.shared <= HOPPER.shared
     _, log = compile_kernel(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
     assert "C7512" not in log and "bytes spill" in log
-    assert all(line.split(" bytes spill stores")[0].endswith(" 0") for line in log.splitlines() if "spill stores" in line), log
+    assert all(
+        line.split(" bytes spill stores")[0].endswith(" 0") for line in log.splitlines() if "spill stores" in line
+    ), log
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,9 @@ class Problem:
         y = np.einsum("nabc,pa,qb,rc->npqr", state, *self.weights, optimize=True).reshape(len(self.x), -1) + self.bias
         return np.maximum(y, 0) if self.planned.chain.activation == "relu" else y
 
-    def run(self, emulator: Emulator, x: Array, seed: int, changes: dict[str, str] | None = None) -> tuple[Array, list[str]]:
+    def run(
+        self, emulator: Emulator, x: Array, seed: int, changes: dict[str, str] | None = None
+    ) -> tuple[Array, list[str]]:
         kernels = emulator.compile(self.planned, changes)
         outputs, errors = emulator.run(self.planned, kernels, x, self.weights, self.bias, blocks=4, seed=seed)
         return (outputs[0] if outputs else np.full(0, np.nan)).reshape(len(x) if outputs else 0, -1), errors

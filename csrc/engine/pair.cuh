@@ -14,7 +14,7 @@
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
 //       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight(params, q, p), weight_a and weight_b; FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are
 //       products, and what those are scaled by, scale_a and scale_b
 #pragma once
@@ -42,7 +42,7 @@ template <class Pass> struct TwoFactors {
   // A group that waits for a slot has to have seen what was there before.
   static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
   static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
-  static constexpr int kAhead = kStages ? Pass::STAGES - 1 : SLOTS > 3 ? 2 : 1;  // chunks under way when one is handed over
+  static constexpr int kAhead = kStages ? Pass::STAGES - 1 : Pass::AHEAD;  // chunks under way when one is handed over
   static constexpr int kRowPieces = P1 / kEach, kPieces = CHUNK * kRowPieces, kTurns = ceil_div(kPieces, 128);
   static constexpr int kCopies = kSize / kUnit, kStageBytes = kTurns * 128 * P * kCopies * 16;  // for a piece
   static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie: rows of whole 16 bytes
