@@ -133,8 +133,7 @@ class Pair:
         )
 
     def lines(self, registers: tuple[int, int], ahead: int) -> list[str]:
-        """What the kernel's struct of constants says, with registers of threads who copy, and who multiply, and chunks that
-        are under way at once."""
+        """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import dense, dense_streamed, monarch, pair, small, tiling
+from factorlayer import dense, dense_streamed, monarch, pair, small, tiling, triple
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.pair import Pair
@@ -21,6 +21,7 @@ from factorlayer.small import Small
 from factorlayer.wide import Wide
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
+CLUSTER = "shared memory of a cluster"
 RESIDENT, STREAMED = "resident", "streamed"
 
 
@@ -73,6 +74,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         paired = pair.tile(work, batch, gpu)
         if paired:
             yield of(REGISTERS, RESIDENT, _samples(paired), paired)
+        clustered = triple.tile(work, batch, gpu)
+        if clustered:
+            yield of(CLUSTER, RESIDENT, _samples(clustered), clustered)
         few = small.tile(work, batch, gpu)
         if few:
             yield of(SHARED, RESIDENT, _samples(few), few)

@@ -1,4 +1,4 @@
-"""Passes of three large modes whose state a cluster of blocks holds: what csrc/engine/triple.cuh is told, and what that takes."""
+"""Passes of three large modes whose state a cluster of blocks holds: what csrc/engine/triple.cuh is told."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class Triple:
         p0, p1, q0, q1 = self.pair.sizes
         return (
             f"triple: {p1}→{q1}, {p0}→{q0}, {self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks, "
-            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, {self.slots} slots of {self.chunk} rows, "
-            f"{self.shared} bytes of shared memory"
+            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, "
+            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -178,7 +178,7 @@ def _fits(plan: Triple) -> bool:
 
 
 def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
-    """The best first: two buffers and warpgroups with tasks of their own, of which those in tf32 hardly overlap with one buffer."""
+    """The best first. In tf32, where one buffer leaves tasks little to overlap, all warpgroups take both."""
     (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
     size, parts = ELEMENT_BYTES[work.dtype], -(-q1 // 64)
     row = -(-p1 * size // 128) * 128
@@ -196,7 +196,7 @@ def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
 
 
 def _time(plan: Triple, batch: int) -> float:
-    """Predicted microseconds: numbers fitted to an H200, where a sixteenth of the multiprocessors has no room for a cluster."""
+    """Predicted microseconds, with numbers fitted to an H200, a sixteenth of which has no room for clusters."""
     work, gpu = plan.work, plan.gpu
     p0, p1, q0, q1 = plan.pair.sizes
     rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))

@@ -1,15 +1,16 @@
-// A pass of three tied contractions of large modes on sm_90a, whose state no block has room for: the blocks of a cluster hold it
-// together. Y[qo, q0, q1] = O[qo, po] A[q0, p0] X[po, p0, p1] B[q1, p1]' for each sample.
+// A pass of three tied contractions of large modes on sm_90a, whose state no block has room for: a cluster of blocks holds
+// it together. Y[qo, q0, q1] = O[qo, po] A[q0, p0] X[po, p0, p1] B[q1, p1]' for each sample.
 //
-// The blocks share po: of each of its X's a block makes T = A X B' as a pair does (pair.cuh), and sends its rows to the blocks
-// that share q0, each of which then has some columns of all T's: these are turned by the matrix unit's way into Y' = T' O'. Who
-// sends waits until there is room for a sample; bytes that arrive are counted by a barrier of the block that they come to, so
-// nobody waits for what others store to memory. One warpgroup loads, some make T's, and others Y.
+// The blocks share po: of each of its X's a block makes T = A X B' as a pair does (pair.cuh), and sends its rows to the
+// blocks that share q0. So each of these has some columns of all T's, of which it makes Y' = T' O'. Who sends waits
+// until there is room for a sample, and a barrier of the block that bytes come to counts them: nobody waits for what
+// others store to memory. One warpgroup loads; of the others some make T's and some Y, or all both in turn.
 //
 // Which column is which row of the matrix unit's sums is free: of 32 bits a thread's two rows are neighbours.
 //
-// Pass: what pair.cuh has, without a mode that is mixed, of one piece; PO, QO; SAMPLES (of one of the batch); CLUSTER; BUFFERS
-//       for T, LAST warpgroups for Y (0: all); SENT rows together; LAST_REGISTERS of their threads; weight_o(params, q, p) and FACTOR_O
+// Pass: what pair.cuh has of one piece and without a mode that is mixed; PO, QO; SAMPLES (of one of the batch);
+//       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once;
+//       weight_o(params, q, p) and FACTOR_O
 #pragma once
 #include "pair.cuh"
 
@@ -21,10 +22,12 @@ template <class Pass> struct ThreeFactors {
   static constexpr int PO = Pass::PO, QO = Pass::QO, Q0 = Pass::Q0, Q1 = Pass::Q1, BUFFERS = Pass::BUFFERS;
   static constexpr int CLUSTER = Pass::CLUSTER, GROUPS = Pass::GROUPS, PARTS = Pass::PARTS, LAST = Pass::LAST;
   static constexpr int TILERS = LAST ? LAST : GROUPS * PARTS;  // warpgroups that make Y
-  static constexpr int kSize = sizeof(Element), kStep = 32 / kSize, kEach = 16 / kSize, kN = Two::kN, kNO = round_up(QO, 16);
+  static constexpr int kSize = sizeof(Element), kStep = 32 / kSize, kEach = 16 / kSize;
+  static constexpr int kN = Two::kN, kNO = round_up(QO, 16);
   static constexpr int kShare = ceil_div(PO, CLUSTER), kRows = ceil_div(Q0, CLUSTER), kTiles = ceil_div(kRows * Q1, 64);
   static_assert((CLUSTER - 1) * kShare < PO && (CLUSTER - 1) * kRows < Q0, "each block has a part");
-  static constexpr int kSteps = ceil_div(PO, kStep), kPitch = kTiles * 64 * kSize + 16, kMiddleBytes = round_up(kSteps * kStep * kPitch, 128);
+  static constexpr int kSteps = ceil_div(PO, kStep), kDepth = kSteps * kStep, kPitch = kTiles * 64 * kSize + 16;
+  static constexpr int kMiddleBytes = round_up(kDepth * kPitch, 128), kRestBytes = (kDepth - PO) * kPitch;
   static constexpr int kSlabO = kNO * 128, kBytesO = ceil_div(PO * kSize, 128) * kSlabO;
   static constexpr int kRound = Pass::SENT, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
   static constexpr int kResultBytes = kSize == 2 && LAST ? kNO * 128 : 0, kMakers = (Two::kConsumers + LAST) * 128;
@@ -40,8 +43,8 @@ template <class Pass> struct ThreeFactors {
   const typename Pass::Activation activation;
 
   DEVICE ThreeFactors(const Params& p)
-      : params(p), two(p), warpgroup(two.warpgroup), thread(two.thread), rank(blockIdx.y), memory(two.memory), o(two.behind),
-        staged(o + kBytesO), results(staged + Two::kConsumers * kStagedBytes), middle(results + LAST * kResultBytes),
+      : params(p), two(p), warpgroup(two.warpgroup), thread(two.thread), rank(blockIdx.y), memory(two.memory),
+        o(two.behind), staged(o + kBytesO), results(staged + Two::kConsumers * kStagedBytes), middle(results + LAST * kResultBytes),
         samples(p.batch * Pass::SAMPLES), activation(p) {}
 
   DEVICE u32 full(u32 buffer) const { return memory + kBarriers + buffer * 8; }
@@ -57,8 +60,8 @@ template <class Pass> struct ThreeFactors {
       init_barrier(empty(threadIdx.x), CLUSTER * TILERS * 4);
     }
     if constexpr (PO % kStep)  // k's that nobody sends
-      for (int at = threadIdx.x * 16; at < BUFFERS * (kSteps * kStep - PO) * kPitch; at += kThreads * 16)
-        store_u32x4(middle + at / ((kSteps * kStep - PO) * kPitch) * kMiddleBytes + PO * kPitch + at % ((kSteps * kStep - PO) * kPitch), {});
+      for (int at = threadIdx.x * 16; at < BUFFERS * kRestBytes; at += kThreads * 16)
+        store_u32x4(middle + at / kRestBytes * kMiddleBytes + PO * kPitch + at % kRestBytes, {});
     fence_copy_engine();
     sync_cluster();
     if (warpgroup == kMakers / 128) {
@@ -139,7 +142,8 @@ template <class Pass> struct ThreeFactors {
   // Rows of T, by pieces of 16 bytes
   DEVICE void send(const float (&y)[kN / 2], u32 buffer, int slice, int part) const {
     constexpr int kPieces = kRow / 16;
-    const u32 own = staged + warpgroup * kStagedBytes, to = middle + buffer * kMiddleBytes + slice * kPitch + part * kRow;
+    const u32 own = staged + warpgroup * kStagedBytes;
+    const u32 to = middle + buffer * kMiddleBytes + slice * kPitch + part * kRow;
 #pragma unroll
     for (int round = 0; round < kN; round += kRound) {
       sync_group<4, 16>(1 + warpgroup);  // the last rows have left
@@ -153,7 +157,8 @@ template <class Pass> struct ThreeFactors {
         if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + piece * kEach < Q1)) {
           u32 words[4];
           load_u32x4(own + place(row, piece), words);
-          send_words(in_block(to + q0 % kRows * (Q1 * kSize) + piece * 16, q0 / kRows), words, in_block(full(buffer), q0 / kRows));
+          const u32 at = to + q0 % kRows * (Q1 * kSize) + piece * 16;
+          send_words(in_block(at, q0 / kRows), words, in_block(full(buffer), q0 / kRows));
         }
       }
     }
@@ -167,7 +172,8 @@ template <class Pass> struct ThreeFactors {
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        store_f32x2(own + place(row + lane.t * 2 + i, column(0) / 4) + column(0) % 4 * 4, y[n / 2 + i], y[n / 2 + 2 + i]);
+        store_f32x2(own + place(row + lane.t * 2 + i, column(0) / 4) + column(0) % 4 * 4, y[n / 2 + i],
+                    y[n / 2 + 2 + i]);
     }
   }
   // Sixteen rows of 16 bits, which are columns of the sums
@@ -175,7 +181,8 @@ template <class Pass> struct ThreeFactors {
     u32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n / 2 + i * 2], y[n / 2 + i * 2 + 1]).bits;
-    store_matrices_transposed(own + swizzled(row + lane.index % 8 + lane.index / 16 * 8, thread / 32 * 2 + (lane.index >> 3 & 1)), word);
+    row += lane.index % 8 + lane.index / 16 * 8;
+    store_matrices_transposed(own + swizzled(row, thread / 32 * 2 + (lane.index >> 3 & 1)), word);
   }
 
   DEVICE void make_results(int group) const {
@@ -242,7 +249,8 @@ template <class Pass> struct ThreeFactors {
   DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile) const {
     const Element* bias = nullptr;
     if constexpr (Pass::BIAS)
-      bias = static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
+      bias = static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) +
+             rank * (kRows * Q1) + tile * 64;
 #pragma unroll
     for (int j = 0; j < kNO / 2; ++j) {
       const int q = j / 4 * 8 + lane.t * 2 + j % 2, at = column(j / 2 % 2);
