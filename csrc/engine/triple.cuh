@@ -181,8 +181,11 @@ template <class Pass> struct ThreeFactors {
     u32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n / 2 + i * 2], y[n / 2 + i * 2 + 1]).bits;
+    store_matrices_transposed(place_of_columns(own, row), word);
+  }
+  DEVICE u32 place_of_columns(u32 own, int row) const {
     row += lane.index % 8 + lane.index / 16 * 8;
-    store_matrices_transposed(own + swizzled(row, thread / 32 * 2 + (lane.index >> 3 & 1)), word);
+    return own + swizzled(row, thread / 32 * 2 + (lane.index >> 3 & 1));
   }
 
   DEVICE void make_results(int group) const {
@@ -207,6 +210,7 @@ template <class Pass> struct ThreeFactors {
     if (group >= tiles) release(buffer);
 #pragma unroll 1
     for (int tile = group; tile < tiles; tile += TILERS) {
+      if constexpr (Pass::BIAS && kSize == 2) copy_bias(sample, tile, group);
       float y[kNO / 2];
 #pragma unroll
       for (int first = 0; first < kSteps; first += 4) {
@@ -223,7 +227,7 @@ template <class Pass> struct ThreeFactors {
         touch(y);
       }
       if (tile + TILERS >= tiles) release(buffer);
-      finish(y, sample, tile);
+      finish(y, sample, tile, group);
       store(y, sample, tile, group);
     }
   }
@@ -246,17 +250,48 @@ template <class Pass> struct ThreeFactors {
     if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer), lane.index));
   }
 
-  DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile) const {
-    const Element* bias = nullptr;
-    if constexpr (Pass::BIAS)
-      bias = static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) +
-             rank * (kRows * Q1) + tile * 64;
+  // 16 bits of a bias wait where results are put: as they lie in memory first.
+  DEVICE u32 results_of(int group) const { return LAST ? results + group * kResultBytes : staged + group * kStagedBytes; }
+  DEVICE const Element* bias_of(i64 sample, int tile) const {
+    return static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) + rank * (kRows * Q1) +
+           tile * 64;
+  }
+  DEVICE void copy_bias(i64 sample, int tile, int group) const {
+    const Element* bias = bias_of(sample, tile);
+    sync_group<4, 16>(1 + warpgroup);  // the last results have left
 #pragma unroll
-    for (int j = 0; j < kNO / 2; ++j) {
-      const int q = j / 4 * 8 + lane.t * 2 + j % 2, at = column(j / 2 % 2);
-      if (Pass::BIAS && q < QO && tile * 64 + at < columns()) y[j] += widen(bias[q * (Q0 * Q1) + at]);
-      y[j] = activation.of(y[j]);
+    for (int k = 0; k < kNO; k += 16) {
+      const int q = k + thread / 8, piece = thread % 8;
+      const bool present = (QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns();
+      copy_async<16>(results_of(group) + swizzled(q, piece), present ? bias + q * (Q0 * Q1) + piece * 8 : bias, present);
     }
+    commit_copies();
+  }
+  DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile, int group) const {
+    if constexpr (Pass::BIAS && kSize == 2) {
+      wait_for_copies<0>();
+      sync_group<4, 16>(1 + warpgroup);
+#pragma unroll
+      for (int n = 0; n < kNO; n += 16) {
+        u32 word[4];
+        load_matrices<true>(word, place_of_columns(results_of(group), n));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[n / 2 + i] += widen(Element{u16(word[i / 2] >> i % 2 * 16)});
+      }
+    } else if constexpr (Pass::BIAS) {
+      const float* bias = bias_of(sample, tile) + lane.t * (2 * Q0 * Q1) + column(0);
+      const bool present = tile * 64 + column(0) < columns();
+#pragma unroll
+      for (int j = 0; j < kNO / 4; ++j) {
+        const int q = j / 2 * 8 + j % 2;
+        u32 two[2];
+        load_global<8>(bias + q * (Q0 * Q1), two, present && (QO % 16 == 0 || q + lane.t * 2 < QO));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) y[j / 2 * 4 + j % 2 + 2 * h] += __uint_as_float(two[h]);
+      }
+    }
+#pragma unroll
+    for (float& sum : y) sum = activation.of(sum);
   }
   DEVICE void store(const float (&y)[kNO / 2], i64 sample, int tile, int group) const {
     Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
@@ -270,7 +305,7 @@ template <class Pass> struct ThreeFactors {
         if (present && (QO % 16 == 0 || q + lane.t * 2 < QO)) store_global<8>(to + q * (Q0 * Q1), two);
       }
     } else {
-      const u32 own = LAST ? results + group * kResultBytes : staged + group * kStagedBytes;
+      const u32 own = results_of(group);
       sync_group<4, 16>(1 + warpgroup);
 #pragma unroll
       for (int n = 0; n < kNO; n += 16) put_columns(y, own, n, n);
