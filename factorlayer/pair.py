@@ -132,13 +132,13 @@ class Pair:
             f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    def lines(self, registers: tuple[int, int], ahead: int) -> list[str]:
+        """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
-        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.registers[0], "REGISTERS": self.registers[1]}
-        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held}
+        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
+        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
@@ -148,14 +148,20 @@ class Pair:
         last = len(work.sizes) - 1
         for at, mode in work.steps:
             letter = {last: "b", last - 1: "a"}.get(at, "")
-            lines += _weight(mode, f"_{letter}" if letter else "", letter.upper())
+            lines += weight_lines(mode, f"_{letter}" if letter else "", letter.upper())
+        return lines
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
         instructions = "".join(
-            wgmma("bfloat16" if self.pieces > 1 else work.dtype, n) for n in sorted({self.chunk, self.n})
+            wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
         )
-        return kernel(hopper_headers(instructions, "pair.cuh"), name, "TwoFactors", lines, self.threads, asks=work.asks)
+        lines = self.lines(self.registers, 2 if self.slots > 3 else 1)
+        code = hopper_headers(instructions, "pair.cuh")
+        return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks)
 
 
-def _weight(mode: Mode, name: str, letter: str) -> list[str]:
+def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
     """Its elements; for the two large ones, which parameter it is as it stands, or how a product is scaled in fp16."""
     weights = [
         f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"

@@ -37,6 +37,7 @@ from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
+from factorlayer.triple import Triple
 from factorlayer.turn import Turn
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.weight_halves import WeightHalves
@@ -77,6 +78,7 @@ Pass = (
     | Streamed
     | Strip
     | StripBackward
+    | Triple
     | Turn
     | UnitBackward
     | UntiedBackward
@@ -190,9 +192,9 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(
-        p, Columns | Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide
-    ):
+    if isinstance(p, Columns | Dense | DoublePair | Few | Mapped | Monarch | Pair | Slopes | Small | Streamed | Strip):
+        return p.output_bytes
+    if isinstance(p, Triple | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

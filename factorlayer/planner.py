@@ -38,6 +38,7 @@ from factorlayer import (
     streamed,
     strip,
     strip_backward,
+    triple,
     unit_backward,
     untied_backward,
     wide,
@@ -372,7 +373,7 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large or padded modes are too short, but they
     start faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair))
+    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair, triple))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
     by_columns = columns.tile(work, batch, gpu)
     if by_columns:

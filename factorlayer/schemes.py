@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import columns, dense, dense_streamed, monarch, pair, small, tiling
+from factorlayer import columns, dense, dense_streamed, monarch, pair, small, tiling, triple
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.gpu import Gpu
@@ -23,6 +23,7 @@ from factorlayer.weight_halves import with_halves
 from factorlayer.wide import Wide
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
+CLUSTER = "shared memory of a cluster"
 RESIDENT, STREAMED = "resident", "streamed"
 
 
@@ -77,6 +78,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         paired = pair.tile(work, batch, gpu)
         if paired:
             yield of(REGISTERS, RESIDENT, _samples(paired), paired)
+        clustered = triple.tile(work, batch, gpu)
+        if clustered:
+            yield of(CLUSTER, RESIDENT, _samples(clustered), clustered)
         for few in (family.tile(work, batch, gpu) for family in (small, columns)):
             if few:
                 yield of(SHARED, RESIDENT, _samples(few), few)

@@ -133,8 +133,8 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
         assert 0 <= p.blocks_per_processor <= 32
         assert 1 <= p.grid_y <= LARGEST_GRID_Y
         assert p.architecture == gpu.architecture
-        entry = re.search(r"__global__ void (__cluster_dims__\(1, 2, 1\) )?__launch_bounds__\((\d+)", p.source)
-        assert entry and int(entry[2]) == p.threads and (not entry[1] or p.grid_y % 2 == 0)
+        entry = re.search(r"__global__ void (?:__cluster_dims__\(1, (\d), 1\) )?__launch_bounds__\((\d+)", p.source)
+        assert entry and int(entry[2]) == p.threads and p.grid_y % int(entry[1] or 1) == 0
         assert f"{p.kernel}(" in p.source and p.kernel.startswith("factorlayer_")
         samples = text.chunk or 10**6
         if not p.blocks_per_processor:

@@ -295,6 +295,17 @@ def test_blocks_that_wait_for_the_kernel_before_may_start_early(
     assert [call["how"] for call in launches(launch(native, plan, batch, DRIVER_VERSION=driver))] == how
 
 
+@pytest.mark.parametrize(
+    ("room", "clusters"),
+    [("15", 15), ("17", 16), ("0", 16)],  # of 132 multiprocessors; 0: the driver does not know
+)
+def test_clusters_that_take_turns_are_as_many_as_have_room(native: Path, room: str, clusters: int) -> None:
+    source = kernel().replace("__global__ void", "__global__ void __cluster_dims__(1, 8, 1)")
+    plan = "factorlayer plan 1\nchunk 0\nscratch 0 0 0\n" + pass_text("x y 128 0 1 1 1 8 sm_90 k", source)
+    (call,) = launches(launch(native, plan, 250, CLUSTERS=room))
+    assert call["grid"] == f"{clusters} 8 1"
+
+
 def test_batches_beyond_2_to_the_31(native: Path) -> None:
     chunked = launch(native, plan_text(head=f"chunk {2**40}\nscratch 0 0 0\n").replace("1 1 0 1", "7 8 4 1"), 2**40 + 5)
     calls = list(launches(chunked))

@@ -363,13 +363,23 @@ template <int PENDING> DEVICE void wait_for_products() {
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
-// Two blocks of a cluster: addresses in the other one's shared memory, and barriers that order both.
+// Addresses in the shared memory of a cluster's blocks. Of two, those of the other one, and barriers that order both.
+DEVICE u32 in_block(u32 address, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
 DEVICE u32 in_other_block(u32 address) {
   u32 there;
   asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"
                "mapa.shared::cluster.u32 %0, %1, rank; }"
                : "=r"(there) : "r"(address));
   return there;
+}
+// 16 bytes on their way to one, which a barrier there counts
+DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier) : "memory");
 }
 DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
@@ -400,11 +410,6 @@ DEVICE void sync_cluster() {
 // have begun, and two neighbours stored there.
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void wait_at_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-DEVICE u32 in_block(u32 address, int rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
 DEVICE void store_in_block(u32 to, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }

@@ -14,7 +14,7 @@
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
 //       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight(params, q, p), weight_a and weight_b; FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are
 //       products, and what those are scaled by, scale_a and scale_b
 #pragma once
@@ -42,7 +42,7 @@ template <class Pass> struct TwoFactors {
   // A group that waits for a slot has to have seen what was there before.
   static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
   static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
-  static constexpr int kAhead = kStages ? Pass::STAGES - 1 : SLOTS > 3 ? 2 : 1;  // chunks under way when one is handed over
+  static constexpr int kAhead = kStages ? Pass::STAGES - 1 : Pass::AHEAD;  // chunks under way when one is handed over
   static constexpr int kRowPieces = P1 / kEach, kPieces = CHUNK * kRowPieces, kTurns = ceil_div(kPieces, 128);
   static constexpr int kCopies = kSize / kUnit, kStageBytes = kTurns * 128 * P * kCopies * 16;  // for a piece
   static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie: rows of whole 16 bytes
@@ -65,7 +65,8 @@ template <class Pass> struct TwoFactors {
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
 
-  DEVICE void run() const {
+  // Of a block with `threads`: its barriers, and what no copy writes
+  DEVICE void begin(int threads) const {
     if (threadIdx.x < SLOTS) {
       init_barrier(full(threadIdx.x), 128);
       init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
@@ -75,12 +76,15 @@ template <class Pass> struct TwoFactors {
       if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight(params, q, p));
     }
     if constexpr (P1 % kStep)  // padding of the slots, which copies leave alone
-      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += kThreads * 4) store_shared(slots + at, 0u);
+      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(slots + at, 0u);
+  }
+  DEVICE void run() const {
+    begin(kThreads);
     fence_copy_engine();
     __syncthreads();
     if (warpgroup == kConsumers) {
       if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
-      produce();
+      produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
       if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
       load_weights();
@@ -151,12 +155,11 @@ template <class Pass> struct TwoFactors {
   }
 
   // Copies this block's chunks as there is room, and hands each over once it has arrived.
-  DEVICE void produce() const {
+  template <class Next> DEVICE void produce(i64 unit, const Next& next) const {
     constexpr i64 kElements = P * P0 * P1;
-    const Element* x = static_cast<const Element*>(params.x) + blockIdx.x * kElements;
+    const Element* x = static_cast<const Element*>(params.x) + unit * kElements;
     int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0, begun = 0, under_way = 0;
     u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
-    i64 unit = blockIdx.x;
 #pragma unroll 1
     while (true) {
       const bool more = unit < units;
@@ -173,7 +176,10 @@ template <class Pass> struct TwoFactors {
                              present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
         });
         if (kStages && ++stage == Pass::STAGES) stage = 0;
-        if (++chunk == kChunks) chunk = 0, unit += gridDim.x, x += gridDim.x * kElements;
+        if (++chunk == kChunks) {
+          const i64 before = unit;
+          chunk = 0, unit = next(unit), x += (unit - before) * kElements;
+        }
         ++under_way;
       }
       commit_copies();

@@ -12,7 +12,7 @@ constexpr int MULTIPROCESSOR_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR
 constexpr int MAX_DYNAMIC_SHARED_BYTES = 8;  // an attribute of a function
 constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
-constexpr int PROGRAMMATIC_SERIALIZATION = 6;  // an attribute of a launch
+constexpr int CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;  // attributes of a launch
 constexpr int LEAST_DRIVER = 12030;            // that captures such launches
 
 // CUlaunchAttribute and CUlaunchConfig of cuda.h
@@ -21,6 +21,7 @@ struct LaunchAttribute {
   char pad[4];
   union {
     int allowed;
+    unsigned cluster[3];
     char bytes[64];
   };
 };
@@ -49,6 +50,7 @@ struct Driver {
                        void** extra);
   int (*load_function)(Function function);  // from CUDA 12.4 on, else null
   int (*launch_with)(const LaunchConfig* config, Function function, void** params, void** extra);  // null if too old
+  int (*count_clusters)(int* clusters, Function function, const LaunchConfig* config);  // null if too old
 };
 
 Driver open_driver() {
@@ -85,6 +87,7 @@ Driver open_driver() {
   int version = 0;
   need(get_version, "cuDriverGetVersion");
   if (!get_version(&version) && version >= LEAST_DRIVER) find(driver.launch_with, "cuLaunchKernelEx");
+  find(driver.count_clusters, "cuOccupancyMaxActiveClusters");
   return driver;
 }
 
@@ -164,6 +167,16 @@ Function load_function(const std::string& cubin, const std::string& name, int sh
     driver().unload_module(module);
     throw;
   }
+}
+
+int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsigned shared_bytes) {
+  LaunchAttribute attribute{CLUSTER_DIMENSION, {}, {}};
+  attribute.cluster[0] = attribute.cluster[2] = 1;
+  attribute.cluster[1] = blocks;
+  const LaunchConfig config{1, blocks, 1, threads, 1, 1, shared_bytes, nullptr, &attribute, 1};
+  int clusters = 0;
+  if (driver().count_clusters) check(driver().count_clusters(&clusters, function, &config), "count clusters");
+  return clusters;
 }
 
 void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,

@@ -44,6 +44,10 @@ class ContextScope {
 // unloaded: a captured graph may hold it.
 Function load_function(const std::string& cubin, const std::string& name, int shared_bytes);
 
+// Clusters of so many blocks, along y of the grid, that have room on the device, whose parts may not divide by them; 0 if the
+// driver does not know.
+int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsigned shared_bytes);
+
 // `early` blocks start while the kernel before in the stream ends, and have to wait for it themselves; on sm_90 and later.
 void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
             Stream stream, void* params);

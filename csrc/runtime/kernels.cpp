@@ -45,6 +45,12 @@ Function function_of(const Pass& pass, const std::string& cubin, const Device& d
   return function;
 }
 
+int64_t places_of(const Pass& pass, Function function, const Device& device) {
+  if (pass.cluster == 1) return device.processors;
+  const int clusters = clusters_at_once(function, unsigned(pass.cluster), unsigned(pass.threads), unsigned(pass.shared_bytes));
+  return clusters ? std::min<int64_t>(clusters * pass.cluster, device.processors) : device.processors;
+}
+
 [[noreturn]] void fail(Slot& slot, const Failure& failure) {
   slot.failure.store(new Failure(failure), std::memory_order_release);
   throw failure;
@@ -79,6 +85,7 @@ const Program* build(Slot& slot, const PlanKey& key, const std::string& text, st
         throw std::runtime_error(std::string(error.what()) + "; call layer.warmup(batch) before the capture");
       throw;
     }
+    program.places.push_back(places_of(pass, program.functions.back(), device));
     pass.source.clear();
   }
   return new Program(std::move(program));
@@ -156,12 +163,12 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
       if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;
       blocks = blocks / pass.units_per_block + (blocks % pass.units_per_block != 0);
       if (pass.blocks_per_processor)  // all that the grid has, in both directions
-        blocks = std::min(blocks, std::max<int64_t>(1, pass.blocks_per_processor * device.processors / pass.grid_y));
+        blocks = std::min(blocks, std::max<int64_t>(1, pass.blocks_per_processor * program.places[i] / pass.grid_y));
       if (blocks > INT32_MAX)
         throw std::runtime_error("factorlayer: a batch of " + std::to_string(batch) + " makes " +
                                  std::to_string(blocks) + " blocks, a launch can have 2147483647; split the batch");
       // Where all blocks start at once. Those of a longer grid come and go, and would all wait for what has long ended.
-      const bool at_once = pass.blocks_per_processor || blocks * pass.grid_y <= device.processors;
+      const bool at_once = pass.blocks_per_processor || blocks * pass.grid_y <= program.places[i];
       launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
              unsigned(pass.shared_bytes), pass.waits && at_once, stream, &given);
     }

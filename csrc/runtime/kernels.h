@@ -47,6 +47,7 @@ struct Failure : std::runtime_error {
 struct Program {
   Plan plan;
   std::vector<Function> functions;  // one for each pass
+  std::vector<int64_t> places;      // for blocks on the device at once, one for each multiprocessor
 };
 
 // Null if nobody has asked for it. Throws the Failure remembered for the key.

@@ -1,6 +1,7 @@
 // Parsing of a plan's text.
 #include "plan.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <sstream>
 #include <stdexcept>
@@ -65,6 +66,7 @@ class Reader {
   int64_t line_ = 0;
 };
 
+const std::string CLUSTER = "__cluster_dims__(1, ";  // of a kernel
 constexpr int64_t MANY = int64_t(1) << 48;  // no offset into memory overflows
 
 Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& outside) {
@@ -90,6 +92,8 @@ Pass parse_pass(Reader& reader) {
   pass.architecture = words[9];
   pass.kernel = words[10];
   pass.source = reader.source(size_t(reader.number(words[11], "the source's length", 1, 1 << 30)));
+  const size_t cluster = pass.source.find(CLUSTER);
+  pass.cluster = cluster == std::string::npos ? 1 : std::max(1, std::atoi(pass.source.c_str() + cluster + CLUSTER.size()));
   pass.waits = pass.architecture.compare(0, 3, "sm_") == 0 && std::atoi(pass.architecture.c_str() + 3) >= 90 &&
                pass.source.find("wait_for_kernel_before();") != std::string::npos;
   return pass;

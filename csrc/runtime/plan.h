@@ -23,6 +23,7 @@ struct Pass {
   Buffer in, out;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;
+  int64_t cluster;  // blocks of one, along y
   bool waits;  // for the kernel before it in the stream, by itself, so that its blocks may start before that has ended
 };
 

@@ -163,6 +163,19 @@ void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   from |= u32(block_of(from) + 1) << 24;  // whoever is current when it lands
   bring_run(to, memory_at(from), bytes, barrier, from);
 }
+void send_words(uint32_t to, const uint32_t* words, uint32_t barrier) {
+  hesitate();
+  if (offset_of(to) % 16) error("16 bytes sent to %u, not aligned", offset_of(to));
+  if (!is_inside("what is sent", to, 16)) return;
+  Barrier& at = *find_barrier(barrier);
+  check_write("what is sent", to, 16);
+  Landing landing = {rounds + random_below(slowest_landing), current, {}, &at, self().clock, 16, 0, {words, words + 4}};
+  landing.copies.push_back({to, 16, landing.words.data(), 16});
+  begin_copy(landing.copies[0]);
+  ++step();
+  landings.push_back(std::move(landing));
+  progress();
+}
 void store_run(void* to, uint32_t from, uint32_t bytes) {
   hesitate();
   check_global("a run", to, bytes, true);
@@ -189,7 +202,7 @@ void fence() {
 uint32_t in_other_block(uint32_t address) { return (u32(current / block_threads ^ 1) + 1) << 24 | address; }
 uint32_t in_block(uint32_t address, int rank) {
   if (rank < 0 || rank >= cluster) error("block %d of a cluster of %d", rank, cluster);
-  return u32(rank + 1) << 24 | address;
+  return u32(rank + 1) << 24 | (address & 0xffffff);
 }
 void arrive_at_cluster() {
   if (self().arrived >= 0) error("a second arrival at the cluster's barrier, without a wait");

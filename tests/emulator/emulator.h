@@ -25,12 +25,13 @@ void wait(uint32_t barrier, uint32_t phase);
 
 void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
+void send_words(uint32_t to, const uint32_t* words, uint32_t barrier);  // 16 bytes
 void store_run(void* to, uint32_t from, uint32_t bytes);
 void wait_for_stores();
 void fence();
 
-uint32_t in_other_block(uint32_t address);
 uint32_t in_block(uint32_t address, int rank);
+uint32_t in_other_block(uint32_t address);
 void arrive_at_cluster();
 void wait_at_cluster();
 void sync_cluster();

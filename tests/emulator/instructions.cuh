@@ -286,7 +286,9 @@ template <int PENDING> inline void wait_for_products() { emulator::wait_for_prod
 template <int COUNT> inline void take_registers() {}
 template <int COUNT> inline void give_registers() {}
 
+inline u32 in_block(u32 address, int rank) { return emulator::in_block(address, rank); }
 inline u32 in_other_block(u32 address) { return emulator::in_other_block(address); }
+inline void send_words(u32 to, const u32 (&x)[4], u32 barrier) { emulator::send_words(to, x, barrier); }
 inline void store_in_other_block(u32 to, const u32 (&x)[4]) { store_u32x4(to, x); }
 inline void arrive_in_other_block(u32 barrier) { emulator::arrive(barrier); }
 inline void free_in_other_block(u32 barrier) { emulator::arrive(barrier); }
@@ -295,6 +297,5 @@ inline void wait_for_cluster(u32 barrier, u32 phase) { emulator::wait(barrier, p
 inline void sync_cluster() { emulator::sync_cluster(); }
 inline void arrive_at_cluster() { emulator::arrive_at_cluster(); }
 inline void wait_at_cluster() { emulator::wait_at_cluster(); }
-inline u32 in_block(u32 address, int rank) { return emulator::in_block(address, rank); }
 inline void store_in_block(u32 to, float x, float y) { store_f32x2(to, x, y); }
 inline void store_in_block(u32 to, double x, double y) { store_f64x2(to, x, y); }

@@ -257,6 +257,7 @@ struct Landing {
   Clock clock;
   long bytes;
   u32 from = 0;  // if it comes from shared memory
+  vector<u32> words = {};  // if it comes from registers
 };
 inline std::deque<Landing> landings;
 inline u32 slowest_landing = 8;

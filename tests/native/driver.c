@@ -94,6 +94,7 @@ struct attribute {  // CUlaunchAttribute
   union {
     char bytes[64];
     int allowed;
+    unsigned cluster[3];
   } value;
 };
 struct config {  // CUlaunchConfig
@@ -106,4 +107,10 @@ int cuLaunchKernelEx(const struct config* c, void* function, void** params, void
   const struct attribute* a = c->attributes;
   const int early = c->attribute_count == 1 && a->id == 6 && a->value.allowed;
   return launch(early ? "early" : "unknown", function, c->sizes, c->shared, c->stream, params);
+}
+int cuOccupancyMaxActiveClusters(int* clusters, void* function, const struct config* c) {
+  const struct attribute* a = c->attributes;
+  const int known = c->attribute_count == 1 && a->id == 4 && a->value.cluster[0] == 1 && a->value.cluster[2] == 1;
+  *clusters = known && c->sizes[0][1] == a->value.cluster[1] ? number("CLUSTERS", 15) : -1;
+  return number("CLUSTERS", 15) < 0;
 }

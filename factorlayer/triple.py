@@ -1,0 +1,207 @@
+"""Passes of three large modes whose state a cluster of blocks holds: what csrc/engine/triple.cuh is told."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device import hopper_headers, kernel, wgmma
+from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.pair import LEAST, Pair, weight_lines
+from factorlayer.resident import Mode, Work, round_up
+
+DTYPES = ("tf32", "bfloat16", "float16")
+LARGEST = 128
+COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
+SLOT_BYTES = 8192
+START_US = 11.0
+STATE_US, KILOBYTE_US = (
+    0.7,
+    0.063,
+)  # that a warpgroup takes to contract two modes of a state, and for what it reads and writes
+TILE_US = 1.5  # to contract the first mode of 64 columns
+
+
+@dataclass(frozen=True)
+class Triple:
+    """A pass of three tied contractions, tiled. `us` is the time predicted."""
+
+    work: Work
+    chunk: int  # of the second mode's p, in a slot
+    slots: int
+    groups: int  # that make states of two modes contracted
+    last: int  # warpgroups that contract the first one; 0: those of the groups
+    cluster: int
+    buffers: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @functools.cached_property
+    def pair(self) -> Pair:
+        """Of the last two modes"""
+        work = self.work
+        steps = tuple((at - 1, mode) for at, mode in work.steps if at > 0)
+        two = replace(work, outer=work.outer * work.sizes[0], sizes=work.sizes[1:], steps=steps)
+        return Pair(two, self.chunk, self.slots, self.groups, self.gpu)
+
+    @property
+    def mode(self) -> Mode:
+        """The first one"""
+        return next(mode for at, mode in self.work.steps if at == 0)
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.work.dtype]
+
+    @property
+    def n(self) -> int:
+        return round_up(self.mode.q, 16)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups * self.pair.parts + self.last + 1)
+
+    @property
+    def last_registers(self) -> int:
+        """Of a thread that contracts the first mode: sums, operands, places"""
+        _, _, q0, q1 = self.pair.sizes
+        whole = self.mode.q == self.n and q0 % self.cluster == 0 and self.rows * q1 % 64 == 0
+        return round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
+
+    @property
+    def registers(self) -> int:
+        """Of one that makes states: what is left"""
+        makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
+        left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS[self.size] - self.last_registers * self.last
+        return min(240, left // makers // 8 * 8)
+
+    @property
+    def sent(self) -> int:
+        """Rows that a warpgroup sends together"""
+        return 64 if self.size == 2 else 32 if self.last else 16
+
+    @property
+    def rows(self) -> int:
+        """Of a block, of a state"""
+        return -(-self.pair.sizes[2] // self.cluster)
+
+    @property
+    def state_bytes(self) -> int:
+        """A block's part of all states of a sample"""
+        columns = round_up(self.rows * self.pair.sizes[3], 64)
+        return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
+
+    @functools.cached_property
+    def shared(self) -> int:
+        weight = -(-self.mode.p * self.size // 128) * self.n * 128
+        staged = self.groups * self.pair.parts * self.sent * 64 * self.size
+        results = self.last * self.n * 128 if self.size == 2 else 0
+        pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
+        return pair + weight + staged + results + self.buffers * self.state_bytes
+
+    @property
+    def split(self) -> int:
+        """Blocks along y of the grid"""
+        return self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def units_per_block(self) -> int:
+        return 1
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        _, _, q0, q1 = self.pair.sizes
+        return self.work.outer * self.mode.q * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.pair.sizes
+        return (
+            f"triple: {p1}→{q1}, {p0}→{q0}, {self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks, "
+            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, "
+            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
+        numbers |= {
+            "BUFFERS": self.buffers,
+            "LAST": self.last,
+            "SENT": self.sent,
+            "LAST_REGISTERS": self.last_registers,
+        }
+        registers = COPY_REGISTERS[self.size], self.registers
+        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
+        return kernel(
+            hopper_headers(products, "pair.cuh", "triple.cuh"),
+            name,
+            "ThreeFactors",
+            lines,
+            self.threads,
+            cluster=cluster,
+        )
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
+    """The tiling of three large modes; None where this family has no kernel."""
+    if gpu.arch != 90 or work.dtype not in DTYPES or work.rank > 1 or work.inner > 1:
+        return None
+    if not len(work.steps) == len(work.sizes) == 3:
+        return None
+    if work.dtype == "float16" and any(len(mode.parts) > 1 for _, mode in work.steps):
+        return None  # products would have to be scaled
+    sizes = *work.states[0], *work.states[-1]
+    size = ELEMENT_BYTES[work.dtype]
+    if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
+        return None
+    found = next((plan for plan in _tilings(work, gpu) if _fits(plan)), None)
+    return replace(found, us=_time(found, batch)) if found else None
+
+
+def _fits(plan: Triple) -> bool:
+    each = 65536 // plan.threads // 8 * 8
+    widest = max(plan.n, plan.pair.n, plan.chunk)
+    enough = plan.pair.registers_needed <= plan.registers and widest // 2 + 32 <= each
+    return (
+        enough and plan.shared <= plan.gpu.shared and plan.slots >= plan.groups * -(-plan.pair.sizes[0] // plan.chunk)
+    )
+
+
+def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
+    """The best first. In tf32, where one buffer leaves tasks little to overlap, all warpgroups take both."""
+    (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
+    size, parts = ELEMENT_BYTES[work.dtype], -(-q1 // 64)
+    row = -(-p1 * size // 128) * 128
+    for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
+        if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
+            continue
+        in_turn = size == 4 and buffers == 1
+        chunks = -(-p0 * row // (2 * SLOT_BYTES if in_turn else SLOT_BYTES))
+        chunk = round_up(-(-p0 // chunks), 8 if size == 4 else 16)
+        ways = (
+            ((3, 0),) if in_turn and parts == 1 else ((3, 2), (2, 2)) if parts == 1 and size == 2 else ((3 - parts, 2),)
+        )
+        for (groups, last), slots in itertools.product(ways, (8, 6, 5, 4, 3)):
+            yield Triple(work, chunk, slots, groups, last, cluster, buffers, gpu)
+
+
+def _time(plan: Triple, batch: int) -> float:
+    """Predicted microseconds, with numbers fitted to an H200, a sixteenth of which has no room for clusters."""
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.pair.sizes
+    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
+    states, tiles = -(-plan.mode.p // plan.cluster), -(-plan.rows * q1 // 64)
+    busy = states / plan.groups * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
+    busy += tiles * TILE_US / plan.groups if plan.buffers == 1 and plan.last == 0 else 0
+    moved = (plan.mode.p * p0 * p1 + plan.mode.q * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + rounds * max(busy, moved)

@@ -1,0 +1,184 @@
+"""Three large factors in one pass of clusters: where the planner takes it, what the compilers make of it, and, by
+tests/emulator, right results without a race. There two blocks are a cluster, with few warpgroups."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from emulator.driver import Array, Emulator, decode, encode, why_not
+from oracle import kronecker
+
+from factorlayer import triple
+from factorlayer.chain import Chain
+from factorlayer.gpu import Gpu
+from factorlayer.plan import Plan
+from factorlayer.planner import BATCHES, cuts, plan
+from factorlayer.resident import Work
+from factorlayer.runtime import compile_kernel
+from factorlayer.spec import LayerSpec
+from factorlayer.triple import DTYPES, Triple
+
+OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
+MOST_SPILLED = 32  # bytes, of values that are kept for a while
+HOPPER = Gpu.of(90)
+EPS = {"tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+Sizes = tuple[int, int, int]
+SMALL, MEDIUM, LARGE = BATCHES
+
+
+def chain_of(p: Sizes, q: Sizes, activation: str = "identity") -> Chain:
+    return Chain.of(kronecker(p, q), True, activation)
+
+
+def work_of(chain: Chain, dtype: str) -> Work:
+    (work,) = next(iter(cuts(chain, dtype)))
+    return work
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [MEDIUM, LARGE])
+def test_many_samples_of_a_cube_take_one_pass(dtype: str, batch: int) -> None:
+    (found,) = plan(chain_of((64,) * 3, (64,) * 3), dtype, batch, HOPPER).passes
+    assert isinstance(found, Triple)
+    assert found.shared <= HOPPER.shared
+    assert found.cluster == found.split == 8
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "dtype", "arch"),
+    [
+        ((64,) * 3, (64,) * 3, "bfloat16", 80),
+        ((64,) * 3, (64,) * 3, "float64", 90),
+        ((64, 64), (64, 64), "bfloat16", 90),
+        ((64, 64, 8), (64, 64, 8), "bfloat16", 90),
+        ((8, 64, 64), (8, 64, 64), "bfloat16", 90),
+        ((64, 64, 63), (64, 64, 64), "bfloat16", 90),
+        ((64, 64, 64), (64, 64, 63), "tf32", 90),
+    ],
+)
+def test_other_factors_and_gpus_do_not(p: tuple[int, ...], q: tuple[int, ...], dtype: str, arch: int) -> None:
+    chain = Chain.of(LayerSpec("kronecker", p, q, 1), False, "identity")
+    assert not any(isinstance(each, Triple) for each in plan(chain, dtype, LARGE, Gpu.of(arch)).passes)
+
+
+def tiled(p: Sizes, q: Sizes, dtype: str, activation: str = "identity", **tiling: int) -> Plan:
+    """By hand, as no plan is: clusters of two blocks, with few warpgroups each."""
+    chain = chain_of(p, q, activation)
+    found = triple.tile(work_of(chain, dtype), MEDIUM, HOPPER)
+    assert found is not None
+    return Plan(chain, dtype, MEDIUM, HOPPER, (replace(found, **tiling),))
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "dtype"),
+    [
+        *(((64, 64, 64), (64, 64, 64), dtype) for dtype in DTYPES),
+        *(((48, 64, 32), (48, 64, 32), dtype) for dtype in DTYPES),
+        ((84, 64, 64), (84, 64, 64), "bfloat16"),
+        ((40, 32, 48), (72, 56, 64), "float16"),
+        ((40, 32, 48), (72, 56, 64), "tf32"),
+        ((32, 64, 96), (24, 48, 80), "bfloat16"),
+        ((32, 64, 96), (24, 48, 80), "tf32"),
+    ],
+    ids=str,
+)
+def test_compiles_without_a_spill(p: Sizes, q: Sizes, dtype: str) -> None:
+    found = triple.tile(work_of(chain_of(p, q), dtype), LARGE, HOPPER)
+    assert found is not None and found.shared <= HOPPER.shared
+    _, log = compile_kernel(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    assert "C7512" not in log
+    spilled = [int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log)]
+    assert max(spilled) <= MOST_SPILLED, log
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    if reason := why_not():
+        pytest.skip(reason)
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+class Problem:
+    """Inputs of a plan, and what it should make of them."""
+
+    def __init__(self, planned: Plan, batch: int) -> None:
+        spec = kronecker(*(tuple(c[i] for c in self.sizes_of(planned)) for i in (0, 1)))
+        random = np.random.default_rng(1)
+        self.planned, dtype = planned, planned.dtype
+
+        def draw(*shape: int) -> Array:
+            return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
+
+        self.x, self.bias = draw(batch, spec.in_features), draw(spec.out_features)
+        self.weights = [decode(encode(draw(q, p) / p**0.5, dtype), dtype).reshape(q, p) for q, p in spec.weight_shapes]
+
+    @staticmethod
+    def sizes_of(planned: Plan) -> list[tuple[int, int]]:
+        return [(c.p, c.q) for c in sorted(planned.chain.contractions, key=lambda c: c.weight)]
+
+    def right(self) -> Array:
+        state = self.x.reshape(-1, *(p for p, _ in self.sizes_of(self.planned)))
+        y = np.einsum("nabc,pa,qb,rc->npqr", state, *self.weights, optimize=True).reshape(len(self.x), -1) + self.bias
+        return np.maximum(y, 0) if self.planned.chain.activation == "relu" else y
+
+    def run(
+        self, emulator: Emulator, x: Array, seed: int, changes: dict[str, str] | None = None
+    ) -> tuple[Array, list[str]]:
+        kernels = emulator.compile(self.planned, changes)
+        outputs, errors = emulator.run(self.planned, kernels, x, self.weights, self.bias, blocks=4, seed=seed)
+        return (outputs[0] if outputs else np.full(0, np.nan)).reshape(len(x) if outputs else 0, -1), errors
+
+
+# One buffer and two, several groups, chunks and parts, rows and k's that are padded, blocks with fewer rows and X's
+CASES = [
+    ((24, 32, 32), (24, 32, 32), "bfloat16", 7, {"groups": 1, "last": 1}),
+    ((25, 24, 48), (24, 41, 72), "float16", 5, {"groups": 1, "last": 1, "slots": 4}),
+    ((24, 24, 32), (32, 32, 32), "tf32", 5, {"groups": 2, "last": 1, "buffers": 1}),
+    ((27, 40, 36), (36, 45, 72), "tf32", 3, {"groups": 1, "last": 1, "slots": 4, "buffers": 1}),
+    ((32, 24, 24), (24, 24, 24), "tf32", 9, {"groups": 1, "last": 2, "buffers": 2}),
+    ((24, 32, 32), (24, 32, 32), "bfloat16", 9, {"groups": 3, "last": 0}),
+    ((25, 24, 32), (32, 25, 32), "tf32", 7, {"groups": 3, "last": 0, "buffers": 1}),
+]
+
+
+@pytest.mark.parametrize(("p", "q", "dtype", "batch", "tiling"), CASES)
+def test_is_right_in_any_order_and_keeps_samples_apart(
+    p: Sizes, q: Sizes, dtype: str, batch: int, tiling: dict[str, int], emulator: Emulator
+) -> None:
+    problem = Problem(tiled(p, q, dtype, "relu", cluster=2, **tiling), batch)
+    y, errors = problem.run(emulator, problem.x, 1)
+    assert not errors
+    right = problem.right()
+    assert np.linalg.norm(y - right) <= 6 * EPS[dtype] * np.linalg.norm(right)
+
+    broken = problem.x.copy()
+    sick = batch // 2
+    broken[sick] = np.nan
+    found, errors = problem.run(emulator, broken, 2)
+    assert not errors
+    assert np.isnan(found[sick]).all()
+    others = np.arange(batch) != sick
+    np.testing.assert_array_equal(found[others], y[others])
+
+
+SYNC = "sync_threads<kMakers>(1);\n      make_middles"
+RELEASE = "if (tile + TILERS >= tiles) release(buffer);"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_bytes(empty(buffer), turn / BUFFERS & 1 ^ 1);", "", "race"),
+        ("wait_for_bytes(full(buffer), turn / BUFFERS & 1);", "", "has not landed"),
+        (f"fence_copy_engine();\n      {SYNC}", SYNC, "no fence"),
+        ("sync_group<4, 16>(1 + warpgroup);  // the last rows have left", "", "race"),
+        (RELEASE, RELEASE.replace(") release", " && sample == blockIdx.x) release"), "nobody goes on"),
+    ],
+)
+def test_finds_what_is_missing(old: str, new: str, said: str, emulator: Emulator) -> None:
+    problem = Problem(tiled((24, 32, 32), (24, 32, 32), "bfloat16", cluster=2, groups=1, last=1, buffers=1), 7)
+    _, errors = problem.run(emulator, problem.x, 1, {old: new})
+    assert any(said in error for error in errors), errors
