@@ -45,17 +45,18 @@ def kernel(
     blocks: int = 1,
     cluster: str = "",
     waits: bool = True,
+    maps: bool = False,
 ) -> str:
     """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
-    which waits for the kernel before, or does so by itself."""
+    which waits for the kernel before, or does so by itself, and may have maps of tensors."""
     struct = "\n  ".join(lines)
     wait = "wait_for_kernel_before();\n  " if waits else ""
     return (
         code
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
         + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
-        + f"{name}(const __grid_constant__ Params params) {{\n"
-        + f"  {wait}{template}<Pass>(params).run();\n}}\n"
+        + f"{name}(const __grid_constant__ Params params{', const __grid_constant__ Maps maps' if maps else ''}) {{\n"
+        + f"  {wait}{template}<Pass>(params{', maps' if maps else ''}).run();\n}}\n"
     )
 
 

@@ -18,6 +18,7 @@ from factorlayer.few import Few, FewPass
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
+from factorlayer.mapped import LARGEST, Mapped
 from factorlayer.monarch import Monarch
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
@@ -48,6 +49,7 @@ Pass = (
     | FewPass
     | Gradient
     | LargeBackward
+    | Mapped
     | Monarch
     | Pair
     | PairBackward
@@ -111,12 +113,15 @@ class Plan:
     @property
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
+        outer = max((p.product.outer for p in self.passes if isinstance(p, Mapped)), default=0)
+        if outer and len(self.passes) == 1:
+            return LARGEST // outer
         if len(self.passes) == 1 or self.chain.gradient or self.chain.backward or self.chain.sums:
             return 0
         if isinstance(self.passes[0], WeightChunks):
             return 0
         kinds = {type(p) for p in self.passes}
-        bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
+        bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and not kinds & {Mapped, Wide} else CHUNK_BYTES
         return max(1, bytes_between // max(self.scratch))
 
     def _buffers(self, i: int) -> tuple[str, str]:
@@ -148,6 +153,7 @@ class Plan:
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
+            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped) else []
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -162,7 +168,9 @@ class Plan:
 
 def _output_bytes(p: Pass) -> int:
     """For one sample."""
-    if isinstance(p, Dense | DoublePair | Few | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide):
+    if isinstance(
+        p, Dense | DoublePair | Few | Mapped | Monarch | Pair | Slopes | Small | Streamed | Strip | Turn | Wide
+    ):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -22,6 +22,7 @@ from factorlayer import (
     gradient,
     large_backward,
     layer_backward,
+    mapped,
     monarch,
     pair,
     pair_backward,
@@ -44,6 +45,7 @@ from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
+from factorlayer.mapped import Mapped
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -325,12 +327,12 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:
         single = _single(work, batch, gpu)
-        if single and (isinstance(single, Wide) or not found):
+        if single and (isinstance(single, Mapped | Wide) or not found):
             found.append((single.us, single))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
+def _single(work: Work, batch: int, gpu: Gpu) -> Few | Mapped | Streamed | Wide | None:
     """A pass of one factor whose weight comes from memory again and again."""
     (_, mode), *further = work.steps
     if further or len(mode.parts) > 1 or work.rank > 1:
@@ -345,12 +347,14 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
 
 def _product_pass(
     product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True
-) -> Few | Streamed | Wide:
+) -> Few | Mapped | Streamed | Wide:
     """Times of streamed passes are predicted too short, but they are better with few samples, untied ones apart."""
     of_few = few.tile(product, batch, gpu, first, last)
     if of_few:
         return of_few
-    narrow, found = streamed.tile(product, batch, gpu), wide.tile(product, batch, gpu)
+    narrow = streamed.tile(product, batch, gpu)
+    tiled = (family.tile(product, batch, gpu) for family in (wide, mapped))
+    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     weight = 1.2 if batch > 64 else 0.9
     return found if found and found.us < weight * narrow.us else narrow
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from factorlayer import dense, dense_streamed, monarch, pair, small, tiling
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
+from factorlayer.mapped import Mapped
 from factorlayer.pair import Pair
 from factorlayer.plan import Pass, Plan
 from factorlayer.planner import BATCHES, cuts, one_by_one, parsed, plan
@@ -93,5 +94,5 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
 
 def _samples(p: Pass) -> Fraction:
     """Of a tile."""
-    units = p.units if isinstance(p, Resident) else p.rows if isinstance(p, Wide) else p.units_per_block
+    units = p.units if isinstance(p, Resident) else p.rows if isinstance(p, Mapped | Wide) else p.units_per_block
     return Fraction(units, p.units_per_sample)

@@ -103,7 +103,7 @@ CASES = [
     # Wide: rounded and split operands, three consumers, several slabs, groups held, two blocks of a cluster
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),
-    Case(kronecker((160,), (192,)), "tf32", 140, LARGE),
+    Case(kronecker((160,), (180,)), "tf32", 140, LARGE),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, MEDIUM),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, MEDIUM, processors=4),

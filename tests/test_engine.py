@@ -616,7 +616,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 found |= {kinds, f"{kinds} in {case.dtype}"}
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
-    assert {"DoublePair", "Monarch", "Strip", "StripBackward Reduction"} <= found
+    assert {"DoublePair", "Mapped Mapped", "Monarch", "Strip", "StripBackward Reduction"} <= found
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts"} <= found
     assert {f"{way}Backward Reduction" for way in ("Large", "Small", "SplitPair")} <= found

@@ -167,6 +167,13 @@ inline void expect_bytes(u32 barrier, u32 bytes) { emulator::arrive(barrier, byt
 inline void wait_for_bytes(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
 
 inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier) { emulator::load_run(to, from, bytes, barrier); }
+using TensorMap = emulator::TensorMap;
+inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
+  emulator::bring_box(to, map, at, barrier, 0);
+}
+inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier, u32 blocks) {
+  emulator::bring_box(to, map, at, barrier, blocks);
+}
 inline void store_run(void* to, u32 from, u32 bytes) { emulator::store_run(to, from, bytes); }
 inline void commit_stores() {}
 inline void wait_for_stores_to_read() { emulator::wait_for_stores(); }
@@ -279,6 +286,7 @@ template <int PENDING> inline void wait_for_products() { emulator::wait_for_prod
 template <int COUNT> inline void take_registers() {}
 template <int COUNT> inline void give_registers() {}
 
+inline u32 in_block(u32 address, int rank) { return emulator::in_block(address, rank); }
 inline u32 in_other_block(u32 address) { return emulator::in_other_block(address); }
 inline void store_in_other_block(u32 to, const u32 (&x)[4]) { store_u32x4(to, x); }
 inline void arrive_in_other_block(u32 barrier) { emulator::arrive(barrier); }

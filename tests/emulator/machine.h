@@ -256,6 +256,7 @@ struct Landing {
   Clock clock;
   long bytes;
   u32 from = 0;  // if it comes from shared memory
+  std::shared_ptr<vector<u8>> made = nullptr;  // what is copied, if it is not as it lies in memory
 };
 inline std::deque<Landing> landings;
 inline u32 slowest_landing = 8;
