@@ -63,6 +63,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
+ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 AT_ONCE = 1.2  # what both contractions of a Monarch layer in one pass have to win by
 FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 
@@ -116,7 +117,8 @@ def cut(
             runs[begin, end] = plan_of(text, dtype, len(BATCHES) - 1, gpu).us
         except PlanError:
             continue
-    alone = [0.0 if backward or not runs else plan_of(layer, dtype, len(BATCHES) - 1, gpu).us for layer in layers]
+    costs = not backward and len(runs) > 0
+    alone = [ALONE * plan_of(layer, dtype, len(BATCHES) - 1, gpu).us if costs else 0.0 for layer in layers]
     best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
         outside, us, found = best[begin + 1]
