@@ -56,10 +56,11 @@ def kernel(
     waits: bool = True,
     asks: Asks = (),
     starts: bool = False,
+    maps: bool = False,
 ) -> str:
     """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
-    which waits for the kernel before, or does so by itself. Before that it `asks` for what it will read first, and
-    behind it `starts` the next one, which may then ask as early; with `asks` it does."""
+    which waits for the kernel before, or does so by itself, and may have maps of tensors. Before that it `asks` for what
+    it will read first, and behind it `starts` the next one, which may then ask as early; with `asks` it does."""
     struct = "\n  ".join(lines)
     asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
     wait = "wait_for_kernel_before();\n  " + "start_next_kernel();\n  " * bool(asks or starts) if waits else ""
@@ -67,8 +68,8 @@ def kernel(
         code
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
         + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
-        + f"{name}(const __grid_constant__ Params params) {{\n"
-        + f"  {asked}{wait}{template}<Pass>(params).run();\n}}\n"
+        + f"{name}(const __grid_constant__ Params params{', const __grid_constant__ Maps maps' if maps else ''}) {{\n"
+        + f"  {asked}{wait}{template}<Pass>(params{', maps' if maps else ''}).run();\n}}\n"
     )
 
 

@@ -22,6 +22,7 @@ from factorlayer.few import Few, FewPass
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
+from factorlayer.mapped import LARGEST, Mapped
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair import Pair
@@ -61,6 +62,7 @@ Pass = (
     | FewPass
     | Gradient
     | LargeBackward
+    | Mapped
     | Monarch
     | MonarchBack
     | MonarchGradient
@@ -136,12 +138,16 @@ class Plan:
     @property
     def chunk(self) -> int:
         """Samples that go through all passes together; 0 is the whole batch."""
-        if len(self.passes) == 1 + self._before or self.chain.gradient or self.chain.backward or self.chain.sums:
+        outer = max((p.product.outer for p in self.passes if isinstance(p, Mapped)), default=0)
+        alone = len(self.passes) == 1 + self._before
+        if outer and alone:
+            return LARGEST // outer
+        if alone or self.chain.gradient or self.chain.backward or self.chain.sums:
             return 0
         if isinstance(self.passes[0], WeightChunks):
             return 0
         kinds = {type(p) for p in self.passes}
-        bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and Wide not in kinds else CHUNK_BYTES
+        bytes_between = STREAMED_CHUNK_BYTES if Streamed in kinds and not kinds & {Mapped, Wide} else CHUNK_BYTES
         return max(1, bytes_between // max(self.scratch[:2]))
 
     def _buffers(self, i: int) -> tuple[str, str]:
@@ -178,6 +184,7 @@ class Plan:
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
+            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped) else []
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ from factorlayer import (
     gradient,
     large_backward,
     layer_backward,
+    mapped,
     monarch,
     monarch_backward,
     pair,
@@ -52,6 +53,7 @@ from factorlayer.emit import LARGEST_NORMALISED
 from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import REDUCTION_US, Gradient, Reduction
+from factorlayer.mapped import Mapped
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -70,6 +72,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
+ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 AT_ONCE = 1.2  # what both contractions of a Monarch layer in one pass have to win by
 FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 
@@ -123,7 +126,8 @@ def cut(
             runs[begin, end] = plan_of(text, dtype, len(BATCHES) - 1, gpu).us
         except PlanError:
             continue
-    alone = [0.0 if backward or not runs else plan_of(layer, dtype, len(BATCHES) - 1, gpu).us for layer in layers]
+    costs = not backward and len(runs) > 0
+    alone = [ALONE * plan_of(layer, dtype, len(BATCHES) - 1, gpu).us if costs else 0.0 for layer in layers]
     best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
         outside, us, found = best[begin + 1]
@@ -383,12 +387,12 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
         found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
     else:
         single = _single(work, batch, gpu)
-        if single and (isinstance(single, Wide) or not found):
+        if single and (isinstance(single, Mapped | Wide) or not found):
             found.append((single.us, single))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
+def _single(work: Work, batch: int, gpu: Gpu) -> Few | Mapped | Streamed | Wide | None:
     """A pass of one factor whose weight comes from memory again and again."""
     (_, mode), *further = work.steps
     if further or len(mode.parts) > 1 or work.rank > 1:
@@ -403,12 +407,14 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Few | Streamed | Wide | None:
 
 def _product_pass(
     product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True
-) -> Few | Streamed | Wide:
+) -> Few | Mapped | Streamed | Wide:
     """Times of streamed passes are predicted too short, but they are better with few samples, untied ones apart."""
     of_few = few.tile(product, batch, gpu, first, last)
     if of_few:
         return of_few
-    narrow, found = streamed.tile(product, batch, gpu), wide.tile(product, batch, gpu)
+    narrow = streamed.tile(product, batch, gpu)
+    tiled = (family.tile(product, batch, gpu) for family in (wide, mapped))
+    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     weight = 1.2 if batch > 64 else 0.9
     return found if found and found.us < weight * narrow.us else narrow
 

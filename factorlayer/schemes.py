@@ -14,6 +14,7 @@ from factorlayer import columns, dense, dense_streamed, monarch, pair, small, ti
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.gpu import Gpu
+from factorlayer.mapped import Mapped
 from factorlayer.pair import Pair
 from factorlayer.plan import Pass, Plan
 from factorlayer.planner import BATCHES, cuts, one_by_one, parsed, plan
@@ -101,5 +102,5 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
 
 def _samples(p: Pass) -> Fraction:
     """Of a tile."""
-    units = p.units if isinstance(p, Resident) else p.rows if isinstance(p, Wide) else p.units_per_block
+    units = p.units if isinstance(p, Resident) else p.rows if isinstance(p, Mapped | Wide) else p.units_per_block
     return Fraction(units, p.units_per_sample)

@@ -662,7 +662,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 found |= {kinds, f"{kinds} in {case.dtype}"}
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
-    assert {"ClusterBackward", "DoublePair", "Monarch", "Strip", "StripBackward Reduction"} <= found
+    assert {"ClusterBackward", "DoublePair", "Mapped Mapped", "Monarch", "Strip", "StripBackward Reduction"} <= found
     assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts", "UnitBackward Reduction Parts"} <= found
     assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found

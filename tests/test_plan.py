@@ -29,6 +29,7 @@ from factorlayer.double_pair import DoublePair
 from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
+from factorlayer.mapped import Mapped
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair import Pair
@@ -82,6 +83,7 @@ class Pass:
     architecture: str
     kernel: str
     source: str
+    maps: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ def read_text(text: str) -> Text:
         source, rest = rest[: int(length)], rest[int(length) :]
         assert rest[:1] == b"\n", f"the source of {kernel} should have {length} bytes"
         rest = rest[1:]
-        passes.append(Pass(read, written, *map(int, numbers), architecture, kernel, source.decode()))
+        passes.append(Pass(read, written, *map(int, numbers), architecture, kernel, source.decode(), []))
+        while rest.startswith(b"map "):
+            passes[-1].maps.append(line("map", 16))
     return Text(chunk, (first, second, third), passes)
 
 
@@ -142,7 +146,8 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
     assert len({p.kernel for p in text.passes}) == len(text.passes)
     assert (text.scratch[2] > 0) == splits
     if len(text.passes) == 1 + splits:
-        assert text.chunk == 0 and text.scratch[:2] == (0, 0), "a single pass needs nothing but its output"
+        assert text.chunk == 0 or text.passes[0].maps
+        assert text.scratch[:2] == (0, 0), "a single pass needs nothing but its output"
         return
     assert text.chunk >= 1
     for p, (_, bytes_out) in zip(text.passes[splits:-1], sizes_of(found), strict=False):
@@ -153,7 +158,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
     """Bytes that each pass reads and writes for one sample."""
     sizes = []
     for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
-        if isinstance(p, (Few, Streamed, Wide)):
+        if isinstance(p, (Few, Mapped, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
         elif isinstance(p, Monarch):
@@ -168,7 +173,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
 def weights_of(found: Plan) -> list[int]:
     weights: list[int] = []
     for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
-        if isinstance(p, (Few, Streamed, Wide)):
+        if isinstance(p, (Few, Mapped, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
         elif isinstance(p, Monarch):
             weights += [c.weight for c in p.chain.contractions]
@@ -452,7 +457,7 @@ def test_in_tf32_grad_y_goes_through_registers_and_two_chunks_are_on_their_way()
 
 
 def test_weights_that_stay_in_l2_go_by_for_each_tile_of_rows() -> None:
-    for groups, p, q, span in ((16, 256, 688, 1), (2, 1024, 4096, 16)):
+    for groups, p, q, span in ((16, 256, 680, 1), (2, 1024, 4088, 16)):
         chain = Chain((Contraction(0, groups, p, q, 1, tied=False),), tf32=True)
         (product,) = plan(chain, "tf32", 16384, Gpu.of(90)).passes
         assert isinstance(product, Wide) and product.span == span

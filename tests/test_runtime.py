@@ -46,6 +46,9 @@ def plan_text(source: str | None = None, *, head: str = "chunk 0\nscratch 0 0 0\
     return "factorlayer plan 1\n" + head + pass_text("x y 128 0 1 1 0 1 sm_90 k", source or kernel())
 
 
+OF_X = "map x tf32 8 2 3 1 1 32 48 32 32 32 1 64 1 1\n"
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **environment}
     return subprocess.run(
@@ -152,6 +155,10 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
             + pass_text("s1 s1 1 0 1 1 0 1 sm_90 k", kernel()),
             "line 9 cannot be read: this pass reads the buffer that it writes",
         ),
+        (plan_text() + "map x\n", 'line 6 cannot be read: "map" has 16 words behind it, 1 came'),
+        (plan_text() + OF_X.replace("tf32", "bf16"), 'a map\'s elements should be tf32, they are "bf16"'),
+        (plan_text() + OF_X.replace(" 64 ", " 300 "), 'a size of a box should be .* to 256, it is "300"'),
+        (plan_text() + 3 * OF_X, "line 8 cannot be read: a pass has 2 maps at most"),
     ],
 )
 def test_wrong_plans(text: str, message: str) -> None:
@@ -274,6 +281,24 @@ def test_sums_and_a_second_output(native: Path) -> None:
         assert (summing["x"], summing["y"], summing["grid"]) == ("0x10000000", first, "264 1 1")
         assert (adding["x"], adding["y"], adding["grid"]) == ("0x60000000", second, "1 7 1")
         assert summing["sums"] == adding["sums"] == "0x60000000"
+
+
+def test_maps_of_tensors(native: Path) -> None:
+    """Of each chunk's x, whose third size is that of one sample, and of a weight."""
+    plan = plan_text(head="chunk 100\nscratch 0 0 0\n")
+    plan += OF_X + "map 1 tf32 8 8 2 4 40 64 32 512 32 32 8 2 4 1\n"
+    lines = launch(native, plan, 250)
+    maps = [line for line in lines if line.startswith("map ")]
+    assert maps[:2] == [
+        "map aligned type 11 of 0x10000000 sizes 8 2 252 1 1 strides 32 48 32 32 box 32 1 64 1 1 options 0 3 2 0",
+        "map aligned type 11 of 0x51 sizes 8 8 2 4 40 strides 64 32 512 32 box 32 8 2 4 1 options 0 3 2 0",
+    ]
+    assert [(line.split()[5], line.split()[9]) for line in maps[2::2]] == [("0x100003f0", "252"), ("0x100007e0", "246")]
+    assert len(list(launches(lines))) == 3
+    failed = launch(native, plan, 250, MAP_ERROR="1")[-1]
+    assert failed == (
+        "error factorlayer: the CUDA driver could not describe a tensor to the copy engine: bad luck (error 1)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,21 @@ DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// By a map of a tensor, which the runtime writes and a kernel has as a parameter: the box that begins at these coordinates,
+// rounded to tf32, with zeros for what lies outside of the tensor. Its rows are a slab's (wgmma.cuh).
+struct __align__(64) TensorMap { u64 words[16]; };
+DEVICE void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+               ::"r"(to), "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier) : "memory");
+}
+// The same to those blocks of a cluster whose bits are set, at the same place, each of which counts the bytes.
+DEVICE void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier, u32 blocks) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;"
+               ::"r"(to), "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier),
+               "h"(u16(blocks)) : "memory");
+}
 DEVICE void store_run(void* to, u32 from, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
@@ -364,11 +379,6 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
 // Addresses in the shared memory of a cluster's blocks. Of two, those of the other one, and barriers that order both.
-DEVICE u32 in_block(u32 address, int rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
 DEVICE u32 in_other_block(u32 address) {
   u32 there;
   asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"

@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+
 #include "../table.h"
 
 namespace factorlayer::cuda {
@@ -14,6 +16,7 @@ constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
 constexpr int CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;  // attributes of a launch
 constexpr int LEAST_DRIVER = 12030;            // that captures such launches
+constexpr int MAP_OF_TF32 = 11, NO_INTERLEAVE = 0, SWIZZLE_128_BYTES = 3, PROMOTE_128_BYTES = 2, ZEROS_OUTSIDE = 0;
 
 // CUlaunchAttribute and CUlaunchConfig of cuda.h
 struct LaunchAttribute {
@@ -49,6 +52,9 @@ struct Driver {
                        unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** params,
                        void** extra);
   int (*load_function)(Function function);  // from CUDA 12.4 on, else null
+  int (*encode_map)(void* map, int type, uint32_t rank, void* tensor, const uint64_t* sizes, const uint64_t* strides,
+                    const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
+                    int fill);  // from CUDA 12 on, else null
   int (*launch_with)(const LaunchConfig* config, Function function, void** params, void** extra);  // null if too old
   int (*count_clusters)(int* clusters, Function function, const LaunchConfig* config);  // null if too old
 };
@@ -83,6 +89,7 @@ Driver open_driver() {
   need(driver.set_function_attribute, "cuFuncSetAttribute");
   need(driver.launch_kernel, "cuLaunchKernel");
   find(driver.load_function, "cuFuncLoad");
+  find(driver.encode_map, "cuTensorMapEncodeTiled");
   int (*get_version)(int* version) = nullptr;
   int version = 0;
   need(get_version, "cuDriverGetVersion");
@@ -179,10 +186,23 @@ int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsig
   return clusters;
 }
 
+void encode_map(void* to, const void* tensor, const int64_t (&sizes)[5], const int64_t (&strides)[4], const int64_t (&box)[5]) {
+  static constexpr uint32_t SIDE_BY_SIDE[] = {1, 1, 1, 1, 1};
+  if (!driver().encode_map)
+    throw std::runtime_error("factorlayer: NVIDIA's driver has no function cuTensorMapEncodeTiled; update the driver to one "
+                             "for CUDA 12 or later");
+  uint64_t of_tensor[5], bytes[4];
+  uint32_t of_box[5];
+  std::copy(sizes, sizes + 5, of_tensor), std::copy(strides, strides + 4, bytes), std::copy(box, box + 5, of_box);
+  check(driver().encode_map(to, MAP_OF_TF32, 5, const_cast<void*>(tensor), of_tensor, bytes, of_box, SIDE_BY_SIDE,
+                            NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_128_BYTES, ZEROS_OUTSIDE),
+        "describe a tensor to the copy engine");
+}
+
 void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
-            Stream stream, void* params) {
+            Stream stream, void* params, void* maps) {
   static constexpr LaunchAttribute EARLY{PROGRAMMATIC_SERIALIZATION, {}, {1}};
-  void* arguments[] = {params};
+  void* arguments[] = {params, maps};
   int error = 0;
   if (early && driver().launch_with) {
     const LaunchConfig config{grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, &EARLY, 1};

@@ -1,6 +1,7 @@
 // The CUDA driver, opened when it is first needed and never linked: importing the package touches no CUDA, and one
 // build serves machines with and without it. Failed calls throw DriverError with the driver's own words.
 #pragma once
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -48,8 +49,13 @@ Function load_function(const std::string& cubin, const std::string& name, int sh
 // driver does not know.
 int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsigned shared_bytes);
 
-// `early` blocks start while the kernel before in the stream ends, and have to wait for it themselves; on sm_90 and later.
+// How the copy engine finds boxes of a tensor of floats, which it rounds to tf32 on their way: 128 bytes at `to`, which is a
+// multiple of 64. Rows of a box are 128 bytes, whose pieces change places as the matrix unit takes them.
+void encode_map(void* to, const void* tensor, const int64_t (&sizes)[5], const int64_t (&strides)[4], const int64_t (&box)[5]);
+
+// `maps` are what kernels have that take two parameters. `early` blocks start while the kernel before in the stream ends, and
+// have to wait for it themselves; on sm_90 and later.
 void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
-            Stream stream, void* params);
+            Stream stream, void* params, void* maps);
 
 }  // namespace factorlayer::cuda

@@ -144,6 +144,19 @@ std::string cubin_of(const Pass& pass, std::string& warning) {
   return cubin;
 }
 
+// What a kernel has behind its parameters.
+struct Maps {
+  alignas(64) char bytes[MOST_MAPS][128];
+
+  Maps(const Pass& pass, const Params& params) {
+    for (size_t i = 0; i < pass.maps.size(); ++i) {
+      TensorMap map = pass.maps[i];
+      if (map.weight < 0) map.sizes[2] *= params.batch;
+      encode_map(bytes[i], map.weight < 0 ? params.x : params.weights[map.weight], map.sizes, map.strides, map.box);
+    }
+  }
+};
+
 void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
          void* const (&others)[4], Stream stream) {
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
@@ -169,8 +182,9 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
                                  std::to_string(blocks) + " blocks, a launch can have 2147483647; split the batch");
       // Where all blocks start at once. Those of a longer grid come and go, and would all wait for what has long ended.
       const bool at_once = pass.blocks_per_processor || blocks * pass.grid_y <= program.places[i];
+      Maps maps(pass, given);
       launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
-             unsigned(pass.shared_bytes), pass.waits && at_once, stream, &given);
+             unsigned(pass.shared_bytes), pass.waits && at_once, stream, &given, &maps);
     }
   }
 }

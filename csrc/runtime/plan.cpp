@@ -15,6 +15,8 @@ class Reader {
 
   bool at_end() const { return at_ == text_.size(); }
 
+  bool is_next(const std::string& name) const { return text_.compare(at_, name.size() + 1, name + " ") == 0; }
+
   // The words of the next line, which starts with `name` and has `count` more.
   std::vector<std::string> line(const std::string& name, size_t count) {
     ++line_;
@@ -78,6 +80,17 @@ Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& 
   return Pass::Buffer(Pass::s0 + word[1] - '0');
 }
 
+TensorMap parse_map(Reader& reader) {
+  const std::vector<std::string> words = reader.line("map", 16);
+  TensorMap map{};
+  map.weight = words[1] == "x" ? -1 : int(reader.number(words[1], "a weight's number", 0, 61));
+  if (words[2] != "tf32") reader.fail("a map's elements should be tf32, they are \"" + words[2] + "\"");
+  for (int i = 0; i < 5; ++i) map.sizes[i] = reader.number(words[3 + i], "a size", 1, int64_t(1) << 31);
+  for (int i = 0; i < 4; ++i) map.strides[i] = reader.number(words[8 + i], "bytes from one to the next", 16, MANY);
+  for (int i = 0; i < 5; ++i) map.box[i] = reader.number(words[12 + i], "a size of a box", 1, 256);
+  return map;
+}
+
 Pass parse_pass(Reader& reader) {
   const std::vector<std::string> words = reader.line("pass", 11);
   Pass pass{};
@@ -96,6 +109,10 @@ Pass parse_pass(Reader& reader) {
   pass.cluster = cluster == std::string::npos ? 1 : std::max(1, std::atoi(pass.source.c_str() + cluster + CLUSTER.size()));
   pass.waits = pass.architecture.compare(0, 3, "sm_") == 0 && std::atoi(pass.architecture.c_str() + 3) >= 90 &&
                pass.source.find("wait_for_kernel_before();") != std::string::npos;
+  while (reader.is_next("map")) {
+    pass.maps.push_back(parse_map(reader));
+    if (pass.maps.size() > MOST_MAPS) reader.fail("a pass has " + std::to_string(MOST_MAPS) + " maps at most");
+  }
   return pass;
 }
 

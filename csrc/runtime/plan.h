@@ -7,7 +7,11 @@
 //     pass <in: x|s0|s1|s2|none> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
 //         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
 //     <source, and a newline>
+//     map <x, or a weight's number> tf32 <five sizes> <bytes from one to the next, behind the first size> <five sizes of a box>
 //     pass …
+//
+// A kernel with maps, of which each has a line, has them as a second parameter: how the copy engine finds boxes of a tensor,
+// rounded on their way. The third size is that for one sample, if the tensor is x.
 //
 // A pass may add up s2 where it lies. One that reads nothing but weights, "none", prepares them in s2, and needs to run only
 // once for weights that stay as they are. A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
@@ -18,12 +22,20 @@
 
 namespace factorlayer {
 
+struct TensorMap {
+  int weight;  // or -1: x
+  int64_t sizes[5], strides[4], box[5];
+};
+
+constexpr size_t MOST_MAPS = 2;
+
 struct Pass {
   enum Buffer { outside, s0, s1, s2, second, none };  // outside: x as input, y as output; second: w, another output
   Buffer in, out;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;
   int64_t cluster;  // blocks of one, along y
+  std::vector<TensorMap> maps;
   bool waits;  // for the kernel before it in the stream, by itself, so that its blocks may start before that has ended
 };
 

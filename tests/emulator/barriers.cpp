@@ -119,7 +119,8 @@ void wait(uint32_t barrier, uint32_t phase) {
 
 namespace {
 // A run to shared memory, of this block or another one, whose bytes a barrier there counts.
-void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t shared_from) {
+void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t shared_from,
+               std::shared_ptr<vector<u8>> made = nullptr) {
   if (offset_of(to) % 16 || bytes % 16) error("a run of %u bytes to %u, not aligned", bytes, offset_of(to));
   if (!is_inside("a run", to, bytes)) return;
   Barrier& at = *find_barrier(barrier);
@@ -132,7 +133,7 @@ void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, 
   static u32 runs = 0;
   Landing landing = {rounds + random_below(slowest_landing), current, {{to, bytes, from, bytes}}, &at, {}, long(bytes)};
   landing.clock.seen[threads] = ++runs;
-  landing.from = shared_from;
+  landing.from = shared_from, landing.made = made;
   for (Cell& cell : cells_at(to, bytes))
     cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;
   begin_copy(landing.copies[0]);
@@ -154,6 +155,41 @@ void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   hesitate();
   check_global("a copy", from, bytes, false);
   bring_run(to, from, bytes, barrier, 0);
+}
+// In the order in which the matrix unit reads a slab, whose pieces change places by the row.
+void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t barrier, uint32_t in_blocks) {
+  hesitate();
+  if (offset_of(to) % 1024) error("a box to %u, which should be a multiple of 1024", offset_of(to));
+  if (map.box[0] != 32) error("a box with rows of %ld floats", long(map.box[0]));
+  const auto made = std::make_shared<vector<u8>>();
+  int64_t i[5] = {};
+  for (bool more = true; more;) {
+    const u8* from = static_cast<const u8*>(map.tensor) + at[0] * int64_t(4);
+    bool inside = true;
+    for (int d = 1; d < 5; ++d) {
+      from += (at[d] + i[d]) * map.strides[d - 1];
+      inside &= at[d] + i[d] >= 0 && at[d] + i[d] < map.sizes[d];
+    }
+    u32 row[32] = {};
+    const int64_t here = inside ? std::max<int64_t>(0, std::min<int64_t>(32, map.sizes[0] - at[0])) : 0;
+    if (here) check_global("a box", from, u32(here * 4), false, 16);
+    memcpy(row, from, inside ? here * 4 : 0);
+    const size_t number = made->size() / 128;
+    made->resize(made->size() + 128);
+    for (int k = 0; k < 32; ++k) {
+      const u32 x = (row[k] >> 23 & 255) == 255 ? row[k] : truncated_to_tf32(row[k] + 0x1000);
+      memcpy(made->data() + number * 128 + ((k / 4 ^ number & 7) << 4) + k % 4 * 4, &x, 4);
+    }
+    int d = 1;
+    while (d < 5 && ++i[d] == map.box[d]) i[d++] = 0;
+    more = d < 5;
+  }
+  if (!in_blocks) return bring_run(to, made->data(), u32(made->size()), barrier, 0, made);
+  for (int block = 0; block < 32; ++block) {
+    if (!(in_blocks >> block & 1)) continue;
+    if (block >= cluster) return error("a box to block %d of %d", block, cluster);
+    bring_run(in_block(to, block), made->data(), u32(made->size()), in_block(barrier, block), 0, made);
+  }
 }
 void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   hesitate();

@@ -29,6 +29,7 @@ from factorlayer.few import FewPass
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
+from factorlayer.mapped import Mapped
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -212,6 +213,10 @@ class Emulator:
         outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
+            maps = kernel.planned.maps if isinstance(kernel.planned, Mapped) else ()
+            (self.folder / "maps").write_text(
+                "\n".join(line.replace("x tf32", "-1").replace("tf32", "") for line in maps)
+            )
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
             try:
                 done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -265,7 +270,9 @@ def for_the_cpu(text: str) -> str:
     sections = re.split(r'(?=^#line 1 ")', text, flags=re.MULTILINE)
     kept = [section for section in sections if not re.match(r'#line 1 "(instructions\.cuh|Wgmma<.*>)"', section)]
     assert len(kept) < len(sections) and not any(re.search(r"\basm\b", section) for section in kept)
-    entry = "void run_kernel(const void* params) { kernel(*static_cast<const Params*>(params)); }\n"
+    maps = ", *static_cast<const Maps*>(maps)" if "struct Maps {" in text else ""
+    entry = "void run_kernel(const void* params, const void* maps) "
+    entry += f"{{ kernel(*static_cast<const Params*>(params){maps}); }}\n"
     return '#include "instructions.cuh"\n' + "".join(kept) + '#line 1 "entry"\n' + entry
 
 

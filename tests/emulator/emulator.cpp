@@ -3,7 +3,8 @@
 //     emulator FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS SUMS STATE...
 //
 // reads x, bias, w0 ... from the folder, writes y there, and prints a line for each kind of error. Where a kernel has sums
-// beside its output, they are its bytes from SUMS on; states that it stores as well begin at STATE. Blocks run one after the
+// beside its output, they are its bytes from SUMS on; states that it stores as well begin at STATE. Of its tensor maps, each
+// has a line in maps. Blocks run one after the
 // other (those of a cluster at once), their warps in random order.
 #include <sys/mman.h>
 
@@ -22,7 +23,8 @@ struct Params {  // as in csrc/engine/params.cuh
   const void* weights[62];
   void* sums;
 } params;
-void run_kernel(const void* params);  // the driver writes it
+std::vector<emulator::TensorMap> maps;
+void run_kernel(const void* params, const void* maps);  // the driver writes it
 
 asm(R"(
 .text
@@ -59,7 +61,7 @@ u8* map_tensor(const std::string& path, size_t bytes) {
 }
 
 void begin_thread() {
-  run_kernel(&params);
+  run_kernel(&params, maps.data());
   self().done = true;
   progress();
   pause();
@@ -149,6 +151,14 @@ int main(int count, char** arguments) {
   params.y = map_tensor("", bytes);
   params.sums = number(13) < 0 ? map_tensor(folder + "/chunks", 0) : static_cast<u8*>(params.y) + number(13);
   for (int i = 14; i < count; ++i) params.weights[number(12) + i - 14] = static_cast<u8*>(params.y) + number(i);
+  std::ifstream of_maps(folder + "/maps");  // of each the weight's number, or -1 for x, sizes, strides and box
+  for (int of; of_maps >> of;) {
+    maps.push_back({of < 0 ? params.x : params.weights[of]});
+    for (auto& size : maps.back().sizes) of_maps >> size;
+    for (auto& stride : maps.back().strides) of_maps >> stride;
+    for (auto& size : maps.back().box) of_maps >> size;
+    if (of < 0) maps.back().sizes[2] *= params.batch;
+  }
   times_written.assign(bytes, 0);
 
   u8* stacks = map(kStack * threads);

@@ -26,6 +26,12 @@ void wait(uint32_t barrier, uint32_t phase);
 void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
 void send_words(uint32_t to, const uint32_t* words, uint32_t barrier);  // 16 bytes
+// A tensor of floats, and boxes of it. `blocks` of a cluster get the box; with no bit set it is this one.
+struct TensorMap {
+  const void* tensor;
+  int64_t sizes[5], strides[4], box[5];
+};
+void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t barrier, uint32_t blocks);
 void store_run(void* to, uint32_t from, uint32_t bytes);
 void wait_for_stores();
 void fence();

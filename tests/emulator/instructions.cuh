@@ -174,6 +174,13 @@ inline void expect_bytes(u32 barrier, u32 bytes) { emulator::arrive(barrier, byt
 inline void wait_for_bytes(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
 
 inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier) { emulator::load_run(to, from, bytes, barrier); }
+using TensorMap = emulator::TensorMap;
+inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
+  emulator::bring_box(to, map, at, barrier, 0);
+}
+inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier, u32 blocks) {
+  emulator::bring_box(to, map, at, barrier, blocks);
+}
 inline void store_run(void* to, u32 from, u32 bytes) { emulator::store_run(to, from, bytes); }
 inline void commit_stores() {}
 inline void wait_for_stores_to_read() { emulator::wait_for_stores(); }

@@ -258,6 +258,7 @@ struct Landing {
   long bytes;
   u32 from = 0;  // if it comes from shared memory
   vector<u32> words = {};  // if it comes from registers
+  std::shared_ptr<vector<u8>> made = nullptr;  // what is copied, if it is not as it lies in memory
 };
 inline std::deque<Landing> landings;
 inline u32 slowest_landing = 8;

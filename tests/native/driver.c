@@ -88,6 +88,20 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
   return launch("behind", function, sizes, shared, stream, params);
 }
 
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* tensor, const unsigned long long* sizes,
+                           const unsigned long long* strides, const unsigned* box, const unsigned* steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+  fprintf(stderr, "map %s type %d of %p sizes", (size_t)map % 64 ? "not aligned" : "aligned", type, tensor);
+  for (unsigned i = 0; i < rank; ++i) fprintf(stderr, " %llu", sizes[i]);
+  fprintf(stderr, " strides");
+  for (unsigned i = 0; i + 1 < rank; ++i) fprintf(stderr, " %llu", strides[i]);
+  fprintf(stderr, " box");
+  for (unsigned i = 0; i < rank; ++i) fprintf(stderr, " %u", box[i]);
+  fprintf(stderr, " options %d %d %d %d\n", interleave, swizzle, promotion, fill);
+  snprintf(map, 128, "%p", tensor);
+  return number("MAP_ERROR", 0);
+}
+
 struct attribute {  // CUlaunchAttribute
   unsigned id;
   char pad[4];

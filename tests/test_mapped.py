@@ -1,0 +1,172 @@
+"""factorlayer/mapped.py: which tilings there are, that they compile, and, on a CPU, that they are right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulator.driver import Array, Emulator, decode, encode, why_not
+
+from factorlayer import mapped, runtime
+from factorlayer.activations import ACTIVATIONS
+from factorlayer.chain import Chain
+from factorlayer.gpu import Gpu
+from factorlayer.mapped import Mapped
+from factorlayer.plan import Plan
+from factorlayer.planner import plan
+from factorlayer.streamed import Product, products
+
+Tiling = tuple[int, int, int]  # n, held, cluster
+GPU = Gpu.of(90)
+
+
+def product_of(text: str) -> Product:
+    (product,) = products(Chain.parse(text), "tf32")
+    return product
+
+
+def plan_of(text: str, batch: int, processors: int, tiling: Tiling) -> Plan:
+    chain, gpu = Chain.parse(text), Gpu(90, processors, 232448)
+    tiled = Mapped(product_of(text), *tiling, batch, gpu)
+    assert tiled in set(mapped.tilings(tiled.product, batch, gpu))
+    return Plan(chain, "tf32", batch, gpu, (tiled,))
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    if reason := why_not():
+        pytest.skip(reason)
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+def draw(*shape: int, scale: float = 1.0) -> Array:
+    values = np.random.default_rng(sum(shape)).standard_normal(shape) * scale
+    return decode(encode(values, "tf32"), "tf32").reshape(shape)
+
+
+def tensors_of(chain: Chain, batch: int) -> tuple[Array, Array, Array | None]:
+    """x, the weight, and a bias."""
+    (c,) = chain.contractions
+    shape = (c.q, c.p) if c.tied else (c.outer * c.inner, c.q, c.p)
+    bias = draw(chain.out_features) if chain.bias else None
+    return draw(batch, chain.in_features), draw(*shape, scale=c.p**-0.5), bias
+
+
+def right(chain: Chain, x: Array, weight: Array, bias: Array | None) -> Array:
+    (c,) = chain.contractions
+    states = x.reshape(len(x), c.outer, c.inner, c.p) if chain.x_turned else x.reshape(len(x), c.outer, c.p, c.inner)
+    subscripts = "noip" if chain.x_turned else "nopi"
+    if c.tied:
+        y = np.einsum(f"{subscripts},qp->noqi", states, weight)
+    else:
+        y = np.einsum(f"{subscripts},oiqp->noqi", states, weight.reshape(c.outer, c.inner, c.q, c.p))
+    y = y.reshape(len(x), -1) + (0 if bias is None else bias)
+    y = np.maximum(y, 0) if chain.activation == "relu" else y
+    if chain.turn:
+        outer, rows, columns = chain.turn
+        y = y.reshape(len(x), outer, rows, columns).swapaxes(2, 3).reshape(len(x), -1)
+    return y
+
+
+# One group: runs as q has them, of 16 and of 48, each in boxes of its own. Groups that take turns: two, four, eight,
+# and eight of sixteen. Slabs, tiles and boxes that sizes do not fill, tiles that nothing is left for, rings that turn.
+CASES: list[tuple[str, int, int, Tiling]] = [
+    ("tied 0 3 44 112 1; bias; tf32", 70, 2, (64, 1, 1)),
+    ("tied 0 1 196 176 1; relu; tf32", 400, 2, (96, 1, 1)),
+    ("untied 0 4 68 192 1; turn 4 48 4; tf32", 140, 2, (96, 1, 1)),
+    ("untied 0 2 132 192 1; turn 1 192 2; tf32", 140, 4, (96, 1, 2)),
+    ("untied 0 4 36 192 1; turn 1 192 4; tf32", 140, 2, (192, 1, 1)),
+    ("untied 0 4 36 64 1; turn 1 64 4; tf32", 260, 4, (32, 1, 2)),
+    ("turned; untied 0 1 76 96 2; bias; relu; tf32", 300, 4, (48, 2, 2)),
+    ("turned; untied 0 2 76 96 4; bias; tf32", 200, 2, (32, 4, 1)),
+    ("turned; untied 0 1 76 96 4; bias; relu; tf32", 300, 4, (32, 4, 2)),
+    ("turned; untied 0 1 40 48 8; bias; tf32", 300, 2, (48, 8, 1)),
+    ("turned; untied 0 1 40 48 16; relu; tf32", 300, 4, (32, 8, 1)),
+]
+
+
+@pytest.mark.parametrize(("text", "batch", "processors", "tiling"), CASES, ids=str)
+def test_is_right_in_any_order_and_keeps_samples_apart(
+    text: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    found = plan_of(text, batch, processors, tiling)
+    x, weight, bias = tensors_of(found.chain, batch)
+    kernels = emulator.compile(found)
+    (y,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=1)
+    assert not errors
+    wanted = right(found.chain, x, weight, bias)
+    assert np.linalg.norm(y - wanted.ravel()) <= 2 * 2.0**-11 * np.linalg.norm(wanted)
+
+    sick = batch // 2
+    x[sick] = np.nan
+    (broken,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=2)
+    assert not errors
+    rows, broken = y.reshape(batch, -1), broken.reshape(batch, -1)
+    assert np.isnan(broken[sick]).all()
+    others = np.arange(batch) != sick
+    np.testing.assert_array_equal(broken[others], rows[others])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_bytes(memory + kEmpty + ring.stage * 8, ring.phase);", "", "race"),
+        ("wait_for_bytes(memory + kFull + ring.stage * 8, ring.phase);", "", "has not landed"),
+        ("wait_for_products<1>();", "", "race"),
+        ("fence_copy_engine();\n    __syncthreads();", "__syncthreads();", "no fence: the copy engine"),
+        ("if (lane < BLOCKS) free", "if (lane == rank()) free", "nobody goes on"),
+        ("if constexpr (BLOCKS > 1) sync_cluster();\n    if", "if", "race"),
+    ],
+)
+def test_finds_what_is_planted(old: str, new: str, said: str, emulator: Emulator) -> None:
+    found = plan_of("turned; untied 0 1 264 96 4; tf32", 300, 4, (48, 4, 2))
+    x, weight, _ = tensors_of(found.chain, 300)
+    _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, [weight], None, 4)
+    assert any(said in error for error in errors), errors
+
+
+OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tied 0 2 256 256 1; bias; gelu; tf32",
+        "untied 0 4 192 192 1; turn 1 192 4; tf32",
+        "turned; untied 0 1 1024 4096 2; bias; tf32",
+        "turned; untied 0 1 192 768 4; bias; relu; tf32",
+        "turned; untied 0 1 256 688 16; tf32",
+    ],
+)
+def test_the_largest_tilings_compile(text: str) -> None:
+    """Without products one after the other, and with few registers in memory."""
+    assert "gelu" in ACTIVATIONS
+    found = list(mapped.tilings(product_of(text), 16384, GPU))
+    for tiled in sorted(found, key=lambda t: t.n)[-3:]:
+        _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert "C75" not in log, log
+        spilled = [int(line.split("bytes stack")[0].split()[-1]) for line in log.splitlines() if "bytes stack" in line]
+        assert max(spilled) <= 16, f"{tiled}: {log}"
+
+
+def test_what_maps_cannot_describe_is_left_to_others() -> None:
+    for text in (
+        "tied 0 1 194 192 1; tf32",  # rows of no whole 16 bytes
+        "tied 0 1 192 190 1; tf32",  # columns that runs do not fill
+        "tied 0 1 192 192 3; tf32",  # p's that lie apart
+        "untied 0 4 192 96 1; turn 4 24 4; tf32",  # runs that others do not fill
+        "turned; untied 0 1 192 192 3; tf32",  # groups that take turns in other numbers
+        "rank 2; tied 0 1 192 192 1; tf32",
+    ):
+        assert not list(mapped.tilings(products(Chain.parse(text), "tf32")[0], 16384, GPU)), text
+    text = "tied 0 1 192 192 1; tf32"
+    for dtype, gpu in (("float32", GPU), ("bfloat16", GPU), ("tf32", Gpu.of(80)), ("tf32", Gpu.of(100))):
+        (product,) = products(Chain.parse(text), dtype)
+        assert not list(mapped.tilings(product, 16384, gpu))
+
+
+@pytest.mark.parametrize("outer", [1, 8])
+def test_chunks_keep_maps_within_what_the_copy_engine_counts(outer: int) -> None:
+    found = plan(Chain.parse(f"tied 0 {outer} 256 1024 1; tf32"), "tf32", 16384, GPU)
+    assert [type(p) for p in found.passes] == [Mapped]
+    assert found.chunk * outer == 2**31
+    assert "\nmap x tf32 256 1 " in found.text() and "\nmap 0 tf32 256 " in found.text()
