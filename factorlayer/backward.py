@@ -129,7 +129,9 @@ class Visit:
     @property
     def visited(self) -> Chain:
         """What makes all gradients at once."""
-        return replace(self.part, backward=True, x_turned=self.turned or self.part.x_turned, turn=self.hands_back, mixed=self.mixed)
+        return replace(
+            self.part, backward=True, x_turned=self.turned or self.part.x_turned, turn=self.hands_back, mixed=self.mixed
+        )
 
     @functools.cached_property
     def back(self) -> str:

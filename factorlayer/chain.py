@@ -18,12 +18,12 @@ from factorlayer.spec import Contraction, LayerSpec
 class Chain:
     """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
 
-    States that an engine hands on may lie turned: x, or grad_y where all gradients of several contractions are made, as the
-    first or the last one's [outer, inner, p or q], or y, of which `turn` are [outer, rows, columns], as [outer, columns,
-    rows]; with tf32 they are rounded to it. Of gradients it is that of x that is turned so; and `mixed` means that what
-    weights have as q's [outer, rows, columns] comes back as [outer, columns, rows]. A turn can be all that is done, of
-    rows that are `mixed` or not, or the way back through an activation, `slope` or `through`. Or there are `sums` over
-    samples, of what is given.
+    States that an engine hands on may lie turned: x, or grad_y where all gradients of several contractions are made,
+    as the first or the last one's [outer, inner, p or q], or y, of which `turn` are [outer, rows, columns], as [outer,
+    columns, rows]; with tf32 they are rounded to it. Of gradients it is that of x that is turned so; and `mixed` means
+    that what weights have as q's [outer, rows, columns] comes back as [outer, columns, rows]. A turn can be all that
+    is done, of rows that are `mixed` or not, or the way back through an activation, `slope` or `through`. Or there are
+    `sums` over samples, of what is given.
     """
 
     contractions: tuple[Contraction, ...]

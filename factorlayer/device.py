@@ -59,8 +59,8 @@ def kernel(
     maps: bool = False,
 ) -> str:
     """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
-    which waits for the kernel before, or does so by itself, and may have maps of tensors. Before that it `asks` for what
-    it will read first, and behind it `starts` the next one, which may then ask as early; with `asks` it does."""
+    which waits for the kernel before, or does so by itself, and may have maps of tensors. Before that it `asks` for
+    what it will read first, and behind it `starts` the next one, which may then ask as early; with `asks` it does."""
     struct = "\n  ".join(lines)
     asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
     wait = "wait_for_kernel_before();\n  " + "start_next_kernel();\n  " * bool(asks or starts) if waits else ""

@@ -41,8 +41,8 @@ from factorlayer.strip_backward import StripBackward
 from factorlayer.triple import Triple
 from factorlayer.turn import Turn
 from factorlayer.unit_backward import UnitBackward
-from factorlayer.weight_halves import WeightHalves
 from factorlayer.untied_backward import UntiedBackward
+from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 

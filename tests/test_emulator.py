@@ -414,12 +414,12 @@ def test_gradients_of_warpgroups_are_right_in_any_order(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32", "float32"])
 def test_gradients_of_warpgroups_are_put_in_order(dtype: str, emulator: Emulator) -> None:
-    for batch, rows, columns in ((300, 16, 5), (70, 40, 2)):
-        chain = Chain((Contraction(0, 3, 72, 80, 1, tied=False),), gradient=True, mixed=(3, rows, columns))
+    for batch, rows, across in ((300, 16, 5), (70, 40, 2)):
+        chain = Chain((Contraction(0, 3, 72, 80, 1, tied=False),), gradient=True, mixed=(3, rows, across))
         found = plan(chain, dtype, LARGE, Gpu(90, 6 if batch > 70 else 3, 232448))
-        assert isinstance(found.passes[0], WideGradient) and found.passes[0].mixed == (rows, columns)
+        assert isinstance(found.passes[0], WideGradient) and found.passes[0].mixed == (rows, across)
         draw = drawing(dtype)
-        x, grad = draw(batch, 3, 72), draw(batch, 3, columns, rows)
+        x, grad = draw(batch, 3, 72), draw(batch, 3, across, rows)
         outputs, errors = emulator.run(found, emulator.compile(found), x, [grad], None, blocks=found.gpu.sms)
         assert not errors
         right = np.einsum("ngcr,ngp->grcp", grad, x).ravel()

@@ -41,8 +41,8 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.streamed import Streamed
 from factorlayer.unit_backward import UnitBackward
-from factorlayer.weight_halves import WeightHalves
 from factorlayer.untied_backward import UntiedBackward
+from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 

@@ -379,6 +379,11 @@ template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
 // Addresses in the shared memory of a cluster's blocks. Of two, those of the other one, and barriers that order both.
+DEVICE u32 in_block(u32 address, int rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
 DEVICE u32 in_other_block(u32 address) {
   u32 there;
   asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"

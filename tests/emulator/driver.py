@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.cluster_backward import ClusterBackward
+from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.double_backward import DoubleBackward
@@ -42,9 +42,9 @@ from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.strip_backward import StripBackward
 from factorlayer.unit_backward import UnitBackward
+from factorlayer.untied_backward import UntiedBackward
 from factorlayer.weight_halves import WeightHalves
 from factorlayer.wide import Wide
-from factorlayer.untied_backward import UntiedBackward
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
