@@ -171,7 +171,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
     if b % 16 == 0:
         holdings = [1]
     else:  # groups that take turns, element by element; eight of 48 were slower than wide, of 16 and of 64 faster
-        holdings = [held for held in (2, 4, 8) if b == 1 and (fast == held or (held == 8 and fast % 16 == 0))]
+        holdings = [held for held in (2, 4, 8) if b == 1 and (fast == held or (held == 8 and fast in (16, 32, 64)))]
     widths = {-(-c.q // (tiles * 16)) * 16 for tiles in range(-(-c.q // 256), 1 + c.q // 16)}
     for held, n in itertools.product(holdings, sorted(widths)):
         for cluster in (1, 2) if n < c.q else (1,):
