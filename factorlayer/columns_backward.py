@@ -65,7 +65,8 @@ class ColumnsBackward(ByColumns, BlockSums):
 
     @property
     def group_bytes(self) -> int:
-        return self._state_begins[-1]
+        """For all states, and for four sums of each thread, which take their place in the end."""
+        return max(self._state_begins[-1], 32 * 32 * self.warps)
 
     @property
     def shared(self) -> int:

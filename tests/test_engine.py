@@ -120,6 +120,7 @@ BACK = [
     kronecker((9, 24), (8, 40)),
     kronecker((48, 64), (64, 32)),
     kronecker((8, 8, 8), (9, 9, 9)),
+    kronecker((5, 5, 4), (3, 3, 4)),
     kronecker((112, 128), (112, 128)),
     kronecker((4,) * 6, (4,) * 6),
     kronecker((8,) * 5, (8,) * 5),

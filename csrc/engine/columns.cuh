@@ -185,6 +185,7 @@ template <class Pass> struct Columns : ColumnsBase<Pass> {
     i64 unit = i64(group) * gridDim.x + blockIdx.x;
     if (thread == 0)
       for (int slot = 0; slot < SLOTS; ++slot) init_arrivals(barriers + slot * 8);
+    __syncwarp();  // a barrier is made for the warp as a whole
     for (int slot = 0; slot < SLOTS; ++slot) ask_for(unit + slot * step, slot);
     Pass::load_weights(*this);
     __syncthreads();

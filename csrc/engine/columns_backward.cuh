@@ -49,6 +49,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
       for (int to = 0; to < SLOTS; ++to) init_arrivals(barriers + to * 8);
       init_arrivals(barriers + 16);
     }
+    __syncwarp();  // a barrier is made for the warp as a whole
     for (int to = 0; to < SLOTS; ++to) ask_for_x(unit + to * step, to);
     ask_for_g(unit);
     Pass::load_weights(*this);
