@@ -8,13 +8,13 @@
 //     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
 // An activation is a name or a program (expression.h), whose parameters are weights behind those of the contractions.
 // "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
-// products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single contraction
-// makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape, and with "bias",
-// of a dense layer, that of the bias behind it. "backward" behind contractions makes it all their gradients, with "turned" from grad_y as the last one's [o, i, q]. "slope n"
-// behind an activation of n features makes it the gradient of what is activated, from x and grad_y: with contractions in
-// front, or of x itself without. "through n" there takes what contractions make, or x itself, for the gradient of the
-// activation's result, and makes it that of what is activated, from the result.
-// "sums n" is all of a chain: of n features, each one's sum over the samples.
+// products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single
+// contraction makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape, and
+// with "bias", of a dense layer, that of the bias behind it. "backward" behind contractions makes it all their gradients,
+// with "turned" from grad_y as the last one's [o, i, q]. "slope n" behind an activation of n features makes it the
+// gradient of what is activated, from x and grad_y: with contractions in front, or of x itself without. "through n" there
+// takes what contractions make, or x itself, for the gradient of the activation's result, and makes it that of what is
+// activated, from the result. "sums n" is all of a chain: of n features, each one's sum over the samples.
 // States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
 // [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
 // Behind "backward" it is the gradient of x that is stored so. "mixed o r c" there, or behind "gradient": the q's of grad_y,

@@ -108,7 +108,7 @@ template <class Pass> struct ThreeFactors {
       for (; slice >= share(); slice -= share(), ++turn, sample += gridDim.x)
         if constexpr (LAST == 0) {
           const i64 done = sample - i64(BUFFERS - 1) * gridDim.x;  // what nobody waits for any more
-          if (turn >= BUFFERS - 1 && done < samples) make_result(warpgroup, done, turn - (BUFFERS - 1));
+          if (turn + 1 >= BUFFERS && done < samples) make_result(warpgroup, done, turn - (BUFFERS - 1));
         }
       if (sample >= samples) {
         if (LAST || sample - i64(BUFFERS - 1) * gridDim.x >= samples) break;

@@ -13,8 +13,9 @@
 // A kernel with maps, of which each has a line, has them as a second parameter: how the copy engine finds boxes of a tensor,
 // rounded on their way. The third size is that for one sample, if the tensor is x.
 //
-// A pass may add up s2 where it lies. One that reads nothing but weights, "none", prepares them in s2, and needs to run only
-// once for weights that stay as they are. A unit is what a block works on; a launch has as many blocks as its samples have units, or fewer that each loop.
+// A pass may add up s2 where it lies. One that reads nothing but weights, "none", prepares them in s2, and needs to run
+// only once for weights that stay as they are. A unit is what a block works on; a launch has as many blocks as its
+// samples have units, or fewer that each loop.
 #pragma once
 #include <cstdint>
 #include <string>
