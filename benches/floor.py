@@ -23,8 +23,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-# Bytes and FLOPs per second. float32 is a third of float16: what fp32 accuracy costs on tensor cores, at best. Its floor
-# counts a third of tf32 (ceilings.py), as that of a product without scales would.
+# Bytes and FLOPs per second. float32 is a third of float16: what fp32 accuracy costs on tensor cores, at best. Its
+# floor counts a third of tf32 (ceilings.py), as that of a product without scales would.
 DATASHEETS = {
     "H200": {
         "memory": 4.8e12,
