@@ -105,7 +105,8 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
 #pragma unroll
         for (int j = 0; j < kQ1 / 2; j += 2) {
           const int row = first + lane.g + j / 2 % 2 * 8;
-          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2), pair(sums, j, scale_a, P0 == 128 || row < P0));
+          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
+                       Base::template pair<Q1>(sums, j, lane, scale_a, P0 == 128 || row < P0));
         }
       }
       fence_copy_engine();
@@ -122,7 +123,7 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
 #pragma unroll
         for (int s = 0; s < kQ1 / 16; ++s) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) t[s][i] = pair(sums, s * 8 + i * 2, scale_b, true);
+          for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(sums, s * 8 + i * 2, lane, scale_b, true);
           settle(t[s]);
         }
       }
@@ -148,32 +149,9 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       touch(sums);
       if (lane.index == 0) arrive(empty(slot));
       sync_group<8, 2>(1);  // dT has been read
-      store(sums, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
+      Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
     }
     store(d_a, d_b);
-  }
-  // Two sums of neighbouring columns, rounded; zeros for padding, which infinities would make NaN.
-  template <int N> DEVICE u32 pair(const float (&sums)[N], int j, float scale, bool present) const {
-    const int column = j / 4 * 8 + lane.t * 2;
-    const auto at = [&](int i) { return present && (kQ1 == Q1 || column + i < Q1) ? sums[j + i] * scale : 0.f; };
-    return Pair<Element>(at(0), at(1)).bits;
-  }
-
-  // A warp's rows of dX, by whole pieces through its rows of dT.
-  DEVICE void store(const float (&sums)[kP1 / 2], float scale, Element* to) const {
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2)
-      store_shared(d_t + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
-                   Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
-    __syncwarp();
-    constexpr int kRow = P1 / 8;
-#pragma unroll 4
-    for (int j = lane.index; j < 16 * kRow; j += 32) {
-      const int row = first + j / kRow, column = j % kRow * 8;
-      if (P0 == 128 || row < P0)
-        store_words<16>(to + row * P1 + column, load_words<16>(d_t + place(row, column)));
-    }
-    __syncwarp();
   }
   DEVICE void store(const float (&d_a)[kQ0 / 2], const float (&d_b)[kP1 / 2]) const {
     float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;

@@ -1,6 +1,7 @@
 // States of 16 bits in shared memory as Hopper's matrix unit reads them, with k or with m and n contiguous: slabs of 64 columns,
 // each of HEIGHT rows of 128 bytes, which come by asynchronous copies of 16 bytes.
 #pragma once
+#include "mma.cuh"
 #include "params.cuh"
 #include "wgmma.cuh"
 
@@ -22,6 +23,30 @@ template <class Element, int HEIGHT> struct Slabs {
       for (int row = threadIdx.x % THREADS; row < ROWS; row += THREADS) store_u32x4(at + place(row, COLUMNS), {});
     for (int j = threadIdx.x % THREADS; j < (round_up(ROWS, 16) - ROWS) * kRow; j += THREADS)
       store_u32x4(at + place(ROWS + j / kRow, j % kRow * 8), {});
+  }
+  // Two sums of neighbouring columns of COLUMNS, rounded; zeros for padding, which infinities would make NaN.
+  template <int COLUMNS, int N>
+  static DEVICE u32 pair(const float (&sums)[N], int j, const Lane& lane, float scale, bool present) {
+    const int column = j / 4 * 8 + lane.t * 2;
+    const auto at = [&](int i) { return present && (COLUMNS % 16 == 0 || column + i < COLUMNS) ? sums[j + i] * scale : 0.f; };
+    return Pair<Element>(at(0), at(1)).bits;
+  }
+  // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
+  template <int ROWS, int COLUMNS, int N>
+  static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, Element* to) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2)
+      store_shared(through + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
+                   Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
+    __syncwarp();
+    constexpr int kRow = COLUMNS / 8;
+#pragma unroll 4
+    for (int j = lane.index; j < 16 * kRow; j += 32) {
+      const int row = first + j / kRow, column = j % kRow * 8;
+      if (ROWS == HEIGHT || row < ROWS)
+        store_words<16>(to + row * COLUMNS + column, load_words<16>(through + place(row, column)));
+    }
+    __syncwarp();
   }
   // A weight, by the first THREADS of a block: copied if it is parameter FACTOR, or made, several elements on their way.
   template <int FACTOR, int Q, int P, int THREADS, class At>

@@ -189,7 +189,8 @@ template <class Pass> struct SplitPairBackward {
       sync_threads<128>(2 + warpgroup);  // dT has been read
       store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
-    store_sums(d_a, d_b);
+    store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
+        groups, static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, d_a, d_b);
   }
   // Two sums of neighbouring columns of T or dT; zeros for padding, which infinities would make NaN.
   DEVICE void split_pair(const float (&sums)[kQ1 / 2], int j, bool present, u32 (&word)[PIECES]) const {
@@ -203,30 +204,5 @@ template <class Pass> struct SplitPairBackward {
       const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
       if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) store_two<true>(to + row * P1 + column, d_x[j], d_x[j + 1], true);
     }
-  }
-  // All groups' sums, to where this block's belong.
-  DEVICE void store_sums(const float (&d_a)[kQ0 / 2], const float (&d_b)[kP1 / 2]) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-    constexpr int kFoursA = kQ0 / 8, kFoursB = kP1 / 8;
-    add_up<kFoursA + kFoursB, kConsumers, 128, GROUPS * kGroup, float>(
-        groups,
-        [&](int n) -> const float(&)[4] {
-          return reinterpret_cast<const float(&)[4]>(n < kFoursA ? d_a[n * 4] : d_b[(n - kFoursA) * 4]);
-        },
-        [&](int n, int member, const float(&sum)[4]) {
-          const Lane at(member % 32);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = member / 32 * 16 + at.g + i / 2 * 8, column = at.t * 2 + i % 2;
-            if (n < kFoursA) {
-              const int q = n * 8 + column;
-              if (q < Q0 && row < P0) store_global(to + q * P0 + row, sum[i]);
-            } else {
-              const int p = (n - kFoursA) * 8 + column;
-              if (row < Q1 && p < P1) store_global(to + Q0 * P0 + row * P1 + p, sum[i]);
-            }
-          }
-        },
-        [] { sync_threads<kConsumers>(1); });
   }
 };

@@ -68,3 +68,30 @@ DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sy
     }
   }
 }
+
+// Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, up to 64 x 64, of which each of the THREADS'
+// warpgroups has sums: added up as above, to where this block's belong. Those threads meet at barrier 1.
+template <int P0, int P1, int Q0, int Q1, int THREADS, int BYTES, int A, int B>
+DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float (&d_b)[B]) {
+  constexpr int kFoursA = A / 4, kFoursB = B / 4;
+  add_up<kFoursA + kFoursB, THREADS, 128, BYTES, float>(
+      memory,
+      [&](int n) -> const float(&)[4] {
+        return reinterpret_cast<const float(&)[4]>(n < kFoursA ? d_a[n * 4] : d_b[(n - kFoursA) * 4]);
+      },
+      [&](int n, int member, const float(&sum)[4]) {
+        const Lane at(member % 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = member / 32 * 16 + at.g + i / 2 * 8, column = at.t * 2 + i % 2;
+          if (n < kFoursA) {
+            const int q = n * 8 + column;
+            if (q < Q0 && row < P0) store_global(to + q * P0 + row, sum[i]);
+          } else {
+            const int p = (n - kFoursA) * 8 + column;
+            if (row < Q1 && p < P1) store_global(to + Q0 * P0 + row * P1 + p, sum[i]);
+          }
+        }
+      },
+      [] { sync_threads<THREADS>(1); });
+}

@@ -117,7 +117,8 @@ template <class Pass> struct UnitBackward : Slabs<typename Pass::Element, 64> {
 #pragma unroll
         for (int j = 0; j < kQ1 / 2; j += 2) {
           const int row = first + lane.g + j / 2 % 2 * 8;
-          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2), pair(of_d_t, j, scale_a, P0 == 64 || row < P0));
+          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
+                       Base::template pair<Q1>(of_d_t, j, lane, scale_a, P0 == 64 || row < P0));
         }
         fence_copy_engine();
         wait_for_products<0>();
@@ -125,7 +126,7 @@ template <class Pass> struct UnitBackward : Slabs<typename Pass::Element, 64> {
 #pragma unroll
         for (int s = 0; s < kQ1 / 16; ++s) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) t[s][i] = pair(of_t, s * 8 + i * 2, scale_b, true);
+          for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(of_t, s * 8 + i * 2, lane, scale_b, true);
           settle(t[s]);
         }
       }
@@ -146,55 +147,9 @@ template <class Pass> struct UnitBackward : Slabs<typename Pass::Element, 64> {
       touch(d_a), touch(d_b), touch(d_x);
       if (lane.index == 0) arrive(empty(slot));
       sync_threads<128>(2 + warpgroup);  // dT has been read
-      store(d_x, scale_b, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
+      Base::template store<P0, P1>(d_x, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
     }
-    store_sums(d_a, d_b);
-  }
-  // Two sums of neighbouring columns, rounded; zeros for padding, which infinities would make NaN.
-  template <int N> DEVICE u32 pair(const float (&sums)[N], int j, float scale, bool present) const {
-    const int column = j / 4 * 8 + lane.t * 2;
-    const auto at = [&](int i) { return present && (kQ1 == Q1 || column + i < Q1) ? sums[j + i] * scale : 0.f; };
-    return Pair<Element>(at(0), at(1)).bits;
-  }
-
-  // A warp's rows of dX, by whole pieces through its rows of dT.
-  DEVICE void store(const float (&sums)[kP1 / 2], float scale, Element* to) const {
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2)
-      store_shared(d_t + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
-                   Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
-    __syncwarp();
-    constexpr int kRow = P1 / 8;
-#pragma unroll
-    for (int j = lane.index; j < 16 * kRow; j += 32) {
-      const int row = first + j / kRow, column = j % kRow * 8;
-      if (P0 == 64 || row < P0) store_words<16>(to + row * P1 + column, load_words<16>(d_t + place(row, column)));
-    }
-    __syncwarp();
-  }
-  // All groups' sums, to where this block's belong.
-  DEVICE void store_sums(const float (&d_a)[kQ0 / 2], const float (&d_b)[kP1 / 2]) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-    constexpr int kFoursA = kQ0 / 8, kFoursB = kP1 / 8;
-    add_up<kFoursA + kFoursB, kConsumers, 128, SLOTS * kSlot, float>(
-        slots,
-        [&](int n) -> const float(&)[4] {
-          return reinterpret_cast<const float(&)[4]>(n < kFoursA ? d_a[n * 4] : d_b[(n - kFoursA) * 4]);
-        },
-        [&](int n, int member, const float(&sum)[4]) {
-          const Lane at(member % 32);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = member / 32 * 16 + at.g + i / 2 * 8, column = at.t * 2 + i % 2;
-            if (n < kFoursA) {
-              const int q = n * 8 + column;
-              if (q < Q0 && row < P0) store_global(to + q * P0 + row, sum[i]);
-            } else {
-              const int p = (n - kFoursA) * 8 + column;
-              if (row < Q1 && p < P1) store_global(to + Q0 * P0 + row * P1 + p, sum[i]);
-            }
-          }
-        },
-        [] { sync_threads<kConsumers>(1); });
+    store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
+        slots, static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, d_a, d_b);
   }
 };
