@@ -19,7 +19,8 @@ SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
 START_US = 2.2
 UNIT_US = 0.4  # from a unit's last copy to its first store, where nothing hides it: of 16 bits
-MIX_US = 2e-5  # of a multiply-add of a mixture
+MIX_US = 2e-5  # of a multiply-add of a mixture, by FMA
+PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy to its last mixture
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Pair:
         return (self.work.states[0][0], self.work.states[-1][0]) if len(self.work.sizes) == 3 else (1, 1)
 
     @property
+    def mixes_by_products(self) -> bool:
+        return self.mixed != (1, 1) and self.size == 2
+
+    @property
     def parts(self) -> int:
         return -(-self.sizes[3] // 64)
 
@@ -79,7 +84,7 @@ class Pair:
         if consumers == 1:
             return 0, 0
         each = 65536 // self.threads // 8 * 8
-        copies = 56 if self.mixed == (1, 1) else 104 if self.size == 2 else 72
+        copies = 56 if self.mixed == (1, 1) or self.size == 2 else 72
         return copies, min(240, (each * self.threads - copies * 128) // (consumers * 128) // 8 * 8)
 
     @property
@@ -100,8 +105,11 @@ class Pair:
         row, mixed = 128 // self.unit, self.mixed
         a = self.pieces * -(-round_up(p0, self.chunk) // row) * self.n * 128
         b = (self.pieces - self.held) * -(-p1 // row) * self.parts * 64 * 128
-        slot = self.pieces * (mixed[1] if self.stages else max(mixed)) * -(-p1 // row) * self.chunk * 128
+        state = self.pieces * -(-p1 // row) * self.chunk * 128
+        slot = state * (mixed[1] if self.stages else max(mixed))
         stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
+        if self.mixes_by_products:  # by eights, none of which meet in a bank
+            slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
         staged = self.groups * self.parts * self.n * 128 if self.size == 2 else 0
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + staged
 
@@ -147,8 +155,8 @@ class Pair:
         lines += [f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         last = len(work.sizes) - 1
         for at, mode in work.steps:
-            letter = {last: "b", last - 1: "a"}.get(at, "")
-            lines += weight_lines(mode, f"_{letter}" if letter else "", letter.upper())
+            letter = {last: "b", last - 1: "a"}.get(at, "m")
+            lines += weight_lines(mode, f"_{letter}", letter.upper())
         return lines
 
     def source(self, name: str) -> str:
@@ -162,7 +170,7 @@ class Pair:
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
-    """Its elements; for the two large ones, which parameter it is as it stands, or how a product is scaled in fp16."""
+    """Its elements; which parameter it is as it stands, or how a product is scaled in fp16."""
     weights = [
         f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
         for j, (weight, _, _) in enumerate(mode.parts)
@@ -172,8 +180,6 @@ def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
         f"static DEVICE float weight{name}(const Params& params, int q, int p) {{",
         f"  {body}\n    return {product(mode)};\n  }}",
     ]
-    if not letter:
-        return lines
     plain = len(mode.parts) == 1
     return [
         *lines,
@@ -202,7 +208,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
         return None
     groups = 2 if mixes else 1 if q1 > 64 else 3 if size == 2 else 2
     for chunk, held in itertools.product(_chunks(work), (3, 1) if exact else (1,)):
-        for slots, stages in ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0)):
+        for slots, stages in _rings(exact, mixes and size == 2):
             plan = Pair(work, chunk, slots, groups, gpu, stages, held)
             fits = plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255)
             if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
@@ -210,12 +216,20 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     return None
 
 
+def _rings(exact: bool, by_products: bool) -> tuple[tuple[int, int], ...]:
+    """Slots, and chunks on their way to them."""
+    if by_products:
+        return (3, 3), (2, 3), (2, 2)
+    return ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0))
+
+
 def _chunks(work: Work) -> list[int]:
     """Rows of a slot: as many as its bytes may be, in chunks of about the same size; or half as many."""
     *_, p0, p1 = work.states[0]
     size = ELEMENT_BYTES[work.dtype]
     mixes = len(work.sizes) == 3
-    states = max(work.states[0][0], work.states[-1][0]) if mixes else 1
+    states = MOST_MIXED if size == 2 else max(work.states[0][0], work.states[-1][0])
+    states = states if mixes else 1
     most = MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES
     chunks = -(-p0 * -(-p1 * size // 128) * 128 * states // most)
     step = 8 if work.dtype == "tf32" else 16
@@ -235,4 +249,6 @@ def _time(plan: Pair, batch: int) -> float:
     unit_us = UNIT_US if plan.size == 2 and p * q == 1 else 0.0
     busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us + unit_us) * q / plan.groups
     mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
+    if plan.mixes_by_products:
+        mixing = PRODUCT_US * -(-p0 // plan.chunk)
     return START_US + (units + 1) * max(memory, busy, mixing)

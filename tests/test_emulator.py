@@ -110,6 +110,8 @@ CASES = [
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 2, MEDIUM),
     Case(kronecker((3, 32, 40), (2, 40, 32)), "tf32", 6, MEDIUM),
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL),
+    Case(kronecker((8,) * 5, (8,) * 5), "bfloat16", 5, MEDIUM),
+    Case(kronecker((2, 3, 41, 40), (4, 2, 40, 40)), "float16", 5, MEDIUM),
     # Wide: rounded and split operands, three consumers, several slabs, groups held, two blocks of a cluster
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),

@@ -9,14 +9,18 @@
 // their nine products count. Those of the first pieces are summed apart from the rest: small numbers lose nothing to
 // large ones, and where an operand is infinite or NaN, the rest, which would be NaN, is left out.
 //
-// A small mode before these two may be contracted as well. Then a unit is P such X's, a chunk the same rows of all; who
-// copied a piece of each makes their mixtures, and groups share the Q mixtures of every unit.
+// A small mode before these two may be contracted as well. Then a unit is P such X's, a chunk the same rows of all, and
+// groups share the Q mixtures of every unit. In tf32 who copied a piece of each makes their mixtures, by FMA. In 16 bits
+// warps do by products of 16 columns, 8 p's and 8 q's: of what the copy engine brought, columns become operand A, and sums
+// rows again, on their way through ldmatrix and stmatrix. So that neither meets itself in a bank, there an X is 16 bytes,
+// and here a mixture 128 bytes, further from the one before than it is long.
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
 //       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
-//       weight(params, q, p), weight_a and weight_b; FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are
-//       products, and what those are scaled by, scale_a and scale_b
+//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread,
+//       COPY_REGISTERS of who copies and REGISTERS of the others, or 0; weight_m(params, q, p) of the mixtures, weight_a and
+//       weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are products, and what those
+//       are scaled by, scale_m, scale_a and scale_b
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -36,23 +40,27 @@ template <class Pass> struct TwoFactors {
   static constexpr int kSlabA = kN * 128, kBytesA = ceil_div(kChunks * CHUNK, kSlab) * kSlabA;  // of one piece
   static constexpr int kSlabB = kM * 128, kBytesB = ceil_div(P1, kSlab) * kSlabB;
   static constexpr int kSlabX = CHUNK * 128, kBytesX = ceil_div(P1, kSlab) * kSlabX, kStateBytes = PIECES * kBytesX;
-  static constexpr int kSlotBytes = (P > Q && Pass::STAGES == 0 ? P : Q) * kStateBytes;
+  static constexpr bool kMixes = P * Q > 1, kStages = Pass::STAGES > 0, kMixesByProducts = kMixes && kSize == 2;
+  static constexpr int kPitch = kStateBytes + (kMixesByProducts ? 128 : 0);  // from a mixture to the next
+  static constexpr int kStates = kMixesByProducts ? 8 : P > Q && !kStages ? P : Q;  // that a slot has room for
+  static constexpr int kSlotBytes = kStates * kPitch;
   static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
-  static constexpr bool kMixes = P * Q > 1, kStages = Pass::STAGES > 0;
   // A group that waits for a slot has to have seen what was there before.
   static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
   static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
   static constexpr int kAhead = kStages ? Pass::STAGES - 1 : Pass::AHEAD;  // chunks under way when one is handed over
   static constexpr int kRowPieces = P1 / kEach, kPieces = CHUNK * kRowPieces, kTurns = ceil_div(kPieces, 128);
-  static constexpr int kCopies = kSize / kUnit, kStageBytes = kTurns * 128 * P * kCopies * 16;  // for a piece
-  static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie: rows of whole 16 bytes
+  static constexpr int kCopies = kSize / kUnit;  // for a piece
+  static constexpr int kStagePitch = CHUNK * P1 * kSize + 16;  // from an X to the next, where mixtures are products
+  static constexpr int kStageBytes = kMixesByProducts ? P * kStagePitch : kTurns * 128 * P * kCopies * 16;
+  static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie, rows of whole 16 bytes, or zeros
   static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
   static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
 
   const Params& params;
   const Lane lane;
   const int warpgroup, thread;
-  const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, or results
+  const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, then results
   const i64 units;
   const typename Pass::Activation activation;
 
@@ -63,6 +71,7 @@ template <class Pass> struct TwoFactors {
 
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
+  DEVICE u32 arrived(u32 stage) const { return memory + (2 * SLOTS + stage) * 8; }
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
 
   // Of a block with `threads`: its barriers, and what no copy writes
@@ -71,9 +80,12 @@ template <class Pass> struct TwoFactors {
       init_barrier(full(threadIdx.x), 128);
       init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
     }
-    if constexpr (kMixes) {
+    if constexpr (kMixesByProducts) {
+      if (threadIdx.x < Pass::STAGES) init_barrier(arrived(threadIdx.x), 1);
+      if (threadIdx.x < 4) store_shared(memory + kMixture + threadIdx.x * 4, 0u);
+    } else if constexpr (kMixes) {
       const int q = threadIdx.x / P, p = threadIdx.x % P;
-      if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight(params, q, p));
+      if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight_m(params, q, p));
     }
     if constexpr (P1 % kStep)  // padding of the slots, which copies leave alone
       for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(slots + at, 0u);
@@ -84,7 +96,10 @@ template <class Pass> struct TwoFactors {
     __syncthreads();
     if (warpgroup == kConsumers) {
       if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
-      produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
+      if constexpr (kMixesByProducts)
+        produce_mixtures();
+      else
+        produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
       if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
       load_weights();
@@ -230,12 +245,7 @@ template <class Pass> struct TwoFactors {
         u32 word[4];
         load_u32x4(from + (kStages ? (p * kCopies + i) * 2048 : p * kStateBytes), word);
 #pragma unroll
-        for (int k = 0; k < 16 / kSize; ++k) {
-          if constexpr (kSize == 4)
-            x[p][i * 4 + k] = __uint_as_float(word[k]);
-          else
-            x[p][k] = widen(Element{u16(word[k / 2] >> k % 2 * 16)});
-        }
+        for (int k = 0; k < 4; ++k) x[p][i * 4 + k] = __uint_as_float(word[k]);
       }
     if constexpr (!kMixes) {
       put(x[0], to);
@@ -270,6 +280,79 @@ template <class Pass> struct TwoFactors {
     }
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) store_u32x4(to + piece * kBytesX, word[piece]);
+  }
+
+  // The same by products: one thread asks the copy engine for a chunk as soon as its stage has been read.
+  DEVICE void produce_mixtures() const {
+    i64 asked = blockIdx.x;  // unit and chunk that are asked for next
+    int asked_chunk = 0;
+    const auto ask = [&](int stage) {
+      if (asked >= units) return;
+      if (thread == 0) {
+        const u32 bytes = rows_of(asked_chunk) * P1 * kSize;
+        const Element* from = static_cast<const Element*>(params.x) + asked * (P * P0 * P1) + asked_chunk * (CHUNK * P1);
+        expect_bytes(arrived(stage), P * bytes);
+#pragma unroll 1
+        for (int p = 0; p < P; ++p)
+          load_run(behind + stage * kStageBytes + p * kStagePitch, from + p * (P0 * P1), bytes, arrived(stage));
+      }
+      if (++asked_chunk == kChunks) asked_chunk = 0, asked += gridDim.x;
+    };
+#pragma unroll 1
+    for (int stage = 0; stage < Pass::STAGES; ++stage) ask(stage);
+
+    constexpr bool kScales = Pass::FACTOR_M < 0 && is_same<Element, f16>;
+    const float scale = kScales ? Pass::scale_m(params) : 1.f;
+    const auto weight = [&](int q, int p) { return q < Q && p < P ? scale * Pass::weight_m(params, q, p) : 0.f; };
+    const u32 right[2] = {Pair<Element>(weight(lane.g, lane.t * 2), weight(lane.g, lane.t * 2 + 1)).bits};
+    int slot = 0, stage = 0;
+    u32 phase = 1, stage_phase = 0;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const u32 to = slots + slot * kSlotBytes;
+        wait_for_bytes(arrived(stage), stage_phase);
+        take(slot, phase);
+        mix<kScales>(behind + stage * kStageBytes, to, rows_of(chunk) * kRowPieces, right, 1 / scale);
+        fence_copy_engine();
+        arrive(full(slot ? slot - 1 : SLOTS - 1));
+        sync_threads<128>(1 + kConsumers);
+        ask(stage);
+        if (++stage == Pass::STAGES) stage = 0, stage_phase ^= 1;
+      }
+  }
+  static DEVICE int rows_of(int chunk) { return P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK : CHUNK; }
+  // Pieces of 16 bytes, 8 columns, of all X's and of all mixtures. Of the former `count` are there; zeros stand behind.
+  template <bool SCALES> DEVICE void mix(u32 from, u32 to, int count, const u32 (&right)[2], float unscale) const {
+    static_assert(kPieces % 8 == 0 && P <= 8 && Q <= 8);
+    const int row = lane.index % 8, matrix = lane.index / 8;
+    const u32 x = from + row * kStagePitch + matrix * 16;
+#pragma unroll 2
+    for (int j = thread / 32 * 8; j < kPieces; j += 32) {
+      u32 left[2][4], word[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        load_matrices<true>(left[half], P == 8 || row < P ? x + (j + half * 4) * 16 : memory + kMixture);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          float y[4] = {};
+          const u32 both[4] = {left[half][i], left[half][i + 1]};
+          multiply_8<Element>(y, both, right);
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const bool present = P0 % CHUNK == 0 || j + half * 4 + i + k < count;
+            if constexpr (SCALES) y[2 * k] *= unscale, y[2 * k + 1] *= unscale;
+            word[half][i + k] = present ? Pair<Element>(y[2 * k], y[2 * k + 1]).bits : 0;
+          }
+        }
+        // A mixture begins as many rows of 128 bytes behind a multiple of 1024 as it has before it.
+        const int at = j + half * 4 + matrix, behind = at / kRowPieces + row, piece = at % kRowPieces;
+        store_matrices_transposed(to + row * kStateBytes + piece / 8 * kSlabX + swizzled(behind, piece % 8), word[half]);
+      }
+    }
   }
 
   // Sums of the products of first pieces, and of the others.
@@ -307,7 +390,7 @@ template <class Pass> struct TwoFactors {
 #pragma unroll
         for (int share = 0; share < kShare; ++share) {
           Sums<CHUNK> t;
-          multiply_b(t, held, slots + slot * kSlotBytes + (kMixes ? mixed(group, share) * kStateBytes : 0), part);
+          multiply_b(t, held, slots + slot * kSlotBytes + (kMixes ? mixed(group, share) * kPitch : 0), part);
           wait_for_products<0>();
           t.arrived();
           if (share == kShare - 1 && lane.index == 0) arrive(empty(slot));
@@ -438,7 +521,7 @@ template <class Pass> struct TwoFactors {
   }
   // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first.
   DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part) const {
-    const u32 staged = behind + warpgroup * (kN * 128);
+    const u32 staged = behind + Pass::STAGES * kStageBytes + warpgroup * (kN * 128);
     sync_group<4, 16>(1 + warpgroup);  // the last state has left
     const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
 #pragma unroll

@@ -11,7 +11,7 @@ u32 operand_address(u64 description, int row, int half) {
   constexpr u64 kKnown = u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
   if ((description & ~u64(0x3fff)) != kKnown) error("an operand is described as %lx", description);
   const u32 slab = u32(description & 0x3fff) << 4;
-  if (slab % 1024 & ~0x60u) error("an operand begins at %u: no multiple of 1024, and 32 for each step", slab);
+  if (slab % 128 & ~0x60u) error("an operand begins at %u: no multiple of 128, and 32 for each step", slab);
   const u32 at = slab + row / 8 * 1024 + row % 8 * 128 + half * 16;
   return at ^ (at >> 7 & 7) << 4;
 }
