@@ -12,7 +12,7 @@ from factorlayer.device import ELEMENT, MATH, headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.resident import Layout, Mode, Resident, Sandwich, Stage
 
-LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every thread looks through
+LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp looks through
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 

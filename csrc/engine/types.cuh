@@ -47,11 +47,14 @@ template <> DEVICE f16 narrow<f16>(float x) { return {u16(Pair<f16>(x, 0.f).bits
 template <> DEVICE float narrow<float>(float x) { return x; }
 template <> DEVICE double narrow<double>(double x) { return x; }
 
-// A power of two that brings the largest of some numbers to [1, 2). Products of half-precision weights would underflow
-// without.
+// A power of two that brings the largest of some numbers to [1, 2), by each warp together. Products of half-precision weights
+// would underflow without.
 template <class Element> DEVICE float normal(const Element* weight, int count) {
   float most = 0;
-  for (int i = 0; i < count; ++i) most = fmaxf(most, fabsf(widen(weight[i])));
+  for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2)
+    most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(most), by)));
   const u32 exponent = __float_as_uint(most) >> 23;
   return exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f;
 }
