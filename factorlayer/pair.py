@@ -165,7 +165,7 @@ class Pair:
             wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
         )
         lines = self.lines(self.registers, 2 if self.slots > 3 else 1)
-        code = hopper_headers(instructions, "pair.cuh")
+        code = hopper_headers(instructions, "mixing.cuh", "pair.cuh")
         return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks)
 
 

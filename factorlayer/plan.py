@@ -23,6 +23,7 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import LARGEST, Mapped
+from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair import Pair
@@ -63,6 +64,7 @@ Pass = (
     | Gradient
     | LargeBackward
     | Mapped
+    | MixedBackward
     | Monarch
     | MonarchBack
     | MonarchGradient

@@ -27,6 +27,7 @@ from factorlayer import (
     large_backward,
     layer_backward,
     mapped,
+    mixed_backward,
     monarch,
     monarch_backward,
     pair,
@@ -330,8 +331,15 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         if inner > 1:
             return
         modes = _modes(chain)
-        for of_two in (pair_backward, large_backward, unit_backward, split_pair_backward, strip_backward):
-            if found := of_two.tile(modes, outer, dtype, batch, gpu):
+        for merged in (
+            pair_backward,
+            large_backward,
+            unit_backward,
+            mixed_backward,
+            split_pair_backward,
+            strip_backward,
+        ):
+            if found := merged.tile(modes, outer, dtype, batch, gpu):
                 whole = all(len(mode.parts) == 1 for mode in found.modes)
                 parts = () if whole else (Parts(found.modes, dtype),)
                 yield found, Reduction(found, in_place=not whole), *parts

@@ -143,7 +143,7 @@ class Triple:
         products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
         return kernel(
-            hopper_headers(products, "pair.cuh", "triple.cuh"),
+            hopper_headers(products, "mixing.cuh", "pair.cuh", "triple.cuh"),
             name,
             "ThreeFactors",
             lines,

@@ -65,7 +65,7 @@ class UnitBackward(OfTwoModes, BlockSums):
             lines += weight_functions(mode, letter, self.dtype)
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
-        code = hopper_headers(products, "slabs.cuh", "splits.cuh", "sums.cuh", "unit_backward.cuh")
+        code = hopper_headers(products, "slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "unit_backward.cuh")
         return kernel(code, name, "UnitBackward", lines, self.threads, asks=self.asks)
 
 

@@ -34,6 +34,7 @@ from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Reduction
+from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.naive import naive
 from factorlayer.plan import Plan
@@ -572,6 +573,52 @@ def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: E
             assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
         before = grad_x if before is None else before
         np.testing.assert_array_equal(grad_x[fine], before[fine])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "batch"),
+    [
+        (((8, 64, 64), (8, 64, 64)), "bfloat16", 5),
+        (((5, 33, 40), (8, 46, 24)), "float16", 5),
+        (((8, 24, 56), (3, 64, 40)), "bfloat16", 7),
+    ],
+    ids=str,
+)
+def test_all_gradients_with_a_small_mode(
+    sizes: tuple[tuple[int, int, int], tuple[int, int, int]], dtype: str, batch: int, emulator: Emulator
+) -> None:
+    """Which mixes what is read, and what is made, at one visit; infinite where they have to be."""
+    spec = kronecker(*sizes)
+    found = plan(all_gradients_of(spec), dtype, LARGE, replace(Gpu.of(90), sms=2))
+    assert [type(p) for p in found.passes] == [MixedBackward, Reduction]
+    kernels, draw = emulator.compile(found), drawing(dtype)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
+    m, a, b = weights
+    before: Array | None = None
+    for seed, value in enumerate((None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[batch // 2, 1], grad[batch - 1, 2] = value, -value
+        outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
+        assert not errors
+        with np.errstate(invalid="ignore"):
+            states, behind = x.reshape(batch, *spec.in_factors), grad.reshape(batch, *spec.out_factors)
+            mixed = np.einsum("qp,npij->nqij", m, states)
+            between = a.T @ behind
+            back = between @ b
+            right = [np.einsum("qp,nqij->npij", m, back), np.einsum("nqij,npij->qp", back, states)]
+            right += [(behind @ (mixed @ b.T).mT).sum((0, 1)), (between.mT @ mixed).sum((0, 1))]
+        parts = np.split(outputs[-1], np.cumsum([w.size for w in weights])[:-1])
+        for part, expected in zip((outputs[0], *parts), right, strict=True):
+            part, expected = part.ravel(), expected.ravel()
+            finite = np.isfinite(expected)
+            np.testing.assert_array_equal(part[~finite], expected[~finite])
+            assert np.linalg.norm(part[finite] - expected[finite]) <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
+        fine = [n for n in range(batch) if n not in (batch // 2, batch - 1)]
+        grad_x = outputs[0].reshape(batch, -1)[fine]
+        before = grad_x if before is None else before
+        np.testing.assert_array_equal(grad_x, before)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])

@@ -22,6 +22,7 @@
 //       weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are products, and what those
 //       are scaled by, scale_m, scale_a and scale_b
 #pragma once
+#include "mixing.cuh"
 #include "mma.cuh"
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -302,9 +303,9 @@ template <class Pass> struct TwoFactors {
     for (int stage = 0; stage < Pass::STAGES; ++stage) ask(stage);
 
     constexpr bool kScales = Pass::FACTOR_M < 0 && is_same<Element, f16>;
-    const float scale = kScales ? Pass::scale_m(params) : 1.f;
-    const auto weight = [&](int q, int p) { return q < Q && p < P ? scale * Pass::weight_m(params, q, p) : 0.f; };
-    const u32 right[2] = {Pair<Element>(weight(lane.g, lane.t * 2), weight(lane.g, lane.t * 2 + 1)).bits};
+    const float scale = kScales ? Pass::scale_m(params) : 1.f, unscale = kScales ? 1 / scale : 1.f;
+    const u32 weights = mixing_weights<Element>(
+        lane, [&](int q, int p) { return q < Q && p < P ? scale * Pass::weight_m(params, q, p) : 0.f; });
     int slot = 0, stage = 0;
     u32 phase = 1, stage_phase = 0;
 #pragma unroll 1
@@ -314,7 +315,7 @@ template <class Pass> struct TwoFactors {
         const u32 to = slots + slot * kSlotBytes;
         wait_for_bytes(arrived(stage), stage_phase);
         take(slot, phase);
-        mix<kScales>(behind + stage * kStageBytes, to, rows_of(chunk) * kRowPieces, right, 1 / scale);
+        mix_chunk(behind + stage * kStageBytes, to, rows_of(chunk) * kRowPieces, weights, unscale);
         fence_copy_engine();
         arrive(full(slot ? slot - 1 : SLOTS - 1));
         sync_threads<128>(1 + kConsumers);
@@ -324,7 +325,7 @@ template <class Pass> struct TwoFactors {
   }
   static DEVICE int rows_of(int chunk) { return P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK : CHUNK; }
   // Pieces of 16 bytes, 8 columns, of all X's and of all mixtures. Of the former `count` are there; zeros stand behind.
-  template <bool SCALES> DEVICE void mix(u32 from, u32 to, int count, const u32 (&right)[2], float unscale) const {
+  DEVICE void mix_chunk(u32 from, u32 to, int count, u32 weights, float scale) const {
     static_assert(kPieces % 8 == 0 && P <= 8 && Q <= 8);
     const int row = lane.index % 8, matrix = lane.index / 8;
     const u32 x = from + row * kStagePitch + matrix * 16;
@@ -336,18 +337,10 @@ template <class Pass> struct TwoFactors {
         load_matrices<true>(left[half], P == 8 || row < P ? x + (j + half * 4) * 16 : memory + kMixture);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        mix_columns<Element>(word[half], left[half], weights, scale);
+        if constexpr (P0 % CHUNK)
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          float y[4] = {};
-          const u32 both[4] = {left[half][i], left[half][i + 1]};
-          multiply_8<Element>(y, both, right);
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            const bool present = P0 % CHUNK == 0 || j + half * 4 + i + k < count;
-            if constexpr (SCALES) y[2 * k] *= unscale, y[2 * k + 1] *= unscale;
-            word[half][i + k] = present ? Pair<Element>(y[2 * k], y[2 * k + 1]).bits : 0;
-          }
-        }
+          for (int i = 0; i < 4; ++i) word[half][i] = j + half * 4 + i < count ? word[half][i] : 0;
         // A mixture begins as many rows of 128 bytes behind a multiple of 1024 as it has before it.
         const int at = j + half * 4 + matrix, behind = at / kRowPieces + row, piece = at % kRowPieces;
         store_matrices_transposed(to + row * kStateBytes + piece / 8 * kSlabX + swizzled(behind, piece % 8), word[half]);

@@ -30,6 +30,7 @@ from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import Mapped
+from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -155,7 +156,7 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, SingleBackward | SplitSingleBackward):
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
-        if isinstance(p, ColumnsBackward | SmallBackward):
+        if isinstance(p, ColumnsBackward | MixedBackward | SmallBackward):
             return batch * p.output_bytes
         if isinstance(p, DoubleBackward) and not p.returns:
             return 0

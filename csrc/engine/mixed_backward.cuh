@@ -1,0 +1,215 @@
+// The backward pass of three tied contractions of 16 bits on sm_90a, a small one of up to 8 before two of up to 64 x 64, at one
+// visit: of X [p][p0, p1] and G [q][q0, q1] of each unit
+//
+//     Z = M X,  of each q as in unit_products.cuh, of Z and G: dA, dB, dZ,  dM += dZ X',  dX = M' dZ
+//
+// X as it comes from memory and Z stay in shared memory, where each dZ takes the place of its Z. The warps that multiply mix
+// rows of 64 columns (mixing.cuh), each the same ones in both directions: a row's dX leaves through where its dZ's were, and what
+// they were is the next unit's Z then. So they meet twice for each unit, when all Z's and when all dZ's are there. Of the
+// other warpgroup one thread asks the copy engine for the next X by chunks of rows, as soon as these are not needed any more,
+// and three warps fill a ring with G's.
+//
+// So that no ldmatrix or stmatrix meets itself in a bank, X's are an odd multiple of 16 bytes apart, and Z's 128 bytes more
+// than they are long.
+//
+// Pass: what unit_backward.cuh has of A and B, and of their sizes, with AHEAD for G's alone; P, Q, and weight_m() and
+//       normal_m() of the small mode
+#pragma once
+#include "mixing.cuh"
+#include "sums.cuh"
+#include "unit_products.cuh"
+
+template <class Pass> struct MixedBackward : UnitProducts<Pass> {
+  using Products = UnitProducts<Pass>;
+  using typename Products::Element;
+  using Products::P0, Products::P1, Products::Q0, Products::Q1, Products::kSlab, Products::kConsumers;
+  using Products::params, Products::lane, Products::warpgroup, Products::first, Products::d_t;
+  static constexpr int P = Pass::P, Q = Pass::Q, SLOTS = Pass::SLOTS, AHEAD = Pass::AHEAD, GROUPS = Pass::GROUPS;
+  static constexpr int kBarrierBytes = 1024, kZeros = 512, kThreads = kConsumers + 128, kCopiers = 96;
+  static constexpr int kRow = P1 / 8, kChunk = 16, kChunks = ceil_div(P0, kChunk);  // pieces; rows
+  static constexpr int kPitch = (P0 * kRow | 1) * 16, kMixed = 8 * (kSlab + 128), kSums = Q * P + Q0 * P0 + Q1 * P1;
+  static_assert(P <= 8 && Q <= 8 && AHEAD < SLOTS);
+  static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
+
+  const u32 memory, mixed, slots, x;
+  const u32 units;  // of this block
+
+  DEVICE MixedBackward(const Params& given)
+      : Products(given, shared_address(shared_memory) + kBarrierBytes), memory(shared_address(shared_memory)),
+        mixed(memory + kBarrierBytes + (2 + GROUPS) * kSlab), slots(mixed + kMixed), x(slots + SLOTS * kSlab),
+        units(u32((given.batch * Pass::UNITS_PER_SAMPLE + gridDim.x - 1 - blockIdx.x) / gridDim.x)) {}
+
+  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
+  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
+  DEVICE u32 arrived(u32 chunk) const { return memory + (2 * SLOTS + chunk) * 8; }
+  DEVICE u32 read(u32 chunk) const { return memory + (2 * SLOTS + kChunks + chunk) * 8; }
+  DEVICE i64 unit(u32 position) const { return blockIdx.x + i64(position) * gridDim.x; }
+  static DEVICE int rows_of(int chunk) { return min(kChunk, P0 - chunk * kChunk); }
+  // A piece of X, and of Z, dZ or dX, whose slab begins as many rows behind a multiple of 1024 as there are before it.
+  DEVICE u32 place_of_x(int p, int row, int piece) const { return x + p * kPitch + (row * kRow + piece) * 16; }
+  DEVICE u32 place_of_z(int q, int row, int piece) const { return mixed + q * kSlab + swizzled(row + q, piece); }
+
+  DEVICE void run() {
+    if (threadIdx.x < SLOTS) {
+      init_barrier(full(threadIdx.x), kCopiers);
+      init_barrier(empty(threadIdx.x), 4);
+    }
+    if (threadIdx.x < kChunks) {
+      init_barrier(arrived(threadIdx.x), 1);
+      init_barrier(read(threadIdx.x), rows_of(threadIdx.x));
+    }
+    if (threadIdx.x < 4) store_shared(memory + kZeros + threadIdx.x * 4, 0u);
+    for (int at = threadIdx.x * 16; at < kMixed; at += kThreads * 16) store_u32x4(mixed + at, {});
+#pragma unroll 1
+    for (int slot = 0; slot < SLOTS; ++slot) Products::template clear_padding<Q0, Q1, kThreads>(slots + slot * kSlab);
+    fence_copy_engine();
+    __syncthreads();
+    if (warpgroup == GROUPS) {
+      give_registers<Pass::COPY_REGISTERS>();
+      if (threadIdx.x >= kConsumers + 32)
+        copy_g();
+      else if (threadIdx.x == kConsumers)
+        copy_x();
+    } else {
+      take_registers<Pass::REGISTERS>();
+      const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params), normal_m = Pass::normal_m(params);
+      Products::load_weights(normal_a, normal_b);
+      consume(1 / normal_a, 1 / normal_b, normal_m);
+    }
+  }
+
+  DEVICE void copy_x() const {
+#pragma unroll 1
+    for (u32 position = 0; position < units; ++position)
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const u32 bytes = rows_of(chunk) * P1 * 2;
+        const Element* from = static_cast<const Element*>(params.x) + unit(position) * (P * P0 * P1) + chunk * (kChunk * P1);
+        wait_for_bytes(read(chunk), (position & 1) ^ 1);
+        expect_bytes(arrived(chunk), P * bytes);
+#pragma unroll 1
+        for (int p = 0; p < P; ++p) load_run(place_of_x(p, chunk * kChunk, 0), from + p * (P0 * P1), bytes, arrived(chunk));
+      }
+  }
+  DEVICE void copy_g() const {
+    const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]);
+#pragma unroll 1
+    for (u32 position = 0; position < units * Q + AHEAD; ++position) {
+      if (position < units * Q) {
+        const u32 slot = position % SLOTS;
+        wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+        Products::template copy<Q0, Q1, kCopiers>(
+            g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), slots + slot * kSlab);
+      }
+      commit_copies();
+      if (position >= AHEAD) {
+        wait_for_copies<AHEAD>();
+        fence_copy_engine();
+        arrive(full((position - AHEAD) % SLOTS));
+      }
+    }
+  }
+
+  DEVICE void consume(float scale_a, float scale_b, float normal_m) {
+    const auto weight = [&](int q, int p) { return q < Q && p < P ? normal_m * Pass::weight_m(params, q, p) : 0.f; };
+    const u32 weights = mixing_weights<Element>(lane, weight);
+    const u32 turned = mixing_weights<Element>(lane, [&](int p, int q) { return weight(q, p); });
+    typename Products::SumsA d_a = {};
+    typename Products::SumsB d_b = {};
+    float d_m[1][4] = {};
+#pragma unroll 1
+    for (u32 position = 0; position < units; ++position) {
+      stay_here(lane.index, first), stay_here(d_t, first);  // or all places are kept from unit to unit, and spilled
+      lane = Lane(lane.index);
+      mix(position & 1, weights, 1 / normal_m);
+      fence_copy_engine();
+      sync_threads<kConsumers>(1);
+#pragma unroll 1
+      for (int q = warpgroup; q < Q; q += GROUPS) {
+        const u32 number = position * Q + q, slot = number % SLOTS;
+        wait_for_bytes(full(slot), number / SLOTS & 1);
+        typename Products::SumsB d_z;
+        Products::visit(mixed + q * (kSlab + 128), slots + slot * kSlab, scale_a, scale_b, d_a, d_b, d_z);
+        if (lane.index == 0) arrive(empty(slot));
+        sync_threads<128>(2 + warpgroup);  // dT and Z have been read
+#pragma unroll
+        for (int j = 0; j < Products::kP1 / 2; j += 2) {
+          const int row = first + lane.g + j / 2 % 2 * 8;
+          if ((P0 == 64 || row < P0) && j / 4 < kRow)
+            store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j] * scale_b, d_z[j + 1] * scale_b).bits);
+        }
+      }
+      sync_threads<kConsumers>(1);
+      give_back(d_m[0], static_cast<Element*>(params.y) + unit(position) * (P * P0 * P1), turned, 1 / normal_m);
+    }
+    float* sums = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
+    add_up<1, kConsumers, 32, kMixed, float>(
+        mixed, [&](int n) -> const float(&)[4] { return d_m[n]; },
+        [&](int, int index, const float(&sum)[4]) {
+          const Lane at(index);
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (at.g < Q && at.t * 2 + i < P) store_global(sums + at.g * P + at.t * 2 + i, sum[i]);
+        },
+        [] { sync_threads<kConsumers>(1); });
+    store_sums<P0, P1, Q0, Q1, kConsumers, kMixed>(mixed, sums + Q * P, d_a, d_b);
+  }
+
+  // A warp's rows of X mixed. What there is no X for, and behind a row's end, is zero.
+  DEVICE void mix(u32 phase, u32 weights, float scale) const {
+    const int state = lane.index % 8;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < P0; row += kConsumers / 32) {
+      wait_for_bytes(arrived(row / kChunk), phase);
+      u32 columns[2][4], mixtures[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int piece = half * 4 + lane.index / 8;
+        load_matrices<true>(columns[half], state < P && piece < kRow ? place_of_x(state, row, piece) : memory + kZeros);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mix_columns<Element>(mixtures[half], columns[half], weights, scale);
+        store_matrices_transposed(place_of_z(state, row, half * 4 + lane.index / 8), mixtures[half]);
+      }
+    }
+  }
+  // Those rows of dZ: with X to the sums of dM, and mixed the other way to memory.
+  DEVICE void give_back(float (&d_m)[4], Element* to, u32 weights, float scale) const {
+    const int state = lane.index % 8;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < P0; row += kConsumers / 32) {
+      float sums[4] = {};
+      u32 columns[2][4], mixtures[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int piece = half * 4 + lane.index / 8;
+        const u32 from = state < Q && piece < kRow ? place_of_z(state, row, piece) : memory + kZeros;
+        u32 left[4], right[4];
+        load_matrices<false>(left, from);
+        load_matrices<false>(right, state < P && piece < kRow ? place_of_x(state, row, piece) : memory + kZeros);
+        load_matrices<true>(columns[half], from);
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+          const u32 rows[4] = {left[k], 0, left[k + 1], 0}, with[2] = {right[k], right[k + 1]};
+          multiply_16<Element>(sums, rows, with);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) d_m[i] += sums[i];
+      __syncwarp();
+      if (lane.index == 0) arrive(read(row / kChunk));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mix_columns<Element>(mixtures[half], columns[half], weights, scale);
+        store_matrices_transposed(place_of_z(state, row, half * 4 + lane.index / 8), mixtures[half]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = lane.index; j < P * kRow; j += 32)
+        store_words<16>(to + j / kRow * (P0 * P1) + row * P1 + j % kRow * 8,
+                        load_words<16>(place_of_z(j / kRow, row, j % kRow)));
+      __syncwarp();
+    }
+  }
+};
