@@ -111,21 +111,18 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   }
 
   DEVICE void consume(float scale_a, float scale_b, float normal_m) {
-    const auto weight = [&](int q, int p) { return q < Q && p < P ? normal_m * Pass::weight_m(params, q, p) : 0.f; };
-    const u32 weights = mixing_weights<Element>(lane, weight);
-    const u32 turned = mixing_weights<Element>(lane, [&](int p, int q) { return weight(q, p); });
     typename Products::SumsA d_a = {};
     typename Products::SumsB d_b = {};
     float d_m[1][4] = {};
 #pragma unroll 1
     for (u32 position = 0; position < units; ++position) {
-      stay_here(lane.index, first), stay_here(d_t, first);  // or all places are kept from unit to unit, and spilled
-      lane = Lane(lane.index);
-      mix(position & 1, weights, 1 / normal_m);
+      settle_places();
+      mix(position & 1, normal_m);
       fence_copy_engine();
       sync_threads<kConsumers>(1);
 #pragma unroll 1
       for (int q = warpgroup; q < Q; q += GROUPS) {
+        settle_places();
         const u32 number = position * Q + q, slot = number % SLOTS;
         wait_for_bytes(full(slot), number / SLOTS & 1);
         typename Products::SumsB d_z;
@@ -139,8 +136,9 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
             store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j] * scale_b, d_z[j + 1] * scale_b).bits);
         }
       }
+      settle_places();
       sync_threads<kConsumers>(1);
-      give_back(d_m[0], static_cast<Element*>(params.y) + unit(position) * (P * P0 * P1), turned, 1 / normal_m);
+      give_back(d_m[0], static_cast<Element*>(params.y) + unit(position) * (P * P0 * P1), normal_m);
     }
     float* sums = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
     add_up<1, kConsumers, 32, kMixed, float>(
@@ -155,9 +153,19 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
     store_sums<P0, P1, Q0, Q1, kConsumers, kMixed>(mixed, sums + Q * P, d_a, d_b);
   }
 
+  // Or all places are kept from unit to unit, and spilled.
+  DEVICE void settle_places() {
+    stay_here(lane.index, first), stay_here(d_t, first);
+    lane = Lane(lane.index);
+  }
+  // Not kept from unit to unit: sums and operands of products fill the registers.
+  DEVICE float weight(int q, int p, float normal_m) const {
+    return q < Q && p < P ? normal_m * Pass::weight_m(params, q, p) : 0.f;
+  }
   // A warp's rows of X mixed. What there is no X for, and behind a row's end, is zero.
-  DEVICE void mix(u32 phase, u32 weights, float scale) const {
+  DEVICE void mix(u32 phase, float normal_m) const {
     const int state = lane.index % 8;
+    const u32 weights = mixing_weights<Element>(lane, [&](int q, int p) { return weight(q, p, normal_m); });
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < P0; row += kConsumers / 32) {
       wait_for_bytes(arrived(row / kChunk), phase);
@@ -169,14 +177,15 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        mix_columns<Element>(mixtures[half], columns[half], weights, scale);
+        mix_columns<Element>(mixtures[half], columns[half], weights, 1 / normal_m);
         store_matrices_transposed(place_of_z(state, row, half * 4 + lane.index / 8), mixtures[half]);
       }
     }
   }
   // Those rows of dZ: with X to the sums of dM, and mixed the other way to memory.
-  DEVICE void give_back(float (&d_m)[4], Element* to, u32 weights, float scale) const {
+  DEVICE void give_back(float (&d_m)[4], Element* to, float normal_m) const {
     const int state = lane.index % 8;
+    const u32 weights = mixing_weights<Element>(lane, [&](int p, int q) { return weight(q, p, normal_m); });
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < P0; row += kConsumers / 32) {
       float sums[4] = {};
@@ -201,7 +210,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       if (lane.index == 0) arrive(read(row / kChunk));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        mix_columns<Element>(mixtures[half], columns[half], weights, scale);
+        mix_columns<Element>(mixtures[half], columns[half], weights, 1 / normal_m);
         store_matrices_transposed(place_of_z(state, row, half * 4 + lane.index / 8), mixtures[half]);
       }
       __syncwarp();
