@@ -17,9 +17,10 @@ from factorlayer.resident import Mode, round_up
 from factorlayer.unit_backward import BARRIER_BYTES, LARGEST, LEAST, SLAB
 
 MOST_MIXED = 8  # of the small mode
+CHUNK = 16  # rows of X
 MIXED_BYTES = MOST_MIXED * (SLAB + 128)  # of all mixtures
 START_US = 5.0  # with the weights and the first unit on their way
-UNIT_US = 1.1  # of a group, for each of its mixtures
+UNIT_US = 0.9  # of a group, for each of its mixtures
 MIX_US = 2.0  # of a unit, for its mixtures and for its gradients', while nothing else is multiplied
 
 
@@ -33,10 +34,10 @@ class MixedBackward(BlockSums):
     gpu: Gpu
     us: float = 0.0
 
-    groups = 3
-    ahead = 2  # G's on their way from memory
-    most_slots = 7
-    copy_registers, registers = 32, 160  # of a thread, by what its warpgroup does
+    groups = 2
+    slots = 4  # of G
+    ahead = 1  # G's on their way from memory
+    copy_registers, registers = 32, 232  # of a thread, by what its warpgroup does
     size = 2
     split = 1
     units_per_block = 1
@@ -63,22 +64,33 @@ class MixedBackward(BlockSums):
 
     @property
     def fixed(self) -> int:
-        """Bytes of shared memory beside the ring's."""
-        p, p0, p1, *_ = self.sizes
-        return BARRIER_BYTES + (2 + self.groups) * SLAB + MIXED_BYTES + p * (p0 * p1 // 8 | 1) * 16
+        """Bytes of shared memory beside X's."""
+        return BARRIER_BYTES + (2 + self.groups + self.slots) * SLAB + MIXED_BYTES
 
     @property
-    def slots(self) -> int:
-        return min(self.most_slots, (self.gpu.shared - self.fixed) // SLAB)
+    def chunk_bytes(self) -> int:
+        """Of 16 rows of X's"""
+        p, _, p1, *_ = self.sizes
+        return p * (CHUNK * p1 // 8 | 1) * 16
+
+    @property
+    def least_chunks(self) -> int:
+        """Of a unit"""
+        return -(-self.sizes[1] // CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """That there is room for: of two units at most."""
+        return min(2 * self.least_chunks, (self.gpu.shared - self.fixed) // self.chunk_bytes)
 
     @property
     def shared(self) -> int:
-        return self.fixed + self.slots * SLAB
+        return self.fixed + self.chunks * self.chunk_bytes
 
     def __str__(self) -> str:
         p, p0, p1, q, q0, q1 = self.sizes
         return (
-            f"mixed pair, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.slots} slots, "
+            f"mixed pair, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -88,7 +100,7 @@ class MixedBackward(BlockSums):
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots, "AHEAD": self.ahead}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
         parts = [part for mode in self.modes for part in mode.parts]
-        numbers |= {"GRAD": len(parts)}
+        numbers |= {"GRAD": len(parts), "CHUNKS": self.chunks}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "mab", strict=True):
@@ -113,7 +125,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         large = (p0, p1, q0, q1)
         fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= LARGEST
         fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
-        if fits and plan.slots > plan.ahead:
+        if fits and plan.chunks > plan.least_chunks:
             plans.append(replace(plan, us=_time(plan, batch)))
     return min(plans, key=lambda plan: plan.us, default=None)
 

@@ -401,16 +401,20 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
 
 
 def _single(work: Work, batch: int, gpu: Gpu) -> Few | Mapped | Streamed | Wide | None:
-    """A pass of one factor whose weight comes from memory again and again."""
-    (_, mode), *further = work.steps
-    if further or len(mode.parts) > 1 or work.rank > 1:
+    """A pass of one factor whose weight comes from memory again and again, and maybe of one of 8 before it."""
+    if any(len(mode.parts) > 1 for _, mode in work.steps) or len(work.steps) != len(work.sizes) or work.rank > 1:
         return None
+    *before, mode = (mode for _, mode in sorted(work.steps, key=lambda step: step[0]))
     ((weight, q, p),) = mode.parts
-    contraction = Contraction(weight, work.outer, p, q, work.inner, tied=True)
+    outer = work.outer * math.prod(each.p for each in before)
+    contraction = Contraction(weight, outer, p, q, work.inner, tied=True)
     product = Product(
         work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation, scalars=work.scalars
     )
-    return _product_pass(product, batch, gpu)
+    if not before:
+        return _product_pass(product, batch, gpu)
+    mixes = len(before) == 1 and before[0].p == before[0].q == wide.MIXED and batch > BATCHES[0]
+    return wide.tile(replace(product, mixed=before[0].parts[0][0]), batch, gpu) if mixes else None
 
 
 def _product_pass(

@@ -62,6 +62,7 @@ class Product:
     activation: str = "identity"
     scalars: int = 0  # the first weight that is a parameter of the activation
     slope: bool = False  # the activation's, times a state like y that is read
+    mixed: int = -1  # the weight of a mode of 8 before the contracted one, by which rows of x are mixed
     through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
 
     @functools.cached_property

@@ -19,9 +19,11 @@ from factorlayer.streamed import Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
+MIXED = 8  # of a mode before
 MOST_STAGES = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
+MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
 SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
 MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 CYCLES = 1.65e3  # in a microsecond
@@ -185,7 +187,7 @@ class Wide:
 
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
-        done = "grad_y back through its activation, " if p.slope else ""
+        done = "grad_y back through its activation, " if p.slope else "8→8 before, " if p.mixed >= 0 else ""
         done = "and back through the activation before, " if p.through else done
         return (
             f"wide: {c.p}→{c.q} by rows, {done}"
@@ -198,7 +200,8 @@ class Wide:
         """Self-contained CUDA C++ of the kernel `name`."""
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
-        more, fewer = (SPLIT_REGISTERS if self.splits else REGISTERS)[self.consumers]
+        registers = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if p.mixed >= 0 else REGISTERS
+        more, fewer = registers[self.consumers]
         numbers = {
             **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
             **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
@@ -207,7 +210,7 @@ class Wide:
             **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
             **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
             **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
-            **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4},
+            **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "MIXED": p.mixed},
         }
         strides = {
             "X_SAMPLE": p.terms_in * p.x_features,
@@ -232,7 +235,7 @@ class Wide:
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = headers("wgmma.cuh", "halves.cuh", "wide.cuh") + wgmma("float16" if self.splits else p.dtype, self.n)
+        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh") + wgmma("float16" if self.splits else p.dtype, self.n)
         return kernel(code, name, "Wide", lines, self.threads, cluster=cluster)
 
 
@@ -250,6 +253,8 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         return
     c, size = product.contraction, product.size
     if product.x_step > 1 or c.p * size % 16 or (product.outer > 1 and product.terms_in > 1):
+        return
+    if product.mixed >= 0 and (size > 2 or product.outer % MIXED or product.terms > 1):
         return
     for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
         splits = product.dtype == "float32"
@@ -306,8 +311,8 @@ def _time(plan: Wide) -> float:
     if plan.splits:
         products, drain = 3 * products + (plan.n + 200) / plan.consumers / CYCLES, 0.3
         read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
-    elif product.dtype == "tf32" and not product.ours_in:
-        read += 256 * plan.rows  # rounded in place
+    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
+        read += 256 * plan.rows  # mixed or rounded in place
     slab = max(load, products, 1.15 * read / 128 / CYCLES)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size

@@ -115,6 +115,8 @@ CASES = [
     Case(kronecker((2, 3, 41, 40), (4, 2, 40, 40)), "float16", 5, MEDIUM),
     # Wide: rounded and split operands, three consumers, several slabs, groups held, two blocks of a cluster
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
+    Case(kronecker((8, 200), (8, 296)), "bfloat16", 40, LARGE),
+    Case(kronecker((2, 8, 256), (2, 8, 1024)), "float16", 9, MEDIUM),
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),
     Case(kronecker((4, 300), (4, 300), rank=2), "float32", 20, LARGE),
     Case(monarch((4, 64), (72, 4), rank=18), "float32", 70, LARGE),

@@ -4,16 +4,16 @@
 //     Z = M X,  of each q as in unit_products.cuh, of Z and G: dA, dB, dZ,  dM += dZ X',  dX = M' dZ
 //
 // X as it comes from memory and Z stay in shared memory, where each dZ takes the place of its Z. The warps that multiply mix
-// rows of 64 columns (mixing.cuh), each the same ones in both directions: a row's dX leaves through where its dZ's were, and what
-// they were is the next unit's Z then. So they meet twice for each unit, when all Z's and when all dZ's are there. Of the
-// other warpgroup one thread asks the copy engine for the next X by chunks of rows, as soon as these are not needed any more,
-// and three warps fill a ring with G's.
+// rows of 64 columns (mixing.cuh), each the same ones in both directions: a row's dX leaves through where its dZ's were, and the
+// next unit's Z takes their place. So they meet twice for each unit, when all Z's and when all dZ's are there. X's go by chunks of
+// 16 rows of all p through a ring that has room for some of the next unit's: one thread asks the copy engine for them. Three
+// warps fill another one with G's.
 //
 // So that no ldmatrix or stmatrix meets itself in a bank, X's are an odd multiple of 16 bytes apart, and Z's 128 bytes more
 // than they are long.
 //
-// Pass: what unit_backward.cuh has of A and B, and of their sizes, with AHEAD for G's alone; P, Q, and weight_m() and
-//       normal_m() of the small mode
+// Pass: what unit_backward.cuh has of A and B, and of their sizes, with SLOTS and AHEAD for G's alone; CHUNKS of X that there is
+//       room for; P, Q, and weight_m() and normal_m() of the small mode
 #pragma once
 #include "mixing.cuh"
 #include "sums.cuh"
@@ -27,8 +27,10 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   static constexpr int P = Pass::P, Q = Pass::Q, SLOTS = Pass::SLOTS, AHEAD = Pass::AHEAD, GROUPS = Pass::GROUPS;
   static constexpr int kBarrierBytes = 1024, kZeros = 512, kThreads = kConsumers + 128, kCopiers = 96;
   static constexpr int kRow = P1 / 8, kChunk = 16, kChunks = ceil_div(P0, kChunk);  // pieces; rows
-  static constexpr int kPitch = (P0 * kRow | 1) * 16, kMixed = 8 * (kSlab + 128), kSums = Q * P + Q0 * P0 + Q1 * P1;
-  static_assert(P <= 8 && Q <= 8 && AHEAD < SLOTS);
+  static constexpr int kPitch = (kChunk * kRow | 1) * 16, kChunkBytes = P * kPitch;  // from an X to the next
+  static constexpr int kWarps = kConsumers / 32, kRows = ceil_div(kChunk, kWarps);   // of a chunk, for a warp
+  static constexpr int kMixed = 8 * (kSlab + 128), kSums = Q * P + Q0 * P0 + Q1 * P1;
+  static_assert(P <= 8 && Q <= 8 && AHEAD < SLOTS && Pass::CHUNKS >= kChunks);
   static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
   const u32 memory, mixed, slots, x;
@@ -42,11 +44,13 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE u32 arrived(u32 chunk) const { return memory + (2 * SLOTS + chunk) * 8; }
-  DEVICE u32 read(u32 chunk) const { return memory + (2 * SLOTS + kChunks + chunk) * 8; }
+  DEVICE u32 read(u32 chunk) const { return memory + (2 * SLOTS + Pass::CHUNKS + chunk) * 8; }
   DEVICE i64 unit(u32 position) const { return blockIdx.x + i64(position) * gridDim.x; }
   static DEVICE int rows_of(int chunk) { return min(kChunk, P0 - chunk * kChunk); }
   // A piece of X, and of Z, dZ or dX, whose slab begins as many rows behind a multiple of 1024 as there are before it.
-  DEVICE u32 place_of_x(int p, int row, int piece) const { return x + p * kPitch + (row * kRow + piece) * 16; }
+  DEVICE u32 place_of_x(u32 chunk, int p, int row, int piece) const {
+    return x + chunk * kChunkBytes + p * kPitch + (row * kRow + piece) * 16;
+  }
   DEVICE u32 place_of_z(int q, int row, int piece) const { return mixed + q * kSlab + swizzled(row + q, piece); }
 
   DEVICE void run() {
@@ -54,9 +58,9 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       init_barrier(full(threadIdx.x), kCopiers);
       init_barrier(empty(threadIdx.x), 4);
     }
-    if (threadIdx.x < kChunks) {
+    if (threadIdx.x < Pass::CHUNKS) {
       init_barrier(arrived(threadIdx.x), 1);
-      init_barrier(read(threadIdx.x), rows_of(threadIdx.x));
+      init_barrier(read(threadIdx.x), kWarps);
     }
     if (threadIdx.x < 4) store_shared(memory + kZeros + threadIdx.x * 4, 0u);
     for (int at = threadIdx.x * 16; at < kMixed; at += kThreads * 16) store_u32x4(mixed + at, {});
@@ -80,16 +84,15 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
 
   DEVICE void copy_x() const {
 #pragma unroll 1
-    for (u32 position = 0; position < units; ++position)
+    for (u32 number = 0; number < units * kChunks; ++number) {
+      const int chunk = number % kChunks, at = number % Pass::CHUNKS;
+      const u32 bytes = rows_of(chunk) * P1 * 2;
+      const Element* from = static_cast<const Element*>(params.x) + unit(number / kChunks) * (P * P0 * P1) + chunk * (kChunk * P1);
+      wait_for_bytes(read(at), (number / Pass::CHUNKS & 1) ^ 1);
+      expect_bytes(arrived(at), P * bytes);
 #pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const u32 bytes = rows_of(chunk) * P1 * 2;
-        const Element* from = static_cast<const Element*>(params.x) + unit(position) * (P * P0 * P1) + chunk * (kChunk * P1);
-        wait_for_bytes(read(chunk), (position & 1) ^ 1);
-        expect_bytes(arrived(chunk), P * bytes);
-#pragma unroll 1
-        for (int p = 0; p < P; ++p) load_run(place_of_x(p, chunk * kChunk, 0), from + p * (P0 * P1), bytes, arrived(chunk));
-      }
+      for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, arrived(at));
+    }
   }
   DEVICE void copy_g() const {
     const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]);
@@ -117,7 +120,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
 #pragma unroll 1
     for (u32 position = 0; position < units; ++position) {
       settle_places();
-      mix(position & 1, normal_m);
+      mix(position, normal_m);
       fence_copy_engine();
       sync_threads<kConsumers>(1);
 #pragma unroll 1
@@ -138,7 +141,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       }
       settle_places();
       sync_threads<kConsumers>(1);
-      give_back(d_m[0], static_cast<Element*>(params.y) + unit(position) * (P * P0 * P1), normal_m);
+      give_back(position, d_m[0], normal_m);
     }
     float* sums = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
     add_up<1, kConsumers, 32, kMixed, float>(
@@ -162,62 +165,91 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   DEVICE float weight(int q, int p, float normal_m) const {
     return q < Q && p < P ? normal_m * Pass::weight_m(params, q, p) : 0.f;
   }
-  // A warp's rows of X mixed. What there is no X for, and behind a row's end, is zero.
-  DEVICE void mix(u32 phase, float normal_m) const {
-    const int state = lane.index % 8;
+  // Whether there is that row of a chunk
+  static DEVICE bool has(int chunk, int row) {
+    return (kChunk % kWarps == 0 || row < kChunk) && (P0 % kChunk == 0 || chunk * kChunk + row < P0);
+  }
+  // A piece of X of the lane's state: zeros where there is none, and behind a row's end.
+  DEVICE u32 x_or_zeros(u32 at, int row, int piece) const {
+    const int p = lane.index % 8;
+    return (P == 8 || p < P) && (kRow == 8 || piece < kRow) ? place_of_x(at, p, row, piece) : memory + kZeros;
+  }
+  // A warp's rows of X mixed.
+  DEVICE void mix(u32 position, float normal_m) const {
     const u32 weights = mixing_weights<Element>(lane, [&](int q, int p) { return weight(q, p, normal_m); });
+    const int warp = threadIdx.x / 32;
 #pragma unroll 1
-    for (int row = threadIdx.x / 32; row < P0; row += kConsumers / 32) {
-      wait_for_bytes(arrived(row / kChunk), phase);
-      u32 columns[2][4], mixtures[2][4];
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const u32 number = position * kChunks + chunk, at = number % Pass::CHUNKS;
+      wait_for_bytes(arrived(at), number / Pass::CHUNKS & 1);
+      u32 columns[kRows][2][4], mixtures[4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int piece = half * 4 + lane.index / 8;
-        load_matrices<true>(columns[half], state < P && piece < kRow ? place_of_x(state, row, piece) : memory + kZeros);
-      }
+      for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        mix_columns<Element>(mixtures[half], columns[half], weights, 1 / normal_m);
-        store_matrices_transposed(place_of_z(state, row, half * 4 + lane.index / 8), mixtures[half]);
-      }
+        for (int half = 0; half < 2; ++half)
+          if (has(chunk, warp + i * kWarps))
+            load_matrices<true>(columns[i][half], x_or_zeros(at, warp + i * kWarps, half * 4 + lane.index / 8));
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (has(chunk, warp + i * kWarps)) {
+            mix_columns<Element>(mixtures, columns[i][half], weights, 1 / normal_m);
+            store_matrices_transposed(
+                place_of_z(lane.index % 8, chunk * kChunk + warp + i * kWarps, half * 4 + lane.index / 8), mixtures);
+          }
     }
   }
   // Those rows of dZ: with X to the sums of dM, and mixed the other way to memory.
-  DEVICE void give_back(float (&d_m)[4], Element* to, float normal_m) const {
-    const int state = lane.index % 8;
+  DEVICE void give_back(u32 position, float (&d_m)[4], float normal_m) const {
     const u32 weights = mixing_weights<Element>(lane, [&](int p, int q) { return weight(q, p, normal_m); });
+    const int warp = threadIdx.x / 32, state = lane.index % 8;
+    Element* to = static_cast<Element*>(params.y) + unit(position) * (P * P0 * P1);
 #pragma unroll 1
-    for (int row = threadIdx.x / 32; row < P0; row += kConsumers / 32) {
-      float sums[4] = {};
-      u32 columns[2][4], mixtures[2][4];
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const u32 at = (position * kChunks + chunk) % Pass::CHUNKS;
+      u32 columns[kRows][2][4], mixtures[4];
+      float sums[kRows][4] = {};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int piece = half * 4 + lane.index / 8;
-        const u32 from = state < Q && piece < kRow ? place_of_z(state, row, piece) : memory + kZeros;
-        u32 left[4], right[4];
-        load_matrices<false>(left, from);
-        load_matrices<false>(right, state < P && piece < kRow ? place_of_x(state, row, piece) : memory + kZeros);
-        load_matrices<true>(columns[half], from);
+      for (int i = 0; i < kRows; ++i)
+        if (has(chunk, warp + i * kWarps))
 #pragma unroll
-        for (int k = 0; k < 4; k += 2) {
-          const u32 rows[4] = {left[k], 0, left[k + 1], 0}, with[2] = {right[k], right[k + 1]};
-          multiply_16<Element>(sums, rows, with);
-        }
-      }
+          for (int half = 0; half < 2; ++half) {
+            const int piece = half * 4 + lane.index / 8;
+            const bool here = (Q == 8 || state < Q) && (kRow == 8 || piece < kRow);
+            const u32 from = here ? place_of_z(state, chunk * kChunk + warp + i * kWarps, piece) : memory + kZeros;
+            u32 left[4], right[4];
+            load_matrices<false>(left, from);
+            load_matrices<false>(right, x_or_zeros(at, warp + i * kWarps, piece));
+            load_matrices<true>(columns[i][half], from);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) d_m[i] += sums[i];
+            for (int k = 0; k < 4; k += 2) {
+              const u32 rows[4] = {left[k], 0, left[k + 1], 0}, with[2] = {right[k], right[k + 1]};
+              multiply_16<Element>(sums[i], rows, with);
+            }
+          }
       __syncwarp();
-      if (lane.index == 0) arrive(read(row / kChunk));
+      if (lane.index == 0) arrive(read(at));
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        mix_columns<Element>(mixtures[half], columns[half], weights, 1 / normal_m);
-        store_matrices_transposed(place_of_z(state, row, half * 4 + lane.index / 8), mixtures[half]);
-      }
+      for (int i = 0; i < kRows; ++i)
+        if (has(chunk, warp + i * kWarps))
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            mix_columns<Element>(mixtures, columns[i][half], weights, 1 / normal_m);
+            store_matrices_transposed(
+                place_of_z(state, chunk * kChunk + warp + i * kWarps, half * 4 + lane.index / 8), mixtures);
+          }
       __syncwarp();
 #pragma unroll
-      for (int j = lane.index; j < P * kRow; j += 32)
-        store_words<16>(to + j / kRow * (P0 * P1) + row * P1 + j % kRow * 8,
-                        load_words<16>(place_of_z(j / kRow, row, j % kRow)));
+      for (int i = 0; i < kRows; ++i) {
+        const int row = chunk * kChunk + warp + i * kWarps;
+        d_m[0] += sums[i][0], d_m[1] += sums[i][1];
+        if (has(chunk, warp + i * kWarps))
+#pragma unroll
+          for (int j = lane.index; j < P * kRow; j += 32)
+            store_words<16>(to + j / kRow * (P0 * P1) + row * P1 + j % kRow * 8,
+                            load_words<16>(place_of_z(j / kRow, row, j % kRow)));
+      }
       __syncwarp();
     }
   }

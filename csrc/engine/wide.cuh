@@ -14,6 +14,9 @@
 // Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
 // with half of the groups each, exchange what they have.
 //
+// A mode of 8 before the one that is contracted may be contracted as well, in 16 bits: its p's are eight rows of x side by side,
+// which producers, who have copied them, mix in place (mixing.cuh).
+//
 // With BESIDE (and one group, no cluster) sums become the gradient of what is activated: Activation takes each with what a
 // state has at its place, grad_y, or, if the sums are that, the activation's result. It is loaded while the sums are made,
 // by the accesses of the results. factorlayer/wide.py writes the constants:
@@ -23,10 +26,11 @@
 //        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
-//        in elements), AHEAD (slabs on their way to producers who round),
+//        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "halves.cuh"
+#include "mixing.cuh"
 #include "mma.cuh"
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -42,7 +46,7 @@ template <class Pass> struct Wide {
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
   static constexpr int FAST = Pass::FAST;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
-  static constexpr bool kTurned = kSize == 4;
+  static constexpr bool kTurned = kSize == 4, kMixes = Pass::MIXED >= 0, kPrepares = Pass::ROUND_X || kMixes;
   static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
   // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
   static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
@@ -231,9 +235,27 @@ template <class Pass> struct Wide {
     }
   }
 
+  // Eight rows of x at a time, those of a mode, mixed once all producers have copied theirs.
+  DEVICE void mix_rows(u32 x, u32 weights, int thread) const {
+    static_assert(!kTurned && Pass::OUTER % 8 == 0);
+    sync_threads<128>(1);
+#pragma unroll 1
+    for (int row = thread / 32 * 8; row < kRows; row += 32) {
+      u32 columns[2][4], mixtures[2][4];
+      const auto place = [&](int half) { return x + swizzled(row + thread % 8, half * 4 + thread % 32 / 8); };
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_matrices<true>(columns[half], place(half));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mix_columns<Element>(mixtures[half], columns[half], weights, 1.f);
+        store_matrices_transposed(place(half), mixtures[half]);
+      }
+    }
+  }
+
   DEVICE void wait(int barrier, int stage, u32 phase) const { wait_for_bytes(memory + barrier + stage * 8, phase); }
 
-  // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded.
+  // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
   DEVICE void produce(int thread) const {
     Cursor at;
     at.n = first_tile();
@@ -241,8 +263,15 @@ template <class Pass> struct Wide {
     int stage = 0, oldest = 0, waiting = 0;
     u32 phase = 1;
     const u32 place = memory + swizzled(thread / 8, thread % 8);
+    [[maybe_unused]] u32 weights = 0;
+    if constexpr (kMixes)
+      weights = mixing_weights<Element>(Lane(), [&](int q, int p) {
+        return widen(static_cast<const Element*>(params.weights[Pass::MIXED])[q * 8 + p]);
+      });
     const auto finish_oldest = [&] {
-      if constexpr (Pass::SPLIT)
+      if constexpr (kMixes)
+        mix_rows(memory + kX + oldest * kStageBytes, weights, thread);
+      else if constexpr (Pass::SPLIT)
         split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
         round(place + kX + oldest * kStageBytes, thread);
@@ -252,7 +281,7 @@ template <class Pass> struct Wide {
     for (; is_in(at); advance(at, thread)) {
       wait(kEmpty, stage, phase);
       copy_slab(at, thread, place + stage * kStageBytes);
-      if constexpr (Pass::ROUND_X) {
+      if constexpr (kPrepares) {
         commit_copies();
         if (waiting < Pass::AHEAD)
           ++waiting;
@@ -263,7 +292,7 @@ template <class Pass> struct Wide {
       }
       if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
     }
-    if constexpr (Pass::ROUND_X) {
+    if constexpr (kPrepares) {
       wait_for_copies<0>();
       for (; waiting > 0; --waiting) finish_oldest();
     }
