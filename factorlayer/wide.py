@@ -235,7 +235,8 @@ class Wide:
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh") + wgmma("float16" if self.splits else p.dtype, self.n)
+        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh")
+        code += wgmma("float16" if self.splits else p.dtype, self.n)
         return kernel(code, name, "Wide", lines, self.threads, cluster=cluster)
 
 

@@ -30,9 +30,11 @@ from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
 from factorlayer.mapped import Mapped
+from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
 from factorlayer.pair import Pair
+from factorlayer.parts import Parts
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
 from factorlayer.resident import Mode, Resident, Sandwich, Stage, Work
@@ -731,6 +733,63 @@ def test_two_large_factors_of_doubles_have_a_family(
     assert not any(
         isinstance(p, DoublePair) for p in plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(80)).passes
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "fits"),
+    [
+        (((8,) * 5, (8,) * 5), "bfloat16", True),
+        (((5, 33, 40), (8, 46, 24)), "float16", True),
+        (((8,) * 5, (8,) * 5), "tf32", False),
+        (((9, 64, 64), (9, 64, 64)), "bfloat16", False),
+        (((8, 64, 65), (8, 64, 64)), "bfloat16", False),
+        (((8, 64, 60), (8, 64, 64)), "bfloat16", False),
+    ],
+    ids=str,
+)
+def test_a_small_mode_is_gone_back_through_with_two_large_ones(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], dtype: str, fits: bool
+) -> None:
+    """In 16 bits, at one visit, with room for some of the next unit's X."""
+    chain = replace(chain_of(kronecker(*sizes), False, "identity"), backward=True)
+    for arch in (80, 90):
+        try:
+            passes = plan(chain, dtype, 1024, Gpu.of(arch)).passes
+        except PlanError:
+            assert not fits or arch == 80
+            continue
+        (visit, *_) = passes
+        assert isinstance(visit, MixedBackward) == (fits and arch == 90)
+        if not isinstance(visit, MixedBackward):
+            continue
+        assert visit.shared <= visit.gpu.shared and visit.chunks > visit.least_chunks
+        assert [type(p) for p in passes[1:]] == ([Reduction, Parts] if len(sizes[0]) > 3 else [Reduction])
+        p, p0, p1, q, q0, q1 = visit.sizes
+        assert visit.weights == p * q + p0 * q0 + p1 * q1
+        floor = 1024 * (2 * math.prod(sizes[0]) + math.prod(sizes[1])) * 2 / visit.gpu.sms / visit.gpu.memory_bytes
+        assert floor < visit.us < floor + 45
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "batch", "mixed"),
+    [
+        (((8, 256), (8, 1024)), "bfloat16", 16384, 0),
+        (((8, 256), (8, 1024)), "float16", 1024, 0),
+        (((8, 256), (8, 1024)), "bfloat16", 16, None),
+        (((8, 256), (8, 1024)), "tf32", 16384, None),
+        (((4, 256), (4, 1024)), "bfloat16", 16384, None),
+        (((8, 256), (9, 1024)), "bfloat16", 16384, None),
+    ],
+    ids=str,
+)
+def test_a_mode_of_eight_is_mixed_on_the_way_to_a_wide_product(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, batch: int, mixed: int | None
+) -> None:
+    passes = plan(chain_of(kronecker(*sizes)), dtype, batch, Gpu.of(90)).passes
+    assert [p.product.mixed for p in passes if isinstance(p, Wide) and p.product.mixed >= 0] == (
+        [] if mixed is None else [mixed]
+    )
+    assert (len(passes) == 1) == (mixed is not None)
 
 
 @pytest.mark.parametrize(
