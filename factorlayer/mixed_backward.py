@@ -37,7 +37,7 @@ class MixedBackward(BlockSums):
     groups = 2
     slots = 4  # of G
     ahead = 1  # G's on their way from memory
-    copy_registers, registers = 32, 232  # of a thread, by what its warpgroup does
+    copy_registers, registers = 56, 224  # of a thread, by what its warpgroup does
     size = 2
     split = 1
     units_per_block = 1

@@ -30,6 +30,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   static constexpr int kPitch = (kChunk * kRow | 1) * 16, kChunkBytes = P * kPitch;  // from an X to the next
   static constexpr int kWarps = kConsumers / 32, kRows = ceil_div(kChunk, kWarps);   // of a chunk, for a warp
   static constexpr int kMixed = 8 * (kSlab + 128), kSums = Q * P + Q0 * P0 + Q1 * P1;
+  static constexpr int kX = P * P0 * P1, kG = Q * Q0 * Q1;  // elements of a unit
   static_assert(P <= 8 && Q <= 8 && AHEAD < SLOTS && Pass::CHUNKS >= kChunks);
   static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
@@ -87,15 +88,22 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
     for (u32 number = 0; number < units * kChunks; ++number) {
       const int chunk = number % kChunks, at = number % Pass::CHUNKS;
       const u32 bytes = rows_of(chunk) * P1 * 2;
-      const Element* from = static_cast<const Element*>(params.x) + unit(number / kChunks) * (P * P0 * P1) + chunk * (kChunk * P1);
+      const Element* from = static_cast<const Element*>(params.x) + unit(number / kChunks) * kX + chunk * (kChunk * P1);
       wait_for_bytes(read(at), (number / Pass::CHUNKS & 1) ^ 1);
       expect_bytes(arrived(at), P * bytes);
 #pragma unroll 1
       for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, arrived(at));
     }
   }
+  // One of Q parts of the next unit's X or G on its way to L2, from where it comes as soon as there is room: chunks and slots
+  // alone have none for what memory takes to answer.
+  static DEVICE void fetch(const Element* from, int count, int part) {
+    const int lines = ceil_div(count, 64 * Q);
+    for (int line = threadIdx.x % kCopiers; line < lines; line += kCopiers)
+      if ((part * lines + line) * 64 < count) prefetch(from + (part * lines + line) * 64);
+  }
   DEVICE void copy_g() const {
-    const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]);
+    const auto *g = static_cast<const Element*>(params.weights[Pass::GRAD]), *from = static_cast<const Element*>(params.x);
 #pragma unroll 1
     for (u32 position = 0; position < units * Q + AHEAD; ++position) {
       if (position < units * Q) {
@@ -103,6 +111,11 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
         wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
         Products::template copy<Q0, Q1, kCopiers>(
             g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), slots + slot * kSlab);
+        if (position / Q + 1 < units) {
+          const i64 next = unit(position / Q + 1);
+          fetch(from + next * kX, kX, position % Q);
+          fetch(g + next * kG, kG, position % Q);
+        }
       }
       commit_copies();
       if (position >= AHEAD) {
@@ -136,7 +149,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
         for (int j = 0; j < Products::kP1 / 2; j += 2) {
           const int row = first + lane.g + j / 2 % 2 * 8;
           if ((P0 == 64 || row < P0) && j / 4 < kRow)
-            store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j] * scale_b, d_z[j + 1] * scale_b).bits);
+            store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j], d_z[j + 1]).bits);
         }
       }
       settle_places();
@@ -204,7 +217,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   DEVICE void give_back(u32 position, float (&d_m)[4], float normal_m) const {
     const u32 weights = mixing_weights<Element>(lane, [&](int p, int q) { return weight(q, p, normal_m); });
     const int warp = threadIdx.x / 32, state = lane.index % 8;
-    Element* to = static_cast<Element*>(params.y) + unit(position) * (P * P0 * P1);
+    Element* to = static_cast<Element*>(params.y) + unit(position) * kX;
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 at = (position * kChunks + chunk) % Pass::CHUNKS;

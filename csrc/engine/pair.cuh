@@ -103,16 +103,16 @@ template <class Pass> struct TwoFactors {
         produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
       if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
-      load_weights();
+      const float scale_a = kScalesA ? Pass::scale_a(params) : 1.f, scale_b = kScalesB ? Pass::scale_b(params) : 1.f;
+      load_weights(scale_a);
       fence_copy_engine();
       sync_group<kConsumers * 4, 2>(1);
-      consume();
+      consume(scale_b, 1 / scale_a, 1 / scale_b);
     }
   }
 
   // To shared memory, padded with zeros: A, and the pieces of B that are not in registers.
-  DEVICE void load_weights() const {
-    [[maybe_unused]] const float scale = kScalesA ? Pass::scale_a(params) : 1.f;
+  DEVICE void load_weights(float scale = 1.f) const {
     load_weight<0, Pass::FACTOR_A, kN, kBytesA, kSlabA, Q0, P0>(
         a, [&](int q, int p) { return scale * Pass::weight_a(params, q, p); });
     if constexpr (HELD < PIECES)
@@ -362,11 +362,9 @@ template <class Pass> struct TwoFactors {
   };
   using Left = u32[PIECES][kStepsA][4];
 
-  DEVICE void consume() const {
+  DEVICE void consume(float scale_b, float unscale_a, float unscale_b) const {
     const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
     u32 held[HELD][kStepsB][4];
-    [[maybe_unused]] const float scale_b = kScalesB ? Pass::scale_b(params) : 1.f, unscale_b = 1 / scale_b;
-    [[maybe_unused]] const float unscale_a = kScalesA ? 1 / Pass::scale_a(params) : 1.f;
 #pragma unroll
     for (int s = 0; s < kStepsB; ++s)
 #pragma unroll
@@ -387,9 +385,7 @@ template <class Pass> struct TwoFactors {
           wait_for_products<0>();
           t.arrived();
           if (share == kShare - 1 && lane.index == 0) arrive(empty(slot));
-          if constexpr (kScalesB)
-#pragma unroll
-            for (float& sum : t.high) sum *= unscale_b;
+          if constexpr (kScalesB) scale_sums(t.high, unscale_b);
           Left left;
           pack(left, t.high);
           multiply_a(y[share], left, chunk);
@@ -401,9 +397,7 @@ template <class Pass> struct TwoFactors {
       for (int share = 0; share < kShare; ++share) {
         y[share].arrived();
         if (kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share) break;
-        if constexpr (kScalesA)
-#pragma unroll
-          for (float& sum : y[share].high) sum *= unscale_a;
+        if constexpr (kScalesA) scale_sums(y[share].high, unscale_a);
         const i64 state = unit * Q + (kMixes ? mixed(group, share) : 0);
         finish(y[share].high, state, first);
         if constexpr (kSize == 2)

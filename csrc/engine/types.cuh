@@ -59,6 +59,15 @@ template <class Element> DEVICE float normal(const Element* weight, int count) {
   return exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f;
 }
 
+// Products whose largest is about 2^-6 to 2^6 need none: what underflows then is 2^-18 of it.
+DEVICE float if_needed(float scale) { return scale >= 1 / 64.f && scale <= 64 ? 1.f : scale; }
+// Sums made as large as they are, where they had to be scaled
+template <int N> DEVICE void scale_sums(float (&sums)[N], float by) {
+  if (by == 1) return;
+#pragma unroll
+  for (float& sum : sums) sum *= by;
+}
+
 constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 constexpr int round_up(int x, int y) { return ceil_div(x, y) * y; }
 template <class T> constexpr bool is_void = false;

@@ -91,7 +91,7 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
       if (lane.index == 0) arrive(empty(slot));
       sync_threads<128>(2 + warpgroup);  // dT has been read
       Products::template store<P0, P1>(
-          d_x, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
+          d_x, d_t, first, lane, 1.f, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
     }
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
         slots, static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, d_a, d_b);

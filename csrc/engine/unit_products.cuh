@@ -16,6 +16,8 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static constexpr int kConsumers = Pass::GROUPS * 128;
   static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 8 == 0 && Q1 % 8 == 0);
+  static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
+  static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
   using SumsA = float[kQ0 / 2];
   using SumsB = float[kP1 / 2];
 
@@ -42,7 +44,7 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
     sync_threads<kConsumers>(1);
   }
 
-  // Sums of dX are scale_b times too large. Before dT is written again, the group has to have met.
+  // By scale_a and scale_b sums are as large as they should be. Before dT is written again, the group has to have met.
   DEVICE void visit(u32 x, u32 g, float scale_a, float scale_b, SumsA& d_a, SumsB& d_b, SumsB& d_x) const {
     u32 t[kQ1 / 16][4];
     {
@@ -57,19 +59,21 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
       commit_products();
       wait_for_products<1>();
       touch(of_d_t);
+      if constexpr (kScalesA) scale_sums(of_d_t, scale_a);
 #pragma unroll
       for (int j = 0; j < kQ1 / 2; j += 2) {
         const int row = first + lane.g + j / 2 % 2 * 8;
         store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
-                     Base::template pair<Q1>(of_d_t, j, lane, scale_a, P0 == 64 || row < P0));
+                     Base::template pair<Q1>(of_d_t, j, lane, 1.f, P0 == 64 || row < P0));
       }
       fence_copy_engine();
       wait_for_products<0>();
       touch(of_t);
+      if constexpr (kScalesB) scale_sums(of_t, scale_b);
 #pragma unroll
       for (int s = 0; s < kQ1 / 16; ++s) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(of_t, s * 8 + i * 2, lane, scale_b, true);
+        for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(of_t, s * 8 + i * 2, lane, 1.f, true);
         settle(t[s]);
       }
     }
@@ -87,5 +91,6 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
     commit_products();
     wait_for_products<0>();
     touch(d_a), touch(d_b), touch(d_x);
+    if constexpr (kScalesB) scale_sums(d_x, scale_b);
   }
 };
