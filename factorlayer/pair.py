@@ -66,6 +66,11 @@ class Pair:
         return self.mixed != (1, 1) and self.size == 2
 
     @property
+    def results(self) -> int:
+        """That a warpgroup stages: one leaves while the next one comes."""
+        return 2 if self.mixes_by_products else 1
+
+    @property
     def parts(self) -> int:
         return -(-self.sizes[3] // 64)
 
@@ -110,7 +115,7 @@ class Pair:
         stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
-        staged = self.groups * self.parts * self.n * 128 if self.size == 2 else 0
+        staged = self.groups * self.parts * self.results * self.n * 128 if self.size == 2 else 0
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + staged
 
     @property
@@ -146,7 +151,7 @@ class Pair:
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
-        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
+        numbers |= {"RESULTS": self.results, "PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
@@ -219,7 +224,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
 def _rings(exact: bool, by_products: bool) -> tuple[tuple[int, int], ...]:
     """Slots, and chunks on their way to them."""
     if by_products:
-        return (3, 3), (2, 3), (2, 2)
+        return (2, 3), (2, 2)
     return ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0))
 
 

@@ -17,7 +17,7 @@
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
 //       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; registers of a thread,
+//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; RESULTS that a warpgroup stages; registers of a thread,
 //       COPY_REGISTERS of who copies and REGISTERS of the others, or 0; weight_m(params, q, p) of the mixtures, weight_a and
 //       weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are products, and what those
 //       are scaled by, scale_m, scale_a and scale_b
@@ -370,6 +370,7 @@ template <class Pass> struct TwoFactors {
 #pragma unroll
       for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
     u32 position = kMixes ? 0 : group * kChunks;
+    [[maybe_unused]] int buffer = 0;
     const i64 step = i64(gridDim.x) * (kMixes ? 1 : Pass::GROUPS);
 #pragma unroll 1
     for (i64 unit = blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x); unit < units; unit += step) {
@@ -401,7 +402,7 @@ template <class Pass> struct TwoFactors {
         const i64 state = unit * Q + (kMixes ? mixed(group, share) : 0);
         finish(y[share].high, state, first);
         if constexpr (kSize == 2)
-          store_staged(y[share].high, state, part);
+          store_staged(y[share].high, state, part, buffer);
         else
           store(y[share].high, state, first);
       }
@@ -506,10 +507,13 @@ template <class Pass> struct TwoFactors {
         store_global(to + (q0 * Q1 + behind), y[j]);
     }
   }
-  // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first.
-  DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part) const {
-    const u32 staged = behind + Pass::STAGES * kStageBytes + warpgroup * (kN * 128);
-    sync_group<4, 16>(1 + warpgroup);  // the last state has left
+  // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first, in one or two buffers in turn.
+  DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part, int& buffer) const {
+    const u32 staged = behind + Pass::STAGES * kStageBytes + (warpgroup * Pass::RESULTS + buffer) * (kN * 128);
+    if constexpr (Pass::RESULTS > 1)
+      buffer ^= 1;  // who stores the last state's part has stored that of the one before, which lay here
+    else
+      sync_group<4, 16>(1 + warpgroup);  // the last state has left
     const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
 #pragma unroll
     for (int n = 0; n < kN / 8; n += 2) {
