@@ -36,7 +36,6 @@ class MixedBackward(BlockSums):
 
     groups = 2
     slots = 4  # of G
-    ahead = 1  # G's on their way from memory
     copy_registers, registers = 56, 224  # of a thread, by what its warpgroup does
     size = 2
     split = 1
@@ -97,7 +96,7 @@ class MixedBackward(BlockSums):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = dict(zip(("P", "P0", "P1", "Q", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots, "AHEAD": self.ahead}
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
         parts = [part for mode in self.modes for part in mode.parts]
         numbers |= {"GRAD": len(parts), "CHUNKS": self.chunks}

@@ -45,6 +45,7 @@ from factorlayer import (
     untied_backward,
     wide,
     wide_gradient,
+    wide_resident,
 )
 from factorlayer.chain import Chain
 from factorlayer.column_sums import ColumnSums
@@ -414,7 +415,11 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Few | Mapped | Streamed | Wide 
     if not before:
         return _product_pass(product, batch, gpu)
     mixes = len(before) == 1 and before[0].p == before[0].q == wide.MIXED and batch > BATCHES[0]
-    return wide.tile(replace(product, mixed=before[0].parts[0][0]), batch, gpu) if mixes else None
+    if not mixes:
+        return None
+    product = replace(product, mixed=before[0].parts[0][0])
+    tiled = (family.tile(product, batch, gpu) for family in (wide, wide_resident))
+    return min((p for p in tiled if p), key=lambda p: p.us, default=None)
 
 
 def _product_pass(

@@ -196,12 +196,17 @@ class Wide:
             + f", {self.stages} stages of {self.slab}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and a producer's thread"""
+        tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
+        return tables[self.consumers]
+
+    def lines(self) -> list[str]:
+        """The kernel's constants"""
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
-        registers = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if p.mixed >= 0 else REGISTERS
-        more, fewer = registers[self.consumers]
+        more, fewer = self.registers
         numbers = {
             **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
             **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
@@ -233,11 +238,14 @@ class Wide:
         lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        return lines + [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh")
-        code += wgmma("float16" if self.splits else p.dtype, self.n)
-        return kernel(code, name, "Wide", lines, self.threads, cluster=cluster)
+        code += wgmma("float16" if self.splits else self.product.dtype, self.n)
+        return kernel(code, name, "Wide", self.lines(), self.threads, cluster=cluster)
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:

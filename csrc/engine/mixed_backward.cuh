@@ -12,8 +12,8 @@
 // So that no ldmatrix or stmatrix meets itself in a bank, X's are an odd multiple of 16 bytes apart, and Z's 128 bytes more
 // than they are long.
 //
-// Pass: what unit_backward.cuh has of A and B, and of their sizes, with SLOTS and AHEAD for G's alone; CHUNKS of X that there is
-//       room for; P, Q, and weight_m() and normal_m() of the small mode
+// Pass: what unit_backward.cuh has of A and B, and of their sizes, with SLOTS for G's alone; CHUNKS of X that there is room for;
+//       P, Q, and weight_m() and normal_m() of the small mode
 #pragma once
 #include "mixing.cuh"
 #include "sums.cuh"
@@ -24,14 +24,14 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   using typename Products::Element;
   using Products::P0, Products::P1, Products::Q0, Products::Q1, Products::kSlab, Products::kConsumers;
   using Products::params, Products::lane, Products::warpgroup, Products::first, Products::d_t;
-  static constexpr int P = Pass::P, Q = Pass::Q, SLOTS = Pass::SLOTS, AHEAD = Pass::AHEAD, GROUPS = Pass::GROUPS;
+  static constexpr int P = Pass::P, Q = Pass::Q, SLOTS = Pass::SLOTS, GROUPS = Pass::GROUPS;
   static constexpr int kBarrierBytes = 1024, kZeros = 512, kThreads = kConsumers + 128, kCopiers = 96;
   static constexpr int kRow = P1 / 8, kChunk = 16, kChunks = ceil_div(P0, kChunk);  // pieces; rows
   static constexpr int kPitch = (kChunk * kRow | 1) * 16, kChunkBytes = P * kPitch;  // from an X to the next
   static constexpr int kWarps = kConsumers / 32, kRows = ceil_div(kChunk, kWarps);   // of a chunk, for a warp
   static constexpr int kMixed = 8 * (kSlab + 128), kSums = Q * P + Q0 * P0 + Q1 * P1;
   static constexpr int kX = P * P0 * P1, kG = Q * Q0 * Q1;  // elements of a unit
-  static_assert(P <= 8 && Q <= 8 && AHEAD < SLOTS && Pass::CHUNKS >= kChunks);
+  static_assert(P <= 8 && Q <= 8 && SLOTS >= GROUPS && Pass::CHUNKS >= kChunks);
   static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
   const u32 memory, mixed, slots, x;
@@ -105,23 +105,16 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   DEVICE void copy_g() const {
     const auto *g = static_cast<const Element*>(params.weights[Pass::GRAD]), *from = static_cast<const Element*>(params.x);
 #pragma unroll 1
-    for (u32 position = 0; position < units * Q + AHEAD; ++position) {
-      if (position < units * Q) {
-        const u32 slot = position % SLOTS;
-        wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
-        Products::template copy<Q0, Q1, kCopiers>(
-            g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), slots + slot * kSlab);
-        if (position / Q + 1 < units) {
-          const i64 next = unit(position / Q + 1);
-          fetch(from + next * kX, kX, position % Q);
-          fetch(g + next * kG, kG, position % Q);
-        }
-      }
-      commit_copies();
-      if (position >= AHEAD) {
-        wait_for_copies<AHEAD>();
-        fence_copy_engine();
-        arrive(full((position - AHEAD) % SLOTS));
+    for (u32 position = 0; position < units * Q; ++position) {
+      const u32 slot = position % SLOTS;
+      wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+      Products::template copy<Q0, Q1, kCopiers>(
+          g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), slots + slot * kSlab);
+      arrive_with_copies(full(slot));
+      if (position / Q + 1 < units) {
+        const i64 next = unit(position / Q + 1);
+        fetch(from + next * kX, kX, position % Q);
+        fetch(g + next * kG, kG, position % Q);
       }
     }
   }
@@ -141,6 +134,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
         settle_places();
         const u32 number = position * Q + q, slot = number % SLOTS;
         wait_for_bytes(full(slot), number / SLOTS & 1);
+        fence_copy_engine();
         typename Products::SumsB d_z;
         Products::visit(mixed + q * (kSlab + 128), slots + slot * kSlab, scale_a, scale_b, d_a, d_b, d_z);
         if (lane.index == 0) arrive(empty(slot));

@@ -235,10 +235,17 @@ template <class Pass> struct Wide {
     }
   }
 
-  // Eight rows of x at a time, those of a mode, mixed once all producers have copied theirs.
-  DEVICE void mix_rows(u32 x, u32 weights, int thread) const {
+  // The small mode's weight, for those who mix
+  static DEVICE u32 mixing(const Params& params) {
+    if constexpr (kMixes)
+      return mixing_weights<Element>(Lane(), [&](int q, int p) {
+        return widen(static_cast<const Element*>(params.weights[Pass::MIXED])[q * 8 + p]);
+      });
+    return 0;
+  }
+  // Eight rows of a slab of x at a time, those of a mode, mixed where all producers have copied theirs.
+  static DEVICE void mix_rows(u32 x, u32 weights, int thread) {
     static_assert(!kTurned && Pass::OUTER % 8 == 0);
-    sync_threads<128>(1);
 #pragma unroll 1
     for (int row = thread / 32 * 8; row < kRows; row += 32) {
       u32 columns[2][4], mixtures[2][4];
@@ -263,14 +270,10 @@ template <class Pass> struct Wide {
     int stage = 0, oldest = 0, waiting = 0;
     u32 phase = 1;
     const u32 place = memory + swizzled(thread / 8, thread % 8);
-    [[maybe_unused]] u32 weights = 0;
-    if constexpr (kMixes)
-      weights = mixing_weights<Element>(Lane(), [&](int q, int p) {
-        return widen(static_cast<const Element*>(params.weights[Pass::MIXED])[q * 8 + p]);
-      });
+    [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
       if constexpr (kMixes)
-        mix_rows(memory + kX + oldest * kStageBytes, weights, thread);
+        sync_threads<128>(1), mix_rows(memory + kX + oldest * kStageBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
         split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
