@@ -151,7 +151,8 @@ class Pair:
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
-        numbers |= {"RESULTS": self.results, "PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
+        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
+        numbers |= {"RESULTS": self.results}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]

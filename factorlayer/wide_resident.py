@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from factorlayer.device import headers, kernel, wgmma
@@ -56,8 +57,8 @@ class WideResident(Wide):
         c = self.product.contraction
         before = "8→8 before, " if self.product.mixed >= 0 else ""
         return (
-            f"wide: {c.p}→{c.q} by rows, {before}{self.n} columns of the weight resident, {self.warpgroups} warpgroups, "
-            f"{self.stages} stages of {ROWS} rows, {self.shared} bytes of shared memory"
+            f"wide: {c.p}→{c.q} by rows, {before}{self.n} columns of the weight resident, "
+            f"{self.warpgroups} warpgroups, {self.stages} stages of {ROWS} rows, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -86,7 +87,7 @@ def _time(plan: WideResident) -> float:
     """Predicted microseconds: warpgroups' products hide each other's stores."""
     product, gpu = plan.product, plan.gpu
     rows = plan.batch * product.outer
-    each = -(-(-(-rows // ROWS)) // max(1, gpu.sms // plan.split))  # tiles of a block
+    each = math.ceil(math.ceil(rows / ROWS) / max(1, gpu.sms // plan.split))  # tiles of a block
     products = ROWS * plan.n * product.contraction.p / (0.4 * gpu.flops[product.dtype])
     read = ROWS * product.contraction.p * 2 / 55e3  # from L2
     alone = products + ROWS * plan.n * 2 / 30e3 + 0.5

@@ -50,6 +50,7 @@ SPECS = [
     kronecker((8,) * 5, (8,) * 5),
     kronecker((16, 8, 3), (24, 32, 5), rank=3),
     kronecker((1000, 3), (1000, 3)),
+    kronecker((8, 256), (8, 1024)),
     kronecker((1100,), (9,)),
     monarch((32, 32), (32, 32)),
     monarch((8, 64), (48, 16), rank=4),
