@@ -12,7 +12,7 @@ from factorlayer.wide import MIXED, PRODUCERS, Wide
 
 ROWS = 64  # of a warpgroup
 STEP = 32  # columns of a tile: a thread has eight side by side
-LARGEST = 256  # columns of a tile
+LARGEST, LARGEST_ACTIVATED = 256, 192  # columns of a tile: activations need registers
 MOST_STAGES = 4
 
 
@@ -76,7 +76,8 @@ def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:
     if c.p % 8 or c.q % 8 or product.x_step > 1 or (product.mixed >= 0 and product.outer % MIXED):
         return None
     plans = []
-    for n in range(STEP, LARGEST + 1, STEP):
+    largest = LARGEST if product.activation == "identity" else LARGEST_ACTIVATED
+    for n in range(STEP, largest + 1, STEP):
         plan = WideResident(product, 1, n, 1, 8, batch, gpu)
         if plan.stages >= 3 and plan.split <= gpu.sms and plan.store == 16:
             plans.append(replace(plan, us=_time(plan)))
