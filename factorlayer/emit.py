@@ -189,7 +189,7 @@ def _types(plan: Resident) -> list[str]:
 
 def normals(mode: Mode) -> str:
     """What a product of half-precision weights is multiplied by."""
-    return f"if_needed({' * '.join(f'normal(w{j}, {q * p})' for j, (_, q, p) in enumerate(mode.parts))})"
+    return f"if_needed(normals({', '.join(f'w{j}, {q * p}' for j, (_, q, p) in enumerate(mode.parts))}))"
 
 
 def can_be_made(mode: Mode, dtype: str) -> bool:

@@ -225,7 +225,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
 def _rings(exact: bool, by_products: bool) -> tuple[tuple[int, int], ...]:
     """Slots, and chunks on their way to them."""
     if by_products:
-        return (2, 3), (2, 2)
+        return (3, 2), (2, 2)
     return ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0))
 
 

@@ -30,7 +30,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   static constexpr int kPitch = (kChunk * kRow | 1) * 16, kChunkBytes = P * kPitch;  // from an X to the next
   static constexpr int kWarps = kConsumers / 32, kRows = ceil_div(kChunk, kWarps);   // of a chunk, for a warp
   static constexpr int kMixed = 8 * (kSlab + 128), kSums = Q * P + Q0 * P0 + Q1 * P1;
-  static constexpr int kX = P * P0 * P1, kG = Q * Q0 * Q1;  // elements of a unit
+  static constexpr int kX = P * P0 * P1;  // elements of a unit
   static_assert(P <= 8 && Q <= 8 && SLOTS >= GROUPS && Pass::CHUNKS >= kChunks);
   static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
@@ -95,15 +95,8 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, arrived(at));
     }
   }
-  // One of Q parts of the next unit's X or G on its way to L2, from where it comes as soon as there is room: chunks and slots
-  // alone have none for what memory takes to answer.
-  static DEVICE void fetch(const Element* from, int count, int part) {
-    const int lines = ceil_div(count, 64 * Q);
-    for (int line = threadIdx.x % kCopiers; line < lines; line += kCopiers)
-      if ((part * lines + line) * 64 < count) prefetch(from + (part * lines + line) * 64);
-  }
   DEVICE void copy_g() const {
-    const auto *g = static_cast<const Element*>(params.weights[Pass::GRAD]), *from = static_cast<const Element*>(params.x);
+    const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]);
 #pragma unroll 1
     for (u32 position = 0; position < units * Q; ++position) {
       const u32 slot = position % SLOTS;
@@ -111,11 +104,6 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       Products::template copy<Q0, Q1, kCopiers>(
           g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), slots + slot * kSlab);
       arrive_with_copies(full(slot));
-      if (position / Q + 1 < units) {
-        const i64 next = unit(position / Q + 1);
-        fetch(from + next * kX, kX, position % Q);
-        fetch(g + next * kG, kG, position % Q);
-      }
     }
   }
 

@@ -47,16 +47,18 @@ template <> DEVICE f16 narrow<f16>(float x) { return {u16(Pair<f16>(x, 0.f).bits
 template <> DEVICE float narrow<float>(float x) { return x; }
 template <> DEVICE double narrow<double>(double x) { return x; }
 
-// A power of two that brings the largest of some numbers to [1, 2), by each warp together. Products of half-precision weights
-// would underflow without.
-template <class Element> DEVICE float normal(const Element* weight, int count) {
+// Powers of two that bring the largest of the numbers of each weight to [1, 2), multiplied, by each warp together. Products of
+// half-precision weights would underflow without. What is loaded is on its way before lanes exchange anything.
+DEVICE float normals() { return 1; }
+template <class Element, class... More> DEVICE float normals(const Element* weight, int count, More... more) {
   float most = 0;
   for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
+  const float others = normals(more...);
 #pragma unroll
   for (int by = 16; by > 0; by /= 2)
     most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(most), by)));
   const u32 exponent = __float_as_uint(most) >> 23;
-  return exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f;
+  return others * (exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f);
 }
 
 // Products whose largest is about 2^-6 to 2^6 need none: what underflows then is 2^-18 of it.
