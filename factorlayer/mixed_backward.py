@@ -21,7 +21,7 @@ CHUNK = 16  # rows of X
 MIXED_BYTES = MOST_MIXED * (SLAB + 128)  # of all mixtures
 START_US = 5.0  # with the weights and the first unit on their way
 UNIT_US = 0.9  # of a group, for each of its mixtures
-MIX_US = 2.0  # of a unit, for its mixtures and for its gradients', while nothing else is multiplied
+MIX_US = 0.09  # of a row of X's, mixed, and mixed back, while nothing else is multiplied
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,6 @@ def _time(plan: MixedBackward, batch: int) -> float:
     """Predicted microseconds."""
     p, p0, p1, q, q0, q1 = plan.sizes
     memory = (2 * p * p0 * p1 + q * q0 * q1) * plan.size / (0.85 * plan.gpu.memory_bytes)
-    busy = -(-q // plan.groups) * UNIT_US + MIX_US
+    busy = -(-q // plan.groups) * UNIT_US + p0 * MIX_US
     units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
     return START_US + units * max(memory, busy) + plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes

@@ -246,7 +246,7 @@ template <class Pass> struct Wide {
   // Eight rows of a slab of x at a time, those of a mode, mixed where all producers have copied theirs.
   static DEVICE void mix_rows(u32 x, u32 weights, int thread) {
     static_assert(!kTurned && Pass::OUTER % 8 == 0);
-#pragma unroll 2
+#pragma unroll 1
     for (int row = thread / 32 * 8; row < kRows; row += 32) {
       u32 columns[2][4], mixtures[2][4];
       const auto place = [&](int half) { return x + swizzled(row + thread % 8, half * 4 + thread % 32 / 8); };

@@ -78,7 +78,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
       const u32 at = (position - Pass::AHEAD) % STAGES;
       if constexpr (Base::kMixes) {
         sync_threads<128>(1);
-#pragma unroll 2
+#pragma unroll 1
         for (int slab = 0; slab < kSlabs; ++slab) Base::mix_rows(stage(at) + slab * 8192, weights, thread);
       }
       fence_copy_engine();
