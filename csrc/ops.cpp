@@ -636,22 +636,26 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   return gradient;
 }
 
-// A part of a tensor of one row, with the sizes of another.
-Tensor part_like(const Tensor& whole, int64_t first, const Tensor& like) {
-  std::vector<int64_t> sizes(like.dim()), strides(like.dim(), 1);
-  for (int64_t i = like.dim() - 1; i >= 0; --i) {
-    sizes[i] = like.size(i);
-    if (i + 1 < like.dim()) strides[i] = strides[i + 1] * sizes[i + 1];
-  }
+// A part of a tensor of one row
+Tensor part(const Tensor& whole, int64_t first, const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), like.dim(), sizes.data(), strides.data(),
-                                                               first, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(whole.get(), int64_t(sizes.size()), sizes.data(),
+                                                               strides.data(), first, &made));
   return Tensor(made);
 }
 
-// Of x, of a bias if it is wanted, and of all weights, which lie side by side: by a plan for all of them at once.
+Tensor part_like(const Tensor& whole, int64_t first, const Tensor& like) {
+  std::vector<int64_t> sizes(like.dim());
+  for (int64_t i = 0; i < like.dim(); ++i) sizes[i] = like.size(i);
+  return part(whole, first, sizes);
+}
+
+// Of x and of a bias if they are wanted, bits 1 and 2, and of all weights, which lie side by side: by a plan for all of them
+// at once. A chain with a bias makes this one's as well, behind those, and leaves that of x out if it can.
 std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
-                                   const Text& text, bool bias) {
+                                   const Text& text, int64_t wanted) {
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(chain.backward, "factorlayer: the chain should be contractions and \"backward\"");
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
@@ -667,16 +671,22 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
     check(weights[c.weight], x, c.weight_size(), "a weight");
     count += c.weight_size();
   }
-  std::vector<Tensor> gradients{new_matrix(x, x.size(0), chain.in_features())};
-  if (bias) gradients.push_back(sums_cuda(grad_y, {"sums " + std::to_string(chain.out_features())}));
-  Tensor of_weights = new_matrix(x, 1, count);
+  const bool of_x = wanted & 1, of_bias = wanted & 2;
+  std::optional<Tensor> grad_x;
+  if (of_x || !chain.bias) grad_x = new_matrix(x, x.size(0), chain.in_features());
+  Tensor others = new_matrix(x, 1, count + (chain.bias ? chain.out_features() : 0));
+  std::vector<Tensor> gradients;
+  gradients.reserve(weights.size() + 2);
+  if (of_x) gradients.push_back(*grad_x);
+  if (of_bias && chain.bias) gradients.push_back(part(others, count, {chain.out_features()}));
+  if (of_bias && !chain.bias) gradients.push_back(sums_cuda(grad_y, {"sums " + std::to_string(chain.out_features())}));
   count = 0;
   for (const Tensor& weight : weights) {
-    gradients.push_back(part_like(of_weights, count, weight));
+    gradients.push_back(part_like(others, count, weight));
     count += weight.numel();
   }
   if (!x.size(0)) {
-    torch::stable::zero_(of_weights);
+    torch::stable::zero_(others);
     return gradients;
   }
 
@@ -685,12 +695,12 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params{};
   params.x = address(x);
-  params.y = gradients[0].mutable_data_ptr();
+  params.y = grad_x ? grad_x->mutable_data_ptr() : nullptr;
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
-  params.weights[weights.size() + 1] = of_weights.mutable_data_ptr();  // for a pass that makes x's as well
-  run_on_cuda(text, &chain, x, chain.out_features(), params, kept, of_weights.mutable_data_ptr());
+  params.weights[weights.size() + 1] = others.mutable_data_ptr();  // for a pass that makes x's as well
+  run_on_cuda(text, &chain, x, chain.out_features(), params, kept, others.mutable_data_ptr());
   return gradients;
 }
 
@@ -847,7 +857,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
         "Tensor[]");
   m.def("slopes(Tensor beside, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
-  m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, bool bias) -> Tensor[]");
+  m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, int wanted) -> Tensor[]");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");

@@ -90,10 +90,11 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     return torch.cat([made.view(-1), grad.sum(0)])[None] if chain.bias else made
 
 
-def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
+def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, wanted: int) -> list[Tensor]:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
     assert chain.backward
+    bias = wanted & 2 > 0
     given = grad[0] if bias else None
     (c, *more) = chain.contractions
     if chain.x_turned:
@@ -106,7 +107,7 @@ def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str,
     plain = replace(chain, backward=False, bias=bias, x_turned=False, turn=None, mixed=None)
     made = gradients(replace(OPS, fits=nothing), grad, x, weights, given, plain.text, all_of(weights) | 2 * bias)
     made[0] = turned(made[0], *chain.turn) if chain.turn else made[0]
-    return made
+    return made[~wanted & 1 :]
 
 
 def all_of(weights: Sequence[Tensor]) -> int:
