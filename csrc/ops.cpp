@@ -18,10 +18,12 @@
 #include "chain.h"
 #include "cpu/cpu.h"
 #include "dtype.h"
+#include "eager.h"
 #include "python.h"
 #include "runtime/cache.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
+#include "table.h"
 
 namespace factorlayer {
 
@@ -842,7 +844,101 @@ std::string cache_folder() { return cache::folder(); }
 
 int64_t remove_cache_entries(bool all) { return cache::remove_entries(all); }
 
+// Eager mode, past the dispatcher
+
+bool has_kernels(const Chain& chain, const Tensor& x) {
+  if (x.dim() != 2 || !x.size(0)) return false;
+  return x.is_cpu() || (x.is_cuda() && cuda::find_program({&chain, dtype_of(x), cuda::batch_class(x.size(0)),
+                                                           x.get_device_index()}));
+}
+
+// What factorlayer/functional.py takes these kernels for.
+bool is_chosen(const Chain& chain, const Tensor& x) {
+  const auto& steps = chain.contractions;
+  const bool tied = std::all_of(steps.begin(), steps.end(), [](const Contraction& c) { return c.tied; });
+  return steps.size() > 1 && (tied || !chain.tf32 || cuda::find_device(x.get_device_index()).capability == 90);
+}
+
+// A tensor without memory stands for zeros, or for another one: that is the dispatcher's business.
+std::vector<Tensor> with_memory(const std::vector<eager::Handle>& handles) {
+  std::vector<Tensor> tensors;
+  tensors.reserve(handles.size());
+  for (eager::Handle handle : handles) tensors.emplace_back(static_cast<AtenTensorHandle>(handle));
+  for (const Tensor& tensor : tensors) STD_TORCH_CHECK(tensor.const_data_ptr(), "factorlayer: a tensor has no memory");
+  return tensors;
+}
+
+eager::Handle handle_of(const Tensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
+  return handle;
+}
+
+// All gradients of a layer at once, without the bias's and with it: what factorlayer/backward.py would ask for.
+struct Back {
+  Text texts[2];
+  const Chain* chains[2] = {nullptr, nullptr};
+};
+
+const Back& back_of(const std::string& text) {
+  static Table<std::string, Back> all;
+  return all.find_or_add(text, [&] {
+    const Chain& chain = find_chain(text);
+    Back back;
+    if (chain.rank > 1 || chain.activation != "identity" || !chain.makes_y() || chain.turned || chain.x_turned) return back;
+    const std::string tf32 = chain.tf32 ? "; tf32" : "", bias = chain.bias ? "; bias" : "";
+    const std::string plain = text.substr(0, text.size() - tf32.size() - bias.size());
+    for (int i = 0; i <= int(chain.bias); ++i) {
+      back.texts[i].value = plain + (i ? bias : "") + "; backward" + tf32;
+      back.chains[i] = &find_chain(back.texts[i].value);
+    }
+    return back;
+  });
+}
+
 }  // namespace
+
+bool eager::is_float_on_gpu(Handle x) {
+  int32_t dtype = 0, type = 0;
+  const AtenTensorHandle handle = static_cast<AtenTensorHandle>(x);
+  return !aoti_torch_get_dtype(handle, &dtype) && !aoti_torch_get_device_type(handle, &type) &&
+         dtype == aoti_torch_dtype_float32() && type == aoti_torch_device_type_cuda();
+}
+
+eager::Handle eager::forward(const std::string& text, bool chooses, const std::vector<Handle>& handles) {
+  const std::vector<Tensor> given = with_memory(handles);
+  const Chain& chain = find_chain(text);
+  const Tensor& x = given[0];
+  if (given.size() != 1 + chain.weights() + chain.bias || !has_kernels(chain, x) || (chooses && !is_chosen(chain, x)))
+    return nullptr;
+  const std::vector<Tensor> weights(given.begin() + 1, given.end() - chain.bias);
+  const std::optional<Tensor> bias = chain.bias ? std::optional<Tensor>(given.back()) : std::nullopt;
+  return handle_of(x.is_cpu() ? factorlayer::forward(x, weights, bias, {text}) : forward_cuda(x, weights, bias, {text}));
+}
+
+std::vector<eager::Handle> eager::gradients(const std::string& text, const std::vector<Handle>& handles, int64_t wanted) {
+  const std::vector<Tensor> given = with_memory(handles);
+  const Chain& chain = find_chain(text);
+  const Tensor &grad_y = given[0], &x = given[1];
+  std::vector<Handle> made;
+  if (given.size() != 2 + chain.weights() + chain.bias || x.dim() != 2 || !x.size(0)) return made;
+  const std::vector<Tensor> weights(given.begin() + 2, given.end() - chain.bias);
+  auto hand_out = [&](const std::vector<Tensor>& gradients) {
+    for (const Tensor& gradient : gradients) made.push_back(handle_of(gradient));
+    return made;
+  };
+  if (x.is_cpu()) {
+    const std::optional<Tensor> bias = chain.bias ? std::optional<Tensor>(given.back()) : std::nullopt;
+    return hand_out(backward(grad_y, x, weights, bias, {text}, wanted));
+  }
+  const Back& back = back_of(text);
+  const bool of_bias = wanted & 2, of_weights = wanted >> 2 == (1 << weights.size()) - 1;
+  for (int with_bias = of_bias; of_weights && with_bias >= 0; --with_bias)
+    if (back.chains[with_bias] && has_kernels(*back.chains[with_bias], x))
+      return hand_out(gradients_cuda(grad_y, x, weights, back.texts[with_bias], wanted & 3));
+  return made;
+}
+
 }  // namespace factorlayer
 
 STABLE_TORCH_LIBRARY(factorlayer, m) {
