@@ -217,12 +217,12 @@ _apply_chain = super(Function, _ChainNow).apply
 # It takes names that PyTorch keeps to itself, of which each may be missing one day.
 
 
-def _not_at_once(*_: Any) -> None:
+def not_at_once(*_: Any) -> None:
     return None
 
 
-layer_at_once: Callable[..., Tensor | None] = _not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
-_gradients_at_once: Callable[..., tuple[Any, ...] | None] = _not_at_once
+layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
+_gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
 
 if missing_extension is None:
 
