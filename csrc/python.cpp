@@ -146,18 +146,29 @@ using python::Object;
 
 // What factorlayer/fused.py has given, once and for good.
 struct {
-  PyObject *none, *tensor, *parameter, *to_handles, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
+  PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
   PyObject *unusual, *forward_mode, *level, *requires_grad, *text, *to_save;
 } known;
+
+// dlpack.h: PyTorch's functions for exchanges, of which this one describes a tensor
+struct Exchange {
+  uint32_t major, minor;
+  void *older, *allocate, *from_python, *to_python;
+  int (*describe)(void* tensor, Given* to);
+};
+int (*describe)(void* tensor, Given* to) = nullptr;
 
 thread_local PyObject* made_y = nullptr;  // on its way to the Function that records it
 
 PyObject* begin(PyObject*, PyObject* given) {
   Py_ssize_t at = 0;
-  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.to_handles, &known.to_tensors, &known.apply,
+  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply,
                            &known.is_grad_enabled, &known.precision, &known.cuda, &known.matmul, &known.unusual,
                            &known.forward_mode, &known.level, &known.requires_grad, &known.text, &known.to_save})
     if (!(*place = PyTuple_GetItem(given, at++))) return nullptr;
+  const auto* exchange = static_cast<Exchange*>(PyCapsule_GetPointer(known.exchange, "dlpack_exchange_api"));
+  if (!exchange) return nullptr;
+  if (exchange->major == 1) describe = exchange->describe;
   Py_IncRef(given);
   Py_IncRef(known.none);
   return known.none;
@@ -190,22 +201,14 @@ bool is_tf32_allowed() {
   return found.get() && !PyUnicode_CompareWithASCIIString(found.get(), "tf32");
 }
 
-// What takes them has them to itself. None, if one is of a type that is not PyTorch's own.
-std::vector<Handle> handles_of(const std::vector<PyObject*>& tensors) {
-  std::vector<Handle> handles;
-  const Object given(PyTuple_New(Py_ssize_t(tensors.size())));
+// Those that are of a type of PyTorch's own, or else none. They are where the tensors are as long as these live.
+std::vector<Given> given_of(const std::vector<PyObject*>& tensors) {
+  std::vector<Given> given(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
-    if (type != known.tensor && type != known.parameter) return handles;
-    Py_IncRef(tensors[i]);
-    PyTuple_SetItem(given.get(), Py_ssize_t(i), tensors[i]);
+    if ((type != known.tensor && type != known.parameter) || describe(tensors[i], &given[i])) return {};
   }
-  const Object capsules(PyObject_CallFunctionObjArgs(known.to_handles, given.get(), nullptr));
-  if (!capsules.get()) return handles;
-  handles.reserve(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i)
-    handles.push_back(PyCapsule_GetPointer(PyList_GetItem(capsules.get(), Py_ssize_t(i)), nullptr));
-  return handles;
+  return given;
 }
 
 // A list of tensors, which takes them over.
@@ -232,18 +235,18 @@ auto without_lock(const Run& run) {
 // (chain, that with tf32, whether to choose, x, bias, weights): y, recorded if it has to be, or None.
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
   const Object weights(PySequence_Tuple(given[5]));
-  if (!weights.get() || !is_usual()) return none();
+  if (!weights.get() || !describe || !is_usual()) return none();
   PyObject *const x = given[3], *const bias = given[4];
   std::vector<PyObject*> tensors{x};
   for (Py_ssize_t i = 0; i < PyTuple_Size(weights.get()); ++i) tensors.push_back(PyTuple_GetItem(weights.get(), i));
   if (bias != known.none) tensors.push_back(bias);
-  const std::vector<Handle> handles = handles_of(tensors);
-  if (handles.empty()) return none();
+  const std::vector<Given> found = given_of(tensors);
+  if (found.empty()) return none();
 
-  PyObject* const chain = given[is_float_on_gpu(handles[0]) && is_tf32_allowed()];
+  PyObject* const chain = given[found[0].is_float_on_gpu() && is_tf32_allowed()];
   const bool chooses = PyObject_IsTrue(given[2]) > 0;
   const std::string text = python::text_of(chain);
-  const Handle made = without_lock([&] { return forward(text, chooses, handles); });
+  const Handle made = without_lock([&] { return forward(text, chooses, found); });
   if (!made) return none();
   const Object made_list(tensors_of({made}));
   if (!made_list.get()) return nullptr;
@@ -284,11 +287,11 @@ PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   for (Py_ssize_t i = 2; i < count; ++i) tensors.push_back(PyTuple_GetItem(saved, i));
   PyObject* const bias = PyTuple_GetItem(saved, 1);
   if (bias != known.none) tensors.push_back(bias);
-  const std::vector<Handle> handles = is_usual() ? handles_of(tensors) : std::vector<Handle>();
-  if (handles.empty()) return none();
+  const std::vector<Given> found = describe && is_usual() ? given_of(tensors) : std::vector<Given>();
+  if (found.empty()) return none();
 
   const std::string text = python::text_of(given[0]);
-  const std::vector<Handle> made = without_lock([&] { return eager::gradients(text, handles, wanted); });
+  const std::vector<Handle> made = without_lock([&] { return eager::gradients(text, found, wanted); });
   if (made.empty()) return none();
   const Object list(tensors_of(made));
   if (!list.get()) return nullptr;

@@ -234,7 +234,7 @@ if missing_extension is None:
         _C.begin(
             (
                 *(None, Tensor, nn.Parameter),
-                torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
+                Tensor.__dlpack_c_exchange_api__,
                 torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
                 super(Function, _ChainAtOnce).apply,
                 torch.is_grad_enabled,

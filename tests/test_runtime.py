@@ -507,6 +507,7 @@ def test_auto_falls_back_once_where_a_kernel_cannot_be_had(monkeypatch: pytest.M
         raise CompileError("the kernel is too clever")
 
     monkeypatch.setattr(factorlayer.functional, "fused", fused)
+    monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
     monkeypatch.setattr(factorlayer.functional, "_given_up", {})
     monkeypatch.setattr(factorlayer.functional, "_warned", set())
     layer, x = FactorLinear(12, 20), torch.ones(3, 12)
