@@ -191,14 +191,6 @@ class _Chain(Function):
 class _ChainNow(_Chain):
     """In eager mode, where every Python call counts."""
 
-    # How autograd's engine calls backward, with nothing in between
-    def _back(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:  # noqa: N805
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            return _gradients(ctx.text, needs, grad_y, saved, _ChainBackward.apply)
-        made: tuple[Any, ...] | None = _gradients_at_once(ctx.text, grad_y, saved, needs)
-        return _gradients(ctx.text, needs, grad_y, saved, _raw_backward) if made is None else made
-
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.text = text
@@ -207,18 +199,25 @@ class _ChainNow(_Chain):
         return y
 
 
-_ChainNow._backward_cls.apply = _ChainNow._back  # type: ignore[attr-defined]
-
 # Function.apply begins with what torch.func needs, which takes longer than the rest of it. This is the rest.
 _apply_chain = super(Function, _ChainNow).apply
 
 
-# Where nobody looks on, all of a call is one of C++, past the dispatcher and what Python would do beside it: csrc/eager.h.
+# Where nobody looks on, all of a call is one of C++, past the dispatcher and what Python would do beside it: eager.h.
 # It takes names that PyTorch keeps to itself, of which each may be missing one day.
 
 
 def not_at_once(*_: Any) -> None:
-    return None
+    """Leaves the call to the raw ops."""
+
+
+def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    """What autograd's engine calls, in place of what would look for backward and call that."""
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        return _gradients(ctx.text, needs, grad_y, saved, _ChainBackward.apply)
+    made = _gradients_at_once(ctx.text, grad_y, saved, needs)
+    return _gradients(ctx.text, needs, grad_y, saved, _raw_backward) if made is None else made
 
 
 layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
@@ -229,7 +228,7 @@ if missing_extension is None:
     class _ChainAtOnce(_ChainNow):
         forward = staticmethod(_C.record)
 
-    _ChainAtOnce._backward_cls.apply = _ChainNow._back
+    _ChainAtOnce._backward_cls.apply = _apply_backward  # type: ignore[attr-defined]
     try:
         _C.begin(
             (
@@ -245,12 +244,12 @@ if missing_extension is None:
                     torch._C._len_torch_dispatch_stack,
                     torch._C._len_torch_function_stack,
                     torch._C._is_tracing,
-                    torch.autograd._profiler_enabled,
+                    torch._C._autograd._profiler_enabled,
                 ),
                 *(forward_ad, "_current_level", "requires_grad", "text", "to_save"),
             )
         )
-    except AttributeError:
+    except (AttributeError, ValueError):
         pass
     else:
         layer_at_once, _gradients_at_once = _C.layer, _C.gradients

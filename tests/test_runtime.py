@@ -26,7 +26,7 @@ import factorlayer.fused
 from factorlayer import CompileError, FactorLinear, runtime
 from factorlayer.backward import texts
 from factorlayer.chain import Chain
-from factorlayer.fused import text_for, why_not_fused
+from factorlayer.fused import not_at_once, text_for, why_not_fused
 from factorlayer.spec import resolve
 
 ROOT = Path(__file__).parents[1]
