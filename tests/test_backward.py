@@ -612,6 +612,31 @@ def test_of_few_small_samples_gradients_are_made_and_summed_by_one_kernel(dtype:
         assert not any(isinstance(p, ClusterBackward) for p in plan(chain, dtype, batch, Gpu.of(arch)).passes)
 
 
+@dtypes
+def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str) -> None:
+    """Where that is a kernel of clusters: elsewhere it has one of its own."""
+    chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
+    both = replace(chain, bias=True)
+    assert Chain.parse(both.text) == both and "; bias; backward" in both.text
+    (alone,), (only,) = (plan(each, dtype, BATCHES[0], Gpu.of(90)).passes for each in (chain, both))
+    assert isinstance(alone, ClusterBackward) and only == replace(alone, bias=True)
+    assert only.split == alone.split + only.cluster and only.made == alone.made + 1024
+    for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80)):
+        with pytest.raises(PlanError, match="the bias's among them"):
+            plan(both, dtype, batch, Gpu.of(arch))
+
+    def fits(asked: Chain) -> bool:
+        return asked in (chain, both)
+
+    layer = replace(chain, backward=False, bias=True)
+    for wanted, made in ((15, both.text), (14, both.text), (13, chain.text)):
+        assert texts(layer.text, fits, 16, wanted) == [(made, 16)]
+    assert texts(layer.text, lambda asked: asked == chain, 16) == [(chain.text, 16), (sums_text(1024), 16)]
+    for text in ("bias; backward", "{}; bias; gelu; backward", "{}; bias; backward; turn 1 32 32", "{}; backward; bias"):
+        check_refused(text.format("tied 1 32 32 32 1; tied 0 1 32 32 32"), "wrong place")
+    check_refused("turned; untied 0 1 2 2 2; bias; backward", "wrong place")
+
+
 def test_kernels_ask_for_what_they_read_before_they_wait() -> None:
     """And have the next one start behind their own wait, so that it comes after all that they come after."""
     chain = Chain.of(kronecker((64, 64), (64, 64)), False, "identity")
