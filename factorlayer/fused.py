@@ -217,6 +217,8 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         return _gradients(ctx.text, needs, grad_y, saved, _ChainBackward.apply)
     made = _gradients_at_once(ctx.text, grad_y, saved, needs)
+    if made is None and not grad_y.is_contiguous():  # as that of a sum
+        made = _gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
     return _gradients(ctx.text, needs, grad_y, saved, _raw_backward) if made is None else made
 
 

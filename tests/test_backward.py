@@ -632,8 +632,8 @@ def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str
     for wanted, made in ((15, both.text), (14, both.text), (13, chain.text)):
         assert texts(layer.text, fits, 16, wanted) == [(made, 16)]
     assert texts(layer.text, lambda asked: asked == chain, 16) == [(chain.text, 16), (sums_text(1024), 16)]
-    for text in ("bias; backward", "{}; bias; gelu; backward", "{}; bias; backward; turn 1 32 32", "{}; backward; bias"):
-        check_refused(text.format("tied 1 32 32 32 1; tied 0 1 32 32 32"), "wrong place")
+    for rest in ("bias; gelu; backward", "bias; backward; turn 1 32 32", "backward; bias", "bias; bias; backward"):
+        check_refused(f"tied 1 32 32 32 1; tied 0 1 32 32 32; {rest}", "wrong place")
     check_refused("turned; untied 0 1 2 2 2; bias; backward", "wrong place")
 
 
