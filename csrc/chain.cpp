@@ -81,7 +81,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
-// it is one. A turn that is all may be mixed. Behind an activation may stand
+// it is one, or with bias alone. A turn that is all may be mixed. Behind an activation may stand
 // slope, or through if there is no bias, before tf32, and both may be all. sums stands alone.
 static Chain parse(const std::string& text) {
   Chain chain;
@@ -97,7 +97,7 @@ static Chain parse(const std::string& text) {
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;
     } else if (name == "turn") {
-      if (finishing && !(chain.backward && !chain.turned && !chain.mixed))
+      if (finishing && !(chain.backward && !chain.bias && !chain.turned && !chain.mixed))
         throw std::invalid_argument("\"turn\" stands in the wrong place");
       chain.turned = parse_turn(name, words, chain);
     } else if (name == "mixed") {
@@ -118,7 +118,8 @@ static Chain parse(const std::string& text) {
         throw std::invalid_argument("\"sums\" stands in the wrong place");
       chain.sums = parse_features(name, words, chain);
     } else if (name == "backward") {
-      if (finishing || chain.contractions.empty() || chain.rank != 1)
+      const bool behind_bias = chain.bias && !has_activation && !chain.gradient && !chain.backward && !chain.x_turned;
+      if ((finishing && !behind_bias) || chain.contractions.empty() || chain.rank != 1)
         throw std::invalid_argument("\"backward\" stands in the wrong place");
       chain.backward = true;
     } else if ((name == "untied" || (name == "tied" && !chain.x_turned)) && !finishing) {

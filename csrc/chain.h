@@ -11,7 +11,8 @@
 // products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single
 // contraction makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape, and
 // with "bias", of a dense layer, that of the bias behind it. "backward" behind contractions makes it all their gradients,
-// with "turned" from grad_y as the last one's [o, i, q]. "slope n" behind an activation of n features makes it the
+// with "turned" from grad_y as the last one's [o, i, q]; with "bias" that of the bias as well, and that of x only where y is
+// given. "slope n" behind an activation of n features makes it the
 // gradient of what is activated, from x and grad_y: with contractions in front, or of x itself without. "through n" there
 // takes what contractions make, or x itself, for the gradient of the activation's result, and makes it that of what is
 // activated, from the result. "sums n" is all of a chain: of n features, each one's sum over the samples.

@@ -1,22 +1,47 @@
-// Calls of Python functions, and the module that Python imports.
+// Calls of Python functions, and the module that Python imports, with eager mode's calls.
 // Weak, so that a process without Python can load this library as well. Only functions: data would need Python at once.
 #pragma weak Py_IsInitialized
 #pragma weak PyGILState_Ensure
 #pragma weak PyGILState_Release
+#pragma weak PyCapsule_GetPointer
+#pragma weak PyCapsule_New
+#pragma weak PyErr_Clear
 #pragma weak PyErr_Fetch
+#pragma weak PyEval_RestoreThread
+#pragma weak PyEval_SaveThread
 #pragma weak PyImport_ImportModule
+#pragma weak PyList_GetItem
+#pragma weak PyList_New
+#pragma weak PyList_SetItem
+#pragma weak PyLong_AsLong
 #pragma weak PyModule_Create2
+#pragma weak PyObject_CallFunctionObjArgs
 #pragma weak PyObject_CallMethod
+#pragma weak PyObject_CallObject
+#pragma weak PyObject_GetAttr
 #pragma weak PyObject_GetAttrString
+#pragma weak PyObject_IsTrue
+#pragma weak PyObject_SetAttr
 #pragma weak PyObject_Str
+#pragma weak PySequence_Tuple
+#pragma weak PyTuple_GetItem
+#pragma weak PyTuple_GetSlice
+#pragma weak PyTuple_New
+#pragma weak PyTuple_SetItem
+#pragma weak PyTuple_Size
 #pragma weak PyUnicode_AsUTF8AndSize
+#pragma weak PyUnicode_CompareWithASCIIString
 #pragma weak Py_DecRef
+#pragma weak Py_IncRef
 #include "python.h"
 
 #include <Python.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <utility>
+
+#include "eager.h"
 
 namespace factorlayer::python {
 namespace {
@@ -114,8 +139,183 @@ void warn(const std::string& message) {
 
 }  // namespace factorlayer::python
 
-// The module itself is empty: importing it registers the ops.
+namespace factorlayer::eager {
+namespace {
+
+using python::Object;
+
+// What factorlayer/fused.py has given, once and for good.
+struct {
+  PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
+  PyObject *unusual, *forward_mode, *level, *requires_grad, *text, *to_save;
+} known;
+
+// dlpack.h: PyTorch's functions for exchanges, of which this one describes a tensor
+struct Exchange {
+  uint32_t major, minor;
+  void *older, *allocate, *from_python, *to_python;
+  int (*describe)(void* tensor, Given* to);
+};
+int (*describe)(void* tensor, Given* to) = nullptr;
+
+thread_local PyObject* made_y = nullptr;  // on its way to the Function that records it
+
+PyObject* begin(PyObject*, PyObject* given) {
+  Py_ssize_t at = 0;
+  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply,
+                           &known.is_grad_enabled, &known.precision, &known.cuda, &known.matmul, &known.unusual,
+                           &known.forward_mode, &known.level, &known.requires_grad, &known.text, &known.to_save})
+    if (!(*place = PyTuple_GetItem(given, at++))) return nullptr;
+  const auto* exchange = static_cast<Exchange*>(PyCapsule_GetPointer(known.exchange, "dlpack_exchange_api"));
+  if (!exchange) return nullptr;
+  if (exchange->major == 1) describe = exchange->describe;
+  Py_IncRef(given);
+  Py_IncRef(known.none);
+  return known.none;
+}
+
+// Where the raw ops have to be called: they raise what is wrong, if anything is.
+PyObject* none() {
+  PyErr_Clear();
+  Py_IncRef(known.none);
+  return known.none;
+}
+
+bool is_true(PyObject* answer) {
+  const Object owned(answer);
+  return answer && PyObject_IsTrue(answer) > 0;
+}
+
+bool ask(PyObject* function) { return is_true(PyObject_CallObject(function, nullptr)); }
+
+// Whether nobody wants to see operators, or other tensors in place of these.
+bool is_usual() {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(known.unusual); i < count; ++i)
+    if (ask(PyTuple_GetItem(known.unusual, i))) return false;
+  const Object level(PyObject_GetAttr(known.forward_mode, known.level));
+  return level.get() && PyLong_AsLong(level.get()) < 0;
+}
+
+bool is_tf32_allowed() {
+  const Object found(PyObject_CallFunctionObjArgs(known.precision, known.cuda, known.matmul, nullptr));
+  return found.get() && !PyUnicode_CompareWithASCIIString(found.get(), "tf32");
+}
+
+// Those that are of a type of PyTorch's own, or else none. They are where the tensors are as long as these live.
+std::vector<Given> given_of(const std::vector<PyObject*>& tensors) {
+  std::vector<Given> given(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
+    if ((type != known.tensor && type != known.parameter) || describe(tensors[i], &given[i])) return {};
+  }
+  return given;
+}
+
+// A list of tensors, which takes them over.
+PyObject* tensors_of(const std::vector<Handle>& handles) {
+  const Object capsules(PyList_New(Py_ssize_t(handles.size())));
+  for (size_t i = 0; i < handles.size(); ++i)
+    PyList_SetItem(capsules.get(), Py_ssize_t(i), PyCapsule_New(handles[i], nullptr, nullptr));
+  return PyObject_CallFunctionObjArgs(known.to_tensors, capsules.get(), nullptr);
+}
+
+// What it returns, while others may run Python; nothing if it throws.
+template <class Run>
+auto without_lock(const Run& run) {
+  decltype(run()) made{};
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    made = run();
+  } catch (...) {
+  }
+  PyEval_RestoreThread(state);
+  return made;
+}
+
+// (chain, that with tf32, whether to choose, x, bias, weights): y, recorded if it has to be, or None.
+PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const Object weights(PySequence_Tuple(given[5]));
+  if (!weights.get() || !describe || !is_usual()) return none();
+  PyObject *const x = given[3], *const bias = given[4];
+  std::vector<PyObject*> tensors{x};
+  for (Py_ssize_t i = 0; i < PyTuple_Size(weights.get()); ++i) tensors.push_back(PyTuple_GetItem(weights.get(), i));
+  if (bias != known.none) tensors.push_back(bias);
+  const std::vector<Given> found = given_of(tensors);
+  if (found.empty()) return none();
+
+  PyObject* const chain = given[found[0].is_float_on_gpu() && is_tf32_allowed()];
+  const bool chooses = PyObject_IsTrue(given[2]) > 0;
+  const std::string text = python::text_of(chain);
+  const Handle made = without_lock([&] { return forward(text, chooses, found); });
+  if (!made) return none();
+  const Object made_list(tensors_of({made}));
+  if (!made_list.get()) return nullptr;
+  PyObject* const y = PyList_GetItem(made_list.get(), 0);
+  Py_IncRef(y);
+  auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
+  if (!ask(known.is_grad_enabled) || std::none_of(tensors.begin(), tensors.end(), needs_grad)) return y;
+
+  const Py_ssize_t count = 3 + PyTuple_Size(weights.get());
+  const Object arguments(PyTuple_New(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const each = i == 0 ? chain : i == 1 ? x : i == 2 ? bias : PyTuple_GetItem(weights.get(), i - 3);
+    Py_IncRef(each);
+    PyTuple_SetItem(arguments.get(), i, each);
+  }
+  made_y = y;
+  PyObject* const result = PyObject_CallObject(known.apply, arguments.get());
+  if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
+  return result;
+}
+
+// The Function's forward(ctx, chain, x, bias, *weights), whose y is there.
+PyObject* record(PyObject*, PyObject* given) {
+  PyObject* const context = PyTuple_GetItem(given, 0);
+  const Object tensors(PyTuple_GetSlice(given, 2, PyTuple_Size(given)));  // save_for_backward does no more than this
+  if (PyObject_SetAttr(context, known.to_save, tensors.get())) return nullptr;
+  if (PyObject_SetAttr(context, known.text, PyTuple_GetItem(given, 1))) return nullptr;
+  return std::exchange(made_y, nullptr);
+}
+
+// (chain, grad_y, (x, bias, *weights), (whether the chain, x, .. need one)): what its backward returns, or None.
+PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
+  PyObject *const saved = given[2], *const needs = given[3];
+  const Py_ssize_t count = PyTuple_Size(saved);
+  int64_t wanted = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) wanted |= int64_t(PyObject_IsTrue(PyTuple_GetItem(needs, i + 1)) > 0) << i;
+  std::vector<PyObject*> tensors{given[1], PyTuple_GetItem(saved, 0)};
+  for (Py_ssize_t i = 2; i < count; ++i) tensors.push_back(PyTuple_GetItem(saved, i));
+  PyObject* const bias = PyTuple_GetItem(saved, 1);
+  if (bias != known.none) tensors.push_back(bias);
+  const std::vector<Given> found = describe && is_usual() ? given_of(tensors) : std::vector<Given>();
+  if (found.empty()) return none();
+
+  const std::string text = python::text_of(given[0]);
+  const std::vector<Handle> made = without_lock([&] { return eager::gradients(text, found, wanted); });
+  if (made.empty()) return none();
+  const Object list(tensors_of(made));
+  if (!list.get()) return nullptr;
+  PyObject* const result = PyTuple_New(1 + count);
+  for (Py_ssize_t i = 0, next = 0; i <= count; ++i) {
+    PyObject* const each = i && wanted >> (i - 1) & 1 ? PyList_GetItem(list.get(), next++) : known.none;
+    Py_IncRef(each);
+    PyTuple_SetItem(result, i, each);
+  }
+  return result;
+}
+
+PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
+                         {"layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL, nullptr},
+                         {"record", record, METH_VARARGS, nullptr},
+                         {"gradients", reinterpret_cast<PyCFunction>(gradients), METH_FASTCALL, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+}  // namespace factorlayer::eager
+
+// Importing the module registers the ops.
 PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  using factorlayer::eager::methods;
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -49,12 +49,13 @@ def _before_activation(
 @dataclass(frozen=True)
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients, or a product and the slopes behind or before it, in slopes; `fits_few` which
-    have one for few samples. What learns in an activation has PyTorch's."""
+    gradients at once, in all_gradients (which returns those of x and of a bias if their bits are set), or a product and
+    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. What learns in an activation
+    has PyTorch's."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
-    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, bool], list[Tensor]]
+    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, int], list[Tensor]]
     slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     fits: Callable[[Chain], bool] = _never
     learned: Callable[..., tuple[Tensor, ...]] = _before_activation
@@ -164,9 +165,10 @@ def gradients(
     fits = ops.fits_of(len(x))
     only = _only_visit(text, wanted, fits)
     if only is not None:
-        made = ops.all_gradients(grad_y, x, weights, only, wanted & 2 > 0)
-        made[0] = back_through(ops, made[0], x, through if wanted & 1 else "identity")
-        return made[~wanted & 1 :]
+        made = ops.all_gradients(grad_y, x, weights, only, wanted & 3)
+        if wanted & 1:
+            made[0] = back_through(ops, made[0], x, through)
+        return made
     chain = Chain.parse(text)
     count = len(chain.contractions)
     weights, scalars = weights[:count], weights[count:]
@@ -224,11 +226,12 @@ def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]
         made = Chain.parse(text)
         return hollow(made.sums or made.contractions[0].weight_size + made.bias * made.out_features)
 
-    def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
+    def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, wanted: int) -> list[Tensor]:
         asked.append((text, len(x)))
-        if bias:  # which the op makes by another kernel
+        if wanted & 2 and not Chain.parse(text).bias:  # which the op makes by another kernel
             asked.append((sums_text(grad.shape[1]), len(x)))
-        return [hollow(*t.shape) for t in (x, *([hollow(grad.shape[1])] if bias else []), *weights)]
+        beside = [x] * (wanted & 1) + [hollow(grad.shape[1])] * (wanted >> 1)
+        return [hollow(*t.shape) for t in (*beside, *weights)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
         asked.append((text, len(x)))
@@ -298,7 +301,7 @@ def _one_term(
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
         if visit.at_once:
-            grad, *of_weights = ops.all_gradients(grad, states[i], own, visit.gradient, False)
+            grad, *of_weights = ops.all_gradients(grad, states[i], own, visit.gradient, 1)
             found |= {j + 2: of_weight for j, of_weight in zip(visit.weights, of_weights, strict=True)}
         elif visit.learns:
             of_weight = ops.weight_gradient(grad, states[i], visit.gradient)
@@ -342,10 +345,13 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
 
 @functools.lru_cache(1024)
 def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
-    """What makes all gradients, if that is all there is to do."""
+    """What makes all gradients, if that is all there is to do; the bias's among them, if one kernel does."""
     chain, planned = Chain.parse(text), visits(text, wanted, fits)
     whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
-    return planned[0].gradient if whole and planned[0].at_once and not planned[0].part.x_turned else None
+    if not whole or not planned[0].at_once or planned[0].part.x_turned:
+        return None
+    with_bias = replace(planned[0].visited, bias=True)
+    return with_bias.text if wanted & 2 and fits(with_bias) else planned[0].gradient
 
 
 @functools.lru_cache(1024)

@@ -38,6 +38,7 @@ class ClusterBackward(OfTwoModes):
     gpu: Gpu
     cluster: int = CLUSTER
     us: float = 0.0
+    bias: bool = False  # makes its gradient as well
 
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
 
@@ -56,9 +57,15 @@ class ClusterBackward(OfTwoModes):
 
     @property
     def split(self) -> int:
-        """Blocks: a cluster for each strip of either weight's gradient, and of x's."""
+        """Blocks: a cluster for each strip of either weight's gradient, and of x's, and one for a bias's."""
         p0, _, _, q1 = self.sizes
-        return (2 * p0 + q1) // self.span * self.cluster
+        return ((2 * p0 + q1) // self.span + self.bias) * self.cluster
+
+    @property
+    def made(self) -> int:
+        """Elements of gradients, but for that of x."""
+        _, _, q0, q1 = self.sizes
+        return self.weights + self.bias * self.units_per_sample * q0 * q1
 
     @functools.cached_property
     def sums(self) -> int:
@@ -76,7 +83,8 @@ class ClusterBackward(OfTwoModes):
         state = max(self.span * g, p0 * s)
         staged = self.warps * 16 * (32 + padding) * self.size if self.size == 2 else 0
         received = max(self.sums * PART_BYTES[self.dtype], staged)
-        return (weights + self.groups * (self.slots * slot + state)) * self.size + self.groups * received
+        found = (weights + self.groups * (self.slots * slot + state)) * self.size + self.groups * received
+        return max(found, self.bias * 256 * 16 // self.size * PART_BYTES[self.dtype])
 
     @property
     def registers(self) -> int:
@@ -92,6 +100,7 @@ class ClusterBackward(OfTwoModes):
         return (
             f"clusters, backward: {p1}→{q1}, {p0}→{q0}, strips of {self.span}, {self.cluster} blocks of {self.groups}"
             f" groups of {self.warps} warps, {self.slots} slots, {self.shared} bytes of shared memory"
+            + (", with the bias's" if self.bias else "")
         )
 
     def source(self, name: str) -> str:
@@ -101,7 +110,8 @@ class ClusterBackward(OfTwoModes):
         numbers |= {"GROUPS": self.groups, "WARPS": self.warps, "SLOTS": self.slots, "GRAD": 2}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        code = headers("sums.cuh", "operands.cuh", "cluster_backward.cuh")
+        lines += [f"static constexpr bool BIAS = {str(self.bias).lower()};"]
+        code = headers("sums.cuh", "column_sums.cuh", "operands.cuh", "cluster_backward.cuh")
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
         return kernel(code, name, "ClusterBackward", lines, self.threads, cluster=cluster, asks=self.asks)
 

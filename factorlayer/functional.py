@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from factorlayer.activations import activate
 from factorlayer.batched import batched
@@ -15,6 +16,7 @@ from factorlayer.chain import Chain
 from factorlayer.fused import (
     any_requires_grad,
     fused,
+    layer_at_once,
     prepare_fused,
     runs_in_tf32,
     transforms_active,
@@ -75,6 +77,11 @@ def run(
 ) -> Tensor:
     """The layer on x [..., in], by the implementation named; `who` is named in errors. The activation's parameters are
     weights behind the others."""
+    eager = not is_dynamo_compiling() and implementation in ("auto", "fused")
+    if eager:
+        y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", x, bias, weights)
+        if y is not None:
+            return y
     if any_autocast():
         x, weights, bias = autocast(x, weights, bias)
     shape = x.shape
@@ -82,6 +89,10 @@ def run(
         _check(who, spec, x, weights, bias)
     is_matrix = len(shape) == 2  # reshape costs a microsecond, even where it changes nothing
     rows = x if is_matrix else x.reshape(-1, spec.in_features)
+    if eager and not is_matrix:
+        y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights)
+        if y is not None:
+            return y.reshape(*shape[:-1], spec.out_features)
     recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
     try:
         chosen = choose(chain, rows, implementation, who)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
@@ -36,7 +36,7 @@ from factorlayer.runtime import (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
-    importlib.import_module("factorlayer._C")  # registers the ops
+    _C = importlib.import_module("factorlayer._C")  # registers the ops
 except ImportError as error:
     missing_extension: ImportError | None = error
 else:
@@ -184,7 +184,8 @@ class _Chain(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, grad_y, _ChainBackward.apply if torch.is_grad_enabled() else _raw_backward)
+        backward = _ChainBackward.apply if torch.is_grad_enabled() else _raw_backward
+        return _gradients(ctx.text, ctx.needs_input_grad, grad_y, ctx.saved_tensors, backward)
 
 
 class _ChainNow(_Chain):
@@ -202,6 +203,60 @@ class _ChainNow(_Chain):
 _apply_chain = super(Function, _ChainNow).apply
 
 
+# Where nobody looks on, all of a call is one of C++, past the dispatcher and what Python would do beside it: eager.h.
+# It takes names that PyTorch keeps to itself, of which each may be missing one day.
+
+
+def not_at_once(*_: Any) -> None:
+    """Leaves the call to the raw ops."""
+
+
+def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    """What autograd's engine calls, in place of what would look for backward and call that."""
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+    if torch.is_grad_enabled():
+        return _gradients(ctx.text, needs, grad_y, saved, _ChainBackward.apply)
+    made = _gradients_at_once(ctx.text, grad_y, saved, needs)
+    if made is None and not grad_y.is_contiguous():  # as that of a sum
+        made = _gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
+    return _gradients(ctx.text, needs, grad_y, saved, _raw_backward) if made is None else made
+
+
+layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
+_gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
+
+if missing_extension is None:
+
+    class _ChainAtOnce(_ChainNow):
+        forward = staticmethod(_C.record)
+
+    _ChainAtOnce._backward_cls.apply = _apply_backward  # type: ignore[attr-defined]
+    try:
+        _C.begin(
+            (
+                *(None, Tensor, nn.Parameter),
+                Tensor.__dlpack_c_exchange_api__,
+                torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
+                super(Function, _ChainAtOnce).apply,
+                torch.is_grad_enabled,
+                *(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
+                (
+                    torch._C._is_any_autocast_enabled,
+                    torch._C._are_functorch_transforms_active,
+                    torch._C._len_torch_dispatch_stack,
+                    torch._C._len_torch_function_stack,
+                    torch._C._is_tracing,
+                    torch._C._autograd._profiler_enabled,
+                ),
+                *(forward_ad, "_current_level", "requires_grad", "text", "to_save"),
+            )
+        )
+    except (AttributeError, ValueError):
+        pass
+    else:
+        layer_at_once, _gradients_at_once = _C.layer, _C.gradients
+
+
 class _TransformableChain(Function):
     generate_vmap_rule = True
 
@@ -217,7 +272,8 @@ class _TransformableChain(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        return _gradients(ctx, grad_y, _TransformableChainBackward.apply)
+        backward = _TransformableChainBackward.apply
+        return _gradients(ctx.text, ctx.needs_input_grad, grad_y, ctx.saved_tensors, backward)
 
 
 class _ChainBackward(Function):
@@ -249,13 +305,18 @@ class _TransformableChainBackward(Function):
         return _double_backward(ctx, grad_gradients)
 
 
-def _gradients(ctx: Any, grad_y: Tensor, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Any, ...]:
-    needs = ctx.needs_input_grad[1:]  # x, bias, weights
+def _gradients(
+    text: str,
+    needs: Sequence[bool],
+    grad_y: Tensor,
+    saved: Sequence[Tensor | None],
+    backward: Callable[..., tuple[Tensor, ...]],
+) -> tuple[Any, ...]:
     wanted = 0
-    for bit, need in enumerate(needs):
+    for bit, need in enumerate(needs[1:]):  # x, bias, weights
         wanted |= need << bit
-    found = iter(backward(ctx.text, wanted, grad_y, *ctx.saved_tensors))
-    return None, *(next(found) if need else None for need in needs)
+    found = iter(backward(text, wanted, grad_y, *saved))
+    return None, *(next(found) if need else None for need in needs[1:])
 
 
 def _raw_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:

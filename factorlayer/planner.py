@@ -48,6 +48,7 @@ from factorlayer import (
     wide_resident,
 )
 from factorlayer.chain import Chain
+from factorlayer.cluster_backward import ClusterBackward
 from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
@@ -308,6 +309,11 @@ def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
 
 
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    if chain.bias:  # by the kernel that is the fastest without it, if it can
+        (first, *_) = _all_gradients(replace(chain, bias=False), dtype, batch, gpu)
+        if not isinstance(first, ClusterBackward):
+            raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
+        return (replace(first, bias=True),)
     found = list(_ways_back(chain, dtype, batch, gpu))
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")

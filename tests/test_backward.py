@@ -90,10 +90,11 @@ def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
     return torch.cat([made.view(-1), grad.sum(0)])[None] if chain.bias else made
 
 
-def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, bias: bool) -> list[Tensor]:
+def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, wanted: int) -> list[Tensor]:
     """What the raw op computes on a GPU."""
     chain = Chain.parse(text)
     assert chain.backward
+    bias = wanted & 2 > 0
     given = grad[0] if bias else None
     (c, *more) = chain.contractions
     if chain.x_turned:
@@ -106,7 +107,7 @@ def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str,
     plain = replace(chain, backward=False, bias=bias, x_turned=False, turn=None, mixed=None)
     made = gradients(replace(OPS, fits=nothing), grad, x, weights, given, plain.text, all_of(weights) | 2 * bias)
     made[0] = turned(made[0], *chain.turn) if chain.turn else made[0]
-    return made
+    return made[~wanted & 1 :]
 
 
 def all_of(weights: Sequence[Tensor]) -> int:
@@ -609,6 +610,31 @@ def test_of_few_small_samples_gradients_are_made_and_summed_by_one_kernel(dtype:
     assert f"__cluster_dims__(1, {only.cluster}, 1)" in only.source("kernel")
     for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80), (BATCHES[0], 120)):
         assert not any(isinstance(p, ClusterBackward) for p in plan(chain, dtype, batch, Gpu.of(arch)).passes)
+
+
+@dtypes
+def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str) -> None:
+    """Where that is a kernel of clusters: elsewhere it has one of its own."""
+    chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
+    both = replace(chain, bias=True)
+    assert Chain.parse(both.text) == both and "; bias; backward" in both.text
+    (alone,), (only,) = (plan(each, dtype, BATCHES[0], Gpu.of(90)).passes for each in (chain, both))
+    assert isinstance(alone, ClusterBackward) and only == replace(alone, bias=True)
+    assert only.split == alone.split + only.cluster and only.made == alone.made + 1024
+    for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80)):
+        with pytest.raises(PlanError, match="the bias's among them"):
+            plan(both, dtype, batch, Gpu.of(arch))
+
+    def fits(asked: Chain) -> bool:
+        return asked in (chain, both)
+
+    layer = replace(chain, backward=False, bias=True)
+    for wanted, made in ((15, both.text), (14, both.text), (13, chain.text)):
+        assert texts(layer.text, fits, 16, wanted) == [(made, 16)]
+    assert texts(layer.text, lambda asked: asked == chain, 16) == [(chain.text, 16), (sums_text(1024), 16)]
+    for rest in ("bias; gelu; backward", "bias; backward; turn 1 32 32", "backward; bias", "bias; bias; backward"):
+        check_refused(f"tied 1 32 32 32 1; tied 0 1 32 32 32; {rest}", "wrong place")
+    check_refused("turned; untied 0 1 2 2 2; bias; backward", "wrong place")
 
 
 def test_kernels_ask_for_what_they_read_before_they_wait() -> None:

@@ -24,6 +24,7 @@ from factorlayer.case import Case, Problem
 from factorlayer.chain import Chain
 from factorlayer.cli import app
 from factorlayer.compare import Comparison, Report, compare, longest_sums, tolerances
+from factorlayer.fused import not_at_once
 from factorlayer.subject import Block, Single, parse_factor, spec_of_factors
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +131,7 @@ def test_check_notices_a_wrong_gradient(structure: str, bit: int, monkeypatch: p
         return tuple(gradients)
 
     monkeypatch.setattr(factorlayer.fused, "_raw_backward", wrong)
+    monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", not_at_once)
     result = run(f"--structure {structure} 16 8 8 check")
     name = ["grad_x", "grad_bias", "grad_weight_0", "grad_weight_1"][bit]
     wrong_pairs = {pair for pair, verdict in verdicts(result.stdout).items() if not verdict}
@@ -149,6 +151,7 @@ def test_check_keeps_float16_gradients_finite() -> None:
 def test_check_notices_a_wrong_float16_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     right = factorlayer.fused._raw_backward
     monkeypatch.setattr(factorlayer.fused, "_raw_backward", lambda *a: tuple(g * 1.01 for g in right(*a)))
+    monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", not_at_once)
     result = run("--dtype h --device cpu 65536 4 4 check")
     wrong_pairs = {pair for pair, verdict in verdicts(result.stdout).items() if not verdict}
     assert result.exit_code == 1

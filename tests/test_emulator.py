@@ -567,7 +567,9 @@ def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: E
             states, behind = x.reshape(batch, *spec.in_factors), grad.reshape(batch, *spec.out_factors)
             back = a.T @ behind
             right = [back @ b, (behind @ (states @ b.T).mT).sum(0), (back.mT @ states).sum(0)]
-        for part, expected in zip((grad_x, grad_weights[: a.size], grad_weights[a.size :]), right, strict=True):
+            right += [grad.sum(0)] if found.chain.bias else []
+        made = np.split(grad_weights, np.cumsum([each.size for each in right[1:]])[:-1])
+        for part, expected in zip((grad_x, *made), right, strict=True):
             part, expected = part.ravel(), expected.ravel()
             finite = np.isfinite(expected)
             np.testing.assert_array_equal(part[~finite], expected[~finite])
@@ -852,13 +854,16 @@ CLUSTERS = [
 ]
 
 
-def clusters_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, chosen: dict[str, int]) -> Plan:
+def clusters_of(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, chosen: dict[str, int], bias: bool = False
+) -> Plan:
     gpu = Gpu.of(90)
     modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
     tilings = cluster_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
     tilings = (replace(tiled, cluster=chosen["cluster"]) for tiled in tilings)
     tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
-    return Plan(all_gradients_of(kronecker(*sizes)), dtype, SMALL, gpu, (tiled,))
+    chain = replace(all_gradients_of(kronecker(*sizes)), bias=bias)
+    return Plan(chain, dtype, SMALL, gpu, (replace(tiled, bias=bias),))
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "batch", "chosen"), CLUSTERS, ids=str)
@@ -870,6 +875,17 @@ def test_all_gradients_by_blocks_of_a_cluster(
     emulator: Emulator,
 ) -> None:
     check_all_gradients_of(kronecker(*sizes), clusters_of(sizes, dtype, chosen), batch, emulator)
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "batch", "chosen"), [*CLUSTERS[1:3], CLUSTERS[5]], ids=str)
+def test_a_biass_gradient_by_a_cluster_of_its_own(
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    dtype: str,
+    batch: int,
+    chosen: dict[str, int],
+    emulator: Emulator,
+) -> None:
+    check_all_gradients_of(kronecker(*sizes), clusters_of(sizes, dtype, chosen, bias=True), batch, emulator)
 
 
 # Of four and five small weights and x at once: one size and several, one thread for a column or for two

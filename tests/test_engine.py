@@ -159,9 +159,11 @@ class BackwardCase:
     architecture: str
     batch: int = BATCHES[2]
     turned: bool = False
+    bias: bool = False
 
     def __str__(self) -> str:
-        return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}{'-turned' * self.turned}"
+        more = "-turned" * self.turned + "-bias" * self.bias
+        return f"{self.architecture}-{self.dtype}-{spec_id(self.spec)}{more}"
 
 
 def backward() -> Iterator[BackwardCase]:
@@ -185,6 +187,8 @@ def backward() -> Iterator[BackwardCase]:
         yield BackwardCase(spec, dtype, architecture, turned=True)
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS):
         yield BackwardCase(spec, dtype, architecture, BATCHES[0])
+    for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS[:1]):
+        yield BackwardCase(spec, dtype, architecture, BATCHES[0], bias=True)
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -443,7 +447,7 @@ def compile_case(case: AnyCase) -> list[Kernel]:
     elif isinstance(case, SumsCase):
         return compile_plan(plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture)
     elif isinstance(case, BackwardCase):
-        chain = replace(all_gradients_of(case.spec), x_turned=case.turned)
+        chain = replace(all_gradients_of(case.spec), x_turned=case.turned, bias=case.bias)
     elif isinstance(case, GradientCase):
         *sizes, tied = case.contraction
         chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=not case.both, backward=case.both)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import factorlayer.functional
 from factorlayer import FactorLinear, factor_linear
 from factorlayer.functional import choose
+from factorlayer.fused import not_at_once
 from factorlayer.spec import LayerSpec
 
 # What it computes
@@ -68,6 +69,7 @@ def test_what_was_named_runs(implementation: str, monkeypatch: pytest.MonkeyPatc
             return real(*arguments)
 
         monkeypatch.setattr(factorlayer.functional, name, spy)
+    monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)  # instead of fused
     FactorLinear(12, 20, implementation=implementation)(torch.ones(12))
     assert calls == [implementation]
 
@@ -426,6 +428,7 @@ def test_errors(name: str) -> None:
 
 def test_fused_refuses_a_dtype_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factorlayer.fused, "DTYPES", (torch.float64, torch.float32))
+    monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
     half = FactorLinear(12, 20, dtype=torch.float16, implementation="fused")
     message = (
         "FactorLinear: implementation='fused' cannot run: it has kernels for torch.float64, torch.float32, x is "

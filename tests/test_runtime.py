@@ -26,7 +26,7 @@ import factorlayer.fused
 from factorlayer import CompileError, FactorLinear, runtime
 from factorlayer.backward import texts
 from factorlayer.chain import Chain
-from factorlayer.fused import text_for, why_not_fused
+from factorlayer.fused import not_at_once, text_for, why_not_fused
 from factorlayer.spec import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -507,6 +507,7 @@ def test_auto_falls_back_once_where_a_kernel_cannot_be_had(monkeypatch: pytest.M
         raise CompileError("the kernel is too clever")
 
     monkeypatch.setattr(factorlayer.functional, "fused", fused)
+    monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
     monkeypatch.setattr(factorlayer.functional, "_given_up", {})
     monkeypatch.setattr(factorlayer.functional, "_warned", set())
     layer, x = FactorLinear(12, 20), torch.ones(3, 12)

@@ -6,15 +6,17 @@
 // A cluster makes one strip, SPAN wide, of one of these, each two products behind one another: of dA its columns, of dB
 // and of dX rows. A' G is made twice, so that no gradient waits for another one. Groups of warps take the units in
 // turn, PARTS of them at once; what a group has summed it sends, piece by piece, to the blocks that own the pieces, and
-// those add them up in the order of the groups. Sizes are multiples of 16.
+// those add them up in the order of the groups. Sizes are multiples of 16. A bias's gradient, the sums of G, is that of
+// another cluster, and that of x is left out if nobody wants it.
 //
 // Of 32 bits what is read by n or m takes k's in pairs, and what is read by rows takes them in order: so the columns of
 // A' G lie as dX wants them.
 //
 // Pass: Math, Element, P0, P1, Q0, Q1, UNITS (of a sample), SPAN, CLUSTER (blocks), GROUPS (of a block), WARPS (of a
 //       group), SLOTS (for a group's units, 2 and more), GRAD (the parameter that G is; the weights' gradients go to
-//       the one behind it)
+//       the one behind it), BIAS (whether its gradient is made, behind those)
 #pragma once
+#include "column_sums.cuh"
 #include "operands.cuh"
 #include "params.cuh"
 
@@ -27,7 +29,7 @@ template <class Pass> struct ClusterBackward : Operands<typename Pass::Math, typ
   using typename Base::Real;
   using Base::stride, Base::kPairs, Base::kSize, Base::kStep;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
-  static constexpr int kOfA = P0 / SPAN, kOfB = Q1 / SPAN;  // clusters
+  static constexpr int kOfA = P0 / SPAN, kOfB = Q1 / SPAN, kOfX = P0 / SPAN;  // clusters
   static_assert(P0 % SPAN == 0 && Q1 % SPAN == 0 && SPAN % 16 == 0 && P1 % 16 == 0 && Q0 % 16 == 0);
 
   // Shared memory: weights; slots with a unit's X and G, or strips of them; a state for each group; and what parts
@@ -72,8 +74,10 @@ template <class Pass> struct ClusterBackward : Operands<typename Pass::Math, typ
       of_a(strip * SPAN);
     else if (strip < kOfA + kOfB)
       of_b((strip - kOfA) * SPAN);
-    else
-      of_x((strip - kOfA - kOfB) * SPAN);
+    else if (strip < kOfA + kOfB + kOfX)
+      params.y ? of_x((strip - kOfA - kOfB) * SPAN) : void();
+    else if constexpr (Pass::BIAS)
+      of_bias();
   }
 
   DEVICE void sync() const { sync_group<WARPS, GROUPS>(group); }
@@ -224,6 +228,19 @@ template <class Pass> struct ClusterBackward : Operands<typename Pass::Math, typ
       });
     });
     add_parts<P1>(total, made() + Q0 * P0 + first * P1);
+  }
+
+  struct Bias {
+    using Element = typename Pass::Element;
+    using Result = Element;
+    static constexpr int FEATURES = Pass::UNITS * Q0 * Q1, FOLD = 1, EACH = 4;
+    static constexpr int kPieces = FEATURES * int(sizeof(Element)) / 16;
+    static constexpr int LANES = ceil_div(kPieces, CLUSTER) < kThreads ? ceil_div(kPieces, CLUSTER) : kThreads;
+    static constexpr int WAYS = kThreads / LANES < 16 ? kThreads / LANES : 16;
+  };
+  DEVICE void of_bias() const {  // all threads have a piece of their own, where there are further tiles
+    for (int tile = rank; tile * Bias::LANES < Bias::kPieces; tile += CLUSTER)
+      ColumnSums<Bias>::sum_up(g, made() + Q0 * P0 + Q1 * P1, params.batch, tile);
   }
 
   DEVICE void of_x(int first) const {

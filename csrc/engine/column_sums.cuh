@@ -26,11 +26,13 @@ template <class Pass> struct ColumnSums {
     for (int e = 0; e < kPiece; ++e) sum[e] += widen(x[e]);
   }
 
-  DEVICE void run() const {
+  DEVICE void run() const { sum_up(params.x, params.y, params.batch, blockIdx.y); }
+  // What the tile-th LANES pieces of a row are of
+  static DEVICE void sum_up(const void* from, void* to, i64 batch, int tile) {
     const int lane = threadIdx.x % LANES, way = threadIdx.x / LANES;
-    const i64 piece = i64(blockIdx.y) * LANES + lane, rows = params.batch / Pass::FOLD;
+    const i64 piece = i64(tile) * LANES + lane, rows = batch / Pass::FOLD;
     const bool has_piece = way < WAYS && piece < kPieces;
-    const auto* x = static_cast<const Element*>(params.x) + piece * kPiece;
+    const auto* x = static_cast<const Element*>(from) + piece * kPiece;
     Part sum[kPiece] = {};
     for (i64 first = i64(blockIdx.x) * (WAYS * EACH); has_piece && first < rows; first += i64(gridDim.x) * (WAYS * EACH)) {
       u32 word[EACH][4];
@@ -43,7 +45,7 @@ template <class Pass> struct ColumnSums {
       for (int i = 0; i < EACH; ++i) add(sum, word[i]);
     }
     if constexpr (Pass::FOLD > 1) {  // samples that make no whole row
-      const i64 rest = (params.batch - rows * Pass::FOLD) * Pass::FEATURES - piece * kPiece;
+      const i64 rest = (batch - rows * Pass::FOLD) * Pass::FEATURES - piece * kPiece;
       if (has_piece && blockIdx.x == 0 && way == 0)
         for (int e = 0; e < kPiece; ++e)
           if (e < rest) sum[e] += widen(x[rows * kRow + e]);
@@ -56,7 +58,7 @@ template <class Pass> struct ColumnSums {
       __syncthreads();
     }
     if (!has_piece || way > 0) return;
-    auto* y = static_cast<typename Pass::Result*>(params.y) + i64(blockIdx.x) * kRow + piece * kPiece;
+    auto* y = static_cast<typename Pass::Result*>(to) + i64(blockIdx.x) * kRow + piece * kPiece;
 #pragma unroll
     for (int e = 0; e < kPiece; ++e) {
       for (int other = 1; other < WAYS; ++other)

@@ -113,7 +113,7 @@ class Kernel:
             return self.outputs_of_few(batch)
         if isinstance(p, ClusterBackward):
             p0, p1, _, _ = p.sizes
-            return [batch * p.units_per_sample * p0 * p1 * p.size, p.weights * p.size]
+            return [batch * p.units_per_sample * p0 * p1 * p.size, p.made * p.size]
         return [self.output_bytes(batch)]
 
     def outputs_of_few(self, batch: int, padding: bool = True) -> list[int]:

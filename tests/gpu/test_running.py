@@ -24,6 +24,7 @@ import factorlayer.functional
 import factorlayer.fused
 from factorlayer import FactorLinear
 from factorlayer.cli import app
+from factorlayer.fused import not_at_once
 
 # All on chip; through memory between passes; untied.
 LAYERS = {
@@ -409,6 +410,53 @@ def test_the_tf32_switch_is_seen_at_every_call() -> None:
     assert errors[0] == errors[2] < 1e-6 < 1e-5 < errors[1] < 2e-3
 
 
+@each_layer
+@pytest.mark.parametrize("grad_x", [True, False])
+@pytest.mark.parametrize(("dtype", "batch"), [("float32", 16), ("tf32", 16), ("bfloat16", 100), ("float64", 3)])
+def test_past_the_dispatcher_the_same_is_made(
+    kind: str, dtype: str, batch: int, grad_x: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with arithmetic(dtype):
+        layer = layer_of(kind, DTYPES[dtype])
+        x = sample(layer, batch).requires_grad_(grad_x)
+        grad_y = sample(layer, batch, seed=2)
+        wanted = [*layer.parameters(), *([x] if grad_x else [])]
+
+        def made() -> list[Tensor]:
+            y = layer(x)
+            return [y.detach(), *torch.autograd.grad(y, wanted, grad_y)]
+
+        made()  # which looks for kernels
+        given = layer.chain.text, layer.chain.tf32_text, True, x, layer.bias, layer.weights
+        assert factorlayer.fused.layer_at_once(*given) is not None
+        at_once = made()
+        monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
+        monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", not_at_once)
+        assert all(map(torch.equal, at_once, made()))
+
+
+@pytest.mark.parametrize("grad_x", [True, False])
+def test_a_small_steps_gradients_are_made_at_once(grad_x: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one call, whose results become the parameters' gradients as they are."""
+    layer = FactorLinear(1024, 1024, factors=(32, 32), device="cuda")
+    x, grad_y = sample(layer, 16).requires_grad_(grad_x), sample(layer, 16)
+    layer(x).backward(grad_y)
+    layer.zero_grad()
+    x.grad = None
+    found: list[int] = []
+    real = factorlayer.fused._gradients_at_once
+
+    def noted(*given: object) -> object:
+        gradients = real(*given)
+        found.extend(t.data_ptr() for t in gradients[1:] if t is not None)
+        return gradients
+
+    monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", noted)
+    layer(x).backward(grad_y)
+    tensors = [*([x] if grad_x else []), layer.bias, layer.weight_0, layer.weight_1]
+    assert found == [t.grad.data_ptr() for t in tensors]
+
+
 # What the engine does not take
 
 
@@ -433,6 +481,7 @@ def test_an_unsupported_gpu_runs_batched_under_auto_and_is_refused_under_fused(m
     reason = "its CUDA kernels need compute capability 8.0 or later, this one has 7.0"
     monkeypatch.setattr(factorlayer.functional, "_warned", set())
     monkeypatch.setattr(factorlayer.fused, "why_not_on_gpu", lambda index: reason)
+    monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)  # which has run these kernels before
     layer = layer_of("on-chip", torch.float32, implementation="auto")
     x = sample(layer, 20)
     with pytest.warns(RuntimeWarning, match="7.0"):

@@ -1,0 +1,33 @@
+// Calls that Python makes in eager mode past PyTorch's dispatcher, which takes longer than the rest of a small one.
+// They are for what has its kernels and is nothing special: whatever else comes is left to the raw ops, which do the same.
+// Tensors come as DLPack has them, and are made as PyTorch's handles, AtenTensorHandle, which belong to who asked for them.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace factorlayer::eager {
+
+using Handle = void*;
+
+// DLTensor of dlpack.h: the rows of x, each at strides of elements; a tensor of PyTorch's has no offset but in `data`.
+struct Given {
+  void* data;
+  int32_t device_type, device;
+  int32_t dimensions;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *sizes, *strides;
+  uint64_t offset;
+
+  bool is_float_on_gpu() const { return device_type == 2 && code == 2 && bits == 32; }
+};
+
+// y of x, the weights and the bias of a chain; null if the raw op has to make it. `chooses`: as implementation="auto" does.
+Handle forward(const std::string& chain, bool chooses, const std::vector<Given>& tensors);
+
+// Of a chain that is a layer, from grad_y, x, the weights and the bias: the gradients whose bits are set in `wanted`, as the
+// raw op backward has them; none if factorlayer/backward.py has to make them.
+std::vector<Handle> gradients(const std::string& chain, const std::vector<Given>& tensors, int64_t wanted);
+
+}  // namespace factorlayer::eager

@@ -1,0 +1,171 @@
+"""Calls past the dispatcher, csrc/eager.h: the same as the raw ops, and left to them where anything is special."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import factorlayer.functional
+import factorlayer.fused
+from factorlayer import FactorLinear
+from factorlayer.fused import layer_at_once, not_at_once
+from factorlayer.stages import scalars
+
+
+def call(layer: FactorLinear, x: Tensor, choose: bool = True) -> Tensor | None:
+    weights = [*layer.weights, *scalars(layer.activation, layer._scalar_names)]
+    return layer_at_once(layer.chain.text, layer.chain.tf32_text, choose, x, layer.bias, weights)
+
+
+@pytest.fixture
+def by_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on, what ran past the dispatcher."""
+
+    def begin() -> None:
+        monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
+        monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", not_at_once)
+
+    return begin
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", nn.PReLU()], ids=["identity", "gelu", "learned"])
+@pytest.mark.parametrize("structure", ["kronecker", "monarch"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [(), ("weight_0",), ("bias", "weight_1")], ids=str)
+def test_it_is_what_the_ops_make(
+    activation: Any, structure: str, bias: bool, frozen: tuple[str, ...], by_ops: Callable[[], None]
+) -> None:
+    layer = FactorLinear(12, 20, bias, structure=structure, activation=activation)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    x = torch.randn(5, 12, requires_grad=True)
+    assert call(layer, x) is not None
+
+    def made() -> list[Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y.sin().sum(), [t for t in (x, *layer.parameters()) if t.requires_grad])]
+
+    at_once = made()
+    by_ops()
+    for found, right in zip(at_once, made(), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("loss", [torch.sum, torch.norm], ids=["sum", "norm"])  # grad_y is one number, or many
+def test_gradients_are_not_copied(loss: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = factorlayer.fused._gradients_at_once
+
+    def noted(*given: Any) -> Any:
+        found = real(*given)
+        made.extend(t.data_ptr() for t in found or () if t is not None)
+        return found
+
+    monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", noted)
+    layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
+    loss(layer(x)).backward()
+    assert made == [t.grad.data_ptr() for t in (x, layer.bias, *layer.weights)]
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+class Overriding(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class Own(Tensor):
+    pass
+
+
+def onlookers() -> Iterator[Any]:
+    yield Watching()
+    yield Overriding()
+    yield torch.autocast("cpu")
+    yield torch.profiler.profile()
+    yield forward_ad.dual_level()
+
+
+def test_who_looks_on_is_shown_the_ops() -> None:
+    layer, x = FactorLinear(12, 20), torch.randn(5, 12)
+    for onlooker in onlookers():
+        with onlooker:
+            assert call(layer, x) is None
+        assert call(layer, x) is not None
+    asked: list[Tensor | None] = []
+    torch.func.vmap(lambda x: asked.append(call(layer, x)) or x)(torch.randn(2, 5, 12))
+    torch.jit.trace(lambda x: asked.append(call(layer, x)) or x, x, check_trace=False)
+    assert asked == [None, None]
+    with Watching() as watching:
+        layer(x).sum().backward()
+    assert {"factorlayer.forward.default", "factorlayer.backward.default"} <= set(watching.seen)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(5, 12).as_subclass(Own),
+        torch.randn(5, 12, device="meta"),
+        torch.randn(5, 12, dtype=torch.float64),
+        torch.randn(5, 13),
+        torch.randn(2, 5, 12),
+        torch.randn(0, 12),
+        torch.randn(5, 12).to_sparse(),
+        torch._efficientzerotensor(5, 12),
+    ],
+    ids=["subclass", "meta", "dtype", "features", "dimensions", "samples", "sparse", "zeros"],
+)
+def test_what_is_special_is_left_to_the_ops(x: Tensor) -> None:
+    assert call(FactorLinear(12, 20), x) is None
+
+
+def test_it_chooses_as_auto_does() -> None:
+    dense, x = FactorLinear(12, 20, factors=((12,), (20,))), torch.randn(5, 12)
+    assert call(dense, x) is None
+    assert call(dense, x, choose=False) is not None
+
+
+def test_gradients_of_many_at_once_are_left_to_the_ops() -> None:
+    """Which have no rule for them outside of torch.func."""
+    layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for factorlayer::backward"):
+        torch.autograd.grad(layer(x), x, torch.randn(3, 5, 20), is_grads_batched=True)
+
+
+def test_numbers_that_are_negated_in_name_only() -> None:
+    """Views of a complex tensor's imaginary part."""
+    layer = FactorLinear(12, 20)
+    x = torch.complex(torch.randn(5, 12), torch.randn(5, 12)).conj().imag
+    assert x.is_neg()
+    assert torch.equal(layer(x), layer(x.resolve_neg().contiguous()))
+
+
+def test_saved_tensors_are_asked_for_once() -> None:
+    """Whoever keeps them elsewhere may bring them back only once."""
+    layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
+    brought: list[int] = []
+
+    def bring(kept: tuple[int, Tensor]) -> Tensor:
+        brought.append(kept[0])
+        return kept[1].clone().as_subclass(Own) if kept[0] == 0 else kept[1].clone()
+
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t) or len(kept) - 1, t), bring):
+        y = layer(x)
+    y.sum().backward()
+    assert len(brought) == len(set(brought)) == len(kept) == 4
