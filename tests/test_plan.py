@@ -32,6 +32,7 @@ from factorlayer.gradient import Gradient, Reduction
 from factorlayer.mapped import Mapped
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair import Pair
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
@@ -161,7 +162,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
-        elif isinstance(p, Monarch):
+        elif isinstance(p, (Monarch, MonarchMapped)):
             elements = p.chain.in_features, p.chain.out_features
         else:
             around = p.work.outer * p.work.inner
@@ -175,7 +176,7 @@ def weights_of(found: Plan) -> list[int]:
     for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
-        elif isinstance(p, Monarch):
+        elif isinstance(p, (Monarch, MonarchMapped)):
             weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]

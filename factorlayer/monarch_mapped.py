@@ -1,0 +1,181 @@
+"""Passes of both contractions of a Monarch layer in tf32 on Hopper, by products of warpgroups, of tensors that the copy
+engine reads by maps: csrc/engine/monarch_mapped.cuh, its tiles and source.
+
+What lies between stays on chip, as in monarch.py, which takes what this one does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.chain import Chain
+from factorlayer.device import hopper_headers, kernel, wgmma
+from factorlayer.expression import cuda_type
+from factorlayer.gpu import Gpu
+
+ROWS = 128  # of a tile
+THREADS = 384  # two warpgroups of consumers, and one of which a thread asks for what is copied
+HELD = 8  # groups of the second contraction that a block has: floats of a sector of L2
+MOST_COLUMNS = 32  # of each, for a thread's registers
+MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
+SLAB = 32  # floats of a row
+MOST_SLABS = 8
+LARGEST = 1 << 31  # of a map's size
+
+
+@dataclass(frozen=True)
+class MonarchMapped:
+    """A pass, tiled: blocks of `n` columns of eight groups of the second contraction, clusters of `cluster` that share
+    x; slots for so many `slabs` of x and `groups` of the first one. `us` is the time predicted."""
+
+    chain: Chain
+    n: int
+    cluster: int
+    slabs: int
+    groups: int
+    batch: int
+    gpu: Gpu
+    us: float = 0.0
+
+    threads = THREADS
+
+    @property
+    def rank(self) -> int:
+        first, second = self.chain.contractions
+        return first.q // second.inner
+
+    @functools.cached_property
+    def period(self) -> int:
+        """Groups of the first contraction after which slabs and pairs of four numbers begin together."""
+        p, units = self.chain.contractions[0].p, self.rank // 4
+        return next(k for k in range(1, 9) if k * p % SLAB == 0 and k * units % 2 == 0)
+
+    @property
+    def pairs(self) -> int:
+        """Steps of eight numbers of the second contraction, as padded."""
+        periods = -(-self.chain.contractions[0].outer // self.period)
+        return periods * self.period * self.rank // 8
+
+    @property
+    def weight_bytes(self) -> int:
+        return HELD * -(-self.pairs // 4) * self.n * 128
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a slot."""
+        return -(-self.chain.contractions[0].p // SLAB) * self.rank // 4 * HELD * 4 * 128
+
+    @functools.cached_property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        slots = self.slabs * (ROWS * 128 + 16) + self.groups * (self.group_bytes + 16)
+        return self.weight_bytes + slots + 1024
+
+    @property
+    def split(self) -> int:
+        second = self.chain.contractions[1]
+        return second.inner // HELD * -(-second.q // (self.n * self.cluster)) * self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    @property
+    def units_per_block(self) -> int:
+        return ROWS
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.chain.out_features * 4
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads, of x, a sample as one row, and of the first weights: of a row p, two neighbours of the
+        second contraction's groups, the rank's numbers, pairs of groups, and those of the first contraction."""
+        first, second = self.chain.contractions
+        features = self.chain.in_features
+        x = (features, 1, 1, 1, 1), (features,) * 4, (SLAB, 1, ROWS // self.cluster, 1, 1)
+        sizes = first.p, 2, self.rank, second.inner // 2, first.outer
+        strides = first.p, second.inner * first.p, 2 * first.p, first.q * first.p
+        weights = sizes, strides, (SLAB, 2, 4, HELD // 2 // self.cluster, 1)
+        return tuple(
+            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
+            for of, (sizes, strides, box) in (("x", x), (first.weight, weights))
+        )
+
+    def __str__(self) -> str:
+        first, second = self.chain.contractions
+        return (
+            f"monarch mapped: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {ROWS} samples and {self.n} "
+            f"columns of {HELD} of {second.inner} groups"
+            + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
+            + f", {self.slabs} slabs of {SLAB} and {self.groups} of {first.outer} groups on their way, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        first, second = self.chain.contractions
+        numbers = {
+            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
+            **{"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "BLOCKS": self.cluster},
+            **{"SLABS": self.slabs, "GROUPS": self.groups, "MORE": MORE, "FEWER": FEWER},
+        }
+        lines = ["using Element = float;", cuda_type(self.chain.activation, 2)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
+        products = "".join(wgmma("tf32", n) for n in sorted({self.n, 4 * HELD}))
+        code = hopper_headers(products, "monarch_mapped.cuh")
+        return kernel(code, name, "MonarchMapped", lines, self.threads, cluster=cluster, maps=True)
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchMapped | None:
+    """The fastest tiling by prediction; None if this is no chain for it."""
+    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+
+
+def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
+    if dtype != "tf32" or gpu.arch != 90 or batch < ROWS or len(chain.contractions) != 2 or chain.rank > 1:
+        return False
+    if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
+        return False
+    first, second = chain.contractions
+    if first.tied or second.tied or first.inner > 1 or second.outer > 1:
+        return False
+    if first.q % (4 * second.inner) or second.p != first.outer * (first.q // second.inner):
+        return False
+    return first.p % 8 == 0 and second.inner % HELD == 0 and first.outer * first.q * first.p < LARGEST
+
+
+def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchMapped]:
+    if not _takes(chain, dtype, batch, gpu):
+        return
+    first, second = chain.contractions
+    parts = -(-second.q // MOST_COLUMNS)
+    # What a pair of units reads lies there at once.
+    held = 1 if first.q // second.inner % 8 == 0 else 2
+    least = -(-held * first.p // SLAB) + (held * first.p % SLAB > 0)
+    for cluster, groups in itertools.product((1, 2), (2, 3, 4, 6, 8)):
+        n = -(-second.q // (-(-parts // cluster) * cluster * 8)) * 8
+        plan = MonarchMapped(chain, n, cluster, least, groups, batch, gpu)
+        plan = replace(plan, slabs=min(MOST_SLABS, least + (gpu.shared - plan.shared) // (ROWS * 128 + 16)))
+        if plan.slabs >= least:
+            yield replace(plan, us=_time(plan))
+
+
+def _time(plan: MonarchMapped) -> float:
+    """Microseconds: multiprocessors take turns at tiles. Numbers fitted to an H200."""
+    first, second = plan.chain.contractions
+    gpu = plan.gpu
+    each = -(-plan.batch // ROWS) / max(1, gpu.sms // plan.split)
+    # Products read left operands of the first one, and right ones, from shared memory.
+    steps = plan.pairs * (first.p // 4 * 2 * 24 + HELD * 2 * max(16, plan.n // 2))
+    store = 4 * ROWS * plan.n * HELD / 45e3
+    busy = max(each, 1.0) * (steps / 1.3e3 + store)
+    moved = 4 * plan.batch * (plan.chain.in_features + plan.chain.out_features)
+    return 3.0 + plan.weight_bytes / 60e3 + max(busy, 1.2 * moved / (gpu.memory_bytes * gpu.sms))
