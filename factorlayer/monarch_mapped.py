@@ -94,8 +94,8 @@ class MonarchMapped:
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads, of x, a sample as one row, and of the first weights: of a row p, two neighbours of the
-        second contraction's groups, the rank's numbers, pairs of groups, and those of the first contraction."""
+        """What csrc/runtime reads, of x, a sample as one row, and of the first weights: p, two neighbours of the second
+        contraction's groups, the rank's numbers, pairs of those groups, and the first contraction's groups."""
         first, second = self.chain.contractions
         features = self.chain.in_features
         x = (features, 1, 1, 1, 1), (features,) * 4, (SLAB, 1, ROWS // self.cluster, 1, 1)

@@ -840,12 +840,28 @@ def test_all_gradients_of_few_samples_go_through_scratch() -> None:
     assert all(p.blocks_per_processor == 1 and p.units_per_block > 64 for p in text.passes)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
-def test_a_monarch_layer_whose_state_is_large_is_one_kernel(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "architecture"), [("bfloat16", 90), ("tf32", 100)])
+def test_a_monarch_layer_whose_state_is_large_is_one_kernel(dtype: str, architecture: int) -> None:
     chain = Chain.of(monarch((32, 24), (64, 48), rank=4), True, "gelu")
-    (found,) = plan(chain, dtype, BATCHES[2], Gpu.of(90)).passes
+    (found,) = plan(chain, dtype, BATCHES[2], Gpu.of(architecture)).passes
     assert isinstance(found, Monarch) and found.cluster == 2 and found.cell == 32  # whole sectors
     assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
+
+
+def test_it_is_read_by_maps_where_there_are_some() -> None:
+    chain = Chain.of(monarch((32, 24), (64, 48), rank=4), True, "gelu")
+    (found,) = plan(chain, "tf32", BATCHES[2], Gpu.of(90)).passes
+    assert isinstance(found, MonarchMapped) and found.cluster == 2  # whose two blocks read x once
+    assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
+    first, weights = (line.split() for line in found.maps)
+    assert first[2:7] == ["768", "1", "1", "1", "1"] and first[-5:] == ["32", "1", "64", "1", "1"]
+    assert weights[2:7] == ["24", "2", "4", "24", "32"] and weights[-5:] == ["32", "2", "4", "2", "1"]
+    for spec in (
+        monarch((32, 24), (64, 48), rank=3),
+        monarch((32, 20), (64, 48), rank=4),
+        monarch((32, 24), (64, 44), rank=4),
+    ):
+        assert not list(monarch_mapped.tilings(Chain.of(spec, True, "gelu"), "tf32", BATCHES[2], Gpu.of(90)))
 
 
 def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:

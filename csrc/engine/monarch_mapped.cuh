@@ -117,10 +117,18 @@ template <class Pass> struct MonarchMapped {
     }
     ring.turn();
   }
+  // A part of a tile on its way to L2, of as many as there are blocks that read it.
+  DEVICE void ask_for_part(i64 tile) const {
+    constexpr int kPart = ceil_div(M * K * P, 4 * kParts * (L / kHeld)) * 4;
+    const i64 from = blockIdx.y * kPart, count = min(i64(M), params.batch - tile * M) * (K * P) - from;
+    if (count > 0)
+      prefetch_run(static_cast<const float*>(params.x) + tile * M * (K * P) + from, 4 * int(min(count, i64(kPart))));
+  }
   DEVICE void produce() const {
     SlabRing ahead = slabs(1);
     GroupRing weights = groups(1);
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+      if (tile + gridDim.x < tiles()) ask_for_part(tile + gridDim.x);
       int slab = 0;
 #pragma unroll 1
       for (int k = 0; k < kPeriods * kPeriod; ++k) {

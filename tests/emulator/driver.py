@@ -30,8 +30,8 @@ from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import Mapped
-from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
