@@ -16,8 +16,9 @@ from factorlayer.device import hopper_headers, kernel, wgmma
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 
-ROWS = 128  # of a tile
-THREADS = 384  # two warpgroups of consumers, and one of which a thread asks for what is copied
+ROWS = 64  # of a tile
+TEAMS = 2  # warpgroups that take tiles
+THREADS = 384  # these, and one of which two threads ask for what is copied
 HELD = 8  # groups of the second contraction that a block has: floats of a sector of L2
 MOST_COLUMNS = 32  # of each, for a thread's registers
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
@@ -29,7 +30,7 @@ LARGEST = 1 << 31  # of a map's size
 @dataclass(frozen=True)
 class MonarchMapped:
     """A pass, tiled: blocks of `n` columns of eight groups of the second contraction, clusters of `cluster` that share
-    x; slots for so many `slabs` of x and `groups` of the first one. `us` is the time predicted."""
+    x; each of their warpgroups with slots for so many `slabs` of x and `groups` of the first one. `us` is the time predicted."""
 
     chain: Chain
     n: int
@@ -72,7 +73,7 @@ class MonarchMapped:
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
         slots = self.slabs * (ROWS * 128 + 16) + self.groups * (self.group_bytes + 16)
-        return self.weight_bytes + slots + 1024
+        return self.weight_bytes + TEAMS * slots + 1024
 
     @property
     def split(self) -> int:
@@ -85,7 +86,7 @@ class MonarchMapped:
 
     @property
     def units_per_block(self) -> int:
-        return ROWS
+        return TEAMS * ROWS
 
     @property
     def output_bytes(self) -> int:
@@ -163,15 +164,14 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchM
     for cluster, groups in itertools.product((1, 2), (2, 3, 4, 6, 8)):
         n = -(-second.q // (-(-parts // cluster) * cluster * 8)) * 8
         plan = MonarchMapped(chain, n, cluster, least, groups, batch, gpu)
-        plan = replace(plan, slabs=min(MOST_SLABS, least + (gpu.shared - plan.shared) // (ROWS * 128 + 16)))
+        plan = replace(plan, slabs=min(MOST_SLABS, least + (gpu.shared - plan.shared) // (TEAMS * (ROWS * 128 + 16))))
         if plan.slabs >= least:
             yield replace(plan, us=_time(plan))
 
 
 def _time(plan: MonarchMapped) -> float:
     """Microseconds: multiprocessors take turns at tiles. Numbers fitted to an H200."""
-    first, second = plan.chain.contractions
-    gpu = plan.gpu
+    first, gpu = plan.chain.contractions[0], plan.gpu
     each = -(-plan.batch // ROWS) / max(1, gpu.sms // plan.split)
     # Products read left operands of the first one, and right ones, from shared memory.
     steps = plan.pairs * (first.p // 4 * 2 * 24 + HELD * 2 * max(16, plan.n // 2))

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, few, pair_backward, runtime, small, small_backward, states
+from factorlayer import dense, few, monarch_mapped, pair_backward, runtime, small, small_backward, states
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
@@ -856,12 +856,9 @@ def test_it_is_read_by_maps_where_there_are_some() -> None:
     first, weights = (line.split() for line in found.maps)
     assert first[2:7] == ["768", "1", "1", "1", "1"] and first[-5:] == ["32", "1", "64", "1", "1"]
     assert weights[2:7] == ["24", "2", "4", "24", "32"] and weights[-5:] == ["32", "2", "4", "2", "1"]
-    for spec in (
-        monarch((32, 24), (64, 48), rank=3),
-        monarch((32, 20), (64, 48), rank=4),
-        monarch((32, 24), (64, 44), rank=4),
-    ):
-        assert not list(monarch_mapped.tilings(Chain.of(spec, True, "gelu"), "tf32", BATCHES[2], Gpu.of(90)))
+    for p, groups, rank in ((24, 48, 3), (20, 48, 4), (24, 44, 4)):
+        other = Chain.of(monarch((32, p), (64, groups), rank=rank), True, "gelu")
+        assert not list(monarch_mapped.tilings(other, "tf32", BATCHES[2], Gpu.of(90)))
 
 
 def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:

@@ -2,8 +2,9 @@
 // that the copy engine reads by maps: x [K][P] by weights [K][RHO][L][P] to [K][RHO][L], and that, for each group l of L, by
 // weights [L][S][K * RHO] to y [S][L].
 //
-// A block has the second weights of eight l's and N of S in shared memory, and takes tiles of 128 samples, 64 for each of two
-// warpgroups. x goes by in slabs of 32 numbers of a sample, whatever groups these belong to, and the first weights by groups.
+// A block has the second weights of eight l's and N of S in shared memory. Each of two warpgroups takes tiles of 64 samples
+// by itself, so that one stores while the other one multiplies, and has a warp that loads for it: x in slabs of 32 numbers of
+// a sample, whatever groups these belong to, and the first weights by groups.
 // 32 columns of the first product, a unit, are four of the RHO numbers of a k, for all eight l's: column 8 n + 2 t + i is
 // number t for l = 2 n + i. So thread (g, t) holds number t of all l's, and the sums of two units are, rounded, operand A of
 // one step of each l's second product. That of a pair of units is made beside the first product of the next pair.
@@ -13,7 +14,7 @@
 // factorlayer/monarch_mapped.py writes the constants:
 //
 // Pass:  Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, N, BLOCKS, SLABS and GROUPS
-//        (slots of x and of the first weights), MORE and FEWER (registers of consumers and producers)
+//        (slots of a warpgroup for x and for the first weights), MORE and FEWER (registers of consumers and producers)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -26,7 +27,7 @@ struct Maps {
 
 template <class Pass> struct MonarchMapped {
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, N = Pass::N;
-  static constexpr int BLOCKS = Pass::BLOCKS, M = 128, kConsumers = 256, kHeld = 8, kColumns = 4 * kHeld;
+  static constexpr int BLOCKS = Pass::BLOCKS, M = 64, kTeams = 2, kConsumers = kTeams * 128, kHeld = 8, kColumns = 4 * kHeld;
   static constexpr int kParts = ceil_div(S, N * BLOCKS) * BLOCKS;  // of S
   static constexpr int kUnits = RHO / 4, kSteps = P / 8;           // of a k
   // After so many k's slabs, pairs of units and k's begin together.
@@ -37,8 +38,8 @@ template <class Pass> struct MonarchMapped {
 
   static constexpr int kSlabBytes = M * 128, kBoxBytes = kColumns * 128, kBoxes = kUnits * ceil_div(P, 32);
   static constexpr int kGroupBytes = kBoxes * kBoxBytes, kRow = K * RHO;
-  static constexpr int kX = kHeld * kDepth * N * 128, kFirst = kX + Pass::SLABS * kSlabBytes;
-  static constexpr int kBarriers = kFirst + Pass::GROUPS * kGroupBytes;
+  static constexpr int kX = kHeld * kDepth * N * 128, kFirst = kX + kTeams * Pass::SLABS * kSlabBytes;
+  static constexpr int kBarriers = kFirst + kTeams * Pass::GROUPS * kGroupBytes;
 
   const Params& params;
   const Maps& maps;
@@ -78,17 +79,22 @@ template <class Pass> struct MonarchMapped {
         if (lane < BLOCKS) free_in_other_block(in_block(empty(at), lane));
       }
     }
-    static DEVICE void init(u32 barriers) {
-      if (threadIdx.x < SLOTS) {
-        init_barrier(barriers + threadIdx.x * 8, 1);
-        init_barrier(barriers + (SLOTS + threadIdx.x) * 8, kConsumers / 32 * BLOCKS);
+    DEVICE void init() const {
+      if (threadIdx.x % 128 < SLOTS) {
+        init_barrier(full(threadIdx.x % 128), 1);
+        init_barrier(empty(threadIdx.x % 128), 4 * BLOCKS);
       }
     }
   };
   using SlabRing = Ring<Pass::SLABS, kSlabBytes>;
   using GroupRing = Ring<Pass::GROUPS, kGroupBytes>;
-  DEVICE SlabRing slabs(u32 phase) const { return {memory + kX, memory + kBarriers, phase}; }
-  DEVICE GroupRing groups(u32 phase) const { return {memory + kFirst, memory + kBarriers + Pass::SLABS * 16, phase}; }
+  DEVICE SlabRing slabs(int team, u32 phase) const {
+    return {memory + kX + team * (Pass::SLABS * kSlabBytes), memory + kBarriers + team * (Pass::SLABS * 16), phase};
+  }
+  DEVICE GroupRing groups(int team, u32 phase) const {
+    return {memory + kFirst + team * (Pass::GROUPS * kGroupBytes),
+            memory + kBarriers + (kTeams * Pass::SLABS + team * Pass::GROUPS) * 16, phase};
+  }
 
   // Each of a cluster's blocks brings a part for all of them.
   static DEVICE void load(u32 to, int bytes, const TensorMap& map, const int (&at)[5], u32 full) {
@@ -124,11 +130,11 @@ template <class Pass> struct MonarchMapped {
     if (count > 0)
       prefetch_run(static_cast<const float*>(params.x) + tile * M * (K * P) + from, 4 * int(min(count, i64(kPart))));
   }
-  DEVICE void produce() const {
-    SlabRing ahead = slabs(1);
-    GroupRing weights = groups(1);
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
-      if (tile + gridDim.x < tiles()) ask_for_part(tile + gridDim.x);
+  DEVICE void produce(int team) const {
+    SlabRing ahead = slabs(team, 1);
+    GroupRing weights = groups(team, 1);
+    for (i64 tile = i64(blockIdx.x) * kTeams + team; tile < tiles(); tile += gridDim.x * kTeams) {
+      if (tile + gridDim.x * kTeams < tiles()) ask_for_part(tile + gridDim.x * kTeams);
       int slab = 0;
 #pragma unroll 1
       for (int k = 0; k < kPeriods * kPeriod; ++k) {
@@ -177,7 +183,6 @@ template <class Pass> struct MonarchMapped {
       for (int step = k * kSteps; step < (k + 1) * kSteps; ++step)
         if (step % 4 == 0) slots.slab[step / 4] = x.wait();
     }
-    const int warpgroup = uniform(threadIdx.x / 128);
     open_products();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -185,7 +190,7 @@ template <class Pass> struct MonarchMapped {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int step = k * kSteps + s;
-        const u64 left = operand(x.bytes(slots.slab[step / 4]) + warpgroup * 8192) + step % 4 * 2;
+        const u64 left = operand(x.bytes(slots.slab[step / 4])) + step % 4 * 2;
         const u64 right = operand(weights.bytes(slots.group[k]) + (s / 4 * kUnits + tile) * kBoxBytes) + s % 4 * 2;
         Wgmma<float, kColumns>::multiply(unit[i], left, right, s > 0);
       }
@@ -242,7 +247,7 @@ template <class Pass> struct MonarchMapped {
   DEVICE void store(Sums& sums, i64 tile) const {
     const typename Pass::Activation activation(params);
     const Lane lane;
-    const i64 first = tile * M + threadIdx.x / 32 * 16 + lane.g;
+    const i64 first = tile * M + threadIdx.x % 128 / 32 * 16 + lane.g;
     float* y = static_cast<float*>(params.y) + first_l;
     const int odd = lane.t & 1;
 #pragma unroll
@@ -278,12 +283,12 @@ template <class Pass> struct MonarchMapped {
     }
   }
 
-  DEVICE void consume() const {
+  DEVICE void consume(int team) const {
     copy_second();
-    SlabRing x = slabs(0);
-    GroupRing weights = groups(0);
+    SlabRing x = slabs(team, 0);
+    GroupRing weights = groups(team, 0);
     Sums sums;
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+    for (i64 tile = i64(blockIdx.x) * kTeams + team; tile < tiles(); tile += gridDim.x * kTeams) {
       Left left;
       add_period<true>(sums, left, x, weights, 0);
 #pragma unroll 1
@@ -297,17 +302,20 @@ template <class Pass> struct MonarchMapped {
   }
 
   DEVICE void run() const {
-    SlabRing::init(memory + kBarriers);
-    GroupRing::init(memory + kBarriers + Pass::SLABS * 16);
+    if (threadIdx.x < kConsumers) {
+      slabs(threadIdx.x / 128, 0).init();
+      groups(threadIdx.x / 128, 0).init();
+    }
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
     if (threadIdx.x < kConsumers) {
       take_registers<Pass::MORE>();
-      consume();
+      consume(uniform(threadIdx.x / 128));
     } else {
       give_registers<Pass::FEWER>();
-      if (threadIdx.x == kConsumers) produce();
+      const int team = uniform((threadIdx.x - kConsumers) / 32);
+      if (team < kTeams && threadIdx.x % 32 == 0) produce(team);
     }
     if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
