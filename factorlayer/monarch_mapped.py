@@ -30,13 +30,13 @@ LARGEST = 1 << 31  # of a map's size
 @dataclass(frozen=True)
 class MonarchMapped:
     """A pass, tiled: blocks of `n` columns of eight groups of the second contraction, clusters of `cluster` that share
-    x; each of their warpgroups with slots for so many `slabs` of x and `groups` of the first one. `us` is the time predicted."""
+    x; their warpgroups with room for so many `slabs` of x and `slots` of first weights. `us` is the time predicted."""
 
     chain: Chain
     n: int
     cluster: int
     slabs: int
-    groups: int
+    slots: int
     batch: int
     gpu: Gpu
     us: float = 0.0
@@ -65,15 +65,19 @@ class MonarchMapped:
         return HELD * -(-self.pairs // 4) * self.n * 128
 
     @property
-    def group_bytes(self) -> int:
-        """Of a slot."""
-        return -(-self.chain.contractions[0].p // SLAB) * self.rank // 4 * HELD * 4 * 128
+    def each(self) -> int:
+        """Groups of the first contraction that a slot has."""
+        return 1 + self.rank // 4 % 2
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.each * -(-self.chain.contractions[0].p // SLAB) * self.rank * HELD * 128
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        slots = self.slabs * (ROWS * 128 + 16) + self.groups * (self.group_bytes + 16)
-        return self.weight_bytes + TEAMS * slots + 1024
+        room = self.slabs * (ROWS * 128 + 16) + self.slots * (self.slot_bytes + 16)
+        return self.weight_bytes + TEAMS * room + 1024
 
     @property
     def split(self) -> int:
@@ -102,7 +106,8 @@ class MonarchMapped:
         x = (features, 1, 1, 1, 1), (features,) * 4, (SLAB, 1, ROWS // self.cluster, 1, 1)
         sizes = first.p, 2, self.rank, second.inner // 2, first.outer
         strides = first.p, second.inner * first.p, 2 * first.p, first.q * first.p
-        weights = sizes, strides, (SLAB, 2, 4, HELD // 2 // self.cluster, 1)
+        pairs, each = (HELD // 2, self.each // self.cluster) if self.each > 1 else (HELD // 2 // self.cluster, 1)
+        weights = sizes, strides, (SLAB, 2, 4, pairs, each)
         return tuple(
             " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
             for of, (sizes, strides, box) in (("x", x), (first.weight, weights))
@@ -114,7 +119,7 @@ class MonarchMapped:
             f"monarch mapped: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {ROWS} samples and {self.n} "
             f"columns of {HELD} of {second.inner} groups"
             + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
-            + f", {self.slabs} slabs of {SLAB} and {self.groups} of {first.outer} groups on their way, "
+            + f", {self.slabs} slabs of {SLAB} and {self.slots * self.each} of {first.outer} groups on their way, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -124,7 +129,7 @@ class MonarchMapped:
         numbers = {
             **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
             **{"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "BLOCKS": self.cluster},
-            **{"SLABS": self.slabs, "GROUPS": self.groups, "MORE": MORE, "FEWER": FEWER},
+            **{"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER},
         }
         lines = ["using Element = float;", cuda_type(self.chain.activation, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -161,9 +166,9 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchM
     # What a pair of units reads lies there at once.
     held = 1 if first.q // second.inner % 8 == 0 else 2
     least = -(-held * first.p // SLAB) + (held * first.p % SLAB > 0)
-    for cluster, groups in itertools.product((1, 2), (2, 3, 4, 6, 8)):
+    for cluster, slots in itertools.product((1, 2), (1, 2, 3, 4)):
         n = -(-second.q // (-(-parts // cluster) * cluster * 8)) * 8
-        plan = MonarchMapped(chain, n, cluster, least, groups, batch, gpu)
+        plan = MonarchMapped(chain, n, cluster, least, slots, batch, gpu)
         plan = replace(plan, slabs=min(MOST_SLABS, least + (gpu.shared - plan.shared) // (TEAMS * (ROWS * 128 + 16))))
         if plan.slabs >= least:
             yield replace(plan, us=_time(plan))

@@ -4,7 +4,7 @@
 //
 // A block has the second weights of eight l's and N of S in shared memory. Each of two warpgroups takes tiles of 64 samples
 // by itself, so that one stores while the other one multiplies, and has a warp that loads for it: x in slabs of 32 numbers of
-// a sample, whatever groups these belong to, and the first weights by groups.
+// a sample, whatever groups these belong to, and the first weights of as many k's as make pairs of units.
 // 32 columns of the first product, a unit, are four of the RHO numbers of a k, for all eight l's: column 8 n + 2 t + i is
 // number t for l = 2 n + i. So thread (g, t) holds number t of all l's, and the sums of two units are, rounded, operand A of
 // one step of each l's second product. That of a pair of units is made beside the first product of the next pair.
@@ -13,8 +13,8 @@
 // same l's, and other columns, so that each reads a part of x and of the first weights for both.
 // factorlayer/monarch_mapped.py writes the constants:
 //
-// Pass:  Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, N, BLOCKS, SLABS and GROUPS
-//        (slots of a warpgroup for x and for the first weights), MORE and FEWER (registers of consumers and producers)
+// Pass:  Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, N, BLOCKS, SLABS and SLOTS
+//        (of a warpgroup, for x and for the first weights), MORE and FEWER (registers of consumers and producers)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -36,10 +36,12 @@ template <class Pass> struct MonarchMapped {
   static constexpr int kPeriods = ceil_div(K, kPeriod), kDepth = ceil_div(kPeriods * kPairs, 4);  // slabs of second weights
   static_assert(RHO % 4 == 0 && P % 8 == 0 && L % kHeld == 0);
 
-  static constexpr int kSlabBytes = M * 128, kBoxBytes = kColumns * 128, kBoxes = kUnits * ceil_div(P, 32);
-  static constexpr int kGroupBytes = kBoxes * kBoxBytes, kRow = K * RHO;
+  // Of a slot of the first weights: k's, of which units' columns are rows of a slab.
+  static constexpr int kEach = kUnits % 2 ? 2 : 1, kUnitBytes = kColumns * 128, kSlotSlabs = kUnits * ceil_div(P, 32);
+  static constexpr int kSlabBytes = M * 128, kBoxBytes = kEach * kUnitBytes, kSlotBytes = kSlotSlabs * kBoxBytes;
+  static constexpr int kRow = K * RHO;
   static constexpr int kX = kHeld * kDepth * N * 128, kFirst = kX + kTeams * Pass::SLABS * kSlabBytes;
-  static constexpr int kBarriers = kFirst + kTeams * Pass::GROUPS * kGroupBytes;
+  static constexpr int kBarriers = kFirst + kTeams * Pass::SLOTS * kSlotBytes;
 
   const Params& params;
   const Maps& maps;
@@ -87,13 +89,13 @@ template <class Pass> struct MonarchMapped {
     }
   };
   using SlabRing = Ring<Pass::SLABS, kSlabBytes>;
-  using GroupRing = Ring<Pass::GROUPS, kGroupBytes>;
+  using WeightRing = Ring<Pass::SLOTS, kSlotBytes>;
   DEVICE SlabRing slabs(int team, u32 phase) const {
     return {memory + kX + team * (Pass::SLABS * kSlabBytes), memory + kBarriers + team * (Pass::SLABS * 16), phase};
   }
-  DEVICE GroupRing groups(int team, u32 phase) const {
-    return {memory + kFirst + team * (Pass::GROUPS * kGroupBytes),
-            memory + kBarriers + (kTeams * Pass::SLABS + team * Pass::GROUPS) * 16, phase};
+  DEVICE WeightRing weights(int team, u32 phase) const {
+    return {memory + kFirst + team * (Pass::SLOTS * kSlotBytes),
+            memory + kBarriers + (kTeams * Pass::SLABS + team * Pass::SLOTS) * 16, phase};
   }
 
   // Each of a cluster's blocks brings a part for all of them.
@@ -111,14 +113,15 @@ template <class Pass> struct MonarchMapped {
     load(ring.bytes(ring.slot), kSlabBytes, maps.x, at, full);
     ring.turn();
   }
-  // A unit's columns are rows of its box: of p, i, numbers, n and k.
-  DEVICE void load_group(GroupRing& ring, int k) const {
+  // A box is of p, i, numbers, n and k; of two k's, each of two blocks brings one.
+  DEVICE void load_weights(WeightRing& ring, int k) const {
     wait_for_bytes(ring.empty(ring.slot), ring.phase);
     const u32 full = ring.full(ring.slot), to = ring.bytes(ring.slot);
-    expect_bytes(full, kGroupBytes);
+    expect_bytes(full, kSlotBytes);
+    const int further = kEach > 1 ? rank() : 0, n = kEach > 1 ? 0 : rank() * (kHeld / 2 / BLOCKS);
 #pragma unroll 1
-    for (int box = 0; box < kBoxes; ++box) {
-      const int at[5] = {box / kUnits * 32, 0, box % kUnits * 4, first_l / 2 + rank() * (kHeld / 2 / BLOCKS), k};
+    for (int box = 0; box < kSlotSlabs; ++box) {
+      const int at[5] = {box / kUnits * 32, 0, box % kUnits * 4, first_l / 2 + n, k + further};
       load(to + box * kBoxBytes, kBoxBytes, maps.weight, at, full);
     }
     ring.turn();
@@ -132,14 +135,14 @@ template <class Pass> struct MonarchMapped {
   }
   DEVICE void produce(int team) const {
     SlabRing ahead = slabs(team, 1);
-    GroupRing weights = groups(team, 1);
+    WeightRing first = weights(team, 1);
     for (i64 tile = i64(blockIdx.x) * kTeams + team; tile < tiles(); tile += gridDim.x * kTeams) {
       if (tile + gridDim.x * kTeams < tiles()) ask_for_part(tile + gridDim.x * kTeams);
       int slab = 0;
 #pragma unroll 1
-      for (int k = 0; k < kPeriods * kPeriod; ++k) {
-        load_group(weights, k);
-        for (; slab * 4 < (k + 1) * kSteps; ++slab) load_slab(ahead, slab, tile);
+      for (int k = 0; k < kPeriods * kPeriod; k += kEach) {
+        load_weights(first, k);
+        for (; slab * 4 < (k + kEach) * kSteps; ++slab) load_slab(ahead, slab, tile);
       }
     }
   }
@@ -165,20 +168,20 @@ template <class Pass> struct MonarchMapped {
   using Unit = float[kColumns / 2];
   using Left = u32[kHeld][4];
   using Sums = float[kHeld][N / 2];
-  // Slots of a period's slabs and k's.
+  // Those of a period.
   struct Slots {
-    int slab[kSlabs], group[kPeriod];
+    int slab[kSlabs], weights[kPeriod / kEach];
   };
   // The pair of units that reads a k's weights last.
   static constexpr int last_pair(int k) { return (k * kUnits + kUnits - 1) / 2; }
 
   // The first product of a pair's units.
-  DEVICE void make_units(Unit (&unit)[2], Slots& slots, SlabRing& x, GroupRing& weights, int pair) const {
+  DEVICE void make_units(Unit (&unit)[2], Slots& slots, SlabRing& x, WeightRing& first, int pair) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = (pair * 2 + i) / kUnits;
       if ((pair * 2 + i) % kUnits > 0) continue;
-      slots.group[k] = weights.wait();
+      if (k % kEach == 0) slots.weights[k / kEach] = first.wait();
 #pragma unroll
       for (int step = k * kSteps; step < (k + 1) * kSteps; ++step)
         if (step % 4 == 0) slots.slab[step / 4] = x.wait();
@@ -191,17 +194,18 @@ template <class Pass> struct MonarchMapped {
       for (int s = 0; s < kSteps; ++s) {
         const int step = k * kSteps + s;
         const u64 left = operand(x.bytes(slots.slab[step / 4])) + step % 4 * 2;
-        const u64 right = operand(weights.bytes(slots.group[k]) + (s / 4 * kUnits + tile) * kBoxBytes) + s % 4 * 2;
+        const u32 box = first.bytes(slots.weights[k / kEach]) + (s / 4 * kUnits + tile) * kBoxBytes;
+        const u64 right = operand(box + k % kEach * kUnitBytes) + s % 4 * 2;
         Wgmma<float, kColumns>::multiply(unit[i], left, right, s > 0);
       }
     }
     commit_products();
   }
   // What a pair has read last
-  DEVICE void release(const Slots& slots, const SlabRing& x, const GroupRing& weights, int pair) const {
+  DEVICE void release(const Slots& slots, const SlabRing& x, const WeightRing& first, int pair) const {
 #pragma unroll
-    for (int k = 0; k < kPeriod; ++k)
-      if (last_pair(k) == pair) weights.release(slots.group[k]);
+    for (int i = 0; i < kPeriod / kEach; ++i)
+      if (last_pair((i + 1) * kEach - 1) == pair) first.release(slots.weights[i]);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
       if (last_pair((slab * 4 + 3) / kSteps) == pair) x.release(slots.slab[slab]);
@@ -226,7 +230,7 @@ template <class Pass> struct MonarchMapped {
     }
   }
   template <bool BEGINS>
-  DEVICE void add_period(Sums& sums, Left& left, SlabRing& x, GroupRing& weights, int first) const {
+  DEVICE void add_period(Sums& sums, Left& left, SlabRing& x, WeightRing& weights, int first) const {
     Slots slots;
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -286,13 +290,13 @@ template <class Pass> struct MonarchMapped {
   DEVICE void consume(int team) const {
     copy_second();
     SlabRing x = slabs(team, 0);
-    GroupRing weights = groups(team, 0);
+    WeightRing first = weights(team, 0);
     Sums sums;
     for (i64 tile = i64(blockIdx.x) * kTeams + team; tile < tiles(); tile += gridDim.x * kTeams) {
       Left left;
-      add_period<true>(sums, left, x, weights, 0);
+      add_period<true>(sums, left, x, first, 0);
 #pragma unroll 1
-      for (int period = 1; period < kPeriods; ++period) add_period<false>(sums, left, x, weights, period * kPairs);
+      for (int period = 1; period < kPeriods; ++period) add_period<false>(sums, left, x, first, period * kPairs);
       add_step(sums, left, kPeriods * kPairs - 1);
       wait_for_products<0>();
 #pragma unroll
@@ -304,7 +308,7 @@ template <class Pass> struct MonarchMapped {
   DEVICE void run() const {
     if (threadIdx.x < kConsumers) {
       slabs(threadIdx.x / 128, 0).init();
-      groups(threadIdx.x / 128, 0).init();
+      weights(threadIdx.x / 128, 0).init();
     }
     fence_copy_engine();
     __syncthreads();
