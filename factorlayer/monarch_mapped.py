@@ -177,10 +177,14 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchM
 def _time(plan: MonarchMapped) -> float:
     """Microseconds: multiprocessors take turns at tiles. Numbers fitted to an H200."""
     first, gpu = plan.chain.contractions[0], plan.gpu
-    each = -(-plan.batch // ROWS) / max(1, gpu.sms // plan.split)
-    # Products read left operands of the first one, and right ones, from shared memory.
-    steps = plan.pairs * (first.p // 4 * 2 * 24 + HELD * 2 * max(16, plan.n // 2))
-    store = 4 * ROWS * plan.n * HELD / 45e3
-    busy = max(each, 1.0) * (steps / 1.3e3 + store)
+    each = -(-plan.batch // plan.units_per_block) / max(1, gpu.sms // plan.split)
+    # Of a pair of units, for both warpgroups: products, whose operands come from shared memory, and waits for what is
+    # on its way, pairs
+    products = TEAMS * (first.p // 8 * 2 * 24 + HELD * max(16, plan.n // 2)) / 1.16e3
+    numbers = 8 * first.p / plan.rank  # of x
+    ahead = min(plan.slabs * SLAB / numbers, plan.slots * plan.each * plan.rank / 8)
+    pair = max(products, 0.26 + 0.78 / ahead) * (1.07 if plan.cluster == 1 else 1)
+    store = TEAMS * 4 * ROWS * plan.n * HELD / 24e3
+    busy = max(each, 1.0) * (plan.pairs * pair + store)
     moved = 4 * plan.batch * (plan.chain.in_features + plan.chain.out_features)
     return 3.0 + plan.weight_bytes / 60e3 + max(busy, 1.2 * moved / (gpu.memory_bytes * gpu.sms))

@@ -214,10 +214,6 @@ template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES / 4]
 }
 // A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-// The same of a run of bytes, a multiple of 16 (sm_90)
-DEVICE void prefetch_run(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
   if constexpr (BYTES == 16)

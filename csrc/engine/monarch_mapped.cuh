@@ -43,6 +43,8 @@ template <class Pass> struct MonarchMapped {
   static constexpr int kX = kHeld * kDepth * N * 128, kFirst = kX + kTeams * Pass::SLABS * kSlabBytes;
   static constexpr int kBarriers = kFirst + kTeams * Pass::SLOTS * kSlotBytes;
 
+  static constexpr int kCopied = 1, kHalfway = 2;  // barriers of the consumers
+
   const Params& params;
   const Maps& maps;
   const u32 memory;
@@ -53,6 +55,7 @@ template <class Pass> struct MonarchMapped {
         first_s(blockIdx.y % kParts * N) {}
 
   DEVICE i64 tiles() const { return (params.batch + M - 1) / M; }
+  static DEVICE i64 first_tile(int team) { return i64(team) * gridDim.x + blockIdx.x; }
   static DEVICE int rank() { return blockIdx.y % BLOCKS; }
 
   // Slots in turns, at `place`, with a barrier each that they are full, and behind those one that they are free again.
@@ -126,18 +129,10 @@ template <class Pass> struct MonarchMapped {
     }
     ring.turn();
   }
-  // A part of a tile on its way to L2, of as many as there are blocks that read it.
-  DEVICE void ask_for_part(i64 tile) const {
-    constexpr int kPart = ceil_div(M * K * P, 4 * kParts * (L / kHeld)) * 4;
-    const i64 from = blockIdx.y * kPart, count = min(i64(M), params.batch - tile * M) * (K * P) - from;
-    if (count > 0)
-      prefetch_run(static_cast<const float*>(params.x) + tile * M * (K * P) + from, 4 * int(min(count, i64(kPart))));
-  }
   DEVICE void produce(int team) const {
     SlabRing ahead = slabs(team, 1);
     WeightRing first = weights(team, 1);
-    for (i64 tile = i64(blockIdx.x) * kTeams + team; tile < tiles(); tile += gridDim.x * kTeams) {
-      if (tile + gridDim.x * kTeams < tiles()) ask_for_part(tile + gridDim.x * kTeams);
+    for (i64 tile = first_tile(team); tile < tiles(); tile += gridDim.x * kTeams) {
       int slab = 0;
 #pragma unroll 1
       for (int k = 0; k < kPeriods * kPeriod; k += kEach) {
@@ -162,7 +157,7 @@ template <class Pass> struct MonarchMapped {
       store_u32x4(memory + (l * kDepth + piece / 8) * (N * 128) + swizzled(row, piece % 8), x);
     }
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_threads<kConsumers>(kCopied);
   }
 
   using Unit = float[kColumns / 2];
@@ -292,11 +287,16 @@ template <class Pass> struct MonarchMapped {
     SlabRing x = slabs(team, 0);
     WeightRing first = weights(team, 0);
     Sums sums;
-    for (i64 tile = i64(blockIdx.x) * kTeams + team; tile < tiles(); tile += gridDim.x * kTeams) {
+    // One begins when the other one is halfway through its first tile.
+    if (kPeriods > 1 && team > 0) sync_threads<kConsumers>(kHalfway);
+    for (i64 tile = first_tile(team); tile < tiles(); tile += gridDim.x * kTeams) {
       Left left;
       add_period<true>(sums, left, x, first, 0);
 #pragma unroll 1
-      for (int period = 1; period < kPeriods; ++period) add_period<false>(sums, left, x, first, period * kPairs);
+      for (int period = 1; period < kPeriods; ++period) {
+        if (period == kPeriods / 2 && tile == blockIdx.x) sync_threads<kConsumers>(kHalfway);
+        add_period<false>(sums, left, x, first, period * kPairs);
+      }
       add_step(sums, left, kPeriods * kPairs - 1);
       wait_for_products<0>();
 #pragma unroll

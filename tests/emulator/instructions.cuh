@@ -149,7 +149,6 @@ template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES / 4]
   load_global<BYTES>(from, x, present);
 }
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
-inline void prefetch_run(const void* from, u32 bytes) { emulator::read_global(from, int(bytes)); }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
   emulator::copy(to, from, BYTES, present ? BYTES : 0);
