@@ -854,8 +854,8 @@ def test_it_is_read_by_maps_where_there_are_some() -> None:
     assert isinstance(found, MonarchMapped) and found.cluster == 2  # whose two blocks read x once
     assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
     first, weights = (line.split() for line in found.maps)
-    assert first[2:7] == ["768", "1", "1", "1", "1"] and first[-5:] == ["32", "1", "64", "1", "1"]
-    assert weights[2:7] == ["24", "2", "4", "24", "32"] and weights[-5:] == ["32", "2", "4", "2", "1"]
+    assert first[2:7] == ["768", "1", "1", "1", "1"] and first[-5:] == ["32", "1", "32", "1", "1"]
+    assert weights[2:7] == ["24", "2", "4", "24", "32"] and weights[-5:] == ["32", "2", "4", "4", "1"]
     for p, groups, rank in ((24, 48, 3), (20, 48, 4), (24, 44, 4)):
         other = Chain.of(monarch((32, p), (64, groups), rank=rank), True, "gelu")
         assert not list(monarch_mapped.tilings(other, "tf32", BATCHES[2], Gpu.of(90)))
