@@ -26,6 +26,7 @@ from factorlayer.mapped import LARGEST, Mapped
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -68,6 +69,7 @@ Pass = (
     | Monarch
     | MonarchBack
     | MonarchGradient
+    | MonarchMapped
     | Pair
     | PairBackward
     | Parts
@@ -186,7 +188,7 @@ class Plan:
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
-            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped) else []
+            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped | MonarchMapped) else []
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -203,7 +205,7 @@ def _output_bytes(p: Pass) -> int:
     """For one sample."""
     if isinstance(p, Columns | Dense | DoublePair | Few | Mapped | Monarch | Pair | Slopes | Small | Streamed | Strip):
         return p.output_bytes
-    if isinstance(p, Triple | Turn | Wide):
+    if isinstance(p, MonarchMapped | Triple | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

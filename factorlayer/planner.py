@@ -30,6 +30,7 @@ from factorlayer import (
     mixed_backward,
     monarch,
     monarch_backward,
+    monarch_mapped,
     pair,
     pair_backward,
     single_backward,
@@ -57,6 +58,8 @@ from factorlayer.few import Few
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import REDUCTION_US, Gradient, Reduction
 from factorlayer.mapped import Mapped
+from factorlayer.monarch import Monarch
+from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -239,11 +242,17 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             best = found
     if best is None:
         best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
-    at_once = None if isinstance(best.passes[0], Few) else monarch.tile(chain, dtype, batch, gpu)
+    at_once = None if isinstance(best.passes[0], Few) else _at_once(chain, dtype, batch, gpu)
     if at_once and AT_ONCE * at_once.us < best.us:
         return Plan(chain, dtype, batch, gpu, (at_once,))
     by_rows = _by_rows(chain, dtype, batch, gpu)
     return by_rows if by_rows and by_rows.us * _margin(chain, dtype) < best.us else best
+
+
+def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | MonarchMapped | None:
+    """Both contractions of a Monarch layer."""
+    tiled = [family.tile(chain, dtype, batch, gpu) for family in (monarch_mapped, monarch)]
+    return min((plan for plan in tiled if plan), key=lambda plan: plan.us, default=None)
 
 
 def _by_rows(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan | None:

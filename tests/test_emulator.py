@@ -134,6 +134,11 @@ CASES = [
     Case(monarch((5, 10), (13, 6), rank=5), "float16", 70, LARGE, 80),
     Case(monarch((6, 16), (24, 20), rank=8), "bfloat16", 100, LARGE, 80, activation=LEARNED),
     Case(monarch((6, 12), (20, 16), rank=6), "float16", 70, MEDIUM, processors=4),
+    # The same by products of warpgroups: one block and two, periods of one to four groups, of which there are parts,
+    # several units of a group, columns and rows that are padded
+    Case(monarch((5, 8), (24, 8), rank=4), "tf32", 300, LARGE),
+    Case(monarch((6, 40), (72, 16), rank=8), "tf32", 140, LARGE, processors=8, activation="gelu"),
+    Case(monarch((3, 64), (20, 8), rank=12), "tf32", 200, LARGE, activation=LEARNED),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, few, pair_backward, runtime, small, small_backward, states
+from factorlayer import dense, few, monarch_mapped, pair_backward, runtime, small, small_backward, states
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
@@ -33,6 +33,7 @@ from factorlayer.mapped import Mapped
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair import Pair
 from factorlayer.parts import Parts
 from factorlayer.plan import Plan, PlanError
@@ -163,7 +164,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
-        elif isinstance(p, Monarch):
+        elif isinstance(p, (Monarch, MonarchMapped)):
             elements = p.chain.in_features, p.chain.out_features
         else:
             around = p.work.outer * p.work.inner
@@ -177,7 +178,7 @@ def weights_of(found: Plan) -> list[int]:
     for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
-        elif isinstance(p, Monarch):
+        elif isinstance(p, (Monarch, MonarchMapped)):
             weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
@@ -898,12 +899,25 @@ def test_all_gradients_of_few_samples_go_through_scratch() -> None:
     assert all(p.blocks_per_processor == 1 and p.units_per_block > 64 for p in text.passes)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
-def test_a_monarch_layer_whose_state_is_large_is_one_kernel(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "architecture"), [("bfloat16", 90), ("tf32", 100)])
+def test_a_monarch_layer_whose_state_is_large_is_one_kernel(dtype: str, architecture: int) -> None:
     chain = Chain.of(monarch((32, 24), (64, 48), rank=4), True, "gelu")
-    (found,) = plan(chain, dtype, BATCHES[2], Gpu.of(90)).passes
+    (found,) = plan(chain, dtype, BATCHES[2], Gpu.of(architecture)).passes
     assert isinstance(found, Monarch) and found.cluster == 2 and found.cell == 32  # whole sectors
     assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
+
+
+def test_it_is_read_by_maps_where_there_are_some() -> None:
+    chain = Chain.of(monarch((32, 24), (64, 48), rank=4), True, "gelu")
+    (found,) = plan(chain, "tf32", BATCHES[2], Gpu.of(90)).passes
+    assert isinstance(found, MonarchMapped) and found.cluster == 2  # whose two blocks read x once
+    assert found.shared <= found.gpu.shared and found.split * (132 // found.split) == 132
+    first, weights = (line.split() for line in found.maps)
+    assert first[2:7] == ["768", "1", "1", "1", "1"] and first[-5:] == ["32", "1", "32", "1", "1"]
+    assert weights[2:7] == ["24", "2", "4", "24", "32"] and weights[-5:] == ["32", "2", "4", "4", "1"]
+    for p, groups, rank in ((24, 48, 3), (20, 48, 4), (24, 44, 4)):
+        other = Chain.of(monarch((32, p), (64, groups), rank=rank), True, "gelu")
+        assert not list(monarch_mapped.tilings(other, "tf32", BATCHES[2], Gpu.of(90)))
 
 
 def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:

@@ -32,6 +32,7 @@ from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import Mapped
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
@@ -214,7 +215,7 @@ class Emulator:
         outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
-            maps = kernel.planned.maps if isinstance(kernel.planned, Mapped) else ()
+            maps = kernel.planned.maps if isinstance(kernel.planned, Mapped | MonarchMapped) else ()
             (self.folder / "maps").write_text(
                 "\n".join(line.replace("x tf32", "-1").replace("tf32", "") for line in maps)
             )
