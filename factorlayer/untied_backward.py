@@ -118,7 +118,7 @@ class UntiedBackward(TileSums):
 
     @property
     def fits(self) -> bool:
-        whole = self.share % (64 if self.wm * self.wn > 1 else 32) == 0
+        whole = self.share % (64 if self.wm * self.wn > 1 and self.share != 32 else 32) == 0
         held = whole and self.sums <= REGISTERS[self.consumers][2]
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
 
@@ -177,8 +177,8 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
-        for n in {64, 128, 192, 256} | ({-(-c.p // 32) * 32} if wm * wn == 1 else set()):
-            if n <= 256 and n * wn < c.p + 64:
+        for n in {64, 96, 128, 192, 256} | ({-(-c.p // 32) * 32} if wm * wn == 1 else set()):
+            if n <= 256 and n * wn < c.p + 64 and (wn == 1 or n % 64 == 0):
                 plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch)
                 if plan.fits:
                     yield plan

@@ -33,7 +33,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
-  static_assert(kShare % 32 == 0 && (kShares == 1 || kShare % 64 == 0), "four tiles are stored together");
+  static_assert(kShare % 32 == 0 && (kShares == 1 || kShare == 32 || kShare % 64 == 0), "tiles by four, within slabs");
   static_assert(Pass::RUN % 16 == 0 || Pass::RUN == P, "whole sectors");
 
   const Params& params;
@@ -44,6 +44,8 @@ template <class Pass> struct UntiedBackward {
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
         chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST)), first_p(blockIdx.y % kTiles * BP),
         first_group(blockIdx.y / kTiles * TOGETHER) {}
+
+  DEVICE int columns() const { return min(P - first_p, BP); }
 
   // From the last rows on, of which L2 still has some (wide_gradient.cuh)
   DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * 64; }
@@ -63,7 +65,7 @@ template <class Pass> struct UntiedBackward {
 #pragma unroll
         for (int slab = 0; slab < kRight; ++slab)
           copy_async<16>(memory + (group * kRight + slab) * kWeights + swizzled(q, thread % 8), from + slab * 64,
-                         q < Q && first_p + slab * 64 + piece < P);
+                         q < Q && slab * 64 + piece < columns());
       }
   }
   template <int SLABS, i64 ROW> static DEVICE void copy(u32 to, const Element* from, int rows, int left) {
@@ -78,7 +80,7 @@ template <class Pass> struct UntiedBackward {
     const u32 place = memory + kStages + swizzled(row, thread % 8);
     const Element* g = static_cast<const Element*>(params.weights[1]) + (row * kRowG + i64(first_group) * Q + piece);
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(first_group) * P + first_p + piece);
-    int left_q = Q - piece, left_p = P - first_p - piece, stage = 0;
+    int left_q = Q - piece, left_p = columns() - piece, stage = 0;
     u32 phase = 1;
     copy_weights(thread);  // which are there when the first chunk is
 #pragma unroll 1
@@ -105,7 +107,7 @@ template <class Pass> struct UntiedBackward {
   DEVICE void multiply(Sums& sums, Back& back, u32 stage, bool add) const {
     const int share = this->share();
     const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
-    const u32 weights = memory + group() * kRight * kWeights + share * (kShare / 64) * kWeights;
+    const u32 weights = memory + (group() * kRight + share * kShare / 64) * kWeights + share * kShare % 64 * 2;
     open_products();
 #pragma unroll
     for (int step = 0; step < ceil_div(Q, 16); ++step)
