@@ -602,6 +602,8 @@ UNTIED = [
     ("untied 0 2 200 24 1; backward; mixed 2 8 3", "float16", 130, (1, 1, 2, 1, 64)),
     ("untied 0 6 64 64 1; backward", "bfloat16", 330, (3, 1, 1, 1, 64)),
     ("untied 0 2 72 136 1; backward", "bfloat16", 65, (1, 1, 1, 3, 96)),
+    ("turned; untied 0 1 144 192 4; backward; turn 3 48 4", "bfloat16", 150, (1, 3, 1, 1, 96)),
+    ("untied 0 2 200 88 1; backward", "float16", 130, (1, 2, 1, 1, 64)),
 ]
 
 
