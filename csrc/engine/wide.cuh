@@ -21,7 +21,7 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
-//        STAGES, STAYS (all of a block's weights lie in shared memory), STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), AHEAD (slabs on their way to producers who round),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are)
@@ -54,13 +54,10 @@ template <class Pass> struct Wide {
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
-  // Weights that stay lie before the stages, in slabs of N rows.
-  static constexpr int kStaying = Pass::STAYS ? HELD * kSlabs * N * 128 : 0;
-  static constexpr int kStageBytes = (M + (Pass::STAYS ? 0 : N)) * kParts * 128;
-  static_assert(!Pass::STAYS || (kPacked && Pass::SPAN == 1));
+  static constexpr int kStageBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
   // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
-  static constexpr int kScales = kStaying + Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
   static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
@@ -85,10 +82,7 @@ template <class Pass> struct Wide {
     return sample == Pass::OUTER * each ? row * each : row / Pass::OUTER * sample + row % Pass::OUTER * each;
   }
   static DEVICE int rank() { return blockIdx.y % kBlocks; }
-  // Of weights that stay a block takes the same ones for all its rows: there are kTiles along y.
-  static DEVICE i64 first_tile() {
-    return Pass::STAYS ? i64(blockIdx.x) * kTiles + blockIdx.y / kBlocks : i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x;
-  }
+  static DEVICE i64 first_tile() { return i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x; }
   static DEVICE i64 blocks() { return i64(gridDim.x) * (gridDim.y / kBlocks); }
   // All tiles of SPAN tiles of rows, then of the next; groups that share sectors of y side by side.
   DEVICE Tile tile_of(i64 n) const {
@@ -161,14 +155,10 @@ template <class Pass> struct Wide {
     at.n += blocks();
     begin_tile(at, thread);
   }
-  static DEVICE u32 staying(int group, int slab) { return (group * kSlabs + slab) * (N * 128); }
   template <int HEIGHT> static DEVICE bool is_whole(int i, int thread) {
     return HEIGHT % 16 == 0 || i * 16 + 16 <= HEIGHT || thread < 64;
   }
-  DEVICE void copy_slab(const Cursor& at, int thread, u32 place, int stage) const {
-    const u32 to = place + kStaying + stage * kStageBytes;
-    const u32 weight_to = Pass::STAYS ? place + staying(at.group, at.term * kChunks + at.k / BK) : to + kWeight;
-    const bool has_weight = !Pass::STAYS || at.n == first_tile();
+  DEVICE void copy_slab(const Cursor& at, int thread, u32 to) const {
     const int fast = at.tile.fast + at.group;
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
@@ -188,8 +178,8 @@ template <class Pass> struct Wide {
       for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
         const int column = column_of(i * 16);
         const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * kWeightRow + part * kWeightPart;
-        if (has_weight && is_whole<kColumns>(i, thread))
-          copy_async<16>(weight_to + part * M * 128 + i * 2048, weight + behind, column < left_weight);
+        if (is_whole<kColumns>(i, thread))
+          copy_async<16>(to + kWeight + part * M * 128 + i * 2048, weight + behind, column < left_weight);
       }
     }
   }
@@ -261,7 +251,7 @@ template <class Pass> struct Wide {
     };
     for (; is_in(at); advance(at, thread)) {
       wait(kEmpty, stage, phase);
-      copy_slab(at, thread, place, stage);
+      copy_slab(at, thread, place + stage * kStageBytes);
       if constexpr (Pass::ROUND_X) {
         commit_copies();
         if (waiting < Pass::AHEAD)
@@ -502,7 +492,7 @@ template <class Pass> struct Wide {
     const int r = threadIdx.x / 32 * 16 + threadIdx.x % 16;
     load_matrices<false>(a, slab + swizzled(r, step * 2 + threadIdx.x % 32 / 16));
   }
-  DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, u32 weights, bool add) const {
+  DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, bool add) const {
     if constexpr (kTurned) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -512,7 +502,7 @@ template <class Pass> struct Wide {
         settle(a[step]);
       }
     }
-    const u64 left = operand(slab + warpgroup * 8192), right = operand(kTurned ? slab + M * 128 : weights);
+    const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
     open_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -534,7 +524,7 @@ template <class Pass> struct Wide {
     fence_copy_engine();
     ring.last = ring.stage;
     if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
-    return memory + kStaying + ring.last * kStageBytes;
+    return memory + ring.last * kStageBytes;
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
   DEVICE void release(int stage) const {
@@ -543,12 +533,12 @@ template <class Pass> struct Wide {
   }
 
   // The sums of a group.
-  DEVICE void add_up(float (&sum)[N / 2], int group, Ring& ring) const {
+  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
     Left a[2];  // in turns: the products of the slab before still read theirs
     const auto take = [&](int slab, Left& a) {
       const int last = ring.last;
       const u32 from = next_slab(ring);
-      multiply(sum, a, from, Pass::STAYS ? memory + staying(group, slab) : from + kWeight, slab > 0);
+      multiply(sum, a, from, slab > 0);
       if (slab > 0) {
         wait_for_products<1>();
         release(last);
@@ -668,7 +658,7 @@ template <class Pass> struct Wide {
           add_up_split(sum, tile, tile.fast + h, ring);
           repair(sum, tile, tile.fast + h);
         } else {
-          add_up(sum, h, ring);
+          add_up(sum, ring);
         }
         finish(sum, held[h], tile, h);
       }
