@@ -78,7 +78,6 @@ class Visit:
     hands_back: Turned | None = None  # and the gradient of what it reads for the one before
     mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
     orders: bool = False  # who makes its weight's gradient puts these in order
-    takes_apart: bool = False  # it alone is turned, not the gradient behind it: who visits takes that one's groups apart
 
     @functools.cached_property
     def turned(self) -> bool:
@@ -90,8 +89,6 @@ class Visit:
     def turn(self, is_grad: bool) -> Turned | None:
         """How the state before it, or the gradient behind it, is turned."""
         c, *more = self.part.contractions
-        if is_grad and self.takes_apart:
-            return None
         if is_grad and self.mixed:
             return self.mixed
         if is_grad and self.part.x_turned:
@@ -132,9 +129,9 @@ class Visit:
     @property
     def visited(self) -> Chain:
         """What makes all gradients at once."""
-        (c, *_), turned = self.part.contractions, self.turned or self.part.x_turned
-        mixed = (c.outer, c.inner, c.q) if self.takes_apart else self.mixed
-        return replace(self.part, backward=True, x_turned=turned, turn=self.hands_back, mixed=mixed)
+        return replace(
+            self.part, backward=True, x_turned=self.turned or self.part.x_turned, turn=self.hands_back, mixed=self.mixed
+        )
 
     @functools.cached_property
     def back(self) -> str:
@@ -340,9 +337,6 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
     made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
     made = [replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made]
-    apart = replace(made[-1], takes_apart=True)
-    if made[-1].at_once and made[-1].turned and fits(apart.visited):
-        made[-1] = apart
     return tuple(replace(v, orders=v.mixed is not None and not v.at_once and fits(v.summed)) for v in made)
 
 

@@ -351,11 +351,6 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     batch = BATCHES[-1]
     visit = untied_backward.tile(chain, dtype, batch, gpu)
     (c,) = chain.contractions
-    if visit and visit.is_apart:  # else grad_y is turned before
-        turned = replace(chain, mixed=None)
-        other = untied_backward.tile(turned, dtype, batch, gpu)
-        turn = Turn(c.outer, c.q, c.inner, dtype, batch, gpu)
-        return _is_worth_it(turned, dtype, gpu) and other is not None and visit.us < turn.us + other.us
     grouped = replace(c, outer=c.outer * c.inner, inner=1)
     back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
     apart = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))

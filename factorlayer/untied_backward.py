@@ -26,9 +26,6 @@ MOST_STAGES = 6
 PRODUCERS = 128  # threads
 # By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
 REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
-APART_REGISTERS = {1: (0, 0, 192), 2: (216, 72, 184), 3: (160, 32, 128)}
-SLOTS = 4  # of two rows, of each warp of producers
-APART = (2, 4)  # groups that take turns in grad_y: what L2 is read again and again for
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -92,21 +89,6 @@ class UntiedBackward(TileSums):
         return (self.height * self.n + self.share) // 2
 
     @property
-    def is_apart(self) -> bool:
-        """Whether it takes grad_y as it is, groups in turns."""
-        return self.chain.x_turned and self.chain.mixed is not None
-
-    @property
-    def slots(self) -> int:
-        """Of two rows of grad_y, of each warp of producers."""
-        return SLOTS if self.is_apart else 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of all warps, with a barrier for each."""
-        return 4 * self.slots * (2 * self.contraction.q * self.contraction.inner * self.size + 8)
-
-    @property
     def weight_bytes(self) -> int:
         return self.together * self.left * self.right * SLAB_BYTES
 
@@ -116,13 +98,12 @@ class UntiedBackward(TileSums):
 
     @functools.cached_property
     def stages(self) -> int:
-        free = self.gpu.shared - 1024 - self.weight_bytes - self.slot_bytes
-        return min(MOST_STAGES, free // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.slot_bytes + self.stages * (self.stage_bytes + 16) + 1024
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
 
     @property
     def threads(self) -> int:
@@ -138,7 +119,7 @@ class UntiedBackward(TileSums):
     @property
     def fits(self) -> bool:
         whole = self.share % (64 if self.wm * self.wn > 1 and self.share != 32 else 32) == 0
-        held = whole and (self.together == 1 or not self.is_apart) and self.sums <= REGISTERS[self.consumers][2]
+        held = whole and self.sums <= REGISTERS[self.consumers][2]
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
 
     @property
@@ -149,22 +130,21 @@ class UntiedBackward(TileSums):
     def __str__(self) -> str:
         c = self.contraction
         return (
-            f"untied backward: {c.q}×{c.p} at one visit, {'grad_y taken apart, ' if self.is_apart else ''}{self.bp} of its columns for {self.together} of {self.groups} "
+            f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
             f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
-        more, fewer, _ = (APART_REGISTERS if self.is_apart else REGISTERS)[self.consumers]
-        _, rows, columns = (not self.is_apart and self.chain.mixed) or (1, c.q, 1)
+        more, fewer, _ = REGISTERS[self.consumers]
+        _, rows, columns = self.chain.mixed or (1, c.q, 1)
         numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
         numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        numbers |= {"SLOTS": max(1, self.slots), "STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        numbers |= {"STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool APART = {str(self.is_apart).lower()};"]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
         return kernel(hopper_headers(products, "untied_backward.cuh"), name, "UntiedBackward", lines, self.threads)
 
@@ -180,9 +160,7 @@ def _takes(chain: Chain, dtype: str) -> bool:
     c, *more = chain.contractions
     if dtype not in DTYPES or more or c.tied or c.p % 8 or c.q % 8 or chain.rank > 1:
         return False
-    if chain.mixed and chain.x_turned and (chain.mixed != (c.outer, c.inner, c.q) or c.inner not in APART):
-        return False
-    if chain.mixed and not chain.x_turned and (c.inner > 1 or math.prod(chain.mixed[1:]) != c.q):
+    if chain.mixed and (c.inner > 1 or math.prod(chain.mixed[1:]) != c.q):
         return False
     if chain.turn is None:
         return c.inner == 1
@@ -216,9 +194,6 @@ def _time(plan: UntiedBackward) -> float:
     products = 2.3 * plan.together * shares * (4 * plan.height * plan.n + steps * plan.share) / 4 / CYCLES
     read = plan.stage_bytes + 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
-    if plan.is_apart:
-        whole = ROWS * c.q * c.inner * plan.size
-        moved, read = moved + whole, read + 2 * whole
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype]
     busy = -(-chunks // parts) * chunk + plan.weight_bytes / 60e3 + sums / 40e3

@@ -11,14 +11,10 @@
 //
 // Rows of X, G and dX are [groups][features]; those of dX may be another contraction's: runs of RUN p's, of which INNER
 // groups take turns. q's may come in the order in which that contraction has made them: [columns][rows], which weights and
-// their gradients do not have.
-//
-// With APART rows of G are [q's][INNER groups], as grad_y has them, and nobody turns them before: each warp of producers has
-// whole rows come to SLOTS of its own, two rows at once, and puts what is its block's group's where the copies would. So L2
-// is read INNER times for G, and memory once. factorlayer/untied_backward.py writes the constants:
+// their gradients do not have. factorlayer/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, STAGES, APART, SLOTS, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        N, STAGES, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -33,12 +29,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = BP / kShares;  // columns of dX
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
-  // Behind the stages, with APART, rows of G as they lie, and barriers
-  static constexpr bool APART = Pass::APART;
-  static constexpr int INNER = Pass::INNER, SLOTS = Pass::SLOTS, kWhole = APART ? Q * INNER * 2 : 0;
-  static constexpr int kSlots = kStages + STAGES * kStageBytes, kFull = kSlots + 4 * SLOTS * 2 * kWhole;
-  static constexpr int kEmpty = kFull + STAGES * 8, kAsked = kEmpty + STAGES * 8;
-  static_assert(!APART || (TOGETHER == 1 && (INNER == 2 || INNER == 4) && 8 % SLOTS == 0 && SLOTS < 8));
+  static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
@@ -83,76 +74,6 @@ template <class Pass> struct UntiedBackward {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows && slab * 64 < left);
-  }
-  // Two rows on their way to a warp's slot; where there are none, the barrier's phase ends all the same.
-  DEVICE void ask(int warp, int slot, i64 row) const {
-    if (threadIdx.x % 32) return;
-    const u32 barrier = memory + kAsked + (warp * SLOTS + slot) * 8, to = memory + kSlots + (warp * SLOTS + slot) * 2 * kWhole;
-    const int rows = row < params.batch ? int(min(params.batch - row, i64(2))) : 0;
-    const Element* from = static_cast<const Element*>(params.weights[1]) + (row * kRowG + i64(first_group / INNER) * Q * INNER);
-    expect_bytes(barrier, rows * kWhole);
-    for (int i = 0; i < rows; ++i) load_run(to + i * kWhole, from + i * kRowG, kWhole, barrier);
-  }
-  // Of 16 bytes the 8 / INNER q's of one group, in order.
-  DEVICE void take(u32 from, bool present, u32 to) const {
-    const int own = first_group % INNER;
-    const u32 odd = own % 2 ? 0x7632 : 0x5410;
-    u32 words[4] = {};
-    if (present) load_u32x4(from, words);
-    if constexpr (INNER == 4) {
-      store_shared(to, __byte_perm(own / 2 ? words[1] : words[0], own / 2 ? words[3] : words[2], odd));
-    } else {
-      store_shared(to, __byte_perm(words[0], words[1], odd));
-      store_shared(to + 4, __byte_perm(words[2], words[3], odd));
-    }
-  }
-  DEVICE void take_rows(u32 from, u32 stage, int row, i64 left) const {
-    constexpr int kPieces = kWhole / 16, kEach = 8 / INNER;  // q's of one
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int first = 0; first < kPieces; first += 32) {
-        const int piece = first + threadIdx.x % 32, q = piece * kEach;
-        const u32 to = stage + q / 64 * kSlab + swizzled(row + i, q % 64 / 8) + q % 8 * 2;
-        if (kPieces % 32 == 0 || piece < kPieces) take(from + i * kWhole + piece * 16, i < left, to);
-      }
-  }
-  // What no q's are put to is multiplied by zeros.
-  DEVICE void clear(int thread) const {
-    constexpr u32 none[4] = {};
-#pragma unroll 1
-    for (int at = thread * 16; at < STAGES * kLeft * kSlab; at += 128 * 16)
-      store_u32x4(memory + kStages + at / (kLeft * kSlab) * kStageBytes + at % (kLeft * kSlab), none);
-  }
-  DEVICE void produce_apart(int thread) const {
-    const int row = thread / 8, piece = thread % 8 * 8, warp = thread / 32;
-    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(first_group) * P + first_p + piece);
-    int left_p = columns() - piece, stage = 0;
-    u32 phase = 1;
-    if (blockIdx.x < chunks)
-      for (int i = 0; i < SLOTS; ++i) ask(warp, i, first_row(blockIdx.x) + warp * 16 + i * 2);
-    copy_weights(thread);
-    if constexpr (Q % 64) clear(thread), sync_threads<128>(1);
-#pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
-      const i64 first = first_row(chunk);
-      const u32 g = memory + kStages + stage * kStageBytes;
-      wait_for_bytes(memory + kEmpty + stage * 8, phase);
-      copy<kRight, kRowX>(g + kLeft * kSlab + swizzled(row, thread % 8), x + first * kRowX,
-                          int(min(params.batch - first, i64(64))) - row, left_p);
-      arrive_with_copies(memory + kFull + stage * 8);
-#pragma unroll 1
-      for (int i = 0; i < 8; ++i) {
-        const int slot = warp * SLOTS + i % SLOTS, at = warp * 16 + i * 2;
-        wait_for_bytes(memory + kAsked + slot * 8, i / SLOTS & 1);
-        take_rows(memory + kSlots + slot * 2 * kWhole, g, at, params.batch - first - at);
-        __syncwarp();
-        const int next = i + SLOTS < 8 ? chunk : chunk + blocks;
-        if (next < chunks) ask(warp, i % SLOTS, first_row(next) + warp * 16 + (i + SLOTS) % 8 * 2);
-      }
-      arrive(memory + kFull + stage * 8);
-      if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
   }
   DEVICE void produce(int thread) const {
     const int row = thread / 8, piece = thread % 8 * 8;
@@ -284,12 +205,8 @@ template <class Pass> struct UntiedBackward {
   DEVICE void run() const {
     if (blockIdx.x >= blocks) return;
     if (threadIdx.x < STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, APART ? 256 : 128);
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
       init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32);
-    }
-    if constexpr (APART) {
-      if (threadIdx.x < 4 * SLOTS) init_arrivals(memory + kAsked + threadIdx.x * 8);
-      fence_copy_engine();
     }
     __syncthreads();
     if (threadIdx.x < kConsumers) {
@@ -297,10 +214,7 @@ template <class Pass> struct UntiedBackward {
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      if constexpr (APART)
-        produce_apart(threadIdx.x - kConsumers);
-      else
-        produce(threadIdx.x - kConsumers);
+      produce(threadIdx.x - kConsumers);
     }
   }
 };

@@ -51,12 +51,6 @@ inline bool __all_sync(u32, bool here) {
   });
   return here;
 }
-inline u32 __byte_perm(u32 x, u32 y, u32 places) {
-  const u64 bytes = x | u64(y) << 32;
-  u32 made = 0;
-  for (int i = 0; i < 4; ++i) made |= u32(bytes >> (places >> i * 4 & 7) * 8 & 0xff) << i * 8;
-  return made;
-}
 inline u32 __shfl_xor_sync(u32, u32 x, int by) {
   struct Given { u32 x, by, got; } mine = {x, u32(by), 0};
   emulator::together("__shfl_xor_sync", &mine, [](void* const* lanes) {
