@@ -43,14 +43,13 @@ class Wide:
     batch: int
     gpu: Gpu
     cluster: int = 1  # blocks whose results lie in the same sectors of L2
-    stays: bool = False  # what a block needs of the weights, in shared memory; each consumer then has tiles of its own
     us: float = 0.0
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
 
     @property
     def rows(self) -> int:
-        return self.n if self.product.size == 4 else 64 * (1 if self.stays else self.consumers)
+        return self.n if self.product.size == 4 else 64 * self.consumers
 
     @property
     def columns(self) -> int:
@@ -72,11 +71,7 @@ class Wide:
 
     @property
     def stage_bytes(self) -> int:
-        return 128 * (64 if self.stays else self.parts * (64 * self.consumers + self.n))
-
-    @property
-    def staying_bytes(self) -> int:
-        return self.held * self.slabs * self.n * 128 if self.stays else 0
+        return 128 * self.parts * (64 * self.consumers + self.n)
 
     @property
     def chunks(self) -> int:
@@ -114,16 +109,12 @@ class Wide:
 
     @functools.cached_property
     def stages(self) -> int:
-        free = self.gpu.shared - 1024 - self.exchange_bytes - self.staying_bytes
-        if self.stays:  # each consumer has as many
-            return min(MOST_STAGES, (free - 8) // (self.stage_bytes + 16) // self.consumers) * self.consumers
-        return min(MOST_STAGES, free // (self.stage_bytes + self.stage_extra))
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + self.stage_extra))
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        ring = self.stages * (self.stage_bytes + self.stage_extra)
-        return self.staying_bytes + 8 * self.stays + ring + self.exchange_bytes + 1024
+        return self.stages * (self.stage_bytes + self.stage_extra) + self.exchange_bytes + 1024
 
     @property
     def slabs(self) -> int:
@@ -166,7 +157,7 @@ class Wide:
         """Tiles of rows whose blocks run side by side; one, where the weights stay in L2 anyhow. In 16 bits up to 12 MB
         make no difference."""
         most = (16 if self.product.dtype == "tf32" else 4) << 20
-        return 1 if self.stays or self.product.weights * self.product.size < most else 16
+        return 1 if self.product.weights * self.product.size < most else 16
 
     @functools.cached_property
     def _is_small(self) -> bool:
@@ -176,8 +167,6 @@ class Wide:
 
     @property
     def split(self) -> int:
-        if self.stays:
-            return self.tiles
         return min(self.tiles, self.gpu.sms // self.cluster) * self.cluster if self._is_small else self.cluster
 
     @property
@@ -187,7 +176,7 @@ class Wide:
     @property
     def units_per_block(self) -> int:
         """Of rows: each block takes any tiles, so that these only count blocks."""
-        return self.rows if self.stays or self._is_small else max(1, self.rows // self.tiles)
+        return self.rows if self._is_small else max(1, self.rows // self.tiles)
 
     @property
     def output_bytes(self) -> int:
@@ -202,7 +191,6 @@ class Wide:
             f"wide: {c.p}→{c.q} by rows, {done}"
             f"tiles of {self.rows}×{self.columns} sums"
             + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + (", weights stay" if self.stays else "")
             + f", {self.stages} stages of {self.slab}, {self.shared} bytes of shared memory"
         )
 
@@ -228,7 +216,6 @@ class Wide:
             "Y_TERM": p.y_features if p.terms_out > 1 else 0,
         }
         flags = {
-            "STAYS": self.stays,
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
             "BIAS": p.bias,

@@ -44,7 +44,6 @@ from factorlayer.schemes import schemes
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
 from factorlayer.untied_backward import UntiedBackward
-from factorlayer.wide import Wide
 from factorlayer.wide_gradient import WideGradient
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -304,35 +303,6 @@ def test_every_scheme_makes_the_same(spec: LayerSpec, dtype: str, emulator: Emul
         assert not errors, scheme
         distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
         assert distance <= 2 * EPS[dtype] * len(spec.contractions) * np.linalg.norm(right), scheme
-
-
-# Products whose weights stay in shared memory: more blocks than tiles of rows and fewer, groups that take turns in y, or a
-# part of them, parts of tiles and slabs
-STAYING: list[tuple[str, str, int, dict[str, int]]] = [
-    ("untied 0 4 72 40 1", "bfloat16", 700, {"consumers": 1}),
-    ("untied 0 2 192 192 1", "float16", 300, {"consumers": 2}),
-    ("untied 0 1 96 72 4", "bfloat16", 400, {"consumers": 2}),
-    ("untied 0 1 64 24 8", "float16", 130, {"consumers": 2}),
-]
-
-
-@pytest.mark.parametrize(("text", "dtype", "batch", "changes"), STAYING, ids=str)
-def test_weights_that_stay(text: str, dtype: str, batch: int, changes: dict[str, int], emulator: Emulator) -> None:
-    chain, gpu = Chain.parse(text), Gpu(90, 8, 232448)
-    (c,), draw = chain.contractions, drawing(dtype)
-    groups = c.outer * c.inner
-    planned = plan(replace(chain, x_turned=c.inner > 1), dtype, LARGE, gpu)
-    (tiled,) = planned.passes
-    assert isinstance(tiled, Wide)
-    tiled = replace(tiled, stays=True, cluster=1, **changes)
-    assert tiled.stages >= 3 and tiled.split <= gpu.sms
-    found = replace(planned, passes=(tiled,))
-    x, weight = draw(batch, groups, c.p), draw(groups, c.q, c.p) / 8
-    y, errors = emulator.run(found, emulator.compile(found), x.reshape(batch, -1), [weight], None, blocks=gpu.sms)
-    assert not errors
-    right = np.einsum("ngp,gqp->ngq", x, weight)
-    right = right.reshape(batch, c.outer, c.inner, c.q).swapaxes(2, 3).reshape(batch, -1)
-    assert np.linalg.norm(y[-1].reshape(batch, -1) - right) <= 2 * EPS[dtype] * np.linalg.norm(right)
 
 
 # Of gradients: outer, p, q, inner, tied. Columns, k's or groups lie side by side in memory, in whole runs or not.

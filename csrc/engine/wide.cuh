@@ -43,7 +43,7 @@ template <class Pass> struct Wide {
   static constexpr int FAST = Pass::FAST;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
   static constexpr bool kTurned = kSize == 4;
-  static constexpr int M = 64 * (Pass::STAYS ? 1 : Pass::CONSUMERS), kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
+  static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
   // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
   static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
@@ -54,17 +54,12 @@ template <class Pass> struct Wide {
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
-  // Weights that stay lie before the stages, in slabs of N rows.
-  static constexpr int kStaying = Pass::STAYS ? HELD * kSlabs * N * 128 : 0;
-  static constexpr int kStageBytes = (M + (Pass::STAYS ? 0 : N)) * kParts * 128;
-  static constexpr int kShared = Pass::STAYS ? 1 : Pass::CONSUMERS, kRing = Pass::STAGES * kShared / Pass::CONSUMERS;
-  static_assert(!Pass::STAYS || (kPacked && Pass::SPAN == 1 && Pass::TERMS == 1 && !Pass::CLUSTER && 128 % Pass::CONSUMERS == 0));
+  static constexpr int kStageBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
   // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
-  static constexpr int kScales = kStaying + Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
-  static constexpr int kHere = kEmpty + Pass::STAGES * 8;
-  static constexpr int kGot = kHere + (Pass::STAYS ? 8 : 0), kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+  static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
   struct Tile {
     i64 first;  // row
@@ -87,10 +82,7 @@ template <class Pass> struct Wide {
     return sample == Pass::OUTER * each ? row * each : row / Pass::OUTER * sample + row % Pass::OUTER * each;
   }
   static DEVICE int rank() { return blockIdx.y % kBlocks; }
-  // Of weights that stay a block takes the same ones for all its rows: there are kTiles along y.
-  static DEVICE i64 first_tile() {
-    return Pass::STAYS ? i64(blockIdx.x) * kTiles + blockIdx.y : i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x;
-  }
+  static DEVICE i64 first_tile() { return i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x; }
   static DEVICE i64 blocks() { return i64(gridDim.x) * (gridDim.y / kBlocks); }
   // All tiles of SPAN tiles of rows, then of the next; groups that share sectors of y side by side.
   DEVICE Tile tile_of(i64 n) const {
@@ -239,52 +231,6 @@ template <class Pass> struct Wide {
     }
   }
 
-  static DEVICE u32 staying(int group, int slab) { return (group * kSlabs + slab) * (N * 128); }
-  // Weights once, then as many warps as there are for each consumer fill its own part of the ring: so one of them stores while
-  // another one multiplies.
-  DEVICE void produce_staying(int thread) const {
-    const Tile tile = tile_of(first_tile());
-    const int piece = thread % 8 * kPiece;
-    const Element* weights = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + piece;
-#pragma unroll 1
-    for (int group = 0; group < HELD; ++group)
-#pragma unroll 1
-      for (int r = thread / 8; r < N; r += 16) {
-        const int fast = tile.fast + group, j = tile.q + column_of(r);
-        const Element* from = weights + (i64(Pass::GROUPS > 1 ? weight_of(tile, fast) : 0) * Q + weight_row(j)) * P;
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab)
-          copy_async<16>(memory + staying(group, slab) + swizzled(r, thread % 8), from + slab * BK,
-                         fast < FAST && j < Q && slab * BK + piece < P);
-      }
-    arrive_with_copies(memory + kHere);
-    constexpr int kThreads = 128 / Pass::CONSUMERS;
-    const int consumer = thread / kThreads, row = thread % kThreads / 8;
-    const u32 ring = memory + kStaying + consumer * kRing * kStageBytes + swizzled(row, thread % 8);
-    int stage = 0;
-    u32 phase = 1;
-#pragma unroll 1
-    for (i64 n = first_tile() + consumer * blocks(); n < tiles; n += Pass::CONSUMERS * blocks()) {
-      const i64 first = n / kTiles * kRows;
-      const int left = int(min(rows() - first, i64(kRows))) - row;
-      const Element* x = static_cast<const Element*>(params.x) + ((first + row) * kXRow + i64(tile.term) * Pass::X_TERM + piece);
-#pragma unroll 1
-      for (int group = 0; group < HELD; ++group) {
-        const int fast = tile.fast + group;
-        const Element* from = x + i64(Pass::GROUPS > 1 ? weight_of(tile, fast) : 0) * P;
-#pragma unroll 1
-        for (int k = 0; k < P; k += BK, from += BK) {
-          wait(kEmpty, consumer * kRing + stage, phase);
-          const int there = fast < FAST && k + piece < P ? left : 0;
-#pragma unroll
-          for (int i = 0; i < kRows; i += kThreads / 8)
-            copy_async<16>(ring + stage * kStageBytes + i * 128, from + i * kXRow, i < there);
-          arrive_with_copies(memory + kFull + (consumer * kRing + stage) * 8);
-          if (++stage == kRing) stage = 0, phase ^= 1;
-        }
-      }
-    }
-  }
   DEVICE void wait(int barrier, int stage, u32 phase) const { wait_for_bytes(memory + barrier + stage * 8, phase); }
 
   // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded.
@@ -360,7 +306,7 @@ template <class Pass> struct Wide {
   }
 
   // This thread's first row of the sums; the other is 8 below. Row and column of its i-th sum.
-  static DEVICE int row() { return threadIdx.x % (128 * kShared) / 32 * 16 + threadIdx.x % 32 / 4; }
+  static DEVICE int row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
   static DEVICE int down(int i) { return row() + i % 4 / 2 * 8; }
   static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
@@ -546,7 +492,7 @@ template <class Pass> struct Wide {
     const int r = threadIdx.x / 32 * 16 + threadIdx.x % 16;
     load_matrices<false>(a, slab + swizzled(r, step * 2 + threadIdx.x % 32 / 16));
   }
-  DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, u32 weights, bool add) const {
+  DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, bool add) const {
     if constexpr (kTurned) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -556,7 +502,7 @@ template <class Pass> struct Wide {
         settle(a[step]);
       }
     }
-    const u64 left = operand(slab + warpgroup % kShared * 8192), right = operand(kTurned ? slab + M * 128 : weights);
+    const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
     open_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -574,11 +520,11 @@ template <class Pass> struct Wide {
     u32 phase = 0;
   };
   DEVICE u32 next_slab(Ring& ring) const {
-    ring.last = ring.stage + warpgroup / kShared * kRing;
-    wait(kFull, ring.last, ring.phase);
+    wait(kFull, ring.stage, ring.phase);
     fence_copy_engine();
-    if (++ring.stage == kRing) ring.stage = 0, ring.phase ^= 1;
-    return memory + kStaying + ring.last * kStageBytes;
+    ring.last = ring.stage;
+    if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
+    return memory + ring.last * kStageBytes;
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
   DEVICE void release(int stage) const {
@@ -587,12 +533,12 @@ template <class Pass> struct Wide {
   }
 
   // The sums of a group.
-  DEVICE void add_up(float (&sum)[N / 2], int group, Ring& ring) const {
+  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
     Left a[2];  // in turns: the products of the slab before still read theirs
     const auto take = [&](int slab, Left& a) {
       const int last = ring.last;
       const u32 from = next_slab(ring);
-      multiply(sum, a, from, Pass::STAYS ? memory + staying(group, slab) : from + kWeight, slab > 0);
+      multiply(sum, a, from, slab > 0);
       if (slab > 0) {
         wait_for_products<1>();
         release(last);
@@ -701,9 +647,7 @@ template <class Pass> struct Wide {
 
   DEVICE void consume() const {
     Ring ring;
-    if constexpr (Pass::STAYS) wait(kHere, 0, 0);
-    const i64 first = first_tile() + (Pass::STAYS ? warpgroup * blocks() : 0);
-    for (i64 n = first; n < tiles; n += blocks() * (Pass::CONSUMERS / kShared)) {
+    for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
       Held held;
       if constexpr (Pass::BESIDE >= 0) load_beside(held, tile);
@@ -714,12 +658,12 @@ template <class Pass> struct Wide {
           add_up_split(sum, tile, tile.fast + h, ring);
           repair(sum, tile, tile.fast + h);
         } else {
-          add_up(sum, h, ring);
+          add_up(sum, ring);
         }
         finish(sum, held[h], tile, h);
       }
       if constexpr (Pass::CLUSTER)
-        exchange(held, tile, int((n - first) / blocks() & 1));
+        exchange(held, tile, int((n - first_tile()) / blocks() & 1));
       else
         store(held, tile);
     }
@@ -727,10 +671,9 @@ template <class Pass> struct Wide {
 
   DEVICE void run() const {
     if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 128 * kShared / Pass::CONSUMERS);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, kShared * 4);
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
     }
-    if (Pass::STAYS && threadIdx.x == 0) init_barrier(memory + kHere, 128);
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
         init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
@@ -742,10 +685,7 @@ template <class Pass> struct Wide {
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      if constexpr (Pass::STAYS)
-        produce_staying(threadIdx.x - kConsumers);
-      else
-        produce(threadIdx.x - kConsumers);
+      produce(threadIdx.x - kConsumers);
     }
     if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
   }
