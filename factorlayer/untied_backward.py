@@ -43,6 +43,7 @@ class UntiedBackward(TileSums):
     gpu: Gpu
     batch: int
     rows: int = 64  # of a chunk
+    paired: bool = False  # blocks, in clusters, which add up their sums before they write them
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -115,15 +116,20 @@ class UntiedBackward(TileSums):
 
     @property
     def tiles(self) -> int:
-        return self.groups // self.together * -(-self.contraction.p // self.bp)
+        return self.groups // self.together * -(-self.contraction.p // self.bp) * (1 + self.paired)
 
     units_per_sample = 1
-    units_per_block = LEAST_ROWS
+
+    @property
+    def units_per_block(self) -> int:
+        return LEAST_ROWS * (1 + self.paired)
 
     @property
     def fits(self) -> bool:
         whole = self.share % (64 if self.wm * self.wn > 1 and self.share != 32 else 32) == 0
         held = whole and self.sums <= self.registers[2]
+        given = self.together * self.left * self.bp * 64 * 2
+        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
 
     @property
@@ -150,7 +156,10 @@ class UntiedBackward(TileSums):
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        return kernel(hopper_headers(products, "untied_backward.cuh"), name, "UntiedBackward", lines, self.threads)
+        lines += [f"static constexpr bool PAIRED = {str(self.paired).lower()};"]
+        cluster = "__cluster_dims__(1, 2, 1) " if self.paired else ""
+        code = hopper_headers(products, "untied_backward.cuh")
+        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:

@@ -9,12 +9,15 @@
 // warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, which goes from registers to memory while the
 // products of dW are made. Blocks write their sums side by side, for Reduction.
 //
+// With PAIRED, two blocks of a cluster give each other half of their sums once both have seen all their chunks, so that half as
+// many are written.
+//
 // Rows of X, G and dX are [groups][features]; those of dX may be another contraction's: runs of RUN p's, of which INNER
 // groups take turns. q's may come in the order in which that contraction has made them: [columns][rows], which weights and
 // their gradients do not have. factorlayer/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, ROWS (64 or 128), STAGES, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        N, ROWS (64 or 128), STAGES, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -31,6 +34,8 @@ template <class Pass> struct UntiedBackward {
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * 64 * 128, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
+  static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
+  static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
@@ -39,12 +44,13 @@ template <class Pass> struct UntiedBackward {
 
   const Params& params;
   const u32 memory;
-  const int warpgroup, chunks, blocks, first_p, first_group;
+  const int warpgroup, chunks, blocks, block, tile, first_p, first_group;
 
   DEVICE UntiedBackward(const Params& given)
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
-        chunks(int((given.batch + ROWS - 1) / ROWS)), blocks(min(int(gridDim.x), Pass::MOST)), first_p(blockIdx.y % kTiles * BP),
-        first_group(blockIdx.y / kTiles * TOGETHER) {}
+        chunks(int((given.batch + ROWS - 1) / ROWS)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
+        block(blockIdx.x * kPair + blockIdx.y % kPair), tile(blockIdx.y / kPair), first_p(tile % kTiles * BP),
+        first_group(tile / kTiles * TOGETHER) {}
 
   DEVICE int columns() const { return min(P - first_p, BP); }
 
@@ -85,7 +91,7 @@ template <class Pass> struct UntiedBackward {
     u32 phase = 1;
     copy_weights(thread);  // which are there when the first chunk is
 #pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
+    for (int chunk = block; chunk < chunks; chunk += blocks) {
       const i64 first = first_row(chunk);
       const int rows = int(min(params.batch - first, i64(ROWS))) - row;
       stay_here(left_q, left_p);
@@ -165,9 +171,10 @@ template <class Pass> struct UntiedBackward {
       }
     }
   }
-  DEVICE void store(const Sums& sums) const {
+  // Those of N / COUNT's share of the columns, from `column` on
+  template <int COUNT> DEVICE void store(const float (&sums)[HEIGHT][COUNT], int column) const {
     const int t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int p = first_p + share() / WM * N + t / 2 * 4 + t % 2 * 8;
+    const int p = first_p + share() / WM * N + column + t / 2 * 4 + t % 2 * 8;
     float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(first_group + group()) * Q * P + p);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -176,7 +183,7 @@ template <class Pass> struct UntiedBackward {
         const int q = (share() % WM * HEIGHT + h) * 64 + row + half * 8;
         float* at = to + i64(in_order(q)) * P;
 #pragma unroll
-        for (int n = 0; n < N / 8; n += 2) {
+        for (int n = 0; n < COUNT / 4; n += 2) {
           u32 words[4];
           four_columns(&sums[h][n * 4 + half * 2], words);
           if (q < Q && p + n * 8 < P) store_global<16>(at + n * 8, words);
@@ -184,16 +191,51 @@ template <class Pass> struct UntiedBackward {
       }
   }
 
+  DEVICE void store_paired(const Sums& sums) const {
+    const int rank = blockIdx.y % 2;
+    const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine);
+    float half[HEIGHT][N / 4];
+    sync_cluster();  // no stage is read any more
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int n = 0; n < N / 4; n += 4) {
+        u32 given[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          given[i] = __float_as_uint(rank ? sums[h][n + i] : sums[h][N / 4 + n + i]);
+          half[h][n + i] = rank ? sums[h][N / 4 + n + i] : sums[h][n + i];
+        }
+        store_in_other_block(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
+      }
+    sync_cluster();
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int n = 0; n < N / 4; n += 4) {
+        u32 given[4];
+        load_u32x4(mine + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) half[h][n + i] += __uint_as_float(given[i]);
+      }
+    store(half, rank * (N / 2));
+  }
+
   DEVICE void consume() const {
     Sums sums;
+    if (Pass::PAIRED && block >= chunks)
+#pragma unroll
+      for (auto& some : sums)
+#pragma unroll
+        for (float& x : some) x = 0;
     int stage = 0;
     u32 phase = 0;
 #pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
+    for (int chunk = block; chunk < chunks; chunk += blocks) {
       Back back[kParts];
       wait_for_bytes(memory + kFull + stage * 8, phase);
       fence_copy_engine();
-      multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != blockIdx.x);
+      multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != block);
       wait_for_products<kParts>();
       touch(back[0]);
       store(back[0], first_row(chunk));
@@ -208,11 +250,14 @@ template <class Pass> struct UntiedBackward {
       if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    store(sums);
+    if constexpr (Pass::PAIRED)
+      store_paired(sums);
+    else
+      store(sums, 0);
   }
 
   DEVICE void run() const {
-    if (blockIdx.x >= blocks) return;
+    if (block >= blocks) return;
     if (threadIdx.x < STAGES) {
       init_barrier(memory + kFull + threadIdx.x * 8, 128);
       init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32);
@@ -224,6 +269,7 @@ template <class Pass> struct UntiedBackward {
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
       produce(threadIdx.x - kConsumers);
+      if constexpr (Pass::PAIRED) sync_cluster(), sync_cluster();
     }
   }
 };
