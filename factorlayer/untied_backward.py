@@ -19,12 +19,13 @@ from factorlayer.gradient import MOST_BLOCKS, PART_BYTES, TileSums
 from factorlayer.spec import Contraction
 
 DTYPES = ("bfloat16", "float16")
-LEAST_ROWS = 256  # that are worth a block
+SLAB_BYTES = 64 * 128  # of 64 columns
+ROWS = 64  # of a chunk
+LEAST_CHUNKS = 4  # that are worth a block
 MOST_STAGES = 6
 PRODUCERS = 128  # threads
 # By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
 REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
-TALL_REGISTERS = (144, 72, 96)  # with three, of chunks with more rows than 64
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -42,7 +43,6 @@ class UntiedBackward(TileSums):
     n: int
     gpu: Gpu
     batch: int
-    rows: int = 64  # of a chunk
     paired: bool = False  # blocks, in clusters, which add up their sums before they write them
     us: float = 0.0
 
@@ -80,10 +80,6 @@ class UntiedBackward(TileSums):
         return self.together * self.wm * self.wn
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        return TALL_REGISTERS if self.rows > 64 and self.consumers == 3 else REGISTERS[self.consumers]
-
-    @property
     def share(self) -> int:
         """Columns of x's gradient of a warpgroup."""
         return self.bp // (self.wm * self.wn)
@@ -91,15 +87,15 @@ class UntiedBackward(TileSums):
     @property
     def sums(self) -> int:
         """Of a thread, with those of a chunk."""
-        return (self.height * self.n + self.rows // 64 * self.share) // 2
+        return (self.height * self.n + self.share) // 2
 
     @property
     def weight_bytes(self) -> int:
-        return self.together * self.left * self.right * 64 * 128
+        return self.together * self.left * self.right * SLAB_BYTES
 
     @property
     def stage_bytes(self) -> int:
-        return self.together * (self.left + self.right) * self.rows * 128
+        return self.together * (self.left + self.right) * SLAB_BYTES
 
     @functools.cached_property
     def stages(self) -> int:
@@ -122,12 +118,12 @@ class UntiedBackward(TileSums):
 
     @property
     def units_per_block(self) -> int:
-        return LEAST_ROWS * (1 + self.paired)
+        return LEAST_CHUNKS * ROWS * (1 + self.paired)
 
     @property
     def fits(self) -> bool:
-        whole = self.share % (64 if self.wm * self.wn > 1 and self.share != 32 else 32) == 0
-        held = whole and self.sums <= self.registers[2]
+        whole = self.share % (64 if self.wm == 2 else 32) == 0
+        held = whole and self.sums <= REGISTERS[self.consumers][2]
         given = self.together * self.left * self.bp * 64 * 2
         held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
@@ -141,18 +137,18 @@ class UntiedBackward(TileSums):
         c = self.contraction
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.stages} stages of {self.rows}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
-        more, fewer, _ = self.registers
+        more, fewer, _ = REGISTERS[self.consumers]
         _, rows, columns = self.chain.mixed or (1, c.q, 1)
         numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
         numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        numbers |= {"ROWS": self.rows, "STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        numbers |= {"STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
@@ -182,7 +178,7 @@ def _takes(chain: Chain, dtype: str) -> bool:
 
 
 def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBackward]:
-    if gpu.arch != 90 or batch <= 64 or not _takes(chain, dtype):
+    if gpu.arch != 90 or batch <= ROWS or not _takes(chain, dtype):
         return
     (c,) = chain.contractions
     groups = c.outer * c.inner
@@ -190,10 +186,11 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
-        for n in {64, 96, 128, 192, 256} | ({-(-c.p // 32) * 32} if wm * wn == 1 else set()):
-            if n <= 256 and n * wn < c.p + 64 and (wn == 1 or n % 64 == 0):
-                for rows in (64, 128):
-                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, rows)
+        further = {96} if wm == 3 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
+        for n in {64, 128, 192, 256} | further:
+            if n <= 256 and n * wn < c.p + 64:
+                for paired in (False, True) if n * wn < c.p else (False,):
+                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, paired)
                     if plan.fits:
                         yield plan
 
@@ -201,18 +198,18 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
 def _time(plan: UntiedBackward) -> float:
     """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
     c, gpu = plan.contraction, plan.gpu
-    chunks = -(-plan.batch // plan.rows)
-    parts = min(-(-plan.batch // LEAST_ROWS), plan.most)
+    chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
+    parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
     steps = -(-c.q // 16)
     shares = plan.consumers // plan.together
     products = 2.3 * plan.together * shares * (4 * plan.height * plan.n + steps * plan.share) / 4 / CYCLES
-    read = plan.stage_bytes * 64 // plan.rows
-    read += 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
-    moved = plan.stage_bytes + plan.together * plan.rows * plan.bp * plan.size  # through L2
-    chunk = max(plan.rows / 64 * max(products, 1.15 * read / 128 / CYCLES), moved / gpu.l2_bytes) + 0.3
-    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype]
-    busy = -(-chunks // parts) * chunk + plan.weight_bytes / 60e3 + sums / 40e3
+    read = plan.stage_bytes + 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
+    moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
+    chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
+    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
+    busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.5 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
     summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
+    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.memory_bytes * gpu.sms)  # what they push out of L2
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

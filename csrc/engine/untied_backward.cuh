@@ -4,7 +4,7 @@
 //     dW[q, p] = sum_r G[r, q] X[r, p]        dX[r, p] = sum_q G[r, q] W[q, p]        r: samples, for each group
 //
 // A block keeps the weights of TOGETHER groups, of N WN p's each, in shared memory, and their sums in registers, while chunks
-// of ROWS rows go by: a warpgroup of producers fills a ring of STAGES with G and X, in slabs of 64 columns as they lie in
+// of 64 rows go by: a warpgroup of producers fills a ring of STAGES with G and X, in slabs of 64 columns as they lie in
 // memory. The matrix unit takes them either way: G's rows are those of dX, its columns those of dW. A group's WM x WN
 // warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, which goes from registers to memory while the
 // products of dW are made. Blocks write their sums side by side, for Reduction.
@@ -17,7 +17,7 @@
 // their gradients do not have. factorlayer/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, ROWS (64 or 128), STAGES, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        N, STAGES, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -27,12 +27,11 @@ template <class Pass> struct UntiedBackward {
   using Element = typename Pass::Element;
   static constexpr int P = Pass::P, Q = Pass::Q, GROUPS = Pass::GROUPS, TOGETHER = Pass::TOGETHER;
   static constexpr int WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N, STAGES = Pass::STAGES;
-  static constexpr int kShares = WM * WN, kConsumers = 128 * TOGETHER * kShares;
-  static constexpr int ROWS = Pass::ROWS, kSlab = ROWS * 128, kParts = ROWS / 64;  // of dX
+  static constexpr int kShares = WM * WN, kConsumers = 128 * TOGETHER * kShares, kSlab = 64 * 128;
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs of a group
   static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = BP / kShares;  // columns of dX
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
-  static constexpr int kWeights = kLeft * 64 * 128, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
+  static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
   static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
   static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
@@ -48,14 +47,14 @@ template <class Pass> struct UntiedBackward {
 
   DEVICE UntiedBackward(const Params& given)
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
-        chunks(int((given.batch + ROWS - 1) / ROWS)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
+        chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
         block(blockIdx.x * kPair + blockIdx.y % kPair), tile(blockIdx.y / kPair), first_p(tile % kTiles * BP),
         first_group(tile / kTiles * TOGETHER) {}
 
   DEVICE int columns() const { return min(P - first_p, BP); }
 
   // From the last rows on, of which L2 still has some (wide_gradient.cuh)
-  DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * ROWS; }
+  DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * 64; }
 
   // Where q comes among those of a weight.
   static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
@@ -79,7 +78,7 @@ template <class Pass> struct UntiedBackward {
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
-      for (int i = 0; i < ROWS / 16; ++i)
+      for (int i = 0; i < 4; ++i)
         copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows && slab * 64 < left);
   }
   DEVICE void produce(int thread) const {
@@ -93,7 +92,7 @@ template <class Pass> struct UntiedBackward {
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const i64 first = first_row(chunk);
-      const int rows = int(min(params.batch - first, i64(ROWS))) - row;
+      const int rows = int(min(params.batch - first, i64(64))) - row;
       stay_here(left_q, left_p);
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
 #pragma unroll 1
@@ -111,21 +110,18 @@ template <class Pass> struct UntiedBackward {
   using Back = float[kShare / 2];
   DEVICE int share() const { return warpgroup % kShares; }
   DEVICE int group() const { return warpgroup / kShares; }
-  DEVICE void multiply(Sums& sums, Back (&back)[kParts], u32 stage, bool add) const {
+  DEVICE void multiply(Sums& sums, Back& back, u32 stage, bool add) const {
     const int share = this->share();
     const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
     const u32 weights = memory + (group() * kRight + share * kShare / 64) * kWeights + share * kShare % 64 * 2;
     open_products();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int step = 0; step < ceil_div(Q, 16); ++step)
+      Wgmma<Element, kShare>::multiply_right_turned(back, operand(g + step / 4 * kSlab) + step % 4 * 2,
+                                                    turned_operand(weights, kWeights) + step * 128, step > 0);
+    commit_products();
 #pragma unroll
-      for (int step = 0; step < ceil_div(Q, 16); ++step)
-        Wgmma<Element, kShare>::multiply_right_turned(back[part], operand(g + step / 4 * kSlab + part * 8192) + step % 4 * 2,
-                                                      turned_operand(weights, kWeights) + step * 128, step > 0);
-      commit_products();
-    }
-#pragma unroll
-    for (int step = 0; step < ROWS / 16; ++step)
+    for (int step = 0; step < 4; ++step)
 #pragma unroll
       for (int h = 0; h < HEIGHT; ++h)
         Wgmma<Element, N>::multiply_turned(sums[h], turned_operand(g + (share % WM * HEIGHT + h) * kSlab, kSlab) + step * 128,
@@ -154,8 +150,8 @@ template <class Pass> struct UntiedBackward {
     const int k = group / Pass::INNER * P + p;
     return (k / Pass::RUN * Pass::INNER + group % Pass::INNER) * Pass::RUN + k % Pass::RUN;
   }
-  DEVICE void store(const Back& back, i64 first) const {
-    const i64 row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  DEVICE void store(const Back& back, int chunk) const {
+    const i64 row = first_row(chunk) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int p = first_p + share() * kShare + threadIdx.x % 4 * 8, group = first_group + this->group();
     Element* y = static_cast<Element*>(params.y) + row * kRowX;
 #pragma unroll
@@ -232,18 +228,13 @@ template <class Pass> struct UntiedBackward {
     u32 phase = 0;
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
-      Back back[kParts];
+      Back back;
       wait_for_bytes(memory + kFull + stage * 8, phase);
       fence_copy_engine();
       multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != block);
-      wait_for_products<kParts>();
-      touch(back[0]);
-      store(back[0], first_row(chunk));
-      if constexpr (kParts > 1) {
-        wait_for_products<1>();
-        touch(back[1]);
-        store(back[1], first_row(chunk) + 64);
-      }
+      wait_for_products<1>();
+      touch(back);
+      store(back, chunk);
       wait_for_products<0>();
 #pragma unroll
       for (auto& some : sums) touch(some);
