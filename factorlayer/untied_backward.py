@@ -137,7 +137,8 @@ class UntiedBackward(TileSums):
         c = self.contraction
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"{self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -186,7 +187,7 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
-        further = {96} if wm == 3 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
+        further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
                 for paired in (False, True) if n * wn < c.p else (False,):
@@ -207,9 +208,10 @@ def _time(plan: UntiedBackward) -> float:
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
-    busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.5 * plan.paired
+    busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
     summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
-    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.memory_bytes * gpu.sms)  # what they push out of L2
+    # Half of what they push out of L2 goes to memory while others still multiply
+    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -167,8 +167,8 @@ template <class Pass> struct UntiedBackward {
       }
     }
   }
-  // Those of N / COUNT's share of the columns, from `column` on
-  template <int COUNT> DEVICE void store(const float (&sums)[HEIGHT][COUNT], int column) const {
+  // The first COUNT of each row, of the columns from `column` on
+  template <int COUNT> DEVICE void store(const Sums& sums, int column) const {
     const int t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int p = first_p + share() / WM * N + column + t / 2 * 4 + t % 2 * 8;
     float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(first_group + group()) * Q * P + p);
@@ -187,10 +187,9 @@ template <class Pass> struct UntiedBackward {
       }
   }
 
-  DEVICE void store_paired(const Sums& sums) const {
+  DEVICE void store_paired(Sums& sums) const {
     const int rank = blockIdx.y % 2;
     const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine);
-    float half[HEIGHT][N / 4];
     sync_cluster();  // no stage is read any more
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -199,8 +198,9 @@ template <class Pass> struct UntiedBackward {
         u32 given[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          given[i] = __float_as_uint(rank ? sums[h][n + i] : sums[h][N / 4 + n + i]);
-          half[h][n + i] = rank ? sums[h][N / 4 + n + i] : sums[h][n + i];
+          const float first = sums[h][n + i], second = sums[h][N / 4 + n + i];
+          given[i] = __float_as_uint(rank ? first : second);
+          sums[h][n + i] = rank ? second : first;
         }
         store_in_other_block(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
       }
@@ -212,9 +212,9 @@ template <class Pass> struct UntiedBackward {
         u32 given[4];
         load_u32x4(mine + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) half[h][n + i] += __uint_as_float(given[i]);
+        for (int i = 0; i < 4; ++i) sums[h][n + i] += __uint_as_float(given[i]);
       }
-    store(half, rank * (N / 2));
+    store<N / 4>(sums, rank * (N / 2));
   }
 
   DEVICE void consume() const {
@@ -244,7 +244,7 @@ template <class Pass> struct UntiedBackward {
     if constexpr (Pass::PAIRED)
       store_paired(sums);
     else
-      store(sums, 0);
+      store<N / 2>(sums, 0);
   }
 
   DEVICE void run() const {
