@@ -273,7 +273,7 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     """A pass for each contraction, its weight streamed."""
     products = streamed.products(chain, dtype)
     last = len(products) - 1
-    passes = tuple(_product_pass(product, batch, gpu, i == 0, i == last) for i, product in enumerate(products))
+    passes = _in_turns([_product_pass(product, batch, gpu, i == 0, i == last) for i, product in enumerate(products)])
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
@@ -281,6 +281,18 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     turned = (turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
+
+
+def _in_turns(passes: list[Few | Mapped | Streamed | Wide]) -> tuple[Pass, ...]:
+    """Of a pass in 16 bits that reads what the one before has made last, the last samples come first. One that makes
+    more than it reads does not get faster so."""
+
+    def turned(i: int, p: Few | Mapped | Streamed | Wide) -> Pass:
+        if i % 2 and isinstance(p, Wide) and p.product.size == 2 and p.product.y_features <= p.product.x_features:
+            return replace(p, from_last=True)
+        return p
+
+    return tuple(turned(i, p) for i, p in enumerate(passes))
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

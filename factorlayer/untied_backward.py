@@ -43,6 +43,7 @@ class UntiedBackward(TileSums):
     n: int
     gpu: Gpu
     batch: int
+    paired: bool = False  # blocks, in clusters, which add up their sums before they write them
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -111,15 +112,20 @@ class UntiedBackward(TileSums):
 
     @property
     def tiles(self) -> int:
-        return self.groups // self.together * -(-self.contraction.p // self.bp)
+        return self.groups // self.together * -(-self.contraction.p // self.bp) * (1 + self.paired)
 
     units_per_sample = 1
-    units_per_block = LEAST_CHUNKS * ROWS
+
+    @property
+    def units_per_block(self) -> int:
+        return LEAST_CHUNKS * ROWS * (1 + self.paired)
 
     @property
     def fits(self) -> bool:
-        whole = self.share % (64 if self.wm * self.wn > 1 else 32) == 0
+        whole = self.share % (64 if self.wm == 2 else 32) == 0
         held = whole and self.sums <= REGISTERS[self.consumers][2]
+        given = self.together * self.left * self.bp * 64 * 2
+        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
 
     @property
@@ -131,7 +137,8 @@ class UntiedBackward(TileSums):
         c = self.contraction
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"{self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -146,7 +153,10 @@ class UntiedBackward(TileSums):
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        return kernel(hopper_headers(products, "untied_backward.cuh"), name, "UntiedBackward", lines, self.threads)
+        lines += [f"static constexpr bool PAIRED = {str(self.paired).lower()};"]
+        cluster = "__cluster_dims__(1, 2, 1) " if self.paired else ""
+        code = hopper_headers(products, "untied_backward.cuh")
+        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
@@ -177,27 +187,31 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
-        for n in {64, 128, 192, 256} | ({-(-c.p // 32) * 32} if wm * wn == 1 else set()):
+        further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
+        for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
-                plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch)
-                if plan.fits:
-                    yield plan
+                for paired in (False, True) if n * wn < c.p else (False,):
+                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, paired)
+                    if plan.fits:
+                        yield plan
 
 
 def _time(plan: UntiedBackward) -> float:
     """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
     c, gpu = plan.contraction, plan.gpu
-    chunks = -(-plan.batch // ROWS)
-    parts = min(-(-chunks // LEAST_CHUNKS), plan.most)
+    chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
+    parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
     steps = -(-c.q // 16)
     shares = plan.consumers // plan.together
     products = 2.3 * plan.together * shares * (4 * plan.height * plan.n + steps * plan.share) / 4 / CYCLES
     read = plan.stage_bytes + 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
-    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype]
-    busy = -(-chunks // parts) * chunk + plan.weight_bytes / 60e3 + sums / 40e3
+    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
+    busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
     summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
+    # Half of what they push out of L2 goes to memory while others still multiply
+    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -45,6 +45,7 @@ class Wide:
     batch: int
     gpu: Gpu
     cluster: int = 1  # blocks whose results lie in the same sectors of L2
+    from_last: bool = False  # the last samples come first
     us: float = 0.0
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
@@ -226,6 +227,7 @@ class Wide:
         flags = {
             "PAIRED": self.is_paired,
             "CLUSTER": self.cluster > 1,
+            "FROM_LAST": self.from_last,
             "BIAS": p.bias,
             "ROUND_X": self.splits or (rounds and not p.ours_in),
             "SPLIT": self.splits,

@@ -405,7 +405,7 @@ WIDE_SUMMED = [
 ]
 
 
-Tiling = tuple[int, int, int, int, int]
+Tiling = tuple[int, ...]
 
 
 def wide_gradient_of(sizes: Sizes, dtype: str, batch: int, processors: int, tiling: Tiling, bias: bool = False) -> Plan:
@@ -660,6 +660,10 @@ UNTIED = [
     ("untied 0 2 200 24 1; backward; mixed 2 8 3", "float16", 130, (1, 1, 2, 1, 64)),
     ("untied 0 6 64 64 1; backward", "bfloat16", 330, (3, 1, 1, 1, 64)),
     ("untied 0 2 72 136 1; backward", "bfloat16", 65, (1, 1, 1, 3, 96)),
+    ("turned; untied 0 1 144 192 4; backward; turn 3 48 4", "bfloat16", 150, (1, 3, 1, 1, 96)),
+    ("untied 0 1 200 152 1; backward", "float16", 700, (1, 3, 1, 1, 96, 1)),
+    ("turned; untied 0 1 192 96 2; backward; turn 4 48 2", "bfloat16", 800, (1, 2, 1, 1, 128, 1)),
+    ("untied 0 2 72 136 1; backward", "float16", 65, (1, 1, 1, 3, 64, 1)),
 ]
 
 
@@ -668,7 +672,7 @@ def test_both_gradients_of_untied_weights(
     text: str, dtype: str, batch: int, tiling: Tiling, emulator: Emulator
 ) -> None:
     chain, gpu = Chain.parse(text), Gpu(90, 8, 232448)
-    visit = UntiedBackward(chain, dtype, *tiling, gpu=gpu, batch=LARGE)
+    visit = UntiedBackward(chain, dtype, *tiling[:5], gpu, LARGE, paired=len(tiling) > 5)
     assert visit.fits and visit in list(untied_backward.tilings(chain, dtype, LARGE, gpu))
     check_both_gradients(Plan(chain, dtype, LARGE, gpu, (visit, Reduction(visit))), batch, emulator)
 

@@ -9,12 +9,15 @@
 // warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, which goes from registers to memory while the
 // products of dW are made. Blocks write their sums side by side, for Reduction.
 //
+// With PAIRED, two blocks of a cluster give each other half of their sums once both have seen all their chunks, so that half as
+// many are written.
+//
 // Rows of X, G and dX are [groups][features]; those of dX may be another contraction's: runs of RUN p's, of which INNER
 // groups take turns. q's may come in the order in which that contraction has made them: [columns][rows], which weights and
 // their gradients do not have. factorlayer/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, STAGES, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        N, STAGES, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -30,20 +33,25 @@ template <class Pass> struct UntiedBackward {
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
+  static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
+  static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
-  static_assert(kShare % 32 == 0 && (kShares == 1 || kShare % 64 == 0), "four tiles are stored together");
+  static_assert(kShare % 32 == 0 && (kShares == 1 || kShare == 32 || kShare % 64 == 0), "tiles by four, within slabs");
   static_assert(Pass::RUN % 16 == 0 || Pass::RUN == P, "whole sectors");
 
   const Params& params;
   const u32 memory;
-  const int warpgroup, chunks, blocks, first_p, first_group;
+  const int warpgroup, chunks, blocks, block, tile, first_p, first_group;
 
   DEVICE UntiedBackward(const Params& given)
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
-        chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST)), first_p(blockIdx.y % kTiles * BP),
-        first_group(blockIdx.y / kTiles * TOGETHER) {}
+        chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
+        block(blockIdx.x * kPair + blockIdx.y % kPair), tile(blockIdx.y / kPair), first_p(tile % kTiles * BP),
+        first_group(tile / kTiles * TOGETHER) {}
+
+  DEVICE int columns() const { return min(P - first_p, BP); }
 
   // From the last rows on, of which L2 still has some (wide_gradient.cuh)
   DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * 64; }
@@ -63,7 +71,7 @@ template <class Pass> struct UntiedBackward {
 #pragma unroll
         for (int slab = 0; slab < kRight; ++slab)
           copy_async<16>(memory + (group * kRight + slab) * kWeights + swizzled(q, thread % 8), from + slab * 64,
-                         q < Q && first_p + slab * 64 + piece < P);
+                         q < Q && slab * 64 + piece < columns());
       }
   }
   template <int SLABS, i64 ROW> static DEVICE void copy(u32 to, const Element* from, int rows, int left) {
@@ -78,11 +86,11 @@ template <class Pass> struct UntiedBackward {
     const u32 place = memory + kStages + swizzled(row, thread % 8);
     const Element* g = static_cast<const Element*>(params.weights[1]) + (row * kRowG + i64(first_group) * Q + piece);
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(first_group) * P + first_p + piece);
-    int left_q = Q - piece, left_p = P - first_p - piece, stage = 0;
+    int left_q = Q - piece, left_p = columns() - piece, stage = 0;
     u32 phase = 1;
     copy_weights(thread);  // which are there when the first chunk is
 #pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
+    for (int chunk = block; chunk < chunks; chunk += blocks) {
       const i64 first = first_row(chunk);
       const int rows = int(min(params.batch - first, i64(64))) - row;
       stay_here(left_q, left_p);
@@ -105,7 +113,7 @@ template <class Pass> struct UntiedBackward {
   DEVICE void multiply(Sums& sums, Back& back, u32 stage, bool add) const {
     const int share = this->share();
     const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
-    const u32 weights = memory + group() * kRight * kWeights + share * (kShare / 64) * kWeights;
+    const u32 weights = memory + (group() * kRight + share * kShare / 64) * kWeights + share * kShare % 64 * 2;
     open_products();
 #pragma unroll
     for (int step = 0; step < ceil_div(Q, 16); ++step)
@@ -159,9 +167,10 @@ template <class Pass> struct UntiedBackward {
       }
     }
   }
-  DEVICE void store(const Sums& sums) const {
+  // The first COUNT of each row, of the columns from `column` on
+  template <int COUNT> DEVICE void store(const Sums& sums, int column) const {
     const int t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int p = first_p + share() / WM * N + t / 2 * 4 + t % 2 * 8;
+    const int p = first_p + share() / WM * N + column + t / 2 * 4 + t % 2 * 8;
     float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(first_group + group()) * Q * P + p);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -170,7 +179,7 @@ template <class Pass> struct UntiedBackward {
         const int q = (share() % WM * HEIGHT + h) * 64 + row + half * 8;
         float* at = to + i64(in_order(q)) * P;
 #pragma unroll
-        for (int n = 0; n < N / 8; n += 2) {
+        for (int n = 0; n < COUNT / 4; n += 2) {
           u32 words[4];
           four_columns(&sums[h][n * 4 + half * 2], words);
           if (q < Q && p + n * 8 < P) store_global<16>(at + n * 8, words);
@@ -178,16 +187,51 @@ template <class Pass> struct UntiedBackward {
       }
   }
 
+  DEVICE void store_paired(Sums& sums) const {
+    const int rank = blockIdx.y % 2;
+    const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine);
+    sync_cluster();  // no stage is read any more
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int n = 0; n < N / 4; n += 4) {
+        u32 given[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float first = sums[h][n + i], second = sums[h][N / 4 + n + i];
+          given[i] = __float_as_uint(rank ? first : second);
+          sums[h][n + i] = rank ? second : first;
+        }
+        store_in_other_block(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
+      }
+    sync_cluster();
+#pragma unroll
+    for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+      for (int n = 0; n < N / 4; n += 4) {
+        u32 given[4];
+        load_u32x4(mine + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[h][n + i] += __uint_as_float(given[i]);
+      }
+    store<N / 4>(sums, rank * (N / 2));
+  }
+
   DEVICE void consume() const {
     Sums sums;
+    if (Pass::PAIRED && block >= chunks)
+#pragma unroll
+      for (auto& some : sums)
+#pragma unroll
+        for (float& x : some) x = 0;
     int stage = 0;
     u32 phase = 0;
 #pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += blocks) {
+    for (int chunk = block; chunk < chunks; chunk += blocks) {
       Back back;
       wait_for_bytes(memory + kFull + stage * 8, phase);
       fence_copy_engine();
-      multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != blockIdx.x);
+      multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != block);
       wait_for_products<1>();
       touch(back);
       store(back, chunk);
@@ -197,11 +241,14 @@ template <class Pass> struct UntiedBackward {
       if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    store(sums);
+    if constexpr (Pass::PAIRED)
+      store_paired(sums);
+    else
+      store<N / 2>(sums, 0);
   }
 
   DEVICE void run() const {
-    if (blockIdx.x >= blocks) return;
+    if (block >= blocks) return;
     if (threadIdx.x < STAGES) {
       init_barrier(memory + kFull + threadIdx.x * 8, 128);
       init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32);
@@ -213,6 +260,7 @@ template <class Pass> struct UntiedBackward {
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
       produce(threadIdx.x - kConsumers);
+      if constexpr (Pass::PAIRED) sync_cluster(), sync_cluster();
     }
   }
 };

@@ -23,7 +23,7 @@
 //
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
-//        (tiles of rows whose blocks run side by side), CONSUMERS, N, HELD, RUN,
+//        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
@@ -89,7 +89,8 @@ template <class Pass> struct Wide {
   static DEVICE i64 first_tile() { return i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x; }
   static DEVICE i64 blocks() { return i64(gridDim.x) * (gridDim.y / kBlocks); }
   // All tiles of SPAN tiles of rows, then of the next; groups that share sectors of y side by side.
-  DEVICE Tile tile_of(i64 n) const {
+  DEVICE Tile tile_of(i64 number) const {
+    const i64 n = Pass::FROM_LAST ? tiles - 1 - number : number;  // L2 still has what the pass before has made last
     const i64 row_tiles = tiles / kTiles, from = n / (Pass::SPAN * kTiles) * Pass::SPAN;
     const int span = int(min(i64(Pass::SPAN), row_tiles - from)), rest = int(n - from * kTiles), tile = rest / span;
     const int columns = tile / kGroupTiles % kColumnTiles, further = tile / (kGroupTiles * kColumnTiles);

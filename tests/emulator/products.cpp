@@ -19,7 +19,9 @@ u32 operand_address(u64 description, int row, int half) {
 u32 turned_address(u64 description, int first, int k) {
   constexpr u64 kSlab = 0x3fff, kKnown = u64(64) << 32 | u64(1) << 62;
   const u32 slab = u32(description & kSlab) << 4, bytes = u32(description >> 16 & kSlab) << 4;
-  if ((description & ~(kSlab | kSlab << 16)) != kKnown || slab % 128 || bytes % 1024)
+  // From the middle of a slab on, what does not reach the next one
+  const bool inside = slab % 128 == 0 || (slab % 1024 == 64 && first < 32);
+  if ((description & ~(kSlab | kSlab << 16)) != kKnown || !inside || bytes % 1024)
     error("a turned operand is described as %lx", description);
   const u32 at = slab + first / 64 * bytes + k * 128 + first % 64 * 2;
   return at ^ (at >> 7 & 7) << 4;
