@@ -24,7 +24,7 @@ from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import LARGEST, Mapped
 from factorlayer.monarch import Monarch
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -66,6 +66,7 @@ Pass = (
     | Monarch
     | MonarchBack
     | MonarchGradient
+    | MonarchWeights
     | Pair
     | PairBackward
     | Parts
@@ -124,6 +125,9 @@ class Plan:
             return 0, 0, first.part_bytes
         if isinstance(first, WeightChunks):
             return 0, 0, first.output_bytes
+        if isinstance(first, MonarchWeights):  # grad_y turned; the weights, which are read before there are sums
+            _, back, summing, _ = self.passes
+            return back.output_bytes, 0, max(first.output_bytes, summing.part_bytes)
         if isinstance(first, FewPass):
             return first.output_bytes, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[self._before : -1]]
@@ -160,9 +164,11 @@ class Plan:
             return "none", "s2"
         if isinstance(p, FewPass):
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
-        if isinstance(p, MonarchGradient):
-            return "x", "s2"
-        if isinstance(p, Dense | MonarchBack):
+        if isinstance(p, MonarchWeights | MonarchGradient):  # beside s2, for sums; s0 is the way back's to write
+            return "x", "s0"
+        if isinstance(p, MonarchBack):
+            return "s0", "y"
+        if isinstance(p, Dense):
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"

@@ -1,5 +1,6 @@
 // The gradients of both weights of a Monarch layer whose groups are small and many, in one pass: of x [K][P], weights
-// [K][RHO][L][P] and [L][S][K * RHO], and grad_y turned, [L][S]. Neither the state nor its gradient is seen by memory.
+// [K][RHO][L][P] and [L][S][K * RHO], and grad_y turned, [L][S], as monarch_back.cuh has left it. Neither the state nor its
+// gradient is seen by memory.
 //
 // A unit is four of the RHO numbers of a k. A block has 4 * WK units and 4 * WL l's: their weights in shared memory, and
 // their sums, for all samples that it takes, in registers, those of four units and four l's in a warp. Rows of its products
@@ -11,11 +12,11 @@
 // GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
 // copy. factorlayer/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
-//        gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
+// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
 //        with grad_y are warpgroups')
 #pragma once
 #include "mma.cuh"
+#include "monarch_order.cuh"
 #include "params.cuh"
 #include "sums.cuh"
 #include "wgmma.cuh"
@@ -25,6 +26,7 @@ template <class Pass> struct MonarchGradient {
   using Element = typename Pass::Element;
   using A = typename Math::A;
   using B = typename Math::B;
+  using Order = MonarchOrder<Pass>;
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
@@ -103,7 +105,7 @@ template <class Pass> struct MonarchGradient {
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kConsumers, s = j / (kUnits * 4) % S, l = j / (kUnits * 4) / S;
+        const int j = begin + i * kConsumers, l = j / (kUnits * 4) / S, s = Order::place_of(j / (kUnits * 4) % S);
         const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
         if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
       }
@@ -136,7 +138,7 @@ template <class Pass> struct MonarchGradient {
     each<CHUNK, kXPieces>([&](int row, int run) {
       copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
     });
-    const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
+    const Element* g = static_cast<const Element*>(params.y) + first * (L * S) + first_l * S;
     each<CHUNK, kLs * kGPieces>([&](int row, int run) {
       const u32 at = to + place_of_run(run / kGPieces * CHUNK + row, run % kGPieces);
       copy_async<16>(at, g + row * (L * S) + run * kPiece, row < left);
@@ -368,12 +370,12 @@ template <class Pass> struct MonarchGradient {
         },
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
-          const int i = n / (S / 8), s = n % (S / 8) * 8 + at.t * 2, l = first_l + member / 32 / WK * 4 + i;
+          const int i = n / (S / 8), s = Order::s_at(n % (S / 8) * 8 + at.t * 2), l = first_l + member / 32 / WK * 4 + i;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int unit = first_unit + member / 32 % WK * 4 + other(at, i, half);
             float* here = to + Pass::OF_1 + (i64(l) * S + s) * (K * RHO) + unit * 4 + at.g % 4;
-            store_global(here, sum[half * 2]), store_global(here + K * RHO, sum[half * 2 + 1]);
+            store_global(here, sum[half * 2]), store_global(here + Order::kRun * (K * RHO), sum[half * 2 + 1]);
           }
         },
         Meet());
