@@ -197,19 +197,19 @@ class MonarchBack(_Both):
 
     @property
     def cluster(self) -> int:
-        return 2 if self.split % 2 == 0 else 1
+        return self.split
 
     @property
     def output_bytes(self) -> int:
         """Of grad_y turned, for one sample."""
-        return self.both[1].inner * self.both[1].q * self.size
+        return self.both[1].inner * _slabs(self.both[1].q * self.size) * 128
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
         first, second = self.both
         stage = 2 * _slabs(second.q * self.size) * 64 * 128
-        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + 1024
+        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + 8 + 1024
 
     def __str__(self) -> str:
         first, second = self.both
@@ -252,7 +252,7 @@ def _takes(chain: Chain, dtype: str) -> bool:
     if first.tied or second.tied or first.inner > 1 or second.outer > 1 or first.q % second.inner:
         return False
     rank, piece = first.q // second.inner, 16 // ELEMENT_BYTES[dtype]
-    if rank not in RANKS or second.p != first.outer * rank or second.p % (4 * UNITS):
+    if rank not in RANKS or second.p != first.outer * rank or second.p not in (4 * UNITS, 8 * UNITS):
         return False
     if second.inner % max(4, piece) or first.p % 8 or second.q % 16 or 32 // rank * first.p > 4 * MOST_SUMS_BACK:
         return False
@@ -291,21 +291,20 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
-    piece = 16 // ELEMENT_BYTES[dtype]
-    for firsts, stages in itertools.product((3, 2), range(MOST_STAGES, piece, -1)):
+    for firsts, stages in itertools.product((3, 2), range(MOST_STAGES, 3, -1)):
         plan = MonarchBack(chain, dtype, stages, firsts, batch, gpu)
-        if plan.shared <= gpu.shared and (stages >= piece + 2 or firsts == 2):
+        if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
             return replace(plan, us=_back_time(plan))
     return None
 
 
 def _back_time(plan: MonarchBack) -> float:
-    """Microseconds: of an output group, what L2 gives, of which grad_y by half sectors, and what shared memory moves."""
+    """Microseconds: of an output group, what L2 gives, and what shared memory moves; before them, a tile is turned."""
     first, second = plan.both
     gpu, size = plan.gpu, plan.size
-    clusters = -(-plan.batch // plan.units_per_block) * plan.split // plan.cluster
-    each = -(-clusters // max(1, gpu.sms // plan.cluster))
+    each = -(-plan.batch // (plan.units_per_block * max(1, gpu.sms // plan.split)))
     grad, weights = plan.units_per_block * second.q * size, 4 * UNITS * (first.p + second.q) * size
-    loaded = 2 * grad / plan.cluster + weights
+    loaded = grad / plan.cluster + weights
     moved = grad + weights + 2 * (grad + weights // 2) + 2 * weights
-    return 5.0 + each * second.inner * max(loaded / (0.8 * gpu.l2_bytes), moved / gpu.shared_bytes)
+    turn = 2 * grad * second.inner / plan.cluster / gpu.memory_bytes
+    return 5.0 + turn + each * second.inner * max(loaded / (0.8 * gpu.l2_bytes), moved / gpu.shared_bytes)

@@ -695,12 +695,14 @@ def test_all_gradients_of_few_samples(
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
-# Of many small groups: warps that share samples and others, ranks of one and several units, chunks that are not full
+# Of many small groups: blocks alone and two of a cluster, ranks of one and several units, chunks that are not full
 GROUPED = [
     ((16, 24), (16, 24), 4, "bfloat16", 75),
     ((16, 24), (16, 8), 4, "tf32", 45),
     ((8, 16), (16, 24), 8, "float16", 70),
     ((8, 16), (32, 12), 16, "tf32", 33),
+    ((32, 8), (16, 16), 4, "bfloat16", 75),
+    ((16, 8), (16, 8), 8, "float16", 65),
 ]
 
 

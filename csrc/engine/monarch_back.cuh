@@ -1,6 +1,6 @@
 // The gradient of x of a Monarch layer whose groups are small and many, back through both contractions in one pass: grad_y
 // [S][L] by weights [L][S][K * RHO] to the gradient of the state, which stays in registers, and that by weights
-// [K][RHO][L][P] to [K][P]. On its way, grad_y is written down turned: [L][S], in the order of monarch_order.cuh.
+// [K][RHO][L][P] to [K][P]. On its way, grad_y is left turned in memory, in the order of monarch_order.cuh.
 //
 // A unit is four of the RHO numbers of a k. A block has 16 units and takes tiles of 64 samples. Its first products are
 // `wgmma` of grad_y and second weights, an l at a time, eight units for each of two warpgroups; the second ones a warp's own.
@@ -8,9 +8,10 @@
 // has all units, each for another l, and what it has of the i-th one is operand A of a step over four numbers and four l's,
 // once its registers of four l's have changed places.
 //
-// A loader's lane reads squares of grad_y, some s's that lie apart by some l's side by side, and puts them down turned, here
-// and in the other block of the cluster, which has other units and reads other samples. What weights a block reads lies as
-// shared memory is to have it: monarch_weights.cuh. factorlayer/monarch_backward.py writes the constants:
+// Seven more warps turn grad_y, a tile or two ahead of what is multiplied: a lane reads a square, some s's by 16 bytes of l's,
+// and writes it down turned, from where the copy engine brings an l at a time for both blocks of a cluster, which have
+// different units, and turn different samples. What weights a block reads lies as shared memory is to have it, too:
+// monarch_weights.cuh. factorlayer/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, GRAD (the parameter that grad_y is), K, P, L, S, RHO, STAGES (of an l), FIRSTS (of the first weights of
 //        four), BLOCKS (of a cluster)
@@ -30,10 +31,10 @@ template <class Pass> struct MonarchBack {
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
-  static constexpr int kConsumers = 256, kLoaders = 256, kSamples = 64, kOwn = kSamples / BLOCKS;
+  static constexpr int kConsumers = 256, kTurners = 224, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
   static constexpr int kCopyRegisters = 56, kRegisters = 200;
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
-  static_assert(K * kOfK % (kUnits * BLOCKS) == 0 && L % kPiece == 0 && S % kStep == 0 && P % 8 == 0 && STAGES > kPiece);
+  static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
 
   // A stage: rows of samples and of numbers, in slabs. The first weights of a unit: rows of P's, the numbers of four l's.
   static constexpr int kSlabs = Order::kSlabs, kGrad = kSlabs * kSamples * 128, kSecond = Order::kSecondBytes;
@@ -57,6 +58,8 @@ template <class Pass> struct MonarchBack {
   DEVICE u32 empty(int stage) const { return full(STAGES + stage); }
   DEVICE u32 full_first(int stage) const { return full(2 * STAGES + stage); }
   DEVICE u32 empty_first(int stage) const { return full(2 * STAGES + FIRSTS + stage); }
+  DEVICE u32 turned() const { return full(2 * STAGES + 2 * FIRSTS); }
+  DEVICE int rows_of(i64 tile) const { return int(min(params.batch - tile * kSamples, i64(kSamples))); }
 
   // Stages in turns
   template <int COUNT> struct Ring {
@@ -79,72 +82,78 @@ template <class Pass> struct MonarchBack {
       }
     }
   }
-  // What this block reads of weights for an l, by one thread
-  DEVICE void load_weights(int l, const Ring<STAGES>& ring, Ring<FIRSTS>& first) const {
-    const char* weights = static_cast<const char*>(params.sums);
-    if (l % 4 == 0) {
-      wait_for_bytes(empty_first(first.stage), first.phase);
-      expect_bytes(full_first(first.stage), kFirst);
-      const i64 at = Order::kFirstAt + (i64(blockIdx.y) * (L / 4) + l / 4) * kFirst;
-      load_run(memory + kFirsts + first.stage * kFirst, weights + at, kFirst, full_first(first.stage));
-      first.turn();
+  // This block's samples of a tile, by squares: neighbouring lanes read rows side by side.
+  DEVICE void turn(i64 tile) const {
+    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kSquares = kOwn * kAcross * kRun;
+    const int rows = rows_of(tile), first = rank * kOwn, all = min(kOwn, rows - first) * (kAcross * kRun);
+    const Element* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + first) * (L * S);
+    char* to = static_cast<char*>(const_cast<void*>(params.x)) + Order::turned_at(tile * kSamples);
+#pragma unroll 1
+    for (int j = threadIdx.x - kConsumers; j < kSquares; j += kTurners) {
+      const int across = j % kAcross, piece = j / kAcross % kRun, sample = j / (kAcross * kRun);
+      u32 square[kPiece][4];
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i)
+        load_global(g + (sample * S + piece + i * kRun) * L + across * kPiece, square[i], j < all);
+      if (j >= all) continue;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        u32 words[4];
+        row_of(words, square, i);
+        store_global<16>(to + Order::turned_row(across * kPiece + i, piece / 8, first + sample, rows, piece % 8), words);
+      }
     }
-    expect_bytes(full(ring.stage), kSecond + (BLOCKS - 1) * kOwn * S * kSize);
-    load_run(memory + ring.stage * kStageBytes + kGrad, weights + (i64(blockIdx.y) * L + l) * kSecond, kSecond,
-             full(ring.stage));
   }
-  DEVICE void produce() const {
-    constexpr int kRun = S / kPiece, kSquares = kOwn * kRun, kRounds = ceil_div(kSquares, kLoaders);
-    constexpr int kTogether = kPiece == 4 && kRounds % 2 == 0 ? 2 : 1;  // squares that are on their way
-    const int thread = threadIdx.x - kConsumers;
-    const u32 other = BLOCKS > 1 ? in_other_block(memory) : 0;
+  // What a tile's loads wait for: all of it turned, by both blocks, and what the one before waited for
+  DEVICE void tell_turned() const {
+    if (lane.index < BLOCKS) arrive_in_other_block(in_block(turned(), lane.index));
+  }
+  DEVICE void turn_all() const {
+    u32 phase = 1;
+#pragma unroll 1
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
+      turn(tile);
+      fence_copies_of_memory();
+      wait_for_cluster(turned(), phase);
+      __syncwarp();
+      tell_turned();
+    }
+  }
+  DEVICE void load() const {
+    const char *weights = static_cast<const char*>(params.sums), *grad = static_cast<const char*>(params.x);
     Ring<STAGES> ring{0, 1};
     Ring<FIRSTS> first{0, 1};
+    u32 phase = 0;
 #pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
-      const int left = int(min(params.batch - tile * kSamples, i64(kSamples)));
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
+      const int rows = rows_of(tile), mine = min(rows > rank * kOwn ? rows - rank * kOwn : 0, kOwn) * 128;
+      for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(), block));
+      wait_for_cluster(turned(), phase);
+      fence_copies_of_memory();
 #pragma unroll 1
-      for (int first_l = 0; first_l < L; first_l += kPiece) {
-        Ring<STAGES> at = ring;
-#pragma unroll 1
-        for (int round = 0; round < kRounds; round += kTogether) {
-          u32 squares[kTogether][kPiece][4];
-          at = ring;
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j) {
-            const int square = (round + j) * kLoaders + thread, sample = rank * kOwn + square / kRun, piece = square % kRun;
-            const Element* g = static_cast<const Element*>(params.weights[Pass::GRAD]) +
-                               ((tile * kSamples + sample) * S + piece) * L + first_l;
-#pragma unroll
-            for (int i = 0; i < kPiece; ++i)
-              load_global(g + i * (kRun * L), squares[j][i], square < kSquares && sample < left);
-          }
-#pragma unroll
-          for (int i = 0; i < kPiece; ++i, at.turn()) {
-            if (round == 0) {
-              wait_for_bytes(empty(at.stage), at.phase);
-              if (thread == 0) load_weights(first_l + i, at, first);
-            }
-#pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-              const int square = (round + j) * kLoaders + thread, row = rank * kOwn + square / kRun, piece = square % kRun;
-              if (kSquares % (kLoaders * kTogether) && square >= kSquares) continue;
-              u32 words[4];
-              row_of(words, squares[j], i);
-              const u32 place = at.stage * kStageBytes + piece / 8 * (kSamples * 128) + swizzled(row, piece % 8);
-              store_u32x4(memory + place, words);
-              if constexpr (BLOCKS > 1) send_words(other + place, words, other + (full(at.stage) - memory));
-              Element* turned = static_cast<Element*>(const_cast<void*>(params.x)) +
-                                ((tile * kSamples + row) * L + first_l + i) * S + piece * kPiece;
-              if (row < left && blockIdx.y < BLOCKS) store_global<16>(turned, words);
-            }
-            if (round + kTogether >= kRounds) {
-              __syncwarp();
-              if (lane.index == 0) arrive(full(at.stage));
-            }
-          }
+      for (int l = 0; l < L; ++l, ring.turn()) {
+        if (l % 4 == 0) {
+          wait_for_bytes(empty_first(first.stage), first.phase);
+          expect_bytes(full_first(first.stage), kFirst);
+          const i64 at = Order::kFirstAt + (i64(blockIdx.y) * (L / 4) + l / 4) * kFirst;
+          load_run(memory + kFirsts + first.stage * kFirst, weights + at, kFirst, full_first(first.stage));
+          first.turn();
         }
-        ring = at;
+        const u32 to = memory + ring.stage * kStageBytes, barrier = full(ring.stage);
+        wait_for_bytes(empty(ring.stage), ring.phase);
+        expect_bytes(barrier, kSecond + kSlabs * rows * 128);
+        load_run(to + kGrad, weights + (i64(blockIdx.y) * L + l) * kSecond, kSecond, barrier);
+        if (mine == 0) continue;
+        const char* from = grad + Order::turned_at(tile * kSamples);
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          const u32 there = to + (slab * kSamples + rank * kOwn) * 128;
+          const char* row = from + Order::turned_row(l, slab, rank * kOwn, rows, 0);
+          if constexpr (BLOCKS == 1)
+            load_run(there, row, mine, barrier);
+          else
+            load_run(there, row, mine, barrier, (1u << BLOCKS) - 1);
+        }
       }
     }
   }
@@ -227,7 +236,6 @@ template <class Pass> struct MonarchBack {
 #pragma unroll
         for (int l = 0; l < 4; ++l) {
           wait_for_bytes(full(ring.stage), ring.phase);
-          fence_copy_engine();
           make_state(state[l], memory + ring.stage * kStageBytes, group);
           stages[l] = ring.stage;
           ring.turn();
@@ -271,19 +279,23 @@ template <class Pass> struct MonarchBack {
 
   DEVICE void run() const {
     if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), kLoaders / 32 + 1);
+      init_barrier(full(threadIdx.x), 1);
       init_barrier(empty(threadIdx.x), kConsumers / 32 * BLOCKS);
     }
     if (threadIdx.x < FIRSTS) {
       init_barrier(full_first(threadIdx.x), 1);
       init_barrier(empty_first(threadIdx.x), kConsumers / 32);
     }
+    if (threadIdx.x == 0) init_barrier(turned(), (kTurners / 32 + 1) * BLOCKS);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
     if (warp >= kConsumers / 32) {
       give_registers<kCopyRegisters>();
-      produce();
+      if (warp < (kConsumers + kTurners) / 32)
+        turn_all();
+      else if (lane.index == 0)
+        load();
     } else {
       take_registers<kRegisters>();
       consume();

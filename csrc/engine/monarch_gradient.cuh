@@ -138,10 +138,13 @@ template <class Pass> struct MonarchGradient {
     each<CHUNK, kXPieces>([&](int row, int run) {
       copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
     });
-    const Element* g = static_cast<const Element*>(params.y) + first * (L * S) + first_l * S;
+    const char* g = static_cast<const char*>(params.y);
     each<CHUNK, kLs * kGPieces>([&](int row, int run) {
       const u32 at = to + place_of_run(run / kGPieces * CHUNK + row, run % kGPieces);
-      copy_async<16>(at, g + row * (L * S) + run * kPiece, row < left);
+      const i64 sample = first + row, tile = sample / Order::kTile * Order::kTile;
+      const int piece = run % kGPieces, rows = int(min(params.batch - tile, i64(Order::kTile)));
+      const u32 from = Order::turned_row(first_l + run / kGPieces, piece / 8, int(sample - tile), rows, piece % 8);
+      copy_async<16>(at, g + Order::turned_at(tile) + from, row < left);
     });
   }
   // By the loaders

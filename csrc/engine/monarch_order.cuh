@@ -1,5 +1,5 @@
-// In which order the ways back through a Monarch layer whose groups are small and many have what they multiply: rows of s's,
-// of grad_y turned and of second weights, and, for monarch_back.cuh, both weights as its shared memory is to have them.
+// In which order the ways back through a Monarch layer whose groups are small and many have what they multiply: grad_y turned,
+// whose rows are s's, and both weights, as monarch_back.cuh's shared memory is to have them.
 //
 // Pass:  K, P, L, S, RHO, Element
 #pragma once
@@ -14,9 +14,16 @@ template <class Pass> struct MonarchOrder {
   static constexpr DEVICE int s_at(int place) { return place / kPiece + place % kPiece * kRun; }
   static constexpr DEVICE int place_of(int s) { return s % kRun * kPiece + s / kRun; }
 
+  // Of a tile of samples, of which there are `rows`, an l's slabs, and in these the samples' rows
+  static constexpr int kTile = 64, kSlabs = ceil_div(Pass::S * kSize, 128);
+  static constexpr DEVICE i64 turned_at(i64 sample) { return sample * (Pass::L * kSlabs * 128); }
+  static constexpr DEVICE u32 turned_row(int l, int slab, int row, int rows, int piece) {
+    return (l * kSlabs + slab) * rows * 128 + swizzled(row, piece);
+  }
+
   // Second weights by parts and l's: numbers are rows of slabs. First ones behind them, by parts and fours of l's: units, P's,
   // and of these all numbers of the unit and of the four.
-  static constexpr int kSlabs = ceil_div(Pass::S * kSize, 128), kSecondBytes = kSlabs * 64 * 128;
+  static constexpr int kSecondBytes = kSlabs * 64 * 128;
   static constexpr int kFirstBytes = kUnits * Pass::P * 16 * kSize;
   static constexpr i64 kFirstAt = i64(kParts) * Pass::L * kSecondBytes, kBytes = kFirstAt + i64(kParts) * (Pass::L / 4) * kFirstBytes;
   static constexpr DEVICE int piece_of_first(int row, int piece) { return piece ^ row / (4 / (kSize / 2)) % (2 * (kSize / 2)); }

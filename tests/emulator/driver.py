@@ -148,8 +148,8 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
         if isinstance(p, MonarchGradient | MonarchWeights):
             return 0
-        if isinstance(p, MonarchBack):
-            return sum(self.outputs(batch))
+        if isinstance(p, MonarchBack):  # but for what is behind short rows of a slab
+            return batch * (p.chain.in_features + p.chain.out_features) * p.size
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
         if isinstance(p, WeightChunks | WeightHalves):
