@@ -255,6 +255,11 @@ template <class Pass> struct MonarchBack {
             for (int i = 0; i < 4; ++i)
               add_unit(sums[(q * 4 + i) / kOfK], left[i], of_first + (q * 4 + i) * (P * kRow) + lanes[part]);
           }
+        // An arrival does not wait for what has been asked of shared memory, while the matrix unit reads it.
+#pragma unroll
+        for (int k = 0; k < 8 / kOfK; ++k)
+#pragma unroll
+          for (int n = 0; n < P / 8; ++n) touch(sums[k][n]);
         __syncwarp();
         if (lane.index == 0) arrive(empty_first(first.stage));
         first.turn();
