@@ -33,8 +33,9 @@ template <class Pass> struct MonarchBack {
   static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
   static constexpr int kConsumers = 256, kTurners = 224, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
   static constexpr int kCopyRegisters = 56, kRegisters = 200;
+  static constexpr bool kAhead = kSize == 2;  // the next four l's products are made beside these four's second ones
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
-  static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
+  static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && (Order::kRun < 8 || Order::kRun % 8 == 0) && S % kStep == 0 && P % 8 == 0);
 
   // A stage: rows of samples and of numbers, in slabs. The first weights of a unit: rows of P's, the numbers of four l's.
   static constexpr int kSlabs = Order::kSlabs, kGrad = kSlabs * kSamples * 128, kSecond = Order::kSecondBytes;
@@ -82,15 +83,16 @@ template <class Pass> struct MonarchBack {
       }
     }
   }
-  // This block's samples of a tile, by squares: neighbouring lanes read rows side by side.
+  // This block's samples of a tile, by squares: neighbouring lanes store pieces of a row, and read rows side by side.
   DEVICE void turn(i64 tile) const {
-    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kSquares = kOwn * kAcross * kRun;
+    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kNear = kRun < 8 ? kRun : 8, kSquares = kOwn * kAcross * kRun;
     const int rows = rows_of(tile), first = rank * kOwn, all = min(kOwn, rows - first) * (kAcross * kRun);
     const Element* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + first) * (L * S);
     char* to = static_cast<char*>(const_cast<void*>(params.x)) + Order::turned_at(tile * kSamples);
 #pragma unroll 1
     for (int j = threadIdx.x - kConsumers; j < kSquares; j += kTurners) {
-      const int across = j % kAcross, piece = j / kAcross % kRun, sample = j / (kAcross * kRun);
+      const int across = j / kNear % kAcross, sample = j / (kAcross * kRun);
+      const int piece = j / (kNear * kAcross) % (kRun / kNear) * kNear + j % kNear;
       u32 square[kPiece][4];
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
@@ -221,49 +223,59 @@ template <class Pass> struct MonarchBack {
       if (lane.index < BLOCKS) free_in_other_block(in_block(empty(stage), lane.index));
     }
   }
+  // What the first products of four l's are made of, as soon as it is there
+  DEVICE void make_states(State& state, Ring<STAGES>& ring, int group) const {
+#pragma unroll
+    for (int l = 0; l < 4; ++l, ring.turn()) {
+      wait_for_bytes(full(ring.stage), ring.phase);
+      make_state(state[l], memory + ring.stage * kStageBytes, group);
+    }
+  }
+  // What four l's add to a tile's sums; NEXT ones are made beside it.
+  template <bool NEXT>
+  DEVICE void add_four(Sums& sums, State& state, Ring<STAGES>& ring, Ring<STAGES>& last, Ring<FIRSTS>& first, int group) const {
+    wait_for_products<0>();
+#pragma unroll
+    for (int l = 0; l < 4; ++l, last.turn()) touch(state[l]), release(last.stage);
+    A left[2 * kParts][4];
+#pragma unroll
+    for (int i = 0; i < 2 * kParts; ++i) as_a(left[i], state, i / kParts, i % kParts);
+    if constexpr (NEXT) {
+#pragma unroll
+      for (int i = 0; i < 2 * kParts; ++i)
+#pragma unroll
+        for (int unit = 0; unit < 4; ++unit) settle(left[i][unit].r);
+      make_states(state, ring, group);
+    }
+    wait_for_bytes(full_first(first.stage), first.phase);
+    const u32 of_first = memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow);
+#pragma unroll
+    for (int i = 0; i < 2 * kParts; ++i)
+#pragma unroll
+      for (int unit = 0; unit < 4; ++unit) {
+        const int at = i / kParts * 4 + unit;
+        add_unit(sums[at / kOfK], left[i][unit], of_first + at * (P * kRow) + lane_of_first(i % kParts));
+      }
+    fence_copy_engine();  // an arrival does not wait for what has been asked of shared memory, which wgmma keeps busy
+    __syncwarp();
+    if (lane.index == 0) arrive(empty_first(first.stage));
+    first.turn();
+  }
   DEVICE void consume() const {
     const int group = warp / 4;
-    const u32 lanes[] = {lane_of_first(0), lane_of_first(kParts - 1)};
-    Ring<STAGES> ring{0, 0};
+    Ring<STAGES> ring{0, 0}, last = ring;
     Ring<FIRSTS> first{0, 0};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
+      State state;
+      make_states(state, ring, group);
 #pragma unroll 1
-      for (int four = 0; four < L / 4; ++four) {
-        State state;
-        int stages[4];
-#pragma unroll
-        for (int l = 0; l < 4; ++l) {
-          wait_for_bytes(full(ring.stage), ring.phase);
-          make_state(state[l], memory + ring.stage * kStageBytes, group);
-          stages[l] = ring.stage;
-          ring.turn();
-        }
-        wait_for_products<0>();
-#pragma unroll
-        for (int l = 0; l < 4; ++l) touch(state[l]), release(stages[l]);
-        wait_for_bytes(full_first(first.stage), first.phase);
-        const u32 of_first = memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow);
-#pragma unroll
-        for (int q = 0; q < 2; ++q)
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            A left[4];
-            as_a(left, state, q, part);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              add_unit(sums[(q * 4 + i) / kOfK], left[i], of_first + (q * 4 + i) * (P * kRow) + lanes[part]);
-          }
-        // An arrival does not wait for what has been asked of shared memory, while the matrix unit reads it.
-#pragma unroll
-        for (int k = 0; k < 8 / kOfK; ++k)
-#pragma unroll
-          for (int n = 0; n < P / 8; ++n) touch(sums[k][n]);
-        __syncwarp();
-        if (lane.index == 0) arrive(empty_first(first.stage));
-        first.turn();
+      for (int four = 1; four < L / 4; ++four) {
+        add_four<kAhead>(sums, state, ring, last, first, group);
+        if constexpr (!kAhead) make_states(state, ring, group);
       }
+      add_four<false>(sums, state, ring, last, first, group);
       store(sums, tile, group);
     }
   }

@@ -36,7 +36,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
   static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
-  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0);
+  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0 && Order::kTile % CHUNK == 0);
 
   // Rows, an odd multiple of 16 bytes apart: of the second weights by l's, fours of units and places, of grad_y by l's and
   // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
@@ -130,7 +130,7 @@ template <class Pass> struct MonarchGradient {
       for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
     }
   }
-  DEVICE void copy_chunk(i64 chunk, u32 to) const {
+  DEVICE void copy_chunk(i64 chunk, u32 to, u32 barrier) const {
     const i64 first = chunk * CHUNK;
     const int left = int(min(params.batch - first, i64(CHUNK)));
     constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
@@ -138,13 +138,21 @@ template <class Pass> struct MonarchGradient {
     each<CHUNK, kXPieces>([&](int row, int run) {
       copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
     });
-    const char* g = static_cast<const char*>(params.y);
+    // Of a tile, rows of an l follow one another, as they are to lie in a slab.
+    const i64 tile = first / Order::kTile * Order::kTile;
+    const int begin = int(first - tile), rows = int(min(params.batch - tile, i64(Order::kTile)));
+    const char* g = static_cast<const char*>(params.y) + Order::turned_at(tile);
+    if (kWgmma && left == CHUNK) {
+      const int l = threadIdx.x - kConsumers;
+      if (l == 0) expect_bytes(barrier, kLs * CHUNK * 128);
+      if (l < kLs) load_run(to + l * (CHUNK * 128), g + Order::turned_row(first_l + l, 0, begin, rows, 0), CHUNK * 128, barrier);
+      return;
+    }
+    if (threadIdx.x == kConsumers) arrive(barrier);
     each<CHUNK, kLs * kGPieces>([&](int row, int run) {
-      const u32 at = to + place_of_run(run / kGPieces * CHUNK + row, run % kGPieces);
-      const i64 sample = first + row, tile = sample / Order::kTile * Order::kTile;
-      const int piece = run % kGPieces, rows = int(min(params.batch - tile, i64(Order::kTile)));
-      const u32 from = Order::turned_row(first_l + run / kGPieces, piece / 8, int(sample - tile), rows, piece % 8);
-      copy_async<16>(at, g + Order::turned_at(tile) + from, row < left);
+      const int l = run / kGPieces, piece = run % kGPieces;
+      const u32 from = Order::turned_row(first_l + l, piece / 8, begin + row, rows, piece % 8);
+      copy_async<16>(to + place_of_run(l * CHUNK + row, piece), g + from, row < left);
     });
   }
   // By the loaders
@@ -154,7 +162,7 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll 1
     for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
       wait_for_bytes(empty(stage), phase);
-      copy_chunk(chunk, memory + kStages + stage * kStageBytes);
+      copy_chunk(chunk, memory + kStages + stage * kStageBytes, full(stage));
       arrive_with_copies(full(stage));
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
@@ -303,9 +311,10 @@ template <class Pass> struct MonarchGradient {
   };
   DEVICE void run() {
     if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), kLoaders);
+      init_barrier(full(threadIdx.x), kLoaders + 1);
       init_barrier(empty(threadIdx.x), kMembers / 32);
     }
+    fence_copy_engine();
     __syncthreads();
     if (warp >= kConsumers / 32) {
       give_registers<kCopyRegisters>();
