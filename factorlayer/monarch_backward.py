@@ -1,6 +1,7 @@
 """All gradients of a Monarch layer whose groups are small and many, its state and that one's gradient on chip:
-csrc/engine/monarch_back.cuh, which makes that of x and leaves grad_y turned, and monarch_gradient.cuh, those of the weights,
-which reads it so: what an output group has lies side by side. Before them, monarch_weights.cuh puts weights in order.
+csrc/engine/monarch_back.cuh, which makes that of x and leaves grad_y turned, and monarch_gradient.cuh, those of the
+weights, which reads it so: what an output group has lies side by side. Before them, monarch_weights.cuh puts weights
+in order.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class MonarchWeights(_Both):
     def output_bytes(self) -> int:
         """Of all"""
         first, second = self.both
-        return self.all_units * 4 * (second.inner * _slabs(second.q * self.size) * 128 + first.p * second.inner * self.size)
+        return second.p * second.inner * (_slabs(second.q * self.size) * 128 + first.p * self.size)
 
     def __str__(self) -> str:
         return f"monarch weights in another order: {self.output_bytes} bytes"
@@ -214,8 +215,8 @@ class MonarchBack(_Both):
     def __str__(self) -> str:
         first, second = self.both
         return (
-            f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, tiles of {self.units_per_block} samples "
-            f"and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} groups, "
+            f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
+            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} groups, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -253,6 +254,9 @@ def _takes(chain: Chain, dtype: str) -> bool:
         return False
     rank, piece = first.q // second.inner, 16 // ELEMENT_BYTES[dtype]
     if rank not in RANKS or second.p != first.outer * rank or second.p not in (4 * UNITS, 8 * UNITS):
+        return False
+    run = second.q // piece  # 16 bytes of a row of grad_y turned
+    if run > 8 and run % 8:
         return False
     if second.inner % max(4, piece) or first.p % 8 or second.q % 16 or 32 // rank * first.p > 4 * MOST_SUMS_BACK:
         return False

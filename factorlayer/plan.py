@@ -126,8 +126,9 @@ class Plan:
         if isinstance(first, WeightChunks):
             return 0, 0, first.output_bytes
         if isinstance(first, MonarchWeights):  # grad_y turned; the weights, which are read before there are sums
-            _, back, summing, _ = self.passes
-            return back.output_bytes, 0, max(first.output_bytes, summing.part_bytes)
+            (back,) = (p for p in self.passes if isinstance(p, MonarchBack))
+            sums = max(p.part_bytes for p in self.passes if isinstance(p, MonarchGradient))
+            return back.output_bytes, 0, max(first.output_bytes, sums)
         if isinstance(first, FewPass):
             return first.output_bytes, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[self._before : -1]]

@@ -35,7 +35,8 @@ template <class Pass> struct MonarchBack {
   static constexpr int kCopyRegisters = 56, kRegisters = 200;
   static constexpr bool kAhead = kSize == 2;  // the next four l's products are made beside these four's second ones
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
-  static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && (Order::kRun < 8 || Order::kRun % 8 == 0) && S % kStep == 0 && P % 8 == 0);
+  static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
+  static_assert(Order::kRun < 8 || Order::kRun % 8 == 0);
 
   // A stage: rows of samples and of numbers, in slabs. The first weights of a unit: rows of P's, the numbers of four l's.
   static constexpr int kSlabs = Order::kSlabs, kGrad = kSlabs * kSamples * 128, kSecond = Order::kSecondBytes;

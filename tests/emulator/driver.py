@@ -183,10 +183,14 @@ class Emulator:
             self.objects.append(str(folder / f"{path.stem}.o"))
             compile_cpp(["-O2", "-c", str(path), "-o", self.objects[-1]])
 
-    def compile(self, plan: Plan, changes: dict[str, str] | None = None) -> list[Kernel]:
-        """A program for each pass. `changes` breaks the device code: texts in it, each there at least once."""
+    def compile(
+        self, plan: Plan, changes: dict[str, str] | None = None, which: Sequence[int] | None = None
+    ) -> list[Kernel]:
+        """A program for each pass, or some. `changes` breaks the device code: texts in it, each there at least once."""
         kernels = []
         for i, planned in enumerate(plan.passes):
+            if which is not None and i not in which:
+                continue
             text = source(planned, "kernel") if isinstance(planned, Resident) else planned.source("kernel")
             cluster = re.search(r"__cluster_dims__\(1, (\d+), 1\)", text)
             text = for_the_cpu(text)
@@ -213,6 +217,8 @@ class Emulator:
         for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
             if values is not None:
                 (self.folder / name).write_bytes(encode(values, plan.dtype))
+        left = self.folder / "left"  # what one pass leaves for another one
+        left.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
@@ -232,7 +238,6 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
-            left = self.folder / "left"
             if isinstance(kernel.planned, MonarchGradient):
                 left.unlink(missing_ok=True)
             if isinstance(kernel.planned, MonarchBack):
