@@ -216,8 +216,8 @@ class MonarchBack(_Both):
         first, second = self.both
         return (
             f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
-            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} groups, "
-            f"{self.shared} bytes of shared memory"
+            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} "
+            f"groups, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:

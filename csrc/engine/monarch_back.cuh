@@ -33,7 +33,6 @@ template <class Pass> struct MonarchBack {
   static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
   static constexpr int kConsumers = 256, kTurners = 224, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
   static constexpr int kCopyRegisters = 56, kRegisters = 200;
-  static constexpr bool kAhead = kSize == 2;  // the next four l's products are made beside these four's second ones
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
   static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
   static_assert(Order::kRun < 8 || Order::kRun % 8 == 0);
@@ -84,16 +83,28 @@ template <class Pass> struct MonarchBack {
       }
     }
   }
+  // Of what this block turns of a tile, how many squares there are
+  static constexpr int kSquares = kOwn * (L / kPiece) * Order::kRun, kAhead = 3 * kTurners;
+  DEVICE int squares_of(i64 tile) const { return min(kOwn, rows_of(tile) - rank * kOwn) * (kSquares / kOwn); }
+  DEVICE const Element* grad_of(i64 tile) const {
+    return static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + rank * kOwn) * (L * S);
+  }
+  // As many bytes as a square has are on their way to L2 some time before they are read, of this tile or the next.
+  DEVICE void ask_for_square(i64 tile, int j) const {
+    if (j >= kSquares) j -= kSquares, tile += gridDim.x;
+    if (tile < tiles() && j < squares_of(tile)) prefetch(grad_of(tile) + j * (kPiece * kPiece));
+  }
   // This block's samples of a tile, by squares: neighbouring lanes store pieces of a row, and read rows side by side.
   DEVICE void turn(i64 tile) const {
-    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kNear = kRun < 8 ? kRun : 8, kSquares = kOwn * kAcross * kRun;
-    const int rows = rows_of(tile), first = rank * kOwn, all = min(kOwn, rows - first) * (kAcross * kRun);
-    const Element* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + first) * (L * S);
+    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kNear = kRun < 8 ? kRun : 8;
+    const int rows = rows_of(tile), first = rank * kOwn, all = squares_of(tile);
+    const Element* g = grad_of(tile);
     char* to = static_cast<char*>(const_cast<void*>(params.x)) + Order::turned_at(tile * kSamples);
 #pragma unroll 1
     for (int j = threadIdx.x - kConsumers; j < kSquares; j += kTurners) {
       const int across = j / kNear % kAcross, sample = j / (kAcross * kRun);
       const int piece = j / (kNear * kAcross) % (kRun / kNear) * kNear + j % kNear;
+      ask_for_square(tile, j + kAhead);
       u32 square[kPiece][4];
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
@@ -113,6 +124,8 @@ template <class Pass> struct MonarchBack {
   }
   DEVICE void turn_all() const {
     u32 phase = 1;
+    for (int j = threadIdx.x - kConsumers; j < kAhead; j += kTurners)
+      if (blockIdx.x < tiles()) ask_for_square(blockIdx.x, j);
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
       turn(tile);
@@ -133,8 +146,10 @@ template <class Pass> struct MonarchBack {
       for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(), block));
       wait_for_cluster(turned(), phase);
       fence_copies_of_memory();
+      const int shift = int(tile % (L / 4)) * 4;  // not all clusters read the same weights at once
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, ring.turn()) {
+      for (int i = 0; i < L; ++i, ring.turn()) {
+        const int l = (i + shift) % L;
         if (l % 4 == 0) {
           wait_for_bytes(empty_first(first.stage), first.phase);
           expect_bytes(full_first(first.stage), kFirst);
@@ -232,51 +247,38 @@ template <class Pass> struct MonarchBack {
       make_state(state[l], memory + ring.stage * kStageBytes, group);
     }
   }
-  // What four l's add to a tile's sums; NEXT ones are made beside it.
-  template <bool NEXT>
-  DEVICE void add_four(Sums& sums, State& state, Ring<STAGES>& ring, Ring<STAGES>& last, Ring<FIRSTS>& first, int group) const {
-    wait_for_products<0>();
-#pragma unroll
-    for (int l = 0; l < 4; ++l, last.turn()) touch(state[l]), release(last.stage);
-    A left[2 * kParts][4];
-#pragma unroll
-    for (int i = 0; i < 2 * kParts; ++i) as_a(left[i], state, i / kParts, i % kParts);
-    if constexpr (NEXT) {
-#pragma unroll
-      for (int i = 0; i < 2 * kParts; ++i)
-#pragma unroll
-        for (int unit = 0; unit < 4; ++unit) settle(left[i][unit].r);
-      make_states(state, ring, group);
-    }
-    wait_for_bytes(full_first(first.stage), first.phase);
-    const u32 of_first = memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow);
-#pragma unroll
-    for (int i = 0; i < 2 * kParts; ++i)
-#pragma unroll
-      for (int unit = 0; unit < 4; ++unit) {
-        const int at = i / kParts * 4 + unit;
-        add_unit(sums[at / kOfK], left[i][unit], of_first + at * (P * kRow) + lane_of_first(i % kParts));
-      }
-    fence_copy_engine();  // an arrival does not wait for what has been asked of shared memory, which wgmma keeps busy
-    __syncwarp();
-    if (lane.index == 0) arrive(empty_first(first.stage));
-    first.turn();
-  }
   DEVICE void consume() const {
     const int group = warp / 4;
+    const u32 lanes[] = {lane_of_first(0), lane_of_first(kParts - 1)};
     Ring<STAGES> ring{0, 0}, last = ring;
     Ring<FIRSTS> first{0, 0};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
-      State state;
-      make_states(state, ring, group);
 #pragma unroll 1
-      for (int four = 1; four < L / 4; ++four) {
-        add_four<kAhead>(sums, state, ring, last, first, group);
-        if constexpr (!kAhead) make_states(state, ring, group);
+      for (int four = 0; four < L / 4; ++four) {
+        State state;
+        make_states(state, ring, group);
+        wait_for_products<0>();
+#pragma unroll
+        for (int l = 0; l < 4; ++l, last.turn()) touch(state[l]), release(last.stage);
+        wait_for_bytes(full_first(first.stage), first.phase);
+        const u32 of_first = memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow);
+#pragma unroll
+        for (int i = 0; i < 2 * kParts; ++i) {
+          A left[4];
+          as_a(left, state, i / kParts, i % kParts);
+#pragma unroll
+          for (int unit = 0; unit < 4; ++unit) {
+            const int at = i / kParts * 4 + unit;
+            add_unit(sums[at / kOfK], left[unit], of_first + at * (P * kRow) + lanes[i % kParts]);
+          }
+        }
+        fence_copy_engine();  // an arrival does not wait for what has been asked of shared memory, which wgmma keeps busy
+        __syncwarp();
+        if (lane.index == 0) arrive(empty_first(first.stage));
+        first.turn();
       }
-      add_four<false>(sums, state, ring, last, first, group);
       store(sums, tile, group);
     }
   }
