@@ -84,15 +84,10 @@ template <class Pass> struct MonarchBack {
     }
   }
   // Of what this block turns of a tile, how many squares there are
-  static constexpr int kSquares = kOwn * (L / kPiece) * Order::kRun, kAhead = 3 * kTurners;
+  static constexpr int kSquares = kOwn * (L / kPiece) * Order::kRun;
   DEVICE int squares_of(i64 tile) const { return min(kOwn, rows_of(tile) - rank * kOwn) * (kSquares / kOwn); }
   DEVICE const Element* grad_of(i64 tile) const {
     return static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + rank * kOwn) * (L * S);
-  }
-  // As many bytes as a square has are on their way to L2 some time before they are read, of this tile or the next.
-  DEVICE void ask_for_square(i64 tile, int j) const {
-    if (j >= kSquares) j -= kSquares, tile += gridDim.x;
-    if (tile < tiles() && j < squares_of(tile)) prefetch(grad_of(tile) + j * (kPiece * kPiece));
   }
   // This block's samples of a tile, by squares: neighbouring lanes store pieces of a row, and read rows side by side.
   DEVICE void turn(i64 tile) const {
@@ -104,7 +99,6 @@ template <class Pass> struct MonarchBack {
     for (int j = threadIdx.x - kConsumers; j < kSquares; j += kTurners) {
       const int across = j / kNear % kAcross, sample = j / (kAcross * kRun);
       const int piece = j / (kNear * kAcross) % (kRun / kNear) * kNear + j % kNear;
-      ask_for_square(tile, j + kAhead);
       u32 square[kPiece][4];
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
@@ -124,13 +118,11 @@ template <class Pass> struct MonarchBack {
   }
   DEVICE void turn_all() const {
     u32 phase = 1;
-    for (int j = threadIdx.x - kConsumers; j < kAhead; j += kTurners)
-      if (blockIdx.x < tiles()) ask_for_square(blockIdx.x, j);
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
+      wait_for_cluster(turned(), phase);
       turn(tile);
       fence_copies_of_memory();
-      wait_for_cluster(turned(), phase);
       __syncwarp();
       tell_turned();
     }
@@ -146,10 +138,8 @@ template <class Pass> struct MonarchBack {
       for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(), block));
       wait_for_cluster(turned(), phase);
       fence_copies_of_memory();
-      const int shift = int(tile % (L / 4)) * 4;  // not all clusters read the same weights at once
 #pragma unroll 1
-      for (int i = 0; i < L; ++i, ring.turn()) {
-        const int l = (i + shift) % L;
+      for (int l = 0; l < L; ++l, ring.turn()) {
         if (l % 4 == 0) {
           wait_for_bytes(empty_first(first.stage), first.phase);
           expect_bytes(full_first(first.stage), kFirst);
