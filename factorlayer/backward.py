@@ -89,11 +89,9 @@ class Visit:
 
     def turn(self, is_grad: bool) -> Turned | None:
         """How the state before it, or the gradient behind it, is turned."""
-        c, *more = self.part.contractions
+        c = self.part.contractions[0]
         if is_grad and self.mixed:
             return self.mixed
-        if is_grad and self.part.x_turned:
-            return more[-1].outer, more[-1].q, more[-1].inner
         return (c.outer, c.q if is_grad else c.p, c.inner) if self.turned else None
 
     def transposed(self, ops: Ops, weight: Tensor) -> Tensor:
@@ -130,9 +128,7 @@ class Visit:
     @property
     def visited(self) -> Chain:
         """What makes all gradients at once."""
-        return replace(
-            self.part, backward=True, x_turned=self.turned or self.part.x_turned, turn=self.hands_back, mixed=self.mixed
-        )
+        return replace(self.part, backward=True, x_turned=self.turned, turn=self.hands_back, mixed=self.mixed)
 
     @functools.cached_property
     def back(self) -> str:
@@ -324,14 +320,13 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
             if learns[longer - 1] != learns[at]:
                 break
             part = _part(chain, steps[at:longer])
-            if _are_neighbours(steps[at:longer]) and (not learns[at] or _at_once(part, fits)):
+            if _are_neighbours(steps[at:longer]) and (not learns[at] or fits(replace(part, backward=True))):
                 end = longer
         returns = bool(wanted & 1) or any(learns[:at])
         weights = tuple(sorted(c.weight for c in steps[at:end]))
         part = _part(chain, steps[at:end])
         one = returns and part.contractions[0].tied and fits(replace(part, backward=True))
         at_once = learns[at] and (end > at + 1 or one)
-        part = _at_once(part, fits) or part if at_once else part
         made.append(Visit(part, weights, learns[at], returns, at_once))
         at = end
     if mixes:
@@ -348,7 +343,7 @@ def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | 
     """What makes all gradients, if that is all there is to do; the bias's among them, if one kernel does."""
     chain, planned = Chain.parse(text), visits(text, wanted, fits)
     whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
-    if not whole or not planned[0].at_once or planned[0].part.x_turned:
+    if not whole or not planned[0].at_once:
         return None
     with_bias = replace(planned[0].visited, bias=True)
     return with_bias.text if wanted & 2 and fits(with_bias) else planned[0].gradient
@@ -397,15 +392,6 @@ def _mixed(visit: Visit, following: Visit) -> Turned | None:
     if behind.p % groups or rows % LEAST_RUN or rows * behind.inner != c.q:
         return None
     return c.outer, rows, behind.inner
-
-
-def _at_once(part: Chain, fits: Callable[[Chain], bool]) -> Chain | None:
-    """The part as what makes all its gradients takes it, if anything does: with grad_y as it is, or turned."""
-    last = part.contractions[-1]
-    for turned in (False, True) if not part.contractions[0].tied and last.inner > 1 else (False,):
-        if fits(replace(part, backward=True, x_turned=turned)):
-            return replace(part, x_turned=turned)
-    return None
 
 
 def _are_neighbours(steps: Sequence[Contraction]) -> bool:

@@ -1,7 +1,7 @@
 """All gradients of a Monarch layer whose groups are small and many, its state and that one's gradient on chip:
-csrc/engine/monarch_gradient.cuh, which makes those of the weights, and monarch_back.cuh, that of x.
-
-Both read grad_y turned: what an output group has lies side by side.
+csrc/engine/monarch_back.cuh, which makes that of x and leaves grad_y turned, and monarch_gradient.cuh, those of the
+weights, which reads it so: what an output group has lies side by side. Before them, monarch_weights.cuh puts weights
+in order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
-from factorlayer.device import ELEMENT, MATH, headers, hopper_headers, kernel, wgmma
+from factorlayer.device import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Reduction
 from factorlayer.spec import Contraction
@@ -20,6 +20,9 @@ from factorlayer.spec import Contraction
 DTYPES = ("tf32", "bfloat16", "float16")
 WARPS = 8
 MOST_SUMS = 200  # of a thread, whatever else it holds
+MOST_SUMS_BACK = 112
+UNITS = 16  # of a block on the way back
+MOST_STAGES = 16
 RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
@@ -61,7 +64,7 @@ class _Both:
     @property
     def numbers(self) -> dict[str, int]:
         first, second = self.both
-        numbers = {"FIRST": first.weight, "SECOND": second.weight, "GRAD": 2, "K": first.outer, "P": first.p}
+        numbers = {"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p}
         return numbers | {"L": second.inner, "S": second.q, "RHO": self.rank}
 
     def lines(self, numbers: dict[str, int]) -> list[str]:
@@ -135,72 +138,111 @@ class MonarchGradient(_Both, BlockSums):
         numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
         flag = f"static constexpr bool WGMMA = {str(self.wgmma).lower()};"
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({16, second.q})) if self.wgmma else ""
-        code = hopper_headers(products, "sums.cuh", "monarch_gradient.cuh")
+        code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_gradient.cuh")
         return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads)
 
 
 @dataclass(frozen=True)
-class MonarchBack(_Both):
-    """The pass over grad_y that makes the gradient of x, tiled: a block has 4 * `wk` units and 16 * `mt` * `wm`
-    samples, and `groups` output groups at a time. `us` is the time predicted."""
+class MonarchWeights(_Both):
+    """The pass that puts both weights in the order in which the way back reads them."""
 
     chain: Chain
     dtype: str
-    wk: int
-    wm: int
-    mt: int
-    groups: int
-    stages: int
+    gpu: Gpu
+
+    threads = 256
+    shared = 0
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    us = 3.0
+
+    @property
+    def split(self) -> int:
+        return min(self.output_bytes // (16 * self.threads), 2 * self.gpu.sms)
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all"""
+        first, second = self.both
+        return second.p * second.inner * (_slabs(second.q * self.size) * 128 + first.p * self.size)
+
+    def __str__(self) -> str:
+        return f"monarch weights in another order: {self.output_bytes} bytes"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        code = hopper_headers("", "monarch_order.cuh", "monarch_weights.cuh")
+        return kernel(code, name, "MonarchWeights", self.lines({"THREADS": self.threads}), self.threads)
+
+
+@dataclass(frozen=True)
+class MonarchBack(_Both):
+    """The pass over grad_y that makes the gradient of x and leaves grad_y turned, tiled: a block has 16 units and 64
+    samples, with `cluster` blocks that turn grad_y for each other. `us` is the time predicted."""
+
+    chain: Chain
+    dtype: str
+    stages: int  # of an output group
+    firsts: int  # of the first weights for four of them
     batch: int
     gpu: Gpu
     us: float = 0.0
 
-    threads = 32 * (WARPS + 8)  # with those that copy: with four it takes a sixth longer in tf32
+    threads = 512
     units_per_sample = 1
-
-    @property
-    def samples(self) -> int:
-        return 16 * self.mt * self.wm
-
-    @property
-    def units_per_block(self) -> int:
-        return self.samples
+    units_per_block = 64
 
     @property
     def split(self) -> int:
-        return self.all_units // (4 * self.wk)
+        return self.all_units // UNITS
+
+    @property
+    def cluster(self) -> int:
+        return self.split
+
+    @property
+    def output_bytes(self) -> int:
+        """Of grad_y turned, for one sample."""
+        return self.both[1].inner * _slabs(self.both[1].q * self.size) * 128
 
     @functools.cached_property
     def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
         first, second = self.both
-        grad = self.samples * self._stride(second.q)
-        weights = second.q * (16 * self.wk + 8) * self.size + 16 * self.wk * self._stride(first.p)
-        return self.stages * (self.groups * (grad + weights) + 16)
+        stage = 2 * _slabs(second.q * self.size) * 64 * 128
+        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + 8 + 1024
 
     def __str__(self) -> str:
         first, second = self.both
         return (
-            f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, tiles of {self.samples} samples and "
-            f"{16 * self.wk} of {second.p}, {self.stages} stages of {self.groups} of {second.inner} groups, "
-            f"{self.shared} bytes of shared memory"
+            f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
+            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} "
+            f"groups, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"WK": self.wk, "WM": self.wm, "MT": self.mt, "CL": self.groups, "STAGES": self.stages}
-        code = headers("sums.cuh", "monarch_back.cuh")
-        return kernel(code, name, "MonarchBack", self.lines(numbers), self.threads)
+        numbers = {"GRAD": 2, "STAGES": self.stages, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
+        code = hopper_headers(wgmma(self.dtype, 32), "sums.cuh", "monarch_order.cuh", "monarch_back.cuh")
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
+        return kernel(code, name, "MonarchBack", self.lines(numbers), self.threads, cluster=cluster)
+
+
+def _slabs(row: int) -> int:
+    return -(-row // 128)
 
 
 def all_gradients(
     chain: Chain, dtype: str, batch: int, gpu: Gpu
-) -> tuple[MonarchGradient, Reduction, MonarchBack] | None:
+) -> tuple[MonarchWeights, MonarchBack, MonarchGradient, Reduction] | None:
     """The passes, each the fastest by prediction; None if this is no chain for them."""
     if gpu.arch != 90 or batch <= 64 or not _takes(chain, dtype):
         return None
     of_weights = min(gradient_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
-    back = min(back_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
-    return (of_weights, Reduction(of_weights), back) if of_weights and back else None
+    back = _back(chain, dtype, batch, gpu)
+    if not of_weights or not back:
+        return None
+    return MonarchWeights(chain, dtype, gpu), back, of_weights, Reduction(of_weights)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -210,8 +252,13 @@ def _takes(chain: Chain, dtype: str) -> bool:
     first, second = chain.contractions
     if first.tied or second.tied or first.inner > 1 or second.outer > 1 or first.q % second.inner:
         return False
-    rank = first.q // second.inner
-    if rank not in RANKS or second.p != first.outer * rank or second.inner % 4 or first.p % 8 or second.q % 16:
+    rank, piece = first.q // second.inner, 16 // ELEMENT_BYTES[dtype]
+    if rank not in RANKS or second.p != first.outer * rank or second.p not in (4 * UNITS, 8 * UNITS):
+        return False
+    run = second.q // piece  # 16 bytes of a row of grad_y turned
+    if run > 8 and run % 8:
+        return False
+    if second.inner % max(4, piece) or first.p % 8 or second.q % 16 or 32 // rank * first.p > 4 * MOST_SUMS_BACK:
         return False
     return first.outer * first.q >= chain.in_features + chain.out_features
 
@@ -247,23 +294,21 @@ def _gradient_time(plan: MonarchGradient) -> float:
     return 6.0 + each * chunk + ends
 
 
-def back_tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchBack]:
-    first, second = chain.contractions
-    step = 32 // ELEMENT_BYTES[dtype]
-    for wk, mt, groups, stages in itertools.product((1, 2, 4, 8), (1, 2), (2, 4, 8), (3, 2)):
-        plan = MonarchBack(chain, dtype, wk, WARPS // wk, mt, groups, stages, batch, gpu)
-        if plan.all_units % (4 * wk) or groups % (step // 4) or second.inner % groups:
-            continue
-        if 16 // plan.rank * first.p * mt // 2 <= MOST_SUMS // 2 and plan.shared <= gpu.shared:
-            yield replace(plan, us=_back_time(plan))
+def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
+    for firsts, stages in itertools.product((3, 2), range(MOST_STAGES, 3, -1)):
+        plan = MonarchBack(chain, dtype, stages, firsts, batch, gpu)
+        if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
+            return replace(plan, us=_back_time(plan))
+    return None
 
 
 def _back_time(plan: MonarchBack) -> float:
+    """Microseconds: of an output group, what L2 gives, and what shared memory moves; before them, a tile is turned."""
     first, second = plan.both
     gpu, size = plan.gpu, plan.size
-    each = -(-plan.batch // plan.samples) / max(1, gpu.sms // plan.split)
-    grad, weights = plan.samples * second.q, 16 * plan.wk * (first.p + second.q)
-    read = WARPS * (16 * plan.mt * second.q + 16 * (first.p + second.q)) * size
-    products = 2 * plan.samples * 16 * plan.wk * (first.p + second.q) / (0.6 * 8.9e6 * (1 if size == 2 else 0.5))
-    chunk = max(read / gpu.shared_bytes, (grad + weights) * size / (0.8 * gpu.l2_bytes)) + 0.5 * products
-    return 5.0 + max(each, 1.0) * (second.inner * chunk + OWN_COPY_US * second.inner / plan.groups)
+    each = -(-plan.batch // (plan.units_per_block * max(1, gpu.sms // plan.split)))
+    grad, weights = plan.units_per_block * second.q * size, 4 * UNITS * (first.p + second.q) * size
+    loaded = grad / plan.cluster + weights
+    moved = grad + weights + 2 * (grad + weights // 2) + 2 * weights
+    turn = 2 * grad * second.inner / plan.cluster / gpu.memory_bytes
+    return 5.0 + turn + each * second.inner * max(loaded / (0.8 * gpu.l2_bytes), moved / gpu.shared_bytes)

@@ -25,7 +25,7 @@ from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import LARGEST, Mapped
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
@@ -70,6 +70,7 @@ Pass = (
     | MonarchBack
     | MonarchGradient
     | MonarchMapped
+    | MonarchWeights
     | Pair
     | PairBackward
     | Parts
@@ -128,6 +129,10 @@ class Plan:
             return 0, 0, first.part_bytes
         if isinstance(first, WeightChunks):
             return 0, 0, first.output_bytes
+        if isinstance(first, MonarchWeights):  # grad_y turned; the weights, which are read before there are sums
+            (back,) = (p for p in self.passes if isinstance(p, MonarchBack))
+            sums = max(p.part_bytes for p in self.passes if isinstance(p, MonarchGradient))
+            return back.output_bytes, 0, max(first.output_bytes, sums)
         if isinstance(first, FewPass):
             return first.output_bytes, 0, first.part_bytes
         between = [_output_bytes(p) for p in self.passes[self._before : -1]]
@@ -164,9 +169,11 @@ class Plan:
             return "none", "s2"
         if isinstance(p, FewPass):
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
-        if isinstance(p, MonarchGradient):
-            return "x", "s2"
-        if isinstance(p, Dense | MonarchBack):
+        if isinstance(p, MonarchWeights | MonarchGradient):  # beside s2, for sums; s0 is the way back's to write
+            return "x", "s0"
+        if isinstance(p, MonarchBack):
+            return "s0", "y"
+        if isinstance(p, Dense):
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"

@@ -350,8 +350,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         if _is_worth_it(chain, dtype, gpu):
             yield visit, Reduction(visit)
     elif chain.x_turned:
-        if passes := monarch_backward.all_gradients(chain, dtype, batch, gpu):
-            yield passes
+        return
+    elif passes := monarch_backward.all_gradients(chain, dtype, batch, gpu):
+        yield passes
     elif few_passes := few.all_gradients(chain, dtype, batch, gpu):
         yield few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):

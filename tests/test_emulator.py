@@ -757,12 +757,14 @@ def test_all_gradients_of_few_samples(
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
-# Of many small groups: warps that share samples and others, ranks of one and several units, chunks that are not full
+# Of many small groups: blocks alone and two of a cluster, ranks of one and several units, chunks that are not full
 GROUPED = [
     ((16, 24), (16, 24), 4, "bfloat16", 75),
     ((16, 24), (16, 8), 4, "tf32", 45),
     ((8, 16), (16, 24), 8, "float16", 70),
     ((8, 16), (32, 12), 16, "tf32", 33),
+    ((32, 8), (16, 16), 4, "bfloat16", 75),
+    ((16, 8), (16, 8), 8, "float16", 65),
 ]
 
 
@@ -772,25 +774,21 @@ def test_all_gradients_of_many_small_groups(
 ) -> None:
     """And with infinite weights: of these, samples that a chunk is short of make nothing."""
     spec = monarch(inputs, outputs, rank=rank)
-    found = plan(replace(all_gradients_of(spec), x_turned=True), dtype, LARGE, Gpu(90, 24, 232448))
-    assert [type(p).__name__ for p in found.passes] == ["MonarchGradient", "Reduction", "MonarchBack"]
+    found = plan(all_gradients_of(spec), dtype, LARGE, Gpu(90, 24, 232448))
+    assert [type(p).__name__ for p in found.passes] == ["MonarchWeights", "MonarchBack", "MonarchGradient", "Reduction"]
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / 4 for shape in spec.weight_shapes]
-    groups = all_gradients_of(spec).contractions[-1].inner
-    turned = np.ascontiguousarray(grad.reshape(batch, -1, groups).transpose(0, 2, 1)).reshape(batch, -1)
-    if dtype == "tf32":
-        turned = ((turned.astype(np.float32).view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32).astype(np.float64)
     for seed, value in enumerate((None, np.inf)):
         if value is not None:
             weights = [weight.copy() for weight in weights]
             for weight in weights:
                 weight.flat[1] = value
-        made, errors = emulator.run(found, kernels, x, [*weights, turned], None, blocks=24, seed=seed)
+        made, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=24, seed=seed)
         assert not errors
         leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
         right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
-        parts = [made[2], *np.split(made[1], [weights[0].size])]
+        parts = [made[0], *np.split(made[2], [weights[0].size])]
         for part, expected in zip(parts, (t.numpy().ravel() for t in right), strict=True):
             finite = np.isfinite(expected)
             assert not np.isfinite(part[~finite]).any()
@@ -805,24 +803,26 @@ def test_all_gradients_of_many_small_groups(
         ("bfloat16", "if constexpr (kWgmma) fence_copy_engine();", "", "no fence"),
         ("bfloat16", "round_first();\n    Meet()();", "round_first();", "race"),
         ("bfloat16", "wait_for_products<0>();", "", "race"),
+        ("bfloat16", "wait_for_bytes(full(ring.stage), ring.phase);\n", "\n", "nobody goes on"),
+        ("bfloat16", "wait_for_bytes(empty(ring.stage), ring.phase);\n", "\n", "race"),
         ("tf32", "wait_for_bytes(full(stage), position / STAGES & 1);\n", "\n", "has not landed"),
-        ("tf32", "wait_for_bytes(full(stage), phase);\n        add_chunk", "add_chunk", "has not landed"),
-        ("tf32", "wait_for_bytes(empty(stage), phase);\n        copy_chunk", "copy_chunk", "race"),
+        ("tf32", "wait_for_bytes(full_first(first.stage), first.phase);\n", "\n", "has not landed"),
+        ("tf32", "wait_for_bytes(empty_first(first.stage), first.phase);\n", "\n", "race"),
     ],
 )
 def test_finds_what_is_missing_of_gradients_of_small_groups(
     dtype: str, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
-    spec = monarch((16, 24), (16, 8), rank=4)
-    found = plan(replace(all_gradients_of(spec), x_turned=True), dtype, LARGE, Gpu(90, 4, 232448))
-    changed = []
-    for i, kernel in enumerate(found.passes):
-        if old in kernel.source("kernel"):
-            changed += emulator.compile(replace(found, passes=found.passes[i : i + 1]), {old: new})
+    spec, batch = monarch((32, 8), (16, 32), rank=4), 330
+    found = plan(all_gradients_of(spec), dtype, LARGE, Gpu(90, 4, 232448))
+    kernels = emulator.compile(found)
+    broken = [i for i, kernel in enumerate(found.passes) if old in kernel.source("kernel")]
+    for i, kernel in zip(broken, emulator.compile(found, {old: new}, broken), strict=True):
+        kernels[i] = kernel
     draw = drawing(dtype)
     weights = [draw(*shape) for shape in spec.weight_shapes]
-    x, grad = draw(1000, spec.in_features), draw(1000, spec.out_features)
-    _, errors = emulator.run(found, changed, x, [*weights, grad], None, blocks=4)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    _, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=4)
     assert any(said in error for error in errors), errors
 
 

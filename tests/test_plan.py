@@ -32,7 +32,7 @@ from factorlayer.gradient import Gradient, Reduction
 from factorlayer.mapped import Mapped
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair import Pair
 from factorlayer.parts import Parts
@@ -943,20 +943,27 @@ def test_a_monarch_layer_in_float_or_of_odd_sizes_is_two_kernels() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32"])
 def test_gradients_of_a_monarch_layer_whose_state_is_large_keep_it_on_chip(dtype: str) -> None:
     spec, gpu = monarch((32, 24), (64, 48), rank=4), Gpu.of(90)
-    chain = replace(Chain.of(spec, False, "identity"), backward=True, x_turned=True)
+    chain = replace(Chain.of(spec, False, "identity"), backward=True)
     found = plan(chain, dtype, BATCHES[2], gpu)
-    of_weights, reduction, back = found.passes
+    weights, back, of_weights, reduction = found.passes
     assert isinstance(of_weights, MonarchGradient) and isinstance(back, MonarchBack)
+    assert isinstance(weights, MonarchWeights) and weights.output_bytes <= of_weights.part_bytes
     assert of_weights.wgmma == (dtype != "tf32") and of_weights.split * of_weights.most <= gpu.sms
-    assert max(of_weights.shared, back.shared) <= gpu.shared and back.split * (132 // back.split) == 132
+    assert max(of_weights.shared, back.shared) <= gpu.shared and back.split == back.cluster == 2
     text = read_text(found.text())
-    assert [(p.read, p.written) for p in text.passes] == [("x", "s2"), ("s2", "w"), ("x", "y")]
-    assert text.scratch == (0, 0, of_weights.most * reduction.of.weights * 4) and text.chunk == 0
+    assert [(p.read, p.written) for p in text.passes] == [("x", "s0"), ("s0", "y"), ("x", "s0"), ("s2", "w")]
+    size = 4 if dtype == "tf32" else 2
+    assert text.scratch == (3072 * size, 0, of_weights.most * reduction.of.weights * 4) and text.chunk == 0
     few, large = (spec, BATCHES[0]), (monarch((16, 256), (688, 16), rank=16), BATCHES[2])
     narrow = monarch((4, 192), (768, 4), rank=48), BATCHES[2]
     for other, batch in (few, large, narrow):
         with pytest.raises(PlanError, match="at once"):
             plan(replace(Chain.of(other, False, "identity"), backward=True, x_turned=True), dtype, batch, gpu)
+    for other in (large, narrow, (monarch((32, 24), (64, 44), rank=4), BATCHES[2])):
+        takes = dtype == "tf32" and other[0].out_factors == (64, 44)
+        if not takes:
+            with pytest.raises(PlanError, match="at once"):
+                plan(replace(Chain.of(other[0], False, "identity"), backward=True), dtype, other[1], gpu)
     for arch in (80, 100):
         with pytest.raises(PlanError, match="at once"):
             plan(chain, dtype, BATCHES[2], Gpu.of(arch))

@@ -278,6 +278,11 @@ DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// The same to those blocks of a cluster whose bits are set, at the same place, each of which counts the bytes.
+DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 blocks) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"(u16(blocks)) : "memory");
+}
 // By a map of a tensor, which the runtime writes and a kernel has as a parameter: the box that begins at these coordinates,
 // rounded to tf32, with zeros for what lies outside of the tensor. Its rows are a slab's (wgmma.cuh).
 struct __align__(64) TensorMap { u64 words[16]; };
@@ -299,6 +304,8 @@ DEVICE void store_run(void* to, u32 from, u32 bytes) {
 DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What ordinary stores wrote to memory, before the engine reads it there: by who wrote it, and by who waited for them.
+DEVICE void fence_copies_of_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // 8 x 8 matrices of 16-bit elements, one row address per lane; TRANSPOSED hands out columns.

@@ -1,5 +1,6 @@
 // The gradients of both weights of a Monarch layer whose groups are small and many, in one pass: of x [K][P], weights
-// [K][RHO][L][P] and [L][S][K * RHO], and grad_y turned, [L][S]. Neither the state nor its gradient is seen by memory.
+// [K][RHO][L][P] and [L][S][K * RHO], and grad_y turned, [L][S], as monarch_back.cuh has left it. Neither the state nor its
+// gradient is seen by memory.
 //
 // A unit is four of the RHO numbers of a k. A block has 4 * WK units and 4 * WL l's: their weights in shared memory, and
 // their sums, for all samples that it takes, in registers, those of four units and four l's in a warp. Rows of its products
@@ -11,11 +12,11 @@
 // GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
 // copy. factorlayer/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, FIRST, SECOND and GRAD (the parameters that the weights and grad_y are), OF_0 and OF_1 (where their
-//        gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
+// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
 //        with grad_y are warpgroups')
 #pragma once
 #include "mma.cuh"
+#include "monarch_order.cuh"
 #include "params.cuh"
 #include "sums.cuh"
 #include "wgmma.cuh"
@@ -25,6 +26,7 @@ template <class Pass> struct MonarchGradient {
   using Element = typename Pass::Element;
   using A = typename Math::A;
   using B = typename Math::B;
+  using Order = MonarchOrder<Pass>;
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
@@ -34,7 +36,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
   static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
-  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0);
+  static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0 && Order::kTile % CHUNK == 0);
 
   // Rows, an odd multiple of 16 bytes apart: of the second weights by l's, fours of units and places, of grad_y by l's and
   // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
@@ -103,7 +105,7 @@ template <class Pass> struct MonarchGradient {
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kConsumers, s = j / (kUnits * 4) % S, l = j / (kUnits * 4) / S;
+        const int j = begin + i * kConsumers, l = j / (kUnits * 4) / S, s = Order::place_of(j / (kUnits * 4) % S);
         const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
         if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
       }
@@ -128,7 +130,7 @@ template <class Pass> struct MonarchGradient {
       for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
     }
   }
-  DEVICE void copy_chunk(i64 chunk, u32 to) const {
+  DEVICE void copy_chunk(i64 chunk, u32 to, u32 barrier) const {
     const i64 first = chunk * CHUNK;
     const int left = int(min(params.batch - first, i64(CHUNK)));
     constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
@@ -136,10 +138,21 @@ template <class Pass> struct MonarchGradient {
     each<CHUNK, kXPieces>([&](int row, int run) {
       copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
     });
-    const Element* g = weight(Pass::GRAD) + first * (L * S) + first_l * S;
+    // Of a tile, rows of an l follow one another, as they are to lie in a slab.
+    const i64 tile = first / Order::kTile * Order::kTile;
+    const int begin = int(first - tile), rows = int(min(params.batch - tile, i64(Order::kTile)));
+    const char* g = static_cast<const char*>(params.y) + Order::turned_at(tile);
+    if (kWgmma && left == CHUNK) {
+      const int l = threadIdx.x - kConsumers;
+      if (l == 0) expect_bytes(barrier, kLs * CHUNK * 128);
+      if (l < kLs) load_run(to + l * (CHUNK * 128), g + Order::turned_row(first_l + l, 0, begin, rows, 0), CHUNK * 128, barrier);
+      return;
+    }
+    if (threadIdx.x == kConsumers) arrive(barrier);
     each<CHUNK, kLs * kGPieces>([&](int row, int run) {
-      const u32 at = to + place_of_run(run / kGPieces * CHUNK + row, run % kGPieces);
-      copy_async<16>(at, g + row * (L * S) + run * kPiece, row < left);
+      const int l = run / kGPieces, piece = run % kGPieces;
+      const u32 from = Order::turned_row(first_l + l, piece / 8, begin + row, rows, piece % 8);
+      copy_async<16>(to + place_of_run(l * CHUNK + row, piece), g + from, row < left);
     });
   }
   // By the loaders
@@ -149,7 +162,7 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll 1
     for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
       wait_for_bytes(empty(stage), phase);
-      copy_chunk(chunk, memory + kStages + stage * kStageBytes);
+      copy_chunk(chunk, memory + kStages + stage * kStageBytes, full(stage));
       arrive_with_copies(full(stage));
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
@@ -298,9 +311,10 @@ template <class Pass> struct MonarchGradient {
   };
   DEVICE void run() {
     if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), kLoaders);
+      init_barrier(full(threadIdx.x), kLoaders + 1);
       init_barrier(empty(threadIdx.x), kMembers / 32);
     }
+    fence_copy_engine();
     __syncthreads();
     if (warp >= kConsumers / 32) {
       give_registers<kCopyRegisters>();
@@ -368,12 +382,12 @@ template <class Pass> struct MonarchGradient {
         },
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
-          const int i = n / (S / 8), s = n % (S / 8) * 8 + at.t * 2, l = first_l + member / 32 / WK * 4 + i;
+          const int i = n / (S / 8), s = Order::s_at(n % (S / 8) * 8 + at.t * 2), l = first_l + member / 32 / WK * 4 + i;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int unit = first_unit + member / 32 % WK * 4 + other(at, i, half);
             float* here = to + Pass::OF_1 + (i64(l) * S + s) * (K * RHO) + unit * 4 + at.g % 4;
-            store_global(here, sum[half * 2]), store_global(here + K * RHO, sum[half * 2 + 1]);
+            store_global(here, sum[half * 2]), store_global(here + Order::kRun * (K * RHO), sum[half * 2 + 1]);
           }
         },
         Meet());

@@ -151,10 +151,19 @@ void leave(uint32_t from, uint32_t bytes) {
 }
 }  // namespace
 
-void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t in_blocks) {
   hesitate();
-  check_global("a copy", from, bytes, false);
-  bring_run(to, from, bytes, barrier, 0);
+  const u8* begin = static_cast<const u8*>(from);
+  const bool is_made = std::any_of(buffers.begin(), buffers.end(), [&](const Buffer& buffer) {  // by this kernel, before
+    return buffer.is_output && begin >= buffer.begin && begin + bytes <= buffer.begin + buffer.bytes;
+  });
+  if (!is_made) check_global("a copy", from, bytes, false);
+  if (!in_blocks) return bring_run(to, from, bytes, barrier, 0);
+  for (int block = 0; block < 32; ++block) {
+    if (!(in_blocks >> block & 1)) continue;
+    if (block >= cluster) return error("a run to block %d of %d", block, cluster);
+    bring_run(in_block(to, block), from, bytes, in_block(barrier, block), 0);
+  }
 }
 // In the order in which the matrix unit reads a slab, whose pieces change places by the row.
 void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t barrier, uint32_t in_blocks) {

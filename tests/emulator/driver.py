@@ -31,7 +31,7 @@ from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import Mapped
 from factorlayer.mixed_backward import MixedBackward
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient
+from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -98,10 +98,11 @@ class Kernel:
         if not isinstance(p, Unbound):
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = grid_x * (p.part_bytes // p.most) if isinstance(p, BlockSums | TileSums) else 0
+        sums = p.output_bytes if isinstance(p, MonarchWeights) else sums
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
         in_chunks = (isinstance(p, DenseStreamed) and len(p.passes) > 1) or isinstance(p, FewPass)
-        in_chunks |= isinstance(p, Wide) and p.splits
+        in_chunks |= (isinstance(p, Wide) and p.splits) or isinstance(p, MonarchBack)
         numbers += [grid_x, grid_y, int(bias), weights, -1 if in_chunks else end, *places[1:]]
         return [str(self.program), str(folder), *map(str, numbers)]
 
@@ -112,6 +113,8 @@ class Kernel:
             return [batch * q * p.size for q in (p.sizes[-1][1], *(q for _, q in p.sizes[:-1]))]
         if isinstance(p, FewPass):
             return self.outputs_of_few(batch)
+        if isinstance(p, MonarchBack):  # grad_y turned
+            return [batch * p.chain.in_features * p.size, batch * p.output_bytes]
         if isinstance(p, ClusterBackward):
             p0, p1, _, _ = p.sizes
             return [batch * p.units_per_sample * p0 * p1 * p.size, p.made * p.size]
@@ -145,10 +148,10 @@ class Kernel:
             return batch * p.output_bytes
         if isinstance(p, TileSums):
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
-        if isinstance(p, MonarchGradient):
+        if isinstance(p, MonarchGradient | MonarchWeights):
             return 0
-        if isinstance(p, MonarchBack):
-            return batch * p.chain.in_features * p.size
+        if isinstance(p, MonarchBack):  # but for what is behind short rows of a slab
+            return batch * (p.chain.in_features + p.chain.out_features) * p.size
         if isinstance(p, Reduction):
             return p.of.weights * (PART_BYTES if p.in_place else ELEMENT_BYTES)[p.of.dtype]
         if isinstance(p, WeightChunks | WeightHalves):
@@ -182,10 +185,14 @@ class Emulator:
             self.objects.append(str(folder / f"{path.stem}.o"))
             compile_cpp(["-O2", "-c", str(path), "-o", self.objects[-1]])
 
-    def compile(self, plan: Plan, changes: dict[str, str] | None = None) -> list[Kernel]:
-        """A program for each pass. `changes` breaks the device code: texts in it, each there at least once."""
+    def compile(
+        self, plan: Plan, changes: dict[str, str] | None = None, which: Sequence[int] | None = None
+    ) -> list[Kernel]:
+        """A program for each pass, or some. `changes` breaks the device code: texts in it, each there at least once."""
         kernels = []
         for i, planned in enumerate(plan.passes):
+            if which is not None and i not in which:
+                continue
             text = source(planned, "kernel") if isinstance(planned, Resident) else planned.source("kernel")
             cluster = re.search(r"__cluster_dims__\(1, (\d+), 1\)", text)
             text = for_the_cpu(text)
@@ -212,6 +219,8 @@ class Emulator:
         for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
             if values is not None:
                 (self.folder / name).write_bytes(encode(values, plan.dtype))
+        left = self.folder / "left"  # what one pass leaves for another one
+        left.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
@@ -231,8 +240,17 @@ class Emulator:
             if done.returncode not in (0, 1) or not (self.folder / "y").exists():
                 return outputs, errors
             memory = (self.folder / "y").read_bytes()
+            if isinstance(kernel.planned, MonarchGradient):
+                left.unlink(missing_ok=True)
+            if isinstance(kernel.planned, MonarchBack):
+                of_x, turned = kernel.outputs(len(x))
+                outputs.append(decode(memory[:of_x], plan.dtype))
+                left.write_bytes(memory[kernel.places(len(x))[1] :][:turned])
+                continue
+            if isinstance(kernel.planned, MonarchWeights):
+                left.touch()
             if (
-                isinstance(kernel.planned, WeightChunks | WeightHalves)
+                isinstance(kernel.planned, MonarchWeights | WeightChunks | WeightHalves)
                 or getattr(kernel.planned, "template", "") == "FewStates"
             ):
                 (self.folder / "chunks").write_bytes(memory)

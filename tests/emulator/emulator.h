@@ -23,7 +23,7 @@ void arrive(uint32_t barrier, uint32_t expected_bytes = 0);
 void arrive_with_copies(uint32_t barrier);
 void wait(uint32_t barrier, uint32_t phase);
 
-void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t blocks = 0);
 void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
 void send_words(uint32_t to, const uint32_t* words, uint32_t barrier);  // 16 bytes
 // A tensor of floats, and boxes of it. `blocks` of a cluster get the box; with no bit set it is this one.

@@ -174,6 +174,9 @@ inline void expect_bytes(u32 barrier, u32 bytes) { emulator::arrive(barrier, byt
 inline void wait_for_bytes(u32 barrier, u32 phase) { emulator::wait(barrier, phase); }
 
 inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier) { emulator::load_run(to, from, bytes, barrier); }
+inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 blocks) {
+  emulator::load_run(to, from, bytes, barrier, blocks);
+}
 using TensorMap = emulator::TensorMap;
 inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
   emulator::bring_box(to, map, at, barrier, 0);
@@ -185,6 +188,7 @@ inline void store_run(void* to, u32 from, u32 bytes) { emulator::store_run(to, f
 inline void commit_stores() {}
 inline void wait_for_stores_to_read() { emulator::wait_for_stores(); }
 inline void wait_for_stores() { emulator::wait_for_stores(); }
+inline void fence_copies_of_memory() {}
 inline void fence_copy_engine() { emulator::fence(); }
 
 // Lane 8 m + r names row r of matrix m; a lane holds two neighbours of row lane / 4, or of that column.

@@ -89,7 +89,7 @@ TRAINED = [
     ("monarch", "2x192 96x2", 130, "tf32", 96),
     ("monarch", "4 72", 70, "float32 bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
-    ("monarch", "16 24", 70, "bfloat16", 4),
+    ("monarch", "32 16", 70, "bfloat16", 4),
 ]  # fmt: skip
 # Widths of a block's layers, the activation between them, samples, dtype, and whether gradients are made
 BLOCKS = [
