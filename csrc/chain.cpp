@@ -81,7 +81,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
-// it is one. A turn that is all may be mixed. Behind an activation may stand
+// it is one, which may have slabs before tf32. A turn that is all may be mixed. Behind an activation may stand
 // slope, or through if there is no bias, before tf32, and both may be all. sums stands alone.
 static Chain parse(const std::string& text) {
   Chain chain;
@@ -104,6 +104,12 @@ static Chain parse(const std::string& text) {
       if (chain.mixed || chain.bias || !(chain.gradient || chain.backward || (chain.turned && chain.contractions.empty())))
         throw std::invalid_argument("\"mixed\" stands in the wrong place");
       chain.mixed = parse_turn(name, words, chain);
+    } else if (name == "slabs") {
+      if (!chain.backward || chain.slabs || chain.contractions.size() != 1)
+        throw std::invalid_argument("\"slabs\" stands in the wrong place");
+      words >> chain.slabs;
+      if (!words || chain.slabs < 1 || chain.slabs > 2 || (chain.slabs == 2 && chain.turned))
+        throw std::invalid_argument("\"slabs\" needs 1, or, without a turn, 2");
     } else if (name == "gradient") {
       if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");

@@ -660,6 +660,8 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
                   "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
   STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
+  STD_TORCH_CHECK(!chain.slabs || x.size(0) % 64 == 0, "factorlayer: \"slabs\" are for a multiple of 64 samples; x has ",
+                  x.size(0));
   int64_t count = 0;
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,

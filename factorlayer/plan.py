@@ -30,6 +30,7 @@ from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
+from factorlayer.slab_backward import SlabBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
@@ -72,6 +73,7 @@ Pass = (
     | Reduction
     | Resident
     | SingleBackward
+    | SlabBackward
     | Slopes
     | Small
     | SmallBackward
@@ -184,7 +186,7 @@ class Plan:
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
-            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped) else []
+            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped | SlabBackward) else []
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

@@ -32,6 +32,7 @@ from factorlayer import (
     pair,
     pair_backward,
     single_backward,
+    slab_backward,
     small,
     small_backward,
     split_pair_backward,
@@ -317,6 +318,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
     if first.tied and not more:
         singles = [family.tile(first, dtype, batch, gpu) for family in (single_backward, split_single_backward)]
         yield from ((single, Reduction(single)) for single in singles if single)
+    elif chain.slabs:
+        if (by_slabs := slab_backward.tile(chain, dtype, batch, gpu)) and _is_worth_it(chain, dtype, gpu):
+            yield by_slabs, Reduction(by_slabs)
     elif not more and (visit := untied_backward.tile(chain, dtype, batch, gpu)):
         if _is_worth_it(chain, dtype, gpu):
             yield visit, Reduction(visit)
@@ -349,7 +353,8 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
     kernel for these has one for fewer as well."""
     batch = BATCHES[-1]
-    visit = untied_backward.tile(chain, dtype, batch, gpu)
+    family = slab_backward if chain.slabs else untied_backward
+    visit = family.tile(chain, dtype, batch, gpu)
     (c,) = chain.contractions
     grouped = replace(c, outer=c.outer * c.inner, inner=1)
     back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
