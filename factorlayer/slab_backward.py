@@ -22,15 +22,17 @@ LEAST_UNITS = 4  # that are worth a block
 MOST_STAGES = 12
 THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
+MOST_CLUSTER = 4
 MOST_SLABS = 1 << 24
 CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
 class SlabBackward(TileSums):
-    """A pass, tiled: a block has 64 p's of a group. `us` is the time predicted."""
+    """A pass, tiled: a block has 64 p's of a group, and those of a `cluster` share grad_y. `us` is the time predicted."""
 
     chain: Chain
+    cluster: int
     gpu: Gpu
     batch: int
     us: float = 0.0
@@ -82,7 +84,7 @@ class SlabBackward(TileSums):
         c = self.contraction
         x = (c.p, self.groups, 1, 1, 1), (c.p, *(self.groups * c.p,) * 3), (32, 1, 32, 1, 1)
         rows = (c.inner, 1, c.q * c.inner, self.groups * c.q)
-        grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
+        grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q // self.cluster, 1, 1, 1)
         return tuple(
             " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
             for of, (sizes, strides, box) in (("x", x), (1, grad))
@@ -92,24 +94,27 @@ class SlabBackward(TileSums):
         c = self.contraction
         return (
             f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
-            f"{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"{f'{self.cluster} blocks share grad_y, ' if self.cluster > 1 else ''}{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
+        numbers |= {"BLOCKS": self.cluster, "UNITS_PER_BLOCK": self.units_per_block}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool SLABS_OUT = {str(self.chain.slabs > 1).lower()};"]
         products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
         code = hopper_headers(products, "slab_backward.cuh")
-        return kernel(code, name, "SlabBackward", lines, self.threads, maps=True)
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
+        return kernel(code, name, "SlabBackward", lines, self.threads, cluster=cluster, maps=True)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
-    """None if this is nothing for it."""
-    return next((replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu)), None)
+    """The fastest tiling by prediction; None if this is nothing for it."""
+    timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
+    return min(timed, key=lambda plan: plan.us, default=None)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -127,9 +132,12 @@ def _takes(chain: Chain, dtype: str) -> bool:
 
 def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[SlabBackward]:
     if gpu.arch == 90 and batch > UNIT and _takes(chain, dtype):
-        plan = SlabBackward(chain, gpu, batch)
-        if plan.stages >= 3 and plan.tiles <= min(gpu.sms, MOST_BLOCKS):
-            yield plan
+        (c,) = chain.contractions
+        for cluster in range(1, MOST_CLUSTER + 1):
+            plan = SlabBackward(chain, cluster, gpu, batch)
+            shared = -(-c.p // COLUMNS) % cluster == 0 and c.q % (8 * cluster) == 0
+            if shared and plan.stages >= 3 and plan.tiles <= min(gpu.sms, MOST_BLOCKS):
+                yield plan
 
 
 def _time(plan: SlabBackward) -> float:
@@ -139,7 +147,7 @@ def _time(plan: SlabBackward) -> float:
     parts = min(-(-units // LEAST_UNITS), plan.most)
     products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / CYCLES
     read = 4 * plan.stage_bytes + 512 * c.q  # written, and read as left operands; as right ones
-    moved = 2 * plan.stage_bytes + 4 * UNIT * COLUMNS  # through L2
+    moved = 256 * (c.q / plan.cluster + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
     unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     busy = -(-units // parts) * unit + 3.0
     memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)

@@ -24,6 +24,7 @@ from factorlayer import (
     columns,
     columns_backward,
     gradient,
+    slab_backward,
     small_backward,
     strip_backward,
     untied_backward,
@@ -654,21 +655,23 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
 
 # In tf32, of grad_y by slabs: parts of tiles and of columns, x's gradient by rows, in another contraction's order, by slabs
 BY_SLABS = [
-    ("untied 0 2 36 64 1; backward; slabs 1", 704, 4),
-    ("untied 0 2 132 40 1; backward; slabs 2", 320, 6),
-    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4; slabs 1", 320, 8),
-    ("turned; untied 0 2 64 72 2; backward; slabs 2", 384, 8),
-    ("turned; untied 0 1 64 256 2; backward; slabs 2", 256, 2),
+    ("untied 0 2 36 64 1; backward; slabs 1", 704, 1, 4),
+    ("untied 0 2 132 40 1; backward; slabs 2", 320, 1, 6),
+    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4; slabs 1", 320, 2, 8),
+    ("turned; untied 0 2 64 72 2; backward; slabs 2", 384, 1, 8),
+    ("turned; untied 0 1 64 256 2; backward; slabs 2", 256, 1, 2),
+    ("untied 0 2 192 96 1; backward; slabs 1", 576, 3, 12),
 ]
 
 
-@pytest.mark.parametrize(("text", "batch", "processors"), BY_SLABS, ids=str)
+@pytest.mark.parametrize(("text", "batch", "cluster", "processors"), BY_SLABS, ids=str)
 def test_both_gradients_of_a_grad_y_that_lies_by_slabs(
-    text: str, batch: int, processors: int, emulator: Emulator
+    text: str, batch: int, cluster: int, processors: int, emulator: Emulator
 ) -> None:
     chain, gpu = Chain.parse(text), Gpu(90, processors, 232448)
     assert chain.text == text
-    visit = SlabBackward(chain, gpu, batch)
+    visit = SlabBackward(chain, cluster, gpu, batch)
+    assert visit in list(slab_backward.tilings(chain, "tf32", batch, gpu))
     found = Plan(chain, "tf32", batch, gpu, (visit, Reduction(visit)))
     check_both_gradients(found, batch, emulator)
 
