@@ -321,8 +321,8 @@ def _one_term(
 def visits(
     text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True, slabs: bool = False
 ) -> tuple[Visit, ...]:
-    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`; and
-    what comes back to the last ones may lie by `slabs`."""
+    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`;
+    and what comes back to the last ones may lie by `slabs`."""
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
@@ -348,7 +348,7 @@ def visits(
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
     made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
     made = [replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made]
-    made = _by_slabs(made, fits) if slabs and mixes else made
+    made = _by_slabs(made, fits) if slabs and mixes and chain.tf32 else made
     return tuple(replace(v, orders=v.mixed is not None and not v.at_once and fits(v.summed)) for v in made)
 
 
