@@ -79,7 +79,8 @@ class Visit:
     hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
     hands_back: Turned | None = None  # and the gradient of what it reads for the one before
     mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
-    slabs: int = 0  # states that lie by slabs: grad_y, or that and the gradient of what it reads
+    slabs: int = 0  # states that lie by slabs where all is made at once: grad_y, or that and the gradient of x
+    hands_slabs: bool = False  # the gradient of what it reads lies so, which a product makes
     orders: bool = False  # who makes its weight's gradient puts these in order
 
     @functools.cached_property
@@ -145,7 +146,8 @@ class Visit:
     def back(self) -> str:
         # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
         x_turned = self.turned or (self.mixed is not None and self.part.tf32)
-        return replace(_back(self.part), x_turned=x_turned, turn=self.hands_back).text
+        back = replace(_back(self.part), x_turned=x_turned, turn=self.hands_back)
+        return replace(back, slabs=1).text if self.hands_slabs else back.text
 
     def __str__(self) -> str:
         names = ", ".join(f"weight_{i}" for i in self.weights)
@@ -353,7 +355,8 @@ def visits(
 
 
 def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
-    """Those of the last visits that take what comes back by slabs, if the last one's would be turned anyway."""
+    """What comes back lies by slabs for visits that take it so: grad_y, if it would be turned anyway, or what another
+    visit or a product makes."""
 
     def taken(visit: Visit, slabs: int) -> Visit | None:
         there = visit.learns and visit.returns and not visit.at_once and len(visit.part.contractions) == 1
@@ -361,17 +364,16 @@ def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
         visit = replace(visit, at_once=True, slabs=slabs, mixed=None, hands_back=hands_back)
         return visit if there and fits(visit.visited) else None
 
-    if not made[-1].turned:
-        return made
     made = list(made)
+    comes = made[-1].turned
     for i in reversed(range(len(made))):
-        before = taken(made[i - 1], 1) if i else None
-        found = (taken(made[i], 2) if before else None) or taken(made[i], 1)
-        if not found:
-            break
-        made[i] = found
-        if found.slabs == 1:
-            break
+        visit, before = made[i], i > 0 and taken(made[i - 1], 1) is not None
+        product = replace(visit, hands_back=None, hands_slabs=True)
+        found = (taken(visit, 2) if before else None) or taken(visit, 1) if comes else None
+        if not found and before and not visit.at_once and fits(Chain.parse(product.back)):
+            found = product
+        comes = found is not None and (found.slabs > 1 or found.hands_slabs)
+        made[i] = found or visit
     return made
 
 
