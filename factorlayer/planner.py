@@ -220,10 +220,11 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if chain.backward:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
     if chain.slabs:
-        made = [mapped.tile(product, batch, gpu) for product in streamed.products(chain, dtype)]
-        if len(made) != 1 or not made[0]:
+        (product,) = streamed.products(chain, dtype)
+        by_maps = mapped.tile(product, batch, gpu)
+        if by_maps is None:
             raise PlanError(f"no pass makes {chain.text!r}")
-        return Plan(chain, dtype, batch, gpu, (made[0],))
+        return Plan(chain, dtype, batch, gpu, (by_maps,))
     if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
         first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
         mixed = chain.mixed[1:] if chain.mixed else None

@@ -21,11 +21,10 @@ UNIT = 64  # samples
 COLUMNS = 64  # p's of a block
 LEAST_UNITS = 4  # that are worth a block
 MOST_STAGES = 12
-# By warpgroups that make x's gradient: registers of a thread of the one that makes the weight's, of these, and of a producer
-REGISTERS = {1: (232, 232, 40), 2: (216, 112, 40)}
+THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
+MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 MOST_CLUSTER = 2
 BLOCKS = (1, 2, 3, 4)
-TEAMS = (1, 2)
 MOST_SLABS = 1 << 24
 CYCLES = 1.65e3  # in a microsecond
 
@@ -36,7 +35,6 @@ class SlabBackward(TileSums):
     predicted."""
 
     chain: Chain
-    teams: int
     cluster: int
     blocks: int  # for a multiprocessor, one behind another
     gpu: Gpu
@@ -44,6 +42,7 @@ class SlabBackward(TileSums):
     us: float = 0.0
 
     dtype = "tf32"
+    threads = THREADS
     is_whole = False  # a second kernel makes elements of the sums
     units_per_sample = 1
     units_per_block = LEAST_UNITS * UNIT
@@ -66,19 +65,13 @@ class SlabBackward(TileSums):
 
     @functools.cached_property
     def stages(self) -> int:
-        """The same ones are a team's."""
         room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16)
-        return min(MOST_STAGES, room // (2 * self.teams) * 2 * self.teams)
+        return min(MOST_STAGES, room // 2 * 2)
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
         return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
-
-    @property
-    def threads(self) -> int:
-        """With a warpgroup of which a thread asks for what is copied."""
-        return 128 * (self.teams + 2)
 
     @property
     def tiles(self) -> int:
@@ -114,8 +107,7 @@ class SlabBackward(TileSums):
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
         numbers |= {"BLOCKS": self.cluster, "UNITS_PER_BLOCK": self.units_per_block}
-        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "TEAMS": self.teams}
-        numbers |= dict(zip(("MORE", "FEW", "FEWER"), REGISTERS[self.teams], strict=True))
+        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool SLABS_OUT = {str(self.chain.slabs > 1).lower()};"]
         products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
@@ -146,8 +138,8 @@ def _takes(chain: Chain, dtype: str) -> bool:
 def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[SlabBackward]:
     if gpu.arch == 90 and batch > UNIT and _takes(chain, dtype):
         (c,) = chain.contractions
-        for teams, cluster, blocks in itertools.product(TEAMS, range(1, MOST_CLUSTER + 1), BLOCKS):
-            plan = SlabBackward(chain, teams, cluster, blocks, gpu, batch)
+        for cluster, blocks in itertools.product(range(1, MOST_CLUSTER + 1), BLOCKS):
+            plan = SlabBackward(chain, cluster, blocks, gpu, batch)
             shared = -(-c.p // COLUMNS) % cluster == 0 and c.q % (8 * cluster) == 0
             if shared and plan.stages >= 4 and plan.tiles <= min(gpu.sms * blocks, MOST_BLOCKS):
                 yield plan

@@ -45,7 +45,8 @@ def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str
     if chain.contractions:
         c = chain.contractions[0]
         x = turned(x, c.outer, c.inner, c.p) if chain.x_turned else x
-        x = torch.ops.factorlayer.forward(x, weights, bias, replace(chain, x_turned=False, turn=None).text)
+        x = torch.ops.factorlayer.forward(x, weights, bias, replace(chain, x_turned=False, turn=None, slabs=0).text)
+        x = by_slabs(x) if chain.slabs else x
     if chain.mixed:
         _, rows, columns = chain.mixed
         x = x.view(len(x), rows, columns, -1).transpose(1, 2).reshape(x.shape)
@@ -76,7 +77,12 @@ def slabs(chain: Chain) -> bool:
 
 def last_by_slabs(chain: Chain) -> bool:
     """And the one before is none of those."""
-    return chain.slabs > 0 and chain.contractions[0].inner > 1
+    return chain.slabs > 0 and chain.contractions[0].inner > 1 and chain.backward
+
+
+def first_by_slabs(chain: Chain) -> bool:
+    """Behind a product."""
+    return chain.slabs > 0 and (not chain.backward or chain.contractions[0].inner == 1)
 
 
 def sums(chain: Chain) -> bool:
@@ -179,7 +185,8 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits:
 
 
 @pytest.mark.parametrize(
-    ("fits", "together"), [(slabs, ["slabs 1", "slabs 2"]), (last_by_slabs, ["turn 3 8 2; slabs 1"])]
+    ("fits", "together"),
+    [(slabs, ["slabs 1", "slabs 2"]), (last_by_slabs, ["turn 3 8 2; slabs 1"]), (first_by_slabs, ["slabs 1"])],
 )
 @pytest.mark.parametrize("samples", [128, 96])
 def test_what_comes_back_lies_by_slabs(fits: Callable[[Chain], bool], together: list[str], samples: int) -> None:
@@ -413,7 +420,7 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
         "tied 0 1 2 2 1; gradient; bias",
         "rank 2; tied 0 1 2 2 1; backward",
         "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient",
-        "untied 0 2 2 2 1; slabs 1",
+        "untied 0 2 2 2 1; slabs 1; relu",
         "untied 0 2 2 2 1; backward; slabs 1; slabs 1",
         "untied 1 2 2 2 1; untied 0 1 2 2 2; backward; slabs 1",
     ):

@@ -74,7 +74,8 @@ def rows_of(y: Array, chain: Chain, batch: int) -> Array:
 
 
 # One group: runs as q has them, of 16 and of 48, each in boxes of its own. Groups that take turns: two, four, eight,
-# and eight of sixteen. y by slabs. Slabs, tiles and boxes that sizes do not fill, tiles that nothing is left for, rings that turn.
+# and eight of sixteen. y by slabs. Slabs of k, tiles and boxes that sizes do not fill, tiles that nothing is left for,
+# rings that turn.
 CASES: list[tuple[str, int, int, Tiling]] = [
     ("tied 0 3 44 112 1; bias; tf32", 70, 2, (64, 1, 1)),
     ("tied 0 1 196 176 1; relu; tf32", 400, 2, (96, 1, 1)),

@@ -4,17 +4,17 @@
 //     dW[q, p] = sum_r G[r, q] X[r, p]        dX[r, p] = sum_q G[r, q] W[q, p]        r: samples, for each group
 //
 // A block keeps the weights of 64 p's of a group in shared memory, turned, while units of 64 samples go by, two slabs of G and
-// as many rows of X, which the copy engine reads by maps, rounding them, to a ring of STAGES, a slab each. TEAMS warpgroups take
-// turns at units of dX: their left operand comes from registers, loaded out of G's slabs; another one makes dW, turned: its left
-// operand comes from rows of X in the same way, and G's slabs are the right one as they lie. A thread's two rows of either product are neighbours in memory.
+// as many rows of X, which the copy engine reads by maps, rounding them, to a ring of STAGES, a slab each. One warpgroup makes
+// dX: its left operand comes from registers, loaded out of G's slabs; the other one dW, turned: its left operand comes from rows
+// of X in the same way, and G's slabs are the right one as they lie. A thread's two rows of either product are neighbours in memory.
 // The BLOCKS of a cluster have the same G: each reads a part of its features, for all.
 //
 // X's rows are [groups][P]; those of dX may be another contraction's, as untied_backward.cuh has them, or dX lies by slabs, too,
 // in the order of X's features. Blocks write their sums side by side, for Reduction. factorlayer/slab_backward.py writes the
 // constants:
 //
-// Pass:  P, Q (a multiple of 8 up to 256), OUTER, INNER (groups), RUN, SLABS_OUT (dX lies so), TEAMS, BLOCKS (of a cluster), STAGES, MOST
-//        (blocks for a tile), MORE, FEW and FEWER (registers of who makes dW, dX, and of producers), UNITS_PER_BLOCK (samples, at least)
+// Pass:  P, Q (a multiple of 8 up to 256), OUTER, INNER (groups), RUN, SLABS_OUT (dX lies so), BLOCKS (of a cluster), STAGES, MOST
+//        (blocks for a tile), MORE and FEWER (registers of consumers and producers), UNITS_PER_BLOCK (samples, at least)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -27,12 +27,12 @@ struct Maps {
 template <class Pass> struct SlabBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, STAGES = Pass::STAGES;
   static constexpr int BLOCKS = Pass::BLOCKS, kPart = Q / BLOCKS;
-  static constexpr int BP = 64, kTiles = ceil_div(P, BP), TEAMS = Pass::TEAMS, kConsumers = 128 * (TEAMS + 1);
+  static constexpr int BP = 64, kTiles = ceil_div(P, BP), kConsumers = 256;
   static constexpr int kWeights = ceil_div(Q, 32) * BP * 128;  // bytes
   static constexpr int kLeft = Q * 128, kStageBytes = kLeft + 2 * 4096, kStages = kWeights;
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
   static constexpr i64 kFeatures = i64(P) * GROUPS, kSums = i64(Q) * P * GROUPS;
-  static_assert(kPart % 8 == 0 && kTiles % BLOCKS == 0 && kPart * BLOCKS == Q && Q <= 256 && P % 4 == 0 && STAGES % (2 * TEAMS) == 0 && (Pass::RUN % 4 == 0));
+  static_assert(kPart % 8 == 0 && kTiles % BLOCKS == 0 && kPart * BLOCKS == Q && Q <= 256 && P % 4 == 0 && STAGES % 2 == 0 && Pass::RUN % 4 == 0);
 
   const Params& params;
   const Maps& maps;
@@ -161,15 +161,16 @@ template <class Pass> struct SlabBackward {
       }
     }
   }
-  // Two warps read a slab, and the other two the next. A stage is always the same ones', so that they see all of its phases.
+  // Two warps read a slab, and the other two the next: of as many stages as they take turns at, so that they see all phases of
+  // theirs. What a unit has made is stored while the next one's first products are on their way.
   DEVICE void make_x() const {
     static constexpr int kAll = Q / 8, kParts = ceil_div(kAll, kSteps);
-    const int team = uniform(threadIdx.x / 128), half = threadIdx.x % 128 / 64;
-    Ring ring{team * 2 + half, 0};
-    float sums[32];
+    Ring ring{int(threadIdx.x / 64), 0};
+    float sums[32], made[32] = {};
     Left left[2];
+    int last = -1;
 #pragma unroll 1
-    for (int unit = blockIdx.x + team * blocks; unit < units; unit += TEAMS * blocks) {
+    for (int unit = blockIdx.x; unit < units; unit += blocks) {
       wait_for_bytes(memory + kFull + ring.stage * 8, ring.phase);
       const u32 slab = memory + kStages + ring.stage * kStageBytes;
 #pragma unroll
@@ -178,19 +179,23 @@ template <class Pass> struct SlabBackward {
         load_left(left[part % 2], slab, first, kAll - first);
         open_products();
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-          if (first + s < kAll)
-            Wgmma<float, BP>::multiply(sums, left[part % 2][s], operand(memory + (first + s) / 4 * (BP * 128)) + (first + s) % 4 * 2,
-                                       first + s > 0);
+        for (int s = 0; s < kSteps; ++s) {
+          const u64 right = operand(memory + (first + s) / 4 * (BP * 128)) + (first + s) % 4 * 2;
+          if (first + s < kAll) Wgmma<float, BP>::multiply(sums, left[part % 2][s], right, first + s > 0);
+        }
         commit_products();
+        if (part == 0 && last >= 0) store_x(made, last);
         wait_for_products<1>();
       }
       release(ring.stage);
-      ring.turn(TEAMS * 2);
+      ring.turn(2);
       wait_for_products<0>();
       touch(sums);
-      store_x(sums, unit);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) made[i] = sums[i];
+      last = unit;
     }
+    if (last >= 0) store_x(made, last);
   }
 
   using Sums = float[Q / 2];
@@ -250,19 +255,14 @@ template <class Pass> struct SlabBackward {
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
     if (threadIdx.x < kConsumers) {
+      take_registers<Pass::MORE>();
       put_weights();
       fence_copy_engine();
       sync_threads<kConsumers>(1);
-    }
-    if (threadIdx.x < 128 * TEAMS) {
-      if constexpr (Pass::FEW > 65536 / (kConsumers + 128))
-        take_registers<Pass::FEW>();
+      if (threadIdx.x < 128)
+        make_x();
       else
-        give_registers<Pass::FEW>();
-      make_x();
-    } else if (threadIdx.x < kConsumers) {
-      take_registers<Pass::MORE>();
-      make_weight();
+        make_weight();
     } else {
       give_registers<Pass::FEWER>();
       if (threadIdx.x == kConsumers) produce();
