@@ -477,7 +477,7 @@ def _turned(ops: Ops, x: Tensor, turn: Turned | None, tf32: bool = False) -> Ten
 def _in_slabs(ops: Ops, x: Tensor) -> Tensor:
     samples, features = x.shape
     text = _turning((1, SLAB, features), True)
-    return ops.forward(x.view(samples // SLAB, SLAB * features), [], None, text).view(samples, features)
+    return ops.forward(x.reshape(samples // SLAB, SLAB * features), [], None, text).view(samples, features)
 
 
 @functools.lru_cache(1024)

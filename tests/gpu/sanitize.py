@@ -84,7 +84,7 @@ TRAINED = [
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
     ("kronecker", "3x2 12x16 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
-    ("monarch", "2x192 96x2", 130, "tf32", 96),
+    ("monarch", "2x192 96x2", 192, "tf32", 96),
     ("monarch", "4 72", 70, "float32 bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
     ("monarch", "16 24", 70, "bfloat16", 4),
