@@ -25,6 +25,7 @@ THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 MOST_CLUSTER = 2
 BLOCKS = (1, 2, 3, 4)
+START_US = 5.0  # of a block: its weights, the first units, and its sums
 MOST_SLABS = 1 << 24
 CYCLES = 1.65e3  # in a microsecond
 
@@ -154,7 +155,7 @@ def _time(plan: SlabBackward) -> float:
     read = 4 * plan.stage_bytes + 512 * c.q  # written, and read as left operands; as right ones
     moved = 256 * (c.q / plan.cluster + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
     unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
-    busy = -(-units // parts) * unit + 3.0
+    busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
     memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     summed = parts * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed
