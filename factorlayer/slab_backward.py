@@ -7,8 +7,6 @@ For groups of up to 256 q's, of grad_y that lies by slabs of 32 samples.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.chain import Chain
@@ -23,8 +21,6 @@ LEAST_UNITS = 4  # that are worth a block
 MOST_STAGES = 12
 THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
-MOST_CLUSTER = 2
-BLOCKS = (1, 2, 3, 4)
 START_US = 5.0  # of a block: its weights, the first units, and its sums
 MOST_SLABS = 1 << 24
 CYCLES = 1.65e3  # in a microsecond
@@ -32,18 +28,16 @@ CYCLES = 1.65e3  # in a microsecond
 
 @dataclass(frozen=True)
 class SlabBackward(TileSums):
-    """A pass, tiled: a block has 64 p's of a group, and the blocks of a `cluster` share grad_y. `us` is the time
-    predicted."""
+    """A pass: a block has 64 p's of a group. `us` is the time predicted."""
 
     chain: Chain
-    cluster: int
-    blocks: int  # for a multiprocessor, one behind another
     gpu: Gpu
     batch: int
     us: float = 0.0
 
     dtype = "tf32"
     threads = THREADS
+    blocks = 1  # at once on a multiprocessor
     is_whole = False  # a second kernel makes elements of the sums
     units_per_sample = 1
     units_per_block = LEAST_UNITS * UNIT
@@ -89,7 +83,7 @@ class SlabBackward(TileSums):
         c = self.contraction
         x = (c.p, self.groups, 1, 1, 1), (c.p, *(self.groups * c.p,) * 3), (32, 1, 32, 1, 1)
         rows = (c.inner, 1, c.q * c.inner, self.groups * c.q)
-        grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q // self.cluster, 1, 1, 1)
+        grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
         return tuple(
             " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
             for of, (sizes, strides, box) in (("x", x), (1, grad))
@@ -98,29 +92,29 @@ class SlabBackward(TileSums):
     def __str__(self) -> str:
         c = self.contraction
         return (
-            f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups"
-            + (f", {self.cluster} blocks share grad_y" if self.cluster > 1 else "")
-            + f", {self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
+            f"{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
-        numbers |= {"BLOCKS": self.cluster, "UNITS_PER_BLOCK": self.units_per_block}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool SLABS_OUT = {str(self.chain.slabs > 1).lower()};"]
         products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
         code = hopper_headers(products, "slab_backward.cuh")
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(code, name, "SlabBackward", lines, self.threads, cluster=cluster, maps=True)
+        return kernel(code, name, "SlabBackward", lines, self.threads, maps=True)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
-    """The fastest tiling by prediction; None if this is nothing for it."""
-    timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
-    return min(timed, key=lambda plan: plan.us, default=None)
+    """None if this is nothing for it."""
+    if gpu.arch != 90 or batch <= UNIT or not _takes(chain, dtype):
+        return None
+    plan = SlabBackward(chain, gpu, batch)
+    fits = plan.stages >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
+    return replace(plan, us=_time(plan)) if fits else None
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -136,16 +130,6 @@ def _takes(chain: Chain, dtype: str) -> bool:
     return chain.slabs == 1 and columns == c.inner and rows % 8 == 0 and c.p % rows == 0
 
 
-def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[SlabBackward]:
-    if gpu.arch == 90 and batch > UNIT and _takes(chain, dtype):
-        (c,) = chain.contractions
-        for cluster, blocks in itertools.product(range(1, MOST_CLUSTER + 1), BLOCKS):
-            plan = SlabBackward(chain, cluster, blocks, gpu, batch)
-            shared = -(-c.p // COLUMNS) % cluster == 0 and c.q % (8 * cluster) == 0
-            if shared and plan.stages >= 4 and plan.tiles <= min(gpu.sms * blocks, MOST_BLOCKS):
-                yield plan
-
-
 def _time(plan: SlabBackward) -> float:
     """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
     c, gpu = plan.contraction, plan.gpu
@@ -153,7 +137,7 @@ def _time(plan: SlabBackward) -> float:
     parts = min(-(-units // LEAST_UNITS), plan.most)
     products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / CYCLES
     read = 4 * plan.stage_bytes + 512 * c.q  # written, and read as left operands; as right ones
-    moved = 256 * (c.q / plan.cluster + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
+    moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
     unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
     memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)

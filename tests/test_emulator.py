@@ -42,7 +42,6 @@ from factorlayer.planner import BATCHES, cuts, has_plan, plan, plan_stack
 from factorlayer.resident import Mode
 from factorlayer.results import from_result
 from factorlayer.schemes import schemes
-from factorlayer.slab_backward import SlabBackward
 from factorlayer.spec import Contraction, LayerSpec
 from factorlayer.tracing import trace
 from factorlayer.untied_backward import UntiedBackward
@@ -622,8 +621,8 @@ def test_both_gradients_of_untied_weights(
     check_both_gradients(Plan(chain, dtype, LARGE, gpu, (visit, Reduction(visit))), batch, emulator)
 
 
-def check_both_gradients(found: Plan, batch: int, emulator: Emulator, processors: int | None = None) -> None:
-    """And infinite where they have to be, which is for no other sample. Clusters may not have room everywhere."""
+def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
+    """And infinite where they have to be, which is for no other sample."""
     kernels, dtype, (c,) = emulator.compile(found), found.dtype, found.chain.contractions
     draw, groups = drawing(dtype), c.outer * c.inner
     x, grad, weight = draw(batch, groups * c.p), draw(batch, groups * c.q), draw(groups, c.q, c.p) / 8
@@ -632,7 +631,7 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator, processors
             x, grad = x.copy(), grad.copy()
             x[batch // 2, 1], grad[batch - 1, 2] = value, -value
         given = by_slabs(grad, c.outer, c.inner) if found.chain.slabs else grad
-        outputs, errors = emulator.run(found, kernels, x, [weight, given], None, processors or found.gpu.sms, seed)
+        outputs, errors = emulator.run(found, kernels, x, [weight, given], None, blocks=found.gpu.sms, seed=seed)
         assert not errors
         order = mixed_rows(found.chain)
         with np.errstate(invalid="ignore"):
@@ -653,29 +652,29 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator, processors
             assert error <= 2 * EPS[dtype] * np.linalg.norm(expected[finite])
 
 
-# In tf32, of grad_y by slabs: parts of tiles and of columns, clusters, of which there is room for half; x's gradient by
-# rows, in another contraction's order, by slabs
+# In tf32, of grad_y by slabs: parts of tiles and of columns; x's gradient by rows, in another contraction's order, and by
+# slabs
 BY_SLABS = [
-    ("untied 0 2 36 64 1; backward; slabs 1", 704, (1, 1), 4),
-    ("untied 0 2 132 40 1; backward; slabs 2", 320, (1, 1), 8),
-    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4; slabs 1", 320, (2, 1), 8),
-    ("turned; untied 0 2 64 72 2; backward; slabs 2", 384, (1, 1), 8),
-    ("turned; untied 0 1 64 256 2; backward; slabs 2", 256, (1, 1), 2),
-    ("untied 0 2 256 64 1; backward; slabs 1", 832, (1, 2), 4),
-    ("untied 0 2 256 96 1; backward; slabs 1", 576, (2, 1), 6),
+    ("untied 0 2 36 64 1; backward; slabs 1", 704, 4),
+    ("untied 0 2 132 40 1; backward; slabs 2", 320, 8),
+    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4; slabs 1", 320, 8),
+    ("turned; untied 0 2 64 72 2; backward; slabs 2", 384, 8),
+    ("turned; untied 0 1 64 256 2; backward; slabs 2", 256, 2),
+    ("untied 0 2 256 64 1; backward; slabs 1", 832, 8),
+    ("untied 0 2 256 96 1; backward; slabs 1", 576, 12),
 ]
 
 
-@pytest.mark.parametrize(("text", "batch", "tiling", "processors"), BY_SLABS, ids=str)
+@pytest.mark.parametrize(("text", "batch", "processors"), BY_SLABS, ids=str)
 def test_both_gradients_of_a_grad_y_that_lies_by_slabs(
-    text: str, batch: int, tiling: Tiling, processors: int, emulator: Emulator
+    text: str, batch: int, processors: int, emulator: Emulator
 ) -> None:
-    chain, gpu = Chain.parse(text), Gpu(90, 12 if processors == 6 else processors, 232448)
+    chain, gpu = Chain.parse(text), Gpu(90, processors, 232448)
     assert chain.text == text
-    visit = SlabBackward(chain, *tiling, gpu, batch)
-    assert visit in list(slab_backward.tilings(chain, "tf32", batch, gpu))
+    visit = slab_backward.tile(chain, "tf32", batch, gpu)
+    assert visit is not None
     found = Plan(chain, "tf32", batch, gpu, (visit, Reduction(visit)))
-    check_both_gradients(found, batch, emulator, processors)
+    check_both_gradients(found, batch, emulator)
 
 
 # Of two untied weights and x: parts of tiles, chunks and pieces, one to four times 16 samples, one group and many

@@ -7,14 +7,13 @@
 // as many rows of X, which the copy engine reads by maps, rounding them, to a ring of STAGES, a slab each. One warpgroup makes
 // dX: its left operand comes from registers, loaded out of G's slabs; the other one dW, turned: its left operand comes from rows
 // of X in the same way, and G's slabs are the right one as they lie. A thread's two rows of either product are neighbours in memory.
-// The BLOCKS of a cluster have the same G: each reads a part of its features, for all.
 //
 // X's rows are [groups][P]; those of dX may be another contraction's, as untied_backward.cuh has them, or dX lies by slabs, too,
 // in the order of X's features. Blocks write their sums side by side, for Reduction. factorlayer/slab_backward.py writes the
 // constants:
 //
-// Pass:  P, Q (a multiple of 8 up to 256), OUTER, INNER (groups), RUN, SLABS_OUT (dX lies so), BLOCKS (of a cluster), STAGES, MOST
-//        (blocks for a tile), MORE and FEWER (registers of consumers and producers), UNITS_PER_BLOCK (samples, at least)
+// Pass:  P, Q (a multiple of 8 up to 256), OUTER, INNER (groups), RUN, SLABS_OUT (dX lies so), STAGES, MOST (blocks for a tile),
+//        MORE and FEWER (registers of consumers and producers)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -26,13 +25,12 @@ struct Maps {
 
 template <class Pass> struct SlabBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, STAGES = Pass::STAGES;
-  static constexpr int BLOCKS = Pass::BLOCKS, kPart = Q / BLOCKS;
   static constexpr int BP = 64, kTiles = ceil_div(P, BP), kConsumers = 256;
   static constexpr int kWeights = ceil_div(Q, 32) * BP * 128;  // bytes
   static constexpr int kLeft = Q * 128, kStageBytes = kLeft + 2 * 4096, kStages = kWeights;
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
   static constexpr i64 kFeatures = i64(P) * GROUPS, kSums = i64(Q) * P * GROUPS;
-  static_assert(kPart % 8 == 0 && kTiles % BLOCKS == 0 && kPart * BLOCKS == Q && Q <= 256 && P % 4 == 0 && STAGES % 2 == 0 && Pass::RUN % 4 == 0);
+  static_assert(Q % 8 == 0 && Q <= 256 && P % 4 == 0 && STAGES % 2 == 0 && Pass::RUN % 4 == 0);
 
   const Params& params;
   const Maps& maps;
@@ -75,13 +73,10 @@ template <class Pass> struct SlabBackward {
       for (int half = 0; half < 2; ++half) {
         const u32 full = memory + kFull + ring.stage * 8, to = memory + kStages + ring.stage * kStageBytes;
         const int slab = slab_of(unit) + half;
-        const int part = blockIdx.y % BLOCKS * kPart, of_grad[5] = {0, part, group % INNER, group / INNER, slab};
+        const int of_grad[5] = {0, 0, group % INNER, group / INNER, slab};
         wait_for_bytes(memory + kEmpty + ring.stage * 8, ring.phase);
         expect_bytes(full, kStageBytes);
-        if constexpr (BLOCKS == 1)
-          load_box(to, maps.grad, of_grad, full);
-        else
-          load_box(to + part * 128, maps.grad, of_grad, full, (1u << BLOCKS) - 1);
+        load_box(to, maps.grad, of_grad, full);
 #pragma unroll
         for (int columns = 0; columns < 2; ++columns) {
           const int of_x[5] = {first_p + columns * 32, group, slab * 32, 0, 0};
@@ -92,16 +87,10 @@ template <class Pass> struct SlabBackward {
     }
   }
 
-  // A warp has read a slab: all who write there are told.
+  // A warp has read a slab.
   DEVICE void release(int stage) const {
-    const int lane = threadIdx.x % 32;
-    const u32 empty = memory + kEmpty + stage * 8;
     __syncwarp();
-    if constexpr (BLOCKS == 1) {
-      if (lane == 0) arrive(empty);
-    } else {
-      if (lane < BLOCKS) free_in_other_block(in_block(empty, lane));
-    }
+    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
   }
 
   // A left operand, of which eight k's are rows of a slab: a thread's two m's are neighbours in a row, of the 32 that two warps
@@ -199,10 +188,9 @@ template <class Pass> struct SlabBackward {
   }
 
   using Sums = float[Q / 2];
-  // Of this block, or of one that there was no room for.
-  DEVICE void store_sums(const Sums& sums, int block) const {
+  DEVICE void store_sums(const Sums& sums) const {
     const int t = threadIdx.x % 4, p = first_p + threadIdx.x % 128 / 64 * 32 + own_place();
-    float* to = static_cast<float*>(params.sums) + (block * kSums + i64(group) * Q * P + p);
+    float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(group) * Q * P + p);
 #pragma unroll
     for (int i = 0; i < Q / 4; ++i) {
       const int q = i / 2 * 8 + t * 2 + i % 2, at = i / 2 * 4 + i % 2;
@@ -238,22 +226,17 @@ template <class Pass> struct SlabBackward {
     }
     wait_for_products<0>();
     touch(sums);
-    store_sums(sums, blockIdx.x);
-    const int counted = int(min((params.batch + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK, i64(Pass::MOST)));
-    for (float& sum : sums) sum = 0;
-#pragma unroll 1
-    for (int block = blockIdx.x + blocks; block < counted; block += blocks) store_sums(sums, block);
+    store_sums(sums);
   }
 
   DEVICE void run() const {
     if (int(blockIdx.x) >= blocks) return;
     if (threadIdx.x < STAGES) {
       init_barrier(memory + kFull + threadIdx.x * 8, 1);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, (2 + 4) * BLOCKS);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, 2 + 4);
     }
     fence_copy_engine();
     __syncthreads();
-    if constexpr (BLOCKS > 1) sync_cluster();
     if (threadIdx.x < kConsumers) {
       take_registers<Pass::MORE>();
       put_weights();
@@ -267,6 +250,5 @@ template <class Pass> struct SlabBackward {
       give_registers<Pass::FEWER>();
       if (threadIdx.x == kConsumers) produce();
     }
-    if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
 };
