@@ -652,7 +652,7 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
             assert error <= 2 * EPS[dtype] * np.linalg.norm(expected[finite])
 
 
-# In tf32, of grad_y by slabs: parts of tiles, of columns; x's gradient by rows, in another contraction's order, by slabs
+# In tf32, of grad_y by slabs: parts of tiles; x's gradient by rows, in another contraction's order, by slabs
 BY_SLABS = [
     ("untied 0 2 36 64 1; backward; slabs 1", 704, 4),
     ("untied 0 2 132 40 1; backward; slabs 2", 320, 8),
