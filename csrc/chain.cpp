@@ -81,7 +81,8 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
-// it is one, or with bias alone. A turn that is all may be mixed. Behind an activation may stand
+// it is one, which may have slabs before tf32, or with bias alone; or a contraction, slabs, tf32. A turn that is all may be
+// mixed. Behind an activation may stand
 // slope, or through if there is no bias, before tf32, and both may be all. sums stands alone.
 static Chain parse(const std::string& text) {
   Chain chain;
@@ -91,19 +92,25 @@ static Chain parse(const std::string& text) {
     std::istringstream words(stage);
     words >> name;
     if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
-    const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned;
+    const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
       chain.tf32 = true;
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;
     } else if (name == "turn") {
-      if (finishing && !(chain.backward && !chain.bias && !chain.turned && !chain.mixed))
+      if (finishing && !(chain.backward && !chain.bias && !chain.turned && !chain.mixed && !chain.slabs))
         throw std::invalid_argument("\"turn\" stands in the wrong place");
       chain.turned = parse_turn(name, words, chain);
     } else if (name == "mixed") {
       if (chain.mixed || chain.bias || !(chain.gradient || chain.backward || (chain.turned && chain.contractions.empty())))
         throw std::invalid_argument("\"mixed\" stands in the wrong place");
       chain.mixed = parse_turn(name, words, chain);
+    } else if (name == "slabs") {
+      if (chain.slabs || chain.contractions.size() != 1 || chain.rank > 1 || (finishing && !chain.backward))
+        throw std::invalid_argument("\"slabs\" stands in the wrong place");
+      words >> chain.slabs;
+      if (!words || chain.slabs < 1 || chain.slabs > (chain.backward && !chain.turned ? 2 : 1))
+        throw std::invalid_argument("\"slabs\" needs 1, or, behind \"backward\" without a turn, 2");
     } else if (name == "gradient") {
       if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");
@@ -131,7 +138,7 @@ static Chain parse(const std::string& text) {
       if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
     } else if (name == "bias" && !finishing && !chain.contractions.empty()) {
       chain.bias = true;
-    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.turned &&
+    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.turned && !chain.slabs &&
                !(chain.x_turned && chain.contractions.empty())) {
       chain.activation = name;
       if (name.find('/') != std::string::npos) chain.program = std::make_shared<const Program>(parse_program(name));

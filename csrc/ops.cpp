@@ -97,15 +97,21 @@ void check(const Tensor& t, const Home& x, int64_t elements, const char* name) {
                   alike ? "" : ", of another dtype");
 }
 
+void check_slabs(const Chain& chain, const Tensor& x) {
+  STD_TORCH_CHECK(!chain.slabs || x.size(0) % 64 == 0, "factorlayer: \"slabs\" are for a multiple of 64 samples, x has ",
+                  x.size(0));
+}
+
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
 void check_x(const Chain& chain, const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "]");
+  check_slabs(chain, x);
 }
 
 void check_layer(const Chain& chain, const Home& x, const Tensor* weights, size_t given, const Tensor* bias) {
-  STD_TORCH_CHECK(!x.is_cpu || !(chain.x_turned || chain.turned),
-                  "factorlayer: a chain with \"turned\" or \"turn\" is for tensors on a GPU");
+  STD_TORCH_CHECK(!x.is_cpu || !(chain.x_turned || chain.turned || chain.slabs),
+                  "factorlayer: a chain with \"turned\", \"turn\" or \"slabs\" is for tensors on a GPU");
   STD_TORCH_CHECK(given == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ", given,
                   " were given");
   const size_t count = chain.contractions.size();
@@ -669,6 +675,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
                   "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
   STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
+  check_slabs(chain, x);
   int64_t count = 0;
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,

@@ -26,6 +26,8 @@ from factorlayer.spec import Contraction
 
 Turned = tuple[int, int, int]
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
+SLAB = 32  # samples
+IN_SLABS = 64  # samples, of which there have to be a multiple
 LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order: more than few
 
 
@@ -78,6 +80,8 @@ class Visit:
     hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
     hands_back: Turned | None = None  # and the gradient of what it reads for the one before
     mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
+    slabs: int = 0  # states that lie by slabs where all is made at once: grad_y, or that and the gradient of x
+    hands_slabs: bool = False  # the gradient of what it reads lies so, which a product makes
     orders: bool = False  # who makes its weight's gradient puts these in order
 
     @functools.cached_property
@@ -128,13 +132,21 @@ class Visit:
     @property
     def visited(self) -> Chain:
         """What makes all gradients at once."""
-        return replace(self.part, backward=True, x_turned=self.turned, turn=self.hands_back, mixed=self.mixed)
+        return replace(
+            self.part,
+            backward=True,
+            x_turned=self.turned,
+            turn=self.hands_back,
+            mixed=self.mixed,
+            slabs=self.slabs,
+        )
 
     @functools.cached_property
     def back(self) -> str:
         # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
         x_turned = self.turned or (self.mixed is not None and self.part.tf32)
-        return replace(_back(self.part), x_turned=x_turned, turn=self.hands_back).text
+        back = replace(_back(self.part), x_turned=x_turned, turn=self.hands_back)
+        return replace(back, slabs=1).text if self.hands_slabs else back.text
 
     def __str__(self) -> str:
         names = ", ".join(f"weight_{i}" for i in self.weights)
@@ -285,14 +297,14 @@ def _all_terms(
 def _one_term(
     ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    planned = visits(text, wanted, ops.fits_of(len(x)), len(x) >= LEAST_MIXED)
+    planned = visits(text, wanted, ops.fits_of(len(x)), len(x) >= LEAST_MIXED, len(x) % IN_SLABS == 0)
     found: dict[int, Tensor] = {}
     tf32 = Chain.parse(text).tf32
     states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads
     last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
     for visit in planned[:last]:
         states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward))
-    grad = _turned(ops, grad, planned[-1].turn(is_grad=True), tf32)
+    grad = _in_slabs(ops, grad) if planned[-1].slabs else _turned(ops, grad, planned[-1].turn(is_grad=True), tf32)
     for i in reversed(range(len(planned))):
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
@@ -309,8 +321,11 @@ def _one_term(
 
 
 @functools.lru_cache(1024)
-def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True) -> tuple[Visit, ...]:
-    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`."""
+def visits(
+    text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True, slabs: bool = False
+) -> tuple[Visit, ...]:
+    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`;
+    and what comes back to the last ones may lie by `slabs`."""
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
@@ -335,7 +350,31 @@ def visits(text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = 
     back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
     made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
     made = [replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made]
+    made = _by_slabs(made, fits) if slabs and mixes and chain.tf32 else made
     return tuple(replace(v, orders=v.mixed is not None and not v.at_once and fits(v.summed)) for v in made)
+
+
+def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
+    """What comes back lies by slabs for visits that take it so: grad_y, if it would be turned anyway, or what another
+    visit or a product makes."""
+
+    def taken(visit: Visit, slabs: int) -> Visit | None:
+        there = visit.learns and visit.returns and not visit.at_once and len(visit.part.contractions) == 1
+        hands_back = visit.hands_back if slabs == 1 else None
+        visit = replace(visit, at_once=True, slabs=slabs, mixed=None, hands_back=hands_back)
+        return visit if there and fits(visit.visited) else None
+
+    made = list(made)
+    comes = made[-1].turned
+    for i in reversed(range(len(made))):
+        visit, before = made[i], i > 0 and taken(made[i - 1], 1) is not None
+        product = replace(visit, hands_back=None, hands_slabs=True)
+        found = (taken(visit, 2) if before else None) or taken(visit, 1) if comes else None
+        if not found and before and not visit.at_once and fits(Chain.parse(product.back)):
+            found = product
+        comes = found is not None and (found.slabs > 1 or found.hands_slabs)
+        made[i] = found or visit
+    return made
 
 
 @functools.lru_cache(1024)
@@ -427,6 +466,12 @@ def _transposed(ops: Ops, weight: Tensor) -> Tensor:
 
 def _turned(ops: Ops, x: Tensor, turn: Turned | None, tf32: bool = False) -> Tensor:
     return ops.forward(x, [], None, _turning(turn, tf32)) if turn else x
+
+
+def _in_slabs(ops: Ops, x: Tensor) -> Tensor:
+    samples, features = x.shape
+    text = _turning((1, SLAB, features), True)
+    return ops.forward(x.reshape(samples // SLAB, SLAB * features), [], None, text).view(samples, features)
 
 
 @functools.lru_cache(1024)

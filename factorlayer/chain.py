@@ -35,6 +35,7 @@ class Chain:
     x_turned: bool = False
     turn: tuple[int, int, int] | None = None
     mixed: tuple[int, int, int] | None = None
+    slabs: int = 0  # states that lie by slabs of 32 samples: grad_y, or that and the gradient of x
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
@@ -56,6 +57,7 @@ class Chain:
         stages += ["backward"] if self.backward else []
         stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
         stages += ["mixed {} {} {}".format(*self.mixed)] if self.mixed else []
+        stages += [f"slabs {self.slabs}"] if self.slabs else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -68,7 +70,7 @@ class Chain:
     def parse(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         gradient = backward = x_turned = tf32 = False
-        turn, mixed, slope, through, sums = None, None, 0, 0, 0
+        turn, mixed, slabs, slope, through, sums = None, None, 0, 0, 0, 0
         for name, *numbers in map(str.split, text.split(";")):
             if name in ("tied", "untied"):
                 weight, outer, p, q, inner = map(int, numbers)
@@ -89,6 +91,8 @@ class Chain:
             elif name == "mixed":
                 outer, rows, columns = map(int, numbers)
                 mixed = outer, rows, columns
+            elif name == "slabs":
+                slabs = int(numbers[0])
             elif name == "slope":
                 slope = int(numbers[0])
             elif name == "through":
@@ -99,7 +103,7 @@ class Chain:
                 tf32 = True
             else:
                 activation = name
-        stages = (rank, bias, activation, gradient, backward, x_turned, turn, mixed, tf32, slope, through, sums)
+        stages = (rank, bias, activation, gradient, backward, x_turned, turn, mixed, slabs, tf32, slope, through, sums)
         return Chain(tuple(contractions), *stages)
 
     @property

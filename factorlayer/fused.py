@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import activate
-from factorlayer.backward import Ops, gradients, slope_texts, texts, visits
+from factorlayer.backward import IN_SLABS, Ops, gradients, slope_texts, texts, visits
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.runtime import (
@@ -93,7 +93,8 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     kernels = explain(text, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
     fits = cuda_ops(device, x.dtype).fits_of(batch)
-    back = [str(visit) for visit in reversed(visits(text, everything, fits))]
+    planned = visits(text, everything, fits, slabs=batch % IN_SLABS == 0)
+    back = [str(visit) for visit in reversed(planned)]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
     elif chain.activation != "identity":

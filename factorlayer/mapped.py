@@ -141,7 +141,8 @@ class Mapped:
             **{"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step},
         }
         strides = {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out}
+        flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
+        numbers |= {"INNER": c.inner}
         lines = ["using Element = float;", cuda_type(p.activation, p.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
@@ -190,7 +191,7 @@ def _time(plan: Mapped) -> float:
     shared = (plan.stage_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
     boxes = 0.09 * plan.n / (plan.run * plan.box)
     slab = max(products, load, shared, boxes)
-    store = 4 * ROWS * plan.n * plan.held / (32e3 if plan.held > 4 else 45e3)  # two accesses for a sector
+    store = 4 * ROWS * plan.n * plan.held / (32e3 if plan.held > 4 or p.slabs else 45e3)  # several for a sector
     busy = each * (plan.held * (-(-c.p // SLAB) * slab + 0.05) + store)
     busy *= 1.03 if plan.cluster > 1 or c.q % plan.n else 1
     moved = 4 * plan.batch * (p.x_features + p.y_features) + 4 * p.weights

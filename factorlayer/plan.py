@@ -32,6 +32,7 @@ from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
+from factorlayer.slab_backward import SlabBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
@@ -77,6 +78,7 @@ Pass = (
     | Reduction
     | Resident
     | SingleBackward
+    | SlabBackward
     | Slopes
     | Small
     | SmallBackward
@@ -195,7 +197,7 @@ class Plan:
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
-            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped | MonarchMapped) else []
+            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped | MonarchMapped | SlabBackward) else []
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

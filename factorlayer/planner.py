@@ -34,6 +34,7 @@ from factorlayer import (
     pair,
     pair_backward,
     single_backward,
+    slab_backward,
     small,
     small_backward,
     split_pair_backward,
@@ -224,6 +225,12 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         return Plan(chain, dtype, batch, gpu, (_slopes(chain, dtype, batch, gpu),))
     if chain.backward:
         return Plan(chain, dtype, batch, gpu, _all_gradients(chain, dtype, batch, gpu))
+    if chain.slabs:
+        (product,) = streamed.products(chain, dtype)
+        by_maps = mapped.tile(product, batch, gpu)
+        if by_maps is None:
+            raise PlanError(f"no pass makes {chain.text!r}")
+        return Plan(chain, dtype, batch, gpu, (by_maps,))
     if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
         first = plan(replace(chain, turn=None), dtype, batch, gpu).passes if chain.contractions else ()
         mixed = chain.mixed[1:] if chain.mixed else None
@@ -346,6 +353,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
     if first.tied and not more:
         singles = [family.tile(first, dtype, batch, gpu) for family in (single_backward, split_single_backward)]
         yield from ((single, Reduction(single)) for single in singles if single)
+    elif chain.slabs:
+        if (by_slabs := slab_backward.tile(chain, dtype, batch, gpu)) and _is_worth_it(chain, dtype, gpu):
+            yield by_slabs, Reduction(by_slabs)
     elif not more and (visit := untied_backward.tile(chain, dtype, batch, gpu)):
         if _is_worth_it(chain, dtype, gpu):
             yield visit, Reduction(visit)
@@ -386,7 +396,8 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
     kernel for these has one for fewer as well."""
     batch = BATCHES[-1]
-    visit = untied_backward.tile(chain, dtype, batch, gpu)
+    family = slab_backward if chain.slabs else untied_backward
+    visit = family.tile(chain, dtype, batch, gpu)
     (c,) = chain.contractions
     grouped = replace(c, outer=c.outer * c.inner, inner=1)
     back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)

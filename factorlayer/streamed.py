@@ -63,6 +63,7 @@ class Product:
     scalars: int = 0  # the first weight that is a parameter of the activation
     slope: bool = False  # the activation's, times a state like y that is read
     mixed: int = -1  # the weight of a mode of 8 before the contracted one, by which rows of x are mixed
+    slabs: bool = False  # y is [sample / 32][feature, as a chain has it][sample % 32]
     through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
 
     @functools.cached_property
@@ -130,7 +131,7 @@ def products(chain: Chain, dtype: str) -> list[Product]:
             ours, layout = False, (1, 1, c.q)
         else:
             turned = _turned(c, chain.contractions[i + 1]) if i < last else y_turned(chain)
-            ours, layout = turned is not None, turned or _natural(c)
+            ours, layout = turned is not None, turned or ((1, 1, c.q) if chain.slabs else _natural(c))
         found.append(
             Product(
                 dtype,
@@ -141,7 +142,8 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 terms_out=chain.rank if i < last else 1,
                 terms=chain.rank,
                 ours_in=i > 0 or chain.x_turned,
-                ours_out=i < last or chain.turn is not None,
+                ours_out=i < last or chain.turn is not None or chain.slabs > 0,
+                slabs=chain.slabs > 0,
                 bias=chain.bias and i == last,
                 activation=chain.activation if i == last else "identity",
                 scalars=len(chain.contractions),

@@ -45,11 +45,18 @@ def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str
     if chain.contractions:
         c = chain.contractions[0]
         x = turned(x, c.outer, c.inner, c.p) if chain.x_turned else x
-        x = torch.ops.factorlayer.forward(x, weights, bias, replace(chain, x_turned=False, turn=None).text)
+        x = torch.ops.factorlayer.forward(x, weights, bias, replace(chain, x_turned=False, turn=None, slabs=0).text)
+        x = by_slabs(x) if chain.slabs else x
     if chain.mixed:
         _, rows, columns = chain.mixed
         x = x.view(len(x), rows, columns, -1).transpose(1, 2).reshape(x.shape)
     return turned(x, *chain.turn) if chain.turn else x
+
+
+def by_slabs(rows: Tensor, back: bool = False) -> Tensor:
+    """[samples, features] as [samples / 32, features, 32], in as many rows, or from that."""
+    between = (-1, rows.shape[1], 32) if back else (-1, 32, rows.shape[1])
+    return rows.view(between).transpose(1, 2).reshape(rows.shape)
 
 
 def nothing(chain: Chain) -> bool:
@@ -62,6 +69,20 @@ def pairs(chain: Chain) -> bool:
 
 def anything(chain: Chain) -> bool:
     return True
+
+
+def slabs(chain: Chain) -> bool:
+    return chain.slabs > 0
+
+
+def last_by_slabs(chain: Chain) -> bool:
+    """And the one before is none of those."""
+    return chain.slabs > 0 and chain.contractions[0].inner > 1 and chain.backward
+
+
+def first_by_slabs(chain: Chain) -> bool:
+    """Behind a product."""
+    return chain.slabs > 0 and (not chain.backward or chain.contractions[0].inner == 1)
 
 
 def sums(chain: Chain) -> bool:
@@ -97,16 +118,18 @@ def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str,
     bias = wanted & 2 > 0
     given = grad[0] if bias else None
     (c, *more) = chain.contractions
+    grad = by_slabs(grad, back=True) if chain.slabs else grad
     if chain.x_turned:
         assert not more
         x = turned(x, c.outer, c.inner, c.p)
-        grad = turned(grad, c.outer, c.inner, c.q)
+        grad = grad if chain.slabs else turned(grad, c.outer, c.inner, c.q)
     elif chain.mixed:
         outer, rows, columns = chain.mixed
         grad = turned(grad, outer, columns, rows)
-    plain = replace(chain, backward=False, bias=bias, x_turned=False, turn=None, mixed=None)
+    plain = replace(chain, backward=False, bias=bias, x_turned=False, turn=None, mixed=None, slabs=0)
     made = gradients(replace(OPS, fits=nothing), grad, x, weights, given, plain.text, all_of(weights) | 2 * bias)
     made[0] = turned(made[0], *chain.turn) if chain.turn else made[0]
+    made[0] = by_slabs(made[0]) if chain.slabs > 1 else made[0]
     return made[~wanted & 1 :]
 
 
@@ -160,6 +183,39 @@ def test_gradients_are_those_of_autograd(spec: LayerSpec, activation: str, fits:
         expected = [g for bit, g in enumerate(right) if wanted >> bit & 1]
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)  # and of one shape
+
+
+@pytest.mark.parametrize(
+    ("fits", "together"),
+    [(slabs, ["slabs 1", "slabs 2"]), (last_by_slabs, ["turn 3 8 2; slabs 1"]), (first_by_slabs, ["slabs 1"])],
+)
+@pytest.mark.parametrize("samples", [128, 96])
+def test_what_comes_back_lies_by_slabs(fits: Callable[[Chain], bool], together: list[str], samples: int) -> None:
+    """Of whole units of samples, in tf32, where both gradients are wanted."""
+    torch.manual_seed(0)
+    chain, asked = replace(Chain.of(MIXED, False, "identity"), tf32=True), []
+
+    def noted(*given: Any) -> list[Tensor]:
+        asked.append(Chain.parse(given[3]))
+        return all_gradients(*given)
+
+    leaves = [torch.randn(samples, MIXED.in_features), *map(torch.randn, MIXED.weight_shapes)]
+    x, *weights = (leaf.double().requires_grad_() for leaf in leaves)
+    y = naive(MIXED, x, weights)
+    grad_y = torch.randn_like(y)
+    right = torch.autograd.grad(y, (x, *weights), grad_y)
+    for wanted in (0b1101, 0b1100, 0b0101, 0b1001, 0b0001):
+        asked.clear()
+        with torch.no_grad():
+            found = gradients(
+                replace(OPS, fits=fits, all_gradients=noted), grad_y, x, weights, None, chain.text, wanted
+            )
+        expected = [g for bit, g in zip((1, 4, 8), right, strict=True) if wanted & bit]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+        ends = [each.text.split("backward; ")[1].removesuffix("; tf32") for each in reversed(asked)]
+        assert wanted != 0b1101 or ends == (together if samples % 64 == 0 else [])
+    assert not visits(chain.text.removesuffix("; tf32"), 0b1101, slabs, slabs=True)[0].slabs
 
 
 @pytest.mark.parametrize("fits", [nothing, pairs, anything, sums, products])
@@ -365,6 +421,9 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
         "tied 0 1 2 2 1; gradient; bias",
         "rank 2; tied 0 1 2 2 1; backward",
         "tied 1 2 2 2 1; tied 0 1 2 2 2; gradient",
+        "untied 0 2 2 2 1; slabs 1; relu",
+        "untied 0 2 2 2 1; backward; slabs 1; slabs 1",
+        "untied 1 2 2 2 1; untied 0 1 2 2 2; backward; slabs 1",
     ):
         with pytest.raises(ValueError, match="wrong place"):
             torch.ops.factorlayer.forward(torch.ones(1, 4), [torch.ones(2, 2)], None, text)

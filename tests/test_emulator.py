@@ -24,6 +24,7 @@ from factorlayer import (
     columns,
     columns_backward,
     gradient,
+    slab_backward,
     small_backward,
     strip_backward,
     untied_backward,
@@ -651,6 +652,11 @@ def mixed_rows(chain: Chain) -> Array:
     return np.arange(c.q).reshape(rows, columns).T.ravel()
 
 
+def by_slabs(rows: Array, outer: int, inner: int) -> Array:
+    """[samples, groups, features] as [samples / 32, outer, features, inner, 32]."""
+    return rows.reshape(len(rows) // 32, 32, outer, inner, -1).transpose(0, 2, 4, 3, 1)
+
+
 # Both gradients of untied weights: one to four warpgroups that share q's, p's or groups; parts of tiles, slabs, chunks
 UNTIED = [
     ("untied 0 4 40 56 1; backward", "bfloat16", 150, (2, 1, 1, 1, 64)),
@@ -686,7 +692,8 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
         if value is not None:
             x, grad = x.copy(), grad.copy()
             x[batch // 2, 1], grad[batch - 1, 2] = value, -value
-        outputs, errors = emulator.run(found, kernels, x, [weight, grad], None, blocks=found.gpu.sms, seed=seed)
+        given = by_slabs(grad, c.outer, c.inner) if found.chain.slabs else grad
+        outputs, errors = emulator.run(found, kernels, x, [weight, given], None, blocks=found.gpu.sms, seed=seed)
         assert not errors
         order = mixed_rows(found.chain)
         with np.errstate(invalid="ignore"):
@@ -695,6 +702,8 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
             if found.chain.turn:
                 natural = back.reshape(batch, c.outer, c.inner, c.p).swapaxes(2, 3)
                 back = natural.reshape(batch, *found.chain.turn).swapaxes(2, 3)
+            if found.chain.slabs > 1:
+                back = by_slabs(back, c.outer, c.inner)
             summed = np.empty_like(weight)
             summed[:, order] = np.einsum("ngq,ngp->gqp", behind, before)
         for part, expected in ((outputs[0], back), (outputs[-1], summed)):
@@ -703,6 +712,30 @@ def check_both_gradients(found: Plan, batch: int, emulator: Emulator) -> None:
             np.testing.assert_array_equal(part[~finite], expected[~finite])
             error = np.linalg.norm(part[finite] - expected[finite])
             assert error <= 2 * EPS[dtype] * np.linalg.norm(expected[finite])
+
+
+# In tf32, of grad_y by slabs: parts of tiles; x's gradient by rows, in another contraction's order, by slabs
+BY_SLABS = [
+    ("untied 0 2 36 64 1; backward; slabs 1", 704, 4),
+    ("untied 0 2 132 40 1; backward; slabs 2", 320, 8),
+    ("turned; untied 0 1 96 128 4; backward; turn 2 48 4; slabs 1", 320, 8),
+    ("turned; untied 0 2 64 72 2; backward; slabs 2", 384, 8),
+    ("turned; untied 0 1 64 256 2; backward; slabs 2", 256, 2),
+    ("untied 0 2 256 64 1; backward; slabs 1", 832, 8),
+    ("untied 0 2 256 96 1; backward; slabs 1", 576, 12),
+]
+
+
+@pytest.mark.parametrize(("text", "batch", "processors"), BY_SLABS, ids=str)
+def test_both_gradients_of_a_grad_y_that_lies_by_slabs(
+    text: str, batch: int, processors: int, emulator: Emulator
+) -> None:
+    chain, gpu = Chain.parse(text), Gpu(90, processors, 232448)
+    assert chain.text == text
+    visit = slab_backward.tile(chain, "tf32", batch, gpu)
+    assert visit is not None
+    found = Plan(chain, "tf32", batch, gpu, (visit, Reduction(visit)))
+    check_both_gradients(found, batch, emulator)
 
 
 # Of two untied weights and x: parts of tiles, chunks and pieces, one to four times 16 samples, one group and many

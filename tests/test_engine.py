@@ -20,8 +20,9 @@ import torch
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 
-from factorlayer import runtime, untied_backward, wide_gradient
+from factorlayer import runtime, slab_backward, untied_backward, wide_gradient
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.backward import texts
 from factorlayer.chain import Chain
 from factorlayer.gpu import DTYPES, Gpu
 from factorlayer.plan import Plan, PlanError
@@ -575,6 +576,23 @@ def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: 
     assert len(most) >= count
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "untied 0 4 192 192 1; backward; slabs 1; tf32",
+        "turned; untied 0 1 256 256 16; backward; slabs 2; tf32",
+        "turned; untied 0 1 192 200 4; backward; turn 4 48 4; slabs 1; tf32",
+        "untied 0 64 64 64 1; backward; slabs 1; tf32",
+    ],
+)
+def test_both_gradients_by_slabs_do_not_spill(text: str) -> None:
+    tiled = slab_backward.tile(Chain.parse(text), "tf32", 16384, Gpu.of(90))
+    assert tiled is not None
+    _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
+    check([kernel], GradientCase((1, 8, 8, 1, False), "tf32", "sm_90a", 16384), 0)
+
+
 @pytest.mark.parametrize("case", STACKS, ids=str)
 def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
     check(compiled[case].result(), case, 64 if case.backward or case.states else 32)
@@ -638,6 +656,10 @@ def gradients_one_by_one(chain: Chain) -> Iterator[Chain]:
         yield Chain((alone,), gradient=True, x_turned=not c.tied and c.inner > 1)
 
 
+def has_plan_in_float32(chain: Chain) -> bool:
+    return has_plan(chain.text, "float32", 90, 132, 232448)
+
+
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
@@ -654,6 +676,9 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 found |= {f"{'odd' if sizes[0][1] % 2 else 'even'} block {ways}"}
             continue
         found |= {"rank"} if case.chain.rank > 1 else set()
+        if case.trained and case.dtype == "tf32":
+            asked = texts(replace(case.chain, tf32=True).text, has_plan_in_float32, case.batch)
+            found |= {"by slabs" for text, _ in asked if "backward; slabs" in text}
         for each in (case.chain, all_gradients_of(case.spec)) if case.trained else (case.chain,):
             planned_for = BATCHES[0 if case.batch <= 64 else 1]
             try:
@@ -667,7 +692,16 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
     assert {"ClusterBackward", "DoublePair", "Mapped Mapped", "Monarch", "Strip", "StripBackward Reduction"} <= found
-    assert {"rank", "split", "Pair", "Resident", "Resident Resident", "Streamed Streamed", "Wide Wide"} <= found
+    assert {
+        "by slabs",
+        "rank",
+        "split",
+        "Pair",
+        "Resident",
+        "Resident Resident",
+        "Streamed Streamed",
+        "Wide Wide",
+    } <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts", "UnitBackward Reduction Parts"} <= found
     assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found
     assert {f"{way}Backward Reduction" for way in ("Columns", "Large", "Small", "SplitPair")} <= found

@@ -67,8 +67,15 @@ def right(chain: Chain, x: Array, weight: Array, bias: Array | None) -> Array:
     return y
 
 
+def rows_of(y: Array, chain: Chain, batch: int) -> Array:
+    if chain.slabs:
+        y = y.reshape(batch // 32, -1, 32).swapaxes(1, 2)
+    return y.reshape(batch, -1)
+
+
 # One group: runs as q has them, of 16 and of 48, each in boxes of its own. Groups that take turns: two, four, eight,
-# and eight of sixteen. Slabs, tiles and boxes that sizes do not fill, tiles that nothing is left for, rings that turn.
+# and eight of sixteen. y by slabs. Slabs of k, tiles and boxes that sizes do not fill, tiles that nothing is left for,
+# rings that turn.
 CASES: list[tuple[str, int, int, Tiling]] = [
     ("tied 0 3 44 112 1; bias; tf32", 70, 2, (64, 1, 1)),
     ("tied 0 1 196 176 1; relu; tf32", 400, 2, (96, 1, 1)),
@@ -81,6 +88,8 @@ CASES: list[tuple[str, int, int, Tiling]] = [
     ("turned; untied 0 1 76 96 4; bias; relu; tf32", 300, 4, (32, 4, 2)),
     ("turned; untied 0 1 40 48 8; bias; tf32", 300, 2, (48, 8, 1)),
     ("turned; untied 0 1 40 48 16; relu; tf32", 300, 4, (32, 8, 1)),
+    ("untied 0 3 68 176 1; slabs 1; tf32", 192, 4, (96, 1, 2)),
+    ("turned; untied 0 2 76 96 2; slabs 1; tf32", 320, 2, (48, 1, 1)),
 ]
 
 
@@ -93,17 +102,18 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
     kernels = emulator.compile(found)
     (y,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=1)
     assert not errors
+    y = rows_of(y, found.chain, batch)
     wanted = right(found.chain, x, weight, bias)
-    assert np.linalg.norm(y - wanted.ravel()) <= 2 * 2.0**-11 * np.linalg.norm(wanted)
+    assert np.linalg.norm(y - wanted) <= 2 * 2.0**-11 * np.linalg.norm(wanted)
 
     sick = batch // 2
     x[sick] = np.nan
     (broken,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=2)
     assert not errors
-    rows, broken = y.reshape(batch, -1), broken.reshape(batch, -1)
+    broken = rows_of(broken, found.chain, batch)
     assert np.isnan(broken[sick]).all()
     others = np.arange(batch) != sick
-    np.testing.assert_array_equal(broken[others], rows[others])
+    np.testing.assert_array_equal(broken[others], y[others])
 
 
 @pytest.mark.parametrize(
@@ -135,6 +145,7 @@ OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-option
         "turned; untied 0 1 1024 4096 2; bias; tf32",
         "turned; untied 0 1 192 768 4; bias; relu; tf32",
         "turned; untied 0 1 256 688 16; tf32",
+        "turned; untied 0 1 768 192 4; slabs 1; tf32",
     ],
 )
 def test_the_largest_tilings_compile(text: str) -> None:

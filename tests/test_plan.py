@@ -39,6 +39,7 @@ from factorlayer.parts import Parts
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
 from factorlayer.resident import Mode, Resident, Sandwich, Stage, Work
+from factorlayer.slab_backward import SlabBackward
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.spec import Contraction, LayerSpec
@@ -448,6 +449,37 @@ def test_both_gradients_of_untied_weights_at_one_visit(text: str, takes: bool) -
             assert isinstance(visit, UntiedBackward) and visit.most * visit.tiles <= 132
             buffers = [(p.read, p.written) for p in read_text(found.text()).passes]
             assert buffers == [("x", "y"), ("s2", "w")] and "at one visit" in str(visit)
+
+
+@pytest.mark.parametrize(
+    ("text", "takes"),
+    [
+        ("untied 0 4 192 192 1; backward; slabs 1", True),
+        ("turned; untied 0 1 192 192 4; backward; slabs 2", True),
+        ("turned; untied 0 1 192 192 4; backward; turn 4 48 4; slabs 1", True),
+        ("turned; untied 0 1 256 256 16; backward; slabs 2", True),
+        ("untied 0 64 64 64 1; backward; slabs 1", True),
+        ("turned; untied 0 1 192 768 4; backward; slabs 1", False),  # more q's than a block has sums for
+        ("turned; untied 0 1 64 64 64; backward; slabs 1", False),  # groups take turns in x's gradient
+        ("untied 0 4 192 192 1; backward; mixed 4 48 4; slabs 1", False),  # in order, as slabs are
+        ("turned; untied 0 1 768 192 4; slabs 1", True),
+        ("untied 0 4 190 190 1; slabs 1", False),
+    ],
+)
+def test_states_by_slabs(text: str, takes: bool) -> None:
+    for (dtype, tf32), arch in itertools.product((("float32", "; tf32"), ("float32", ""), ("bfloat16", "")), (80, 90)):
+        fits = takes and arch == 90 and tf32 != ""
+        assert has_plan(text + tf32, dtype, arch, 132, 232448) == fits
+        for batch in BATCHES[1:] if fits else ():
+            found = plan(Chain.parse(text + tf32), "tf32", batch, Gpu.of(arch))
+            made, *summing = found.passes
+            passes = read_text(found.text()).passes
+            if found.chain.backward:
+                assert isinstance(made, SlabBackward) and made.most * made.tiles <= 132 * made.blocks and summing
+                assert [(p.read, p.written) for p in passes] == [("x", "y"), ("s2", "w")]
+                assert "\nmap 1 tf32 32 " in found.text() and "at one visit" in str(made)
+            else:
+                assert isinstance(made, Mapped) and "SLABS = true" in passes[0].source
 
 
 def test_in_tf32_grad_y_goes_through_registers_and_two_chunks_are_on_their_way() -> None:

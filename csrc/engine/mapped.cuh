@@ -12,7 +12,9 @@
 // groups take turns in y, element by element, they are held until the last one's sums are there: a thread has 16 bytes side
 // by side, and neighbouring threads have whole sectors of L2. factorlayer/mapped.py writes the constants:
 //
-// Pass:  Activation, BIAS, P, Q, OUTER, GROUPS, FAST, NEXT, B, X_SAMPLE, Y_SAMPLE as in streamed.cuh, SPAN (tiles of rows
+// By SLABS of 32 samples, in which a feature's lie side by side, eight lanes have a sector of L2.
+//
+// Pass:  Activation, BIAS, P, Q, OUTER, INNER, GROUPS, FAST, NEXT, B, X_SAMPLE, Y_SAMPLE as in streamed.cuh, SLABS, SPAN (tiles of rows
 //        whose blocks run side by side), N, HELD, BLOCKS, STAGES, ROUND_Y (to tf32), MORE and FEWER (registers of
 //        consumers and producers), and of the weights' map: RUN columns side by side are its two sizes behind k, LINE runs
 //        the next one, of which a box has BOX; the last size counts rows of the weight, LINE_STEP from one line's first to
@@ -167,6 +169,7 @@ template <class Pass> struct Mapped {
     if constexpr (Pass::OUTER == 1) return row * Pass::Y_SAMPLE;
     return row * Q;
   }
+  static_assert(!Pass::SLABS || (HELD == 1 && FAST == 1 && Pass::OUTER == 1));
   static_assert(Pass::OUTER == 1 || Pass::Y_SAMPLE == i64(Pass::OUTER) * Q, "rows of y lie evenly");
 
   // A sum with bias and activation, rounded.
@@ -193,7 +196,13 @@ template <class Pass> struct Mapped {
     const bool here = r < rows() && (Q % (N * BLOCKS) == 0 || j < Q);
     u32 words[4];
     cell(words, sum, tile, r, i, 0);
-    if constexpr (HELD == 8) {
+    if constexpr (Pass::SLABS) {
+      const i64 feature = i64(tile.slow / Pass::INNER * Q + j) * Pass::INNER + tile.slow % Pass::INNER;
+      float* to = static_cast<float*>(params.y) + (r / 32 * Pass::Y_SAMPLE + feature) * 32 + r % 32;
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        if (here) store_global(to + w * (Pass::INNER * 32), __uint_as_float(words[w]));
+    } else if constexpr (HELD == 8) {
       // Two cells, which make a sector: neighbours store one of them together, and then the other.
       const int odd = threadIdx.x & 1;
       u32 further[4];

@@ -38,6 +38,7 @@ from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.single_backward import SingleBackward
+from factorlayer.slab_backward import SlabBackward
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
@@ -144,7 +145,7 @@ class Kernel:
     def output_bytes(self, batch: int) -> int:
         """Without sums."""
         p = self.planned
-        if isinstance(p, UntiedBackward):
+        if isinstance(p, SlabBackward | UntiedBackward):
             return batch * p.output_bytes
         if isinstance(p, TileSums):
             return p.weights * ELEMENT_BYTES[p.dtype] if p.is_whole else 0
@@ -224,7 +225,7 @@ class Emulator:
         outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
-            maps = kernel.planned.maps if isinstance(kernel.planned, Mapped | MonarchMapped) else ()
+            maps = kernel.planned.maps if isinstance(kernel.planned, Mapped | MonarchMapped | SlabBackward) else ()
             (self.folder / "maps").write_text(
                 "\n".join(line.replace("x tf32", "-1").replace("tf32", "") for line in maps)
             )

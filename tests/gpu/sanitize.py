@@ -86,7 +86,7 @@ TRAINED = [
     ("kronecker", "3x2 12x16 32x24", 72, "bfloat16"),
     ("kronecker", "3x5 24x32 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
-    ("monarch", "2x192 96x2", 130, "tf32", 96),
+    ("monarch", "2x192 96x2", 192, "tf32", 96),
     ("monarch", "4 72", 70, "float32 bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
     ("monarch", "32 16", 70, "bfloat16", 4),
