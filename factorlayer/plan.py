@@ -38,7 +38,7 @@ from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
-from factorlayer.triple import Triple
+from factorlayer.triple import Triple, TripleBackward
 from factorlayer.turn import Turn
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.untied_backward import UntiedBackward
@@ -81,6 +81,7 @@ Pass = (
     | Strip
     | StripBackward
     | Triple
+    | TripleBackward
     | Turn
     | UnitBackward
     | UntiedBackward
@@ -162,7 +163,7 @@ class Plan:
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
         if isinstance(p, MonarchGradient):
             return "x", "s2"
-        if isinstance(p, Dense | MonarchBack):
+        if isinstance(p, Dense | MonarchBack | UnitBackward):
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from factorlayer import unit_backward
 from factorlayer.device import hopper_headers, kernel, wgmma
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.gradient import BlockSums, most_samples
 from factorlayer.pair import LEAST, Pair, weight_lines
 from factorlayer.resident import Mode, Work, round_up
+from factorlayer.unit_backward import UnitBackward
 
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
@@ -22,6 +26,8 @@ STATE_US, KILOBYTE_US = (
     0.063,
 )  # that a warpgroup takes to contract two modes of a state, and for what it reads and writes
 TILE_US = 1.5  # to contract the first mode of 64 columns
+SLAB_BYTES = 8192  # 64 columns of a state, backward
+BACK_US = 1.4  # that a warpgroup takes for one
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,16 @@ class Triple:
         columns = round_up(self.rows * self.pair.sizes[3], 64)
         return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
 
+    @property
+    def result_bytes(self) -> int:
+        """Of a warpgroup that contracts the first mode"""
+        return self.n * 128 if self.size == 2 else 0
+
     @functools.cached_property
     def shared(self) -> int:
         weight = -(-self.mode.p * self.size // 128) * self.n * 128
         staged = self.groups * self.pair.parts * self.sent * 64 * self.size
-        results = self.last * self.n * 128 if self.size == 2 else 0
+        results = self.last * self.result_bytes
         pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
         return pair + weight + staged + results + self.buffers * self.state_bytes
 
@@ -128,28 +139,114 @@ class Triple:
             f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def lines(self) -> list[str]:
+        """The kernel's constants"""
         numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
         numbers |= {
             "BUFFERS": self.buffers,
             "LAST": self.last,
             "SENT": self.sent,
             "LAST_REGISTERS": self.last_registers,
+            "DEPTH": 0,
         }
         registers = COPY_REGISTERS[self.size], self.registers
         lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return lines + [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+
+    @property
+    def _cluster_dims(self) -> str:
+        return f"__cluster_dims__(1, {self.cluster}, 1) "
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
         products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
-        return kernel(
-            hopper_headers(products, "pair.cuh", "triple.cuh"),
-            name,
-            "ThreeFactors",
-            lines,
-            self.threads,
-            cluster=cluster,
-        )
+        code = hopper_headers(products, "pair.cuh", "triple.cuh")
+        return kernel(code, name, "ThreeFactors", self.lines, self.threads, cluster=self._cluster_dims)
+
+
+@dataclass(frozen=True)
+class TripleBackward(Triple, BlockSums):
+    """All that goes back through the first of three modes, the state before it made again:
+    csrc/engine/triple_backward.cuh. What goes back through the others, `behind`, adds up its sums as well."""
+
+    depth: int = 2  # slots of a warpgroup for what comes back
+
+    @property
+    def dtype(self) -> str:
+        return self.work.dtype
+
+    @property
+    def behind(self) -> UnitBackward:
+        last, first = (mode for at, mode in self.work.steps if at > 0)
+        return UnitBackward((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
+
+    @property
+    def singles(self) -> int:
+        return self.mode.p * self.mode.q
+
+    @property
+    def weights(self) -> int:
+        return self.behind.weights
+
+    @property
+    def last_registers(self) -> int:
+        return round_up(self.mode.p // 2 + 32 + 48, 8)
+
+    @property
+    def result_bytes(self) -> int:
+        return self.depth * SLAB_BYTES
+
+    @property
+    def tiles(self) -> int:
+        """Slabs of a block"""
+        return self.rows * self.pair.sizes[3] // 64
+
+    @property
+    def state_bytes(self) -> int:
+        return self.tiles * SLAB_BYTES
+
+    @property
+    def output_bytes(self) -> int:
+        _, _, q0, q1 = self.pair.sizes
+        return self.work.outer * self.mode.p * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
+
+    def source(self, name: str) -> str:
+        numbers = {"DEPTH": self.depth, "GRAD": 3, "MOST": self.behind.most, "UNITS": self.behind.units_per_sample}
+        lines = [line for line in self.lines if " DEPTH =" not in line]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        plain, turned = {self.chunk, self.pair.n}, {self.mode.p, 64}
+        products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
+        further = "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"
+        code = hopper_headers(products, *further)
+        return kernel(code, name, "ThreeFactorsBackward", lines, self.threads, cluster=self._cluster_dims)
+
+
+def tile_backward(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
+) -> tuple[TripleBackward, UnitBackward] | tuple[()]:
+    """What makes all gradients of three large modes of 16 bits; nothing where these families have no kernels."""
+    if len(modes) != 3 or gpu.arch != 90 or dtype not in ("bfloat16", "float16") or most_samples(batch) <= 64:
+        return ()
+    if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
+        return ()
+    first, *two = modes
+    if first.p % 16 or first.q % 16 or any(n % 8 for n in (two[1].p, two[1].q)):
+        return ()
+    if math.prod(mode.p for mode in two) != math.prod(mode.q for mode in two):
+        return ()  # what comes back lies where that of x belongs
+    work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
+    for groups, last, depth, slots in itertools.product((2, 1), (2, 1), (2, 3), (5, 4, 3, 2)):
+        plan = TripleBackward(work, round_up(two[0].p, 16), slots, groups, last, 8, 2, gpu, depth=depth)
+        whole = two[0].q % plan.cluster == 0 and plan.rows * two[1].q % (64 * last) == 0
+        if whole and (plan.cluster - 1) * -(-first.p // plan.cluster) < first.p and _fits(plan):
+            behind = unit_backward.tile(tuple(two), outer * first.p, dtype, batch, gpu)
+            assert behind is not None
+            return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
+    return ()
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
@@ -205,3 +302,14 @@ def _time(plan: Triple, batch: int) -> float:
     busy += tiles * TILE_US / plan.groups if plan.buffers == 1 and plan.last == 0 else 0
     moved = (plan.mode.p * p0 * p1 + plan.mode.q * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
     return START_US + rounds * max(busy, moved)
+
+
+def _time_backward(plan: TripleBackward, batch: int) -> float:
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.pair.sizes
+    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
+    states = -(-plan.mode.p // plan.cluster) / plan.groups
+    busy = states * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
+    elements = plan.mode.p * (p0 * p1 + q0 * q1) + plan.mode.q * q0 * q1
+    moved = elements * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + rounds * max(busy, plan.tiles / plan.last * BACK_US, moved)

@@ -10,7 +10,7 @@
 //
 // Pass: what pair.cuh has of one piece and without a mode that is mixed; PO, QO; SAMPLES (of one of the batch);
 //       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once;
-//       weight_o(params, q, p) and FACTOR_O
+//       weight_o(params, q, p) and FACTOR_O; DEPTH, 0, or slots of who takes T otherwise (triple_backward.cuh)
 #pragma once
 #include "pair.cuh"
 
@@ -27,10 +27,13 @@ template <class Pass> struct ThreeFactors {
   static constexpr int kShare = ceil_div(PO, CLUSTER), kRows = ceil_div(Q0, CLUSTER), kTiles = ceil_div(kRows * Q1, 64);
   static_assert((CLUSTER - 1) * kShare < PO && (CLUSTER - 1) * kRows < Q0, "each block has a part");
   static constexpr int kSteps = ceil_div(PO, kStep), kDepth = kSteps * kStep, kPitch = kTiles * 64 * kSize + 16;
-  static constexpr int kMiddleBytes = round_up(kDepth * kPitch, 128), kRestBytes = (kDepth - PO) * kPitch;
+  static constexpr bool kSlabs = Pass::DEPTH > 0;  // 64 columns of T each, as the matrix unit reads them
+  static constexpr int kMiddleBytes = kSlabs ? kTiles * 8192 : round_up(kDepth * kPitch, 128);
+  static constexpr int kRestBytes = (kDepth - PO) * kPitch;
   static constexpr int kSlabO = kNO * 128, kBytesO = ceil_div(PO * kSize, 128) * kSlabO;
   static constexpr int kRound = Pass::SENT, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
-  static constexpr int kResultBytes = kSize == 2 && LAST ? kNO * 128 : 0, kMakers = (Two::kConsumers + LAST) * 128;
+  static constexpr int kResultBytes = kSlabs ? Pass::DEPTH * 8192 : kSize == 2 && LAST ? kNO * 128 : 0;
+  static constexpr int kMakers = (Two::kConsumers + LAST) * 128;
   static_assert(LAST || kSize == 4 || kNO * 128 <= kStagedBytes);
   static constexpr int kThreads = kMakers + 128, kBarriers = 768;
 
@@ -54,6 +57,9 @@ template <class Pass> struct ThreeFactors {
   DEVICE u32 bytes() const { return PO * columns() * kSize; }
 
   DEVICE void run() const {
+    run([&](int group) { make_results(group); });
+  }
+  template <class Last> DEVICE void run(const Last& last) const {
     two.begin(kThreads);
     if (threadIdx.x < BUFFERS) {
       init_barrier(full(threadIdx.x), 1);
@@ -73,7 +79,7 @@ template <class Pass> struct ThreeFactors {
       else
         give_registers<Pass::LAST_REGISTERS>();
       sync_threads<kMakers>(1);
-      make_results(warpgroup - Two::kConsumers);
+      last(warpgroup - Two::kConsumers);
     } else {
       take_registers<Pass::REGISTERS>();
       two.load_weights();
@@ -143,7 +149,7 @@ template <class Pass> struct ThreeFactors {
   DEVICE void send(const float (&y)[kN / 2], u32 buffer, int slice, int part) const {
     constexpr int kPieces = kRow / 16;
     const u32 own = staged + warpgroup * kStagedBytes;
-    const u32 to = middle + buffer * kMiddleBytes + slice * kPitch + part * kRow;
+    const u32 to = middle + buffer * kMiddleBytes;
 #pragma unroll
     for (int round = 0; round < kN; round += kRound) {
       sync_group<4, 16>(1 + warpgroup);  // the last rows have left
@@ -157,11 +163,14 @@ template <class Pass> struct ThreeFactors {
         if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + piece * kEach < Q1)) {
           u32 words[4];
           load_u32x4(own + place(row, piece), words);
-          const u32 at = to + q0 % kRows * (Q1 * kSize) + piece * 16;
+          const u32 at = to + place_of_middle(slice, (q0 % kRows * Q1 + part * 64) * kSize / 16 + piece);
           send_words(in_block(at, q0 / kRows), words, in_block(full(buffer), q0 / kRows));
         }
       }
     }
+  }
+  static DEVICE u32 place_of_middle(int slice, int piece) {
+    return kSlabs ? piece / 8 * 8192 + swizzled(slice, piece % 8) : slice * kPitch + piece * 16;
   }
   static DEVICE u32 place(int row, int piece) {
     return kSize == 2 ? swizzled(row, piece) : row * kRow + (piece ^ (row & 6)) * 16;

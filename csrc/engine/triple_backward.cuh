@@ -1,0 +1,132 @@
+// The outer one of three tied contractions of large modes of 16 bits, backward, on sm_90a, with the state before it made again
+// by the same kernel: for each sample, of X [po, p0, p1] and G [qo, q0, q1],
+//
+//     T = A X B',  dO += G T',  dT = O' G
+//
+// T's are made, and sent to the blocks that share q0, as by triple.cuh, but to slabs of 64 columns. A block has the same columns
+// of G, which are a slab of both products as they are: dO's k's are its columns, and dT's its rows. Who multiplies copies it, too,
+// a slab ahead, and dT leaves through it. dX's and the other weights' gradients are another pass's, which reads dT.
+//
+// Pass: what triple.cuh has, PO and QO up to 64; DEPTH slots of each warpgroup for G; GRAD (the parameter that G is); MOST blocks
+//       that the other pass has, and its UNITS of a sample: each has sums of dO here
+#pragma once
+#include "slabs.cuh"
+#include "splits.cuh"
+#include "sums.cuh"
+#include "triple.cuh"
+
+template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
+  using Base = ThreeFactors<Pass>;
+  using typename Base::Element;
+  using Base::PO, Base::QO, Base::Q0, Base::Q1, Base::BUFFERS, Base::CLUSTER, Base::LAST;
+  using Base::kRows, Base::kTiles, Base::kMiddleBytes, Base::kResultBytes, Base::kMakers;
+  using Base::params, Base::lane, Base::warpgroup, Base::thread, Base::rank, Base::o, Base::middle, Base::results, Base::samples;
+  static constexpr int DEPTH = Pass::DEPTH, kSlab = 8192, kSums = QO * PO;
+  static_assert(PO % 16 == 0 && QO % 16 == 0 && PO <= 64 && QO <= 64 && Q0 % CLUSTER == 0 && kRows * Q1 % 64 == 0);
+  static_assert(LAST > 0 && kTiles % LAST == 0 && DEPTH > 1);
+
+  DEVICE ThreeFactorsBackward(const Params& given) : Base(given) {}
+
+  DEVICE void run() const {
+    Base::run([&](int group) { make_gradients(group); });
+  }
+
+  // Columns of a sample, from a tile's first one on
+  static DEVICE i64 place_of(i64 sample, int rows, int rank, int tile) {
+    return sample * (rows * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
+  }
+  DEVICE void copy(u32 slot, i64 sample, int tile) const {
+    const Element* from = static_cast<const Element*>(params.weights[Pass::GRAD]) + place_of(sample, QO, rank, tile);
+#pragma unroll
+    for (int j = 0; j < QO * 8; j += 128) {
+      const int row = (j + thread) / 8, piece = thread % 8;
+      copy_async<16>(slot + swizzled(row, piece), from + row * (Q0 * Q1) + piece * 8, true);
+    }
+  }
+
+  DEVICE void make_gradients(int group) const {
+    const u32 slots = results + group * kResultBytes;
+    float d_o[PO / 2] = {};
+    u32 turn = 0, slot = 0, free = 0;
+    i64 next = blockIdx.x;  // what is copied next
+    int next_tile = group;
+    const auto copy_next = [&] {
+      if (next < samples) copy(slots + free * kSlab, next, next_tile);
+      commit_copies();
+      if (++free == DEPTH) free = 0;
+      next_tile += LAST;
+      if (next_tile >= kTiles) next_tile = group, next += gridDim.x;
+    };
+    Base::expect_first(group);
+    for (int i = 0; i < DEPTH - 1; ++i) copy_next();
+#pragma unroll 1
+    for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
+      const u32 buffer = turn % BUFFERS;
+#pragma unroll 1
+      for (int tile = group; tile < kTiles; tile += LAST) {
+        if (tile == group) {
+          wait_for_bytes(Base::full(buffer), turn / BUFFERS & 1);
+          if (group == 0 && thread == 0 && sample + i64(BUFFERS) * gridDim.x < samples)
+            expect_bytes(Base::full(buffer), Base::bytes());
+        }
+        wait_for_copies<DEPTH - 2>();
+        fence_copy_engine();
+        sync_group<4, 16>(1 + warpgroup);  // all of G is there, and the last dT has left
+        copy_next();
+        const u32 g = slots + slot * kSlab, t = middle + buffer * kMiddleBytes + tile * kSlab;
+        if (++slot == DEPTH) slot = 0;
+        float d_t[32];
+        open_products();
+#pragma unroll
+        for (int s = 0; s < QO / 16; ++s)
+          Wgmma<Element, 64>::multiply_turned(d_t, by_column(o, 0, s), by_column(g, 0, s), s > 0);
+        commit_products();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) Wgmma<Element, PO>::multiply(d_o, by_k(g, 0, s), by_k(t, 0, s));
+        commit_products();
+        wait_for_products<0>();
+        touch(d_t), touch(d_o);
+        if (tile + LAST >= kTiles) Base::release(buffer);
+        sync_group<4, 16>(1 + warpgroup);  // nobody reads G any more
+        Slabs<Element, 64>::template store<PO, 64, Q0 * Q1>(
+            d_t, g, thread / 32 * 16, lane, 1.f, static_cast<Element*>(params.y) + place_of(sample, PO, rank, tile));
+      }
+    }
+    wait_for_copies<0>();
+    store(d_o, group);
+  }
+
+  // What all warpgroups have summed, by the first one, and zeros for who has nothing here
+  DEVICE void store(float (&d_o)[PO / 2], int group) const {
+    constexpr int kFours = PO / 8, kBarrier = 1 + kMakers / 128;
+    const auto four = [&](int other, int n) { return results + other * kResultBytes + (n * 128 + thread) * 16; };
+    sync_group<4, 16>(1 + warpgroup);  // the last dT has left
+    if (group > 0)
+#pragma unroll
+      for (int n = 0; n < kFours; ++n) put_sums(four(group, n), {d_o[n * 4], d_o[n * 4 + 1], d_o[n * 4 + 2], d_o[n * 4 + 3]});
+    sync_threads<LAST * 128>(kBarrier);
+    if (group > 0) return;
+    const int blocks = gridDim.x * CLUSTER, block = blockIdx.x * CLUSTER + rank;
+    const int present = int(min(params.batch * Pass::UNITS, i64(Pass::MOST)));
+    float* to = static_cast<float*>(params.sums);
+#pragma unroll
+    for (int n = 0; n < kFours; ++n) {
+#pragma unroll
+      for (int other = 1; other < LAST; ++other) {
+        float more[4];
+        get_sums(four(other, n), more);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d_o[n * 4 + i] += more[i];
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = thread / 32 * 16 + lane.g + h * 8;
+        if (QO == 64 || row < QO)
+          store_two<true>(to + i64(block) * kSums + row * PO + n * 8 + lane.t * 2, d_o[n * 4 + h * 2], d_o[n * 4 + h * 2 + 1], true);
+      }
+    }
+    for (int other = block + blocks; other < present; other += blocks)
+      for (int j = thread * 4; j < kSums; j += 512) store_global<16>(to + i64(other) * kSums + j, zeros);
+  }
+  static constexpr u32 zeros[4] = {};
+};
