@@ -16,12 +16,13 @@ from factorlayer import triple
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
 from factorlayer.gradient import Reduction
-from factorlayer.plan import Plan
+from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cuts, plan
 from factorlayer.resident import Mode, Work
 from factorlayer.runtime import compile_kernel
 from factorlayer.spec import LayerSpec
-from factorlayer.triple import DTYPES, Triple
+from factorlayer.triple import DTYPES, Triple, TripleBackward
+from factorlayer.unit_backward import UnitBackward
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 32  # bytes, of values that are kept for a while
@@ -194,6 +195,40 @@ def backward_of(p: Sizes, q: Sizes, dtype: str, cluster: int = 2, **tiling: int)
     first, behind = triple.tile_backward(modes, 1, dtype, MEDIUM, gpu)
     first = replace(first, cluster=cluster, **tiling)
     return Plan(chain, dtype, MEDIUM, gpu, (first, behind, Reduction(behind)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("p", "q"), [((64,) * 3, (64,) * 3), ((48, 24, 64), (32, 32, 48)), ((64, 48, 32), (48, 24, 64))], ids=str
+)
+def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(p: Sizes, q: Sizes, dtype: str) -> None:
+    chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
+    first, behind, reduction = plan(chain, dtype, LARGE, HOPPER).passes
+    assert isinstance(first, TripleBackward) and isinstance(behind, UnitBackward) and isinstance(reduction, Reduction)
+    assert first.cluster == first.split == 8 and 0 < behind.us < first.us
+    assert reduction.of.weights == sum(a * b for a, b in zip(p, q, strict=True)) == first.weights
+    for each in (first, behind):
+        assert each.shared <= HOPPER.shared
+        _, log = compile_kernel(each.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert "C7512" not in log and "spill stores" not in log.replace(" 0 bytes spill stores", "")
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "dtype", "batch", "arch"),
+    [
+        ((64,) * 3, (64,) * 3, "bfloat16", SMALL, 90),
+        ((64,) * 3, (64,) * 3, "bfloat16", LARGE, 80),
+        ((64,) * 3, (64,) * 3, "float64", LARGE, 90),
+        ((64, 64, 64), (64, 64, 48), "bfloat16", LARGE, 90),
+        ((64, 64, 64), (64, 60, 64), "bfloat16", LARGE, 90),
+        ((40, 64, 64), (64, 64, 64), "float16", LARGE, 90),
+        ((64, 64, 80), (64, 64, 80), "bfloat16", LARGE, 90),
+    ],
+)
+def test_other_gradients_go_by_visits(p: Sizes, q: Sizes, dtype: str, batch: int, arch: int) -> None:
+    chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
+    with pytest.raises(PlanError, match="all gradients"):
+        plan(chain, dtype, batch, Gpu.of(arch))
 
 
 # Several groups, warpgroups behind them and slots, factors that no power of two divides, blocks with fewer X's
