@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -149,6 +150,7 @@ class Triple:
             "SENT": self.sent,
             "LAST_REGISTERS": self.last_registers,
             "DEPTH": 0,
+            "SHARES": 1,
         }
         registers = COPY_REGISTERS[self.size], self.registers
         lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
@@ -171,6 +173,8 @@ class TripleBackward(Triple, BlockSums):
     csrc/engine/triple_backward.cuh. What goes back through the others, `behind`, adds up its sums as well."""
 
     depth: int = 2  # slots of a warpgroup for what comes back
+    shares: int = 1  # of a state, each of which makes room for the next one's by itself
+    ahead: int = 3
 
     @property
     def dtype(self) -> str:
@@ -215,8 +219,8 @@ class TripleBackward(Triple, BlockSums):
         return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
 
     def source(self, name: str) -> str:
-        numbers = {"DEPTH": self.depth, "GRAD": 3, "MOST": self.behind.most, "UNITS": self.behind.units_per_sample}
-        lines = [line for line in self.lines if " DEPTH =" not in line]
+        numbers = {"DEPTH": self.depth, "SHARES": self.shares, "GRAD": 3, "AHEAD": min(self.ahead, self.slots - 2), "MOST": self.behind.most, "UNITS": self.behind.units_per_sample}
+        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES|AHEAD) =", line)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         plain, turned = {self.chunk, self.pair.n}, {self.mode.p, 64}
         products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))

@@ -10,7 +10,8 @@
 //
 // Pass: what pair.cuh has of one piece and without a mode that is mixed; PO, QO; SAMPLES (of one of the batch);
 //       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once;
-//       weight_o(params, q, p) and FACTOR_O; DEPTH, 0, or slots of who takes T otherwise (triple_backward.cuh)
+//       weight_o(params, q, p) and FACTOR_O; DEPTH, 0, or slots of who takes T otherwise (triple_backward.cuh), and SHARES of a
+//       sample in a buffer that make room for the next one by themselves
 #pragma once
 #include "pair.cuh"
 
@@ -36,6 +37,8 @@ template <class Pass> struct ThreeFactors {
   static constexpr int kMakers = (Two::kConsumers + LAST) * 128;
   static_assert(LAST || kSize == 4 || kNO * 128 <= kStagedBytes);
   static constexpr int kThreads = kMakers + 128, kBarriers = 768;
+  static constexpr int SHARES = Pass::SHARES, kRowsOfShare = kRows / SHARES, kSentOfShare = Q0 / SHARES;
+  static_assert(SHARES == 1 || kSlabs && kRows % SHARES == 0 && kTiles % SHARES == 0 && kRound >= kN && kSentOfShare % 16 == 0);
 
   const Params& params;
   const Two two;
@@ -51,7 +54,7 @@ template <class Pass> struct ThreeFactors {
         samples(p.batch * Pass::SAMPLES), activation(p) {}
 
   DEVICE u32 full(u32 buffer) const { return memory + kBarriers + buffer * 8; }
-  DEVICE u32 empty(u32 buffer) const { return memory + kBarriers + (BUFFERS + buffer) * 8; }
+  DEVICE u32 empty(u32 buffer, int share = 0) const { return memory + kBarriers + (BUFFERS + buffer * SHARES + share) * 8; }
   DEVICE int share() const { return min(kShare, PO - rank * kShare); }          // X's of a sample
   DEVICE int columns() const { return min(kRows, Q0 - rank * kRows) * Q1; }     // of T
   DEVICE u32 bytes() const { return PO * columns() * kSize; }
@@ -61,10 +64,8 @@ template <class Pass> struct ThreeFactors {
   }
   template <class Last> DEVICE void run(const Last& last) const {
     two.begin(kThreads);
-    if (threadIdx.x < BUFFERS) {
-      init_barrier(full(threadIdx.x), 1);
-      init_barrier(empty(threadIdx.x), CLUSTER * TILERS * 4);
-    }
+    if (threadIdx.x < BUFFERS) init_barrier(full(threadIdx.x), 1);
+    if (threadIdx.x < BUFFERS * SHARES) init_barrier(empty(0, threadIdx.x), CLUSTER * TILERS * 4);
     if constexpr (PO % kStep)  // k's that nobody sends
       for (int at = threadIdx.x * 16; at < BUFFERS * kRestBytes; at += kThreads * 16)
         store_u32x4(middle + at / kRestBytes * kMiddleBytes + PO * kPitch + at % kRestBytes, {});
@@ -137,19 +138,18 @@ template <class Pass> struct ThreeFactors {
       }
       wait_for_products<0>();
       y.arrived();
-      const u32 buffer = turn % BUFFERS;
-      wait_for_bytes(empty(buffer), turn / BUFFERS & 1 ^ 1);
-      send(y.high, buffer, rank * kShare + slice, part);
+      send(y.high, turn % BUFFERS, turn / BUFFERS & 1 ^ 1, rank * kShare + slice, part);
     }
   }
   // Of the 64 of a warpgroup: sum 4 n + 2 h + i of a thread is that of row 8 n + 2 t + i and column(h).
   DEVICE int column(int h) const { return thread / 32 * 16 + (kSize == 4 ? lane.g * 2 + h : lane.g + h * 8); }
 
-  // Rows of T, by pieces of 16 bytes
-  DEVICE void send(const float (&y)[kN / 2], u32 buffer, int slice, int part) const {
+  // Rows of T, by pieces of 16 bytes, once there is room
+  DEVICE void send(const float (&y)[kN / 2], u32 buffer, u32 phase, int slice, int part) const {
     constexpr int kPieces = kRow / 16;
     const u32 own = staged + warpgroup * kStagedBytes;
     const u32 to = middle + buffer * kMiddleBytes;
+    if constexpr (SHARES == 1) wait_for_bytes(empty(buffer), phase);
 #pragma unroll
     for (int round = 0; round < kN; round += kRound) {
       sync_group<4, 16>(1 + warpgroup);  // the last rows have left
@@ -158,8 +158,10 @@ template <class Pass> struct ThreeFactors {
       sync_group<4, 16>(1 + warpgroup);
 #pragma unroll
       for (int j = 0; j < kRound * kPieces; j += 128) {
-        const int row = (j + thread) / kPieces, piece = (j + thread) % kPieces, q0 = round + row;
+        const int row = in_order((j + thread) / kPieces), piece = (j + thread) % kPieces, q0 = round + row;
         if (round + j / kPieces >= kN) break;
+        if (SHARES > 1 && j / kPieces % kSentOfShare == 0 && j / kPieces < Q0)
+          wait_for_bytes(empty(buffer, j / kPieces / kSentOfShare), phase);
         if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + piece * kEach < Q1)) {
           u32 words[4];
           load_u32x4(own + place(row, piece), words);
@@ -168,6 +170,11 @@ template <class Pass> struct ThreeFactors {
         }
       }
     }
+  }
+  // Those of all blocks' first shares come first.
+  static DEVICE int in_order(int row) {
+    const int behind = row % kSentOfShare;
+    return SHARES == 1 ? row : behind / kRowsOfShare * kRows + row / kSentOfShare * kRowsOfShare + behind % kRowsOfShare;
   }
   static DEVICE u32 place_of_middle(int slice, int piece) {
     return kSlabs ? piece / 8 * 8192 + swizzled(slice, piece % 8) : slice * kPitch + piece * 16;
@@ -254,9 +261,9 @@ template <class Pass> struct ThreeFactors {
     }
   }
   // Of all blocks: this warp needs a sample no more.
-  DEVICE void release(u32 buffer) const {
+  DEVICE void release(u32 buffer, int share = 0) const {
     __syncwarp();
-    if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer), lane.index));
+    if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer, share), lane.index));
   }
 
   // 16 bits of a bias wait where results are put: as they lie in memory first.

@@ -18,12 +18,12 @@
 template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
   using Base = ThreeFactors<Pass>;
   using typename Base::Element;
-  using Base::PO, Base::QO, Base::Q0, Base::Q1, Base::BUFFERS, Base::CLUSTER, Base::LAST;
+  using Base::PO, Base::QO, Base::Q0, Base::Q1, Base::BUFFERS, Base::CLUSTER, Base::LAST, Base::SHARES;
   using Base::kRows, Base::kTiles, Base::kMiddleBytes, Base::kResultBytes, Base::kMakers;
   using Base::params, Base::lane, Base::warpgroup, Base::thread, Base::rank, Base::o, Base::middle, Base::results, Base::samples;
   static constexpr int DEPTH = Pass::DEPTH, kSlab = 8192, kSums = QO * PO;
   static_assert(PO % 16 == 0 && QO % 16 == 0 && PO <= 64 && QO <= 64 && Q0 % CLUSTER == 0 && kRows * Q1 % 64 == 0);
-  static_assert(LAST > 0 && kTiles % LAST == 0 && DEPTH > 1);
+  static_assert(LAST > 0 && kTiles / SHARES % LAST == 0 && DEPTH > 1);
 
   DEVICE ThreeFactorsBackward(const Params& given) : Base(given) {}
 
@@ -86,7 +86,8 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
         commit_products();
         wait_for_products<0>();
         touch(d_t), touch(d_o);
-        if (tile + LAST >= kTiles) Base::release(buffer);
+        constexpr int kTilesOfShare = kTiles / SHARES;
+        if (tile % kTilesOfShare + LAST >= kTilesOfShare) Base::release(buffer, tile / kTilesOfShare);
         sync_group<4, 16>(1 + warpgroup);  // nobody reads G any more
         Slabs<Element, 64>::template store<PO, 64, Q0 * Q1>(
             d_t, g, thread / 32 * 16, lane, 1.f, static_cast<Element*>(params.y) + place_of(sample, PO, rank, tile));
