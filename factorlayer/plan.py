@@ -163,7 +163,7 @@ class Plan:
             return [("x", "s2"), ("x", "s0"), ("s0", "y")][i]
         if isinstance(p, MonarchGradient):
             return "x", "s2"
-        if isinstance(p, Dense | MonarchBack | UnitBackward):
+        if isinstance(p, Dense | MonarchBack | SplitPairBackward | UnitBackward):
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"

@@ -9,16 +9,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer import unit_backward
+from factorlayer import split_pair_backward, unit_backward
 from factorlayer.device import hopper_headers, kernel, wgmma
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, most_samples
 from factorlayer.pair import LEAST, Pair, weight_lines
 from factorlayer.resident import Mode, Work, round_up
+from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.unit_backward import UnitBackward
 
+Behind = SplitPairBackward | UnitBackward
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
+CLUSTER = 8  # blocks, backward
 COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
 SLOT_BYTES = 8192
 START_US = 11.0
@@ -27,7 +30,7 @@ STATE_US, KILOBYTE_US = (
     0.063,
 )  # that a warpgroup takes to contract two modes of a state, and for what it reads and writes
 TILE_US = 1.5  # to contract the first mode of 64 columns
-SLAB_BYTES = 8192  # 64 columns of a state, backward
+TILE_BYTES = 64 * 64  # of 64 columns of a state, times those of an element
 BACK_US = 1.4  # that a warpgroup takes for one
 
 
@@ -101,17 +104,20 @@ class Triple:
         return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
 
     @property
+    def weight_bytes(self) -> int:
+        return -(-self.mode.p * self.size // 128) * self.n * 128
+
+    @property
     def result_bytes(self) -> int:
         """Of a warpgroup that contracts the first mode"""
         return self.n * 128 if self.size == 2 else 0
 
     @functools.cached_property
     def shared(self) -> int:
-        weight = -(-self.mode.p * self.size // 128) * self.n * 128
         staged = self.groups * self.pair.parts * self.sent * 64 * self.size
         results = self.last * self.result_bytes
         pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
-        return pair + weight + staged + results + self.buffers * self.state_bytes
+        return pair + self.weight_bytes + staged + results + self.buffers * self.state_bytes
 
     @property
     def split(self) -> int:
@@ -181,9 +187,10 @@ class TripleBackward(Triple, BlockSums):
         return self.work.dtype
 
     @property
-    def behind(self) -> UnitBackward:
+    def behind(self) -> Behind:
         last, first = (mode for at, mode in self.work.steps if at > 0)
-        return UnitBackward((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
+        family = UnitBackward if self.size == 2 else SplitPairBackward
+        return family((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
 
     @property
     def singles(self) -> int:
@@ -195,20 +202,28 @@ class TripleBackward(Triple, BlockSums):
 
     @property
     def last_registers(self) -> int:
-        return round_up(self.mode.p // 2 + 32 + 48, 8)
+        return round_up(self.mode.p // 2 + 32 + (48 if self.size == 2 else 88), 8)
+
+    @property
+    def sent(self) -> int:
+        return 64 if self.size == 2 else 0  # at once from registers
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes if self.size == 2 else -(-self.mode.q * self.size // 128) * self.mode.p * 128
 
     @property
     def result_bytes(self) -> int:
-        return self.depth * SLAB_BYTES
+        return self.depth * TILE_BYTES * self.size
 
     @property
     def tiles(self) -> int:
-        """Slabs of a block"""
+        """64 columns of a block each"""
         return self.rows * self.pair.sizes[3] // 64
 
     @property
     def state_bytes(self) -> int:
-        return self.tiles * SLAB_BYTES
+        return self.tiles * TILE_BYTES * self.size
 
     @property
     def output_bytes(self) -> int:
@@ -222,7 +237,7 @@ class TripleBackward(Triple, BlockSums):
         numbers = {"DEPTH": self.depth, "SHARES": self.shares, "GRAD": 3, "AHEAD": min(self.ahead, self.slots - 2), "MOST": self.behind.most, "UNITS": self.behind.units_per_sample}
         lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES|AHEAD) =", line)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        plain, turned = {self.chunk, self.pair.n}, {self.mode.p, 64}
+        plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
         products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
         further = "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"
         code = hopper_headers(products, *further)
@@ -231,9 +246,9 @@ class TripleBackward(Triple, BlockSums):
 
 def tile_backward(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
-) -> tuple[TripleBackward, UnitBackward] | tuple[()]:
-    """What makes all gradients of three large modes of 16 bits; nothing where these families have no kernels."""
-    if len(modes) != 3 or gpu.arch != 90 or dtype not in ("bfloat16", "float16") or most_samples(batch) <= 64:
+) -> tuple[TripleBackward, Behind] | tuple[()]:
+    """What makes all gradients of three large modes; nothing where these families have no kernels."""
+    if len(modes) != 3 or gpu.arch != 90 or dtype not in DTYPES or most_samples(batch) <= 64:
         return ()
     if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
         return ()
@@ -243,11 +258,15 @@ def tile_backward(
     if math.prod(mode.p for mode in two) != math.prod(mode.q for mode in two):
         return ()  # what comes back lies where that of x belongs
     work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
-    for groups, last, depth, slots in itertools.product((2, 1), (2, 1), (2, 3), (5, 4, 3, 2)):
-        plan = TripleBackward(work, round_up(two[0].p, 16), slots, groups, last, 8, 2, gpu, depth=depth)
-        whole = two[0].q % plan.cluster == 0 and plan.rows * two[1].q % (64 * last) == 0
-        if whole and (plan.cluster - 1) * -(-first.p // plan.cluster) < first.p and _fits(plan):
-            behind = unit_backward.tile(tuple(two), outer * first.p, dtype, batch, gpu)
+    size = ELEMENT_BYTES[dtype]
+    chunk = round_up(two[0].p, 16) if size == 2 else 32
+    last = 2 if size == 2 else 1
+    for groups, depth, slots in itertools.product((2, 1), (4, 3, 2), (8, 6, 4, 3, 2)):
+        plan = TripleBackward(work, chunk, slots, groups, last, CLUSTER, 1, gpu, depth=depth)
+        whole = two[0].q % CLUSTER == 0 and plan.rows * two[1].q % (64 * last) == 0
+        if whole and (CLUSTER - 1) * -(-first.p // CLUSTER) < first.p and _fits(plan):
+            family = unit_backward if size == 2 else split_pair_backward
+            behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
             assert behind is not None
             return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
     return ()

@@ -233,9 +233,11 @@ def test_other_gradients_go_by_visits(p: Sizes, q: Sizes, dtype: str, batch: int
 
 # Several groups, warpgroups behind them and slots, factors that no power of two divides, blocks with fewer X's
 BACKWARD = [
-    ((32, 32, 32), (32, 32, 32), "bfloat16", 5, {"groups": 1, "last": 1}),
+    ((32, 32, 32), (32, 32, 32), "bfloat16", 5, {"groups": 1, "last": 1, "depth": 2, "buffers": 2}),
     ((48, 24, 64), (32, 32, 48), "float16", 5, {"groups": 1, "last": 2, "slots": 2}),
-    ((64, 48, 32), (48, 24, 64), "bfloat16", 7, {"groups": 2, "last": 1, "depth": 3, "buffers": 1}),
+    ((64, 48, 32), (48, 24, 64), "bfloat16", 7, {"groups": 2, "last": 1}),
+    ((32, 32, 32), (32, 32, 32), "tf32", 5, {"groups": 1, "shares": 2}),
+    ((32, 24, 32), (48, 24, 32), "tf32", 3, {"groups": 2}),
 ]
 
 

@@ -264,7 +264,7 @@ def is_left_to_another(planned: Pass, line: str) -> bool:
     found = re.search(r": (\d+) bytes of the output not written, and 0 behind tensors$", line)
     if found and isinstance(planned, TripleBackward):
         return int(found[1]) == planned.part_bytes - planned.most * planned.singles * PART_BYTES[planned.dtype]
-    if found and isinstance(planned, UnitBackward):
+    if found and isinstance(planned, SplitPairBackward | UnitBackward):
         return int(found[1]) == planned.most * planned.singles * PART_BYTES[planned.dtype]
     if not isinstance(planned, DoubleBackward):
         return False
