@@ -89,8 +89,8 @@ class Triple:
 
     @property
     def sent(self) -> int:
-        """Rows that a warpgroup sends together"""
-        return 64 if self.size == 2 else 32 if self.last else 16
+        """Rows that a warpgroup sends together, or 0: of 32 bits two sums of a thread are 8 bytes."""
+        return 64 if self.size == 2 else 0
 
     @property
     def rows(self) -> int:
@@ -203,10 +203,6 @@ class TripleBackward(Triple, BlockSums):
     @property
     def last_registers(self) -> int:
         return round_up(self.mode.p // 2 + 32 + (48 if self.size == 2 else 88), 8)
-
-    @property
-    def sent(self) -> int:
-        return 64 if self.size == 2 else 0  # at once from registers
 
     @property
     def weight_bytes(self) -> int:

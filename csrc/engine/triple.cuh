@@ -9,7 +9,7 @@
 // Which column is which row of the matrix unit's sums is free: of 32 bits a thread's two rows are neighbours.
 //
 // Pass: what pair.cuh has of one piece and without a mode that is mixed; PO, QO; SAMPLES (of one of the batch);
-//       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once;
+//       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once, or 0;
 //       weight_o(params, q, p) and FACTOR_O; DEPTH, 0, or slots of who takes T otherwise (triple_backward.cuh), and SHARES of a
 //       sample in a buffer that make room for the next one by themselves
 #pragma once
@@ -35,6 +35,7 @@ template <class Pass> struct ThreeFactors {
   static constexpr bool kTurned = Pass::DEPTH > 0 && kSize == 4;
   static constexpr int kSlabO = (kTurned ? PO : kNO) * 128, kBytesO = ceil_div((kTurned ? QO : PO) * kSize, 128) * kSlabO;
   static constexpr int kRound = Pass::SENT, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
+  static constexpr bool kAsTheyAre = kRound == 0;  // two sums of a thread at once, of 32 bits
   static constexpr int kResultBytes = kSlabs ? Pass::DEPTH * kSize * 4096 : kSize == 2 && LAST ? kNO * 128 : 0;
   static constexpr int kMakers = (Two::kConsumers + LAST) * 128;
   static_assert(LAST || kSize == 4 || kNO * 128 <= kStagedBytes);
@@ -147,7 +148,7 @@ template <class Pass> struct ThreeFactors {
       wait_for_products<0>();
       y.arrived();
       const u32 buffer = turn % BUFFERS, phase = turn / BUFFERS & 1 ^ 1;
-      if constexpr (kTurned)
+      if constexpr (kAsTheyAre)
         send_sums(y.high, buffer, phase, rank * kShare + slice, part);
       else
         send(y.high, buffer, phase, rank * kShare + slice, part);
