@@ -210,7 +210,7 @@ class TripleBackward(Triple, BlockSums):
 
     @property
     def result_bytes(self) -> int:
-        return self.depth * TILE_BYTES * self.size
+        return self.depth * TILE_BYTES * self.size // (1 if self.size == 2 else self.last)
 
     @property
     def tiles(self) -> int:
@@ -230,7 +230,14 @@ class TripleBackward(Triple, BlockSums):
         return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
 
     def source(self, name: str) -> str:
-        numbers = {"DEPTH": self.depth, "SHARES": self.shares, "GRAD": 3, "AHEAD": min(self.ahead, self.slots - 2), "MOST": self.behind.most, "UNITS": self.behind.units_per_sample}
+        numbers = {
+            "DEPTH": self.depth,
+            "SHARES": self.shares,
+            "GRAD": 3,
+            "AHEAD": min(self.ahead, self.slots - 2),
+            "MOST": self.behind.most,
+            "UNITS": self.behind.units_per_sample,
+        }
         lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES|AHEAD) =", line)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
@@ -256,10 +263,12 @@ def tile_backward(
     work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
     size = ELEMENT_BYTES[dtype]
     chunk = round_up(two[0].p, 16) if size == 2 else 32
-    last = 2 if size == 2 else 1
-    for groups, depth, slots in itertools.product((2, 1), (4, 3, 2), (8, 6, 4, 3, 2)):
-        plan = TripleBackward(work, chunk, slots, groups, last, CLUSTER, 1, gpu, depth=depth)
-        whole = two[0].q % CLUSTER == 0 and plan.rows * two[1].q % (64 * last) == 0
+    for groups, depth, slots in itertools.product(
+        (2, 1) if size == 2 else (1,), (4, 3, 2) if size == 2 else (2,), (8, 6, 4, 3, 2)
+    ):
+        shares = 4 if size == 4 and two[0].q % (4 * CLUSTER) == 0 and two[0].q % 64 == 0 else 1
+        plan = TripleBackward(work, chunk, slots, groups, 2, CLUSTER, 1, gpu, depth=depth, shares=shares)
+        whole = two[0].q % CLUSTER == 0 and plan.rows * two[1].q % (128 if size == 2 else 64 * shares) == 0
         if whole and (CLUSTER - 1) * -(-first.p // CLUSTER) < first.p and _fits(plan):
             family = unit_backward if size == 2 else split_pair_backward
             behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)

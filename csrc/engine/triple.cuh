@@ -36,10 +36,11 @@ template <class Pass> struct ThreeFactors {
   static constexpr int kSlabO = (kTurned ? PO : kNO) * 128, kBytesO = ceil_div((kTurned ? QO : PO) * kSize, 128) * kSlabO;
   static constexpr int kRound = Pass::SENT, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
   static constexpr bool kAsTheyAre = kRound == 0;  // two sums of a thread at once, of 32 bits
-  static constexpr int kResultBytes = kSlabs ? Pass::DEPTH * kSize * 4096 : kSize == 2 && LAST ? kNO * 128 : 0;
+  static constexpr int kResultBytes = kTurned ? Pass::DEPTH * 16384 / LAST : kSlabs ? Pass::DEPTH * 8192 : kSize == 2 && LAST ? kNO * 128 : 0;
   static constexpr int kMakers = (Two::kConsumers + LAST) * 128;
   static_assert(LAST || kSize == 4 || kNO * 128 <= kStagedBytes);
   static constexpr int kThreads = kMakers + 128, kBarriers = 768;
+  static constexpr int kReaders = kTurned ? 1 : TILERS;  // warpgroups that read T
   static constexpr int SHARES = Pass::SHARES, kRowsOfShare = kRows / SHARES, kSentOfShare = Q0 / SHARES;
   static_assert(SHARES == 1 || kSlabs && kRows % SHARES == 0 && kTiles % SHARES == 0 && kSentOfShare % 16 == 0);
 
@@ -68,7 +69,7 @@ template <class Pass> struct ThreeFactors {
   template <class Last> DEVICE void run(const Last& last) const {
     two.begin(kThreads);
     if (threadIdx.x < BUFFERS) init_barrier(full(threadIdx.x), 1);
-    if (threadIdx.x < BUFFERS * SHARES) init_barrier(empty(0, threadIdx.x), CLUSTER * TILERS * 4);
+    if (threadIdx.x < BUFFERS * SHARES) init_barrier(empty(0, threadIdx.x), CLUSTER * kReaders * 4);
     if constexpr (PO % kStep)  // k's that nobody sends
       for (int at = threadIdx.x * 16; at < BUFFERS * kRestBytes; at += kThreads * 16)
         store_u32x4(middle + at / kRestBytes * kMiddleBytes + PO * kPitch + at % kRestBytes, {});

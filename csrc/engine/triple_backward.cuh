@@ -5,10 +5,11 @@
 //
 // T's are made, and sent to the blocks that share q0, as by triple.cuh, but to slabs, and rounded. A block has the same columns of
 // G, of which who multiplies copies 64 after 64, some ahead. Of 16 bits these are a slab of both products as they are: dO's k's
-// are its columns, and dT's its rows; dT leaves through it. Of 32 bits they are left operands, in registers: of dT' as G' O.
+// are its columns, and dT's its rows; dT leaves through it. Of 32 bits they are left operands, in registers: of dT' as G' O, which
+// one warpgroup makes, and of dO, which another one does.
 // dX's and the other weights' gradients are another pass's, which reads dT.
 //
-// Pass: what triple.cuh has, PO and QO up to 64; DEPTH slots of each warpgroup for G; GRAD (the parameter that G is); MOST blocks
+// Pass: what triple.cuh has, PO and QO up to 64; DEPTH slots for G, of each warpgroup or, of 32 bits, of both; GRAD (the parameter that G is); MOST blocks
 //       that the other pass has, and its UNITS of a sample: each has sums of dO here
 #pragma once
 #include "slabs.cuh"
@@ -26,7 +27,8 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
   static constexpr int DEPTH = Pass::DEPTH, kSlab = 8192, kSums = QO * PO;
   static constexpr int kSize = Base::kSize, kSlot = 64 * 64 * kSize, kRow = 4 * kSize;  // pieces of 64 columns
   static_assert(PO % 16 == 0 && QO % 16 == 0 && PO <= 64 && QO <= 64 && Q0 % CLUSTER == 0 && kRows * Q1 % 64 == 0);
-  static_assert(LAST > 0 && kTiles / SHARES % LAST == 0 && DEPTH > 1);
+  static constexpr int kSharing = kSize == 4 ? LAST : 1, kStep = LAST / kSharing;  // warpgroups that take a tile; tiles at once
+  static_assert(LAST > 0 && kTiles / SHARES % kStep == 0 && DEPTH > 1 && (kSize == 2 || LAST == 2));
 
   DEVICE ThreeFactorsBackward(const Params& given) : Base(given) {}
 
@@ -34,31 +36,40 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
     Base::run([&](int group) { make_gradients(group); });
   }
 
+  // Warpgroups that share slots
+  DEVICE void sync() const {
+    if constexpr (kSharing > 1)
+      sync_threads<kSharing * 128>(1 + kMakers / 128);
+    else
+      sync_group<4, 16>(1 + warpgroup);
+  }
+
   // Columns of a sample, from a tile's first one on
   static DEVICE i64 place_of(i64 sample, int rows, int rank, int tile) {
     return sample * (rows * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
   }
-  DEVICE void copy(u32 slot, i64 sample, int tile) const {
+  DEVICE void copy(u32 slot, i64 sample, int tile, int group) const {
     const Element* from = static_cast<const Element*>(params.weights[Pass::GRAD]) + place_of(sample, QO, rank, tile);
 #pragma unroll
-    for (int j = 0; j < QO * kRow; j += 128) {
-      const int row = (j + thread) / kRow, piece = thread % kRow;
+    for (int j = 0; j < QO * kRow; j += 128 * kSharing) {
+      const int row = (j + (kSharing > 1 ? group * 128 : 0) + thread) / kRow, piece = thread % kRow;
       copy_async<16>(slot + piece / 8 * kSlab + swizzled(row, piece % 8), from + row * (Q0 * Q1) + piece * (16 / kSize), true);
     }
   }
 
   DEVICE void make_gradients(int group) const {
-    const u32 slots = results + group * kResultBytes;
+    const int first = kSharing > 1 ? 0 : group;
+    const u32 slots = results + first * kResultBytes;
     float d_o[PO / 2] = {};
     u32 turn = 0, slot = 0, free = 0;
     i64 next = blockIdx.x;  // what is copied next
-    int next_tile = group;
+    int next_tile = first;
     const auto copy_next = [&] {
-      if (next < samples) copy(slots + free * kSlot, next, next_tile);
+      if (next < samples) copy(slots + free * kSlot, next, next_tile, group);
       commit_copies();
       if (++free == DEPTH) free = 0;
-      next_tile += LAST;
-      if (next_tile >= kTiles) next_tile = group, next += gridDim.x;
+      next_tile += kStep;
+      if (next_tile >= kTiles) next_tile = first, next += gridDim.x;
     };
     Base::expect_first(group);
     for (int i = 0; i < DEPTH - 1; ++i) copy_next();
@@ -66,23 +77,26 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
     for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
       const u32 buffer = turn % BUFFERS;
 #pragma unroll 1
-      for (int tile = group; tile < kTiles; tile += LAST) {
-        if (tile == group) {
+      for (int tile = first; tile < kTiles; tile += kStep) {
+        if (tile == first && group < kStep) {
           wait_for_bytes(Base::full(buffer), turn / BUFFERS & 1);
           if (group == 0 && thread == 0 && sample + i64(BUFFERS) * gridDim.x < samples)
             expect_bytes(Base::full(buffer), Base::bytes());
         }
         wait_for_copies<DEPTH - 2>();
         fence_copy_engine();
-        sync_group<4, 16>(1 + warpgroup);  // all of G is there, and the last dT has left
+        sync();  // all of G is there, and the last dT has left
         copy_next();
         const u32 g = slots + slot * kSlot, t = middle + buffer * kMiddleBytes + tile * kSlot;
         if (++slot == DEPTH) slot = 0;
         Element* to = static_cast<Element*>(params.y) + place_of(sample, PO, rank, tile);
         if constexpr (kSize == 4) {
-          add(d_o, g, t);
-          release_if_read(buffer, tile);
-          give_back(g, to);
+          if (group > 0) {
+            give_back(g, to);
+          } else {
+            add(d_o, g, t);
+            release_if_read(buffer, tile);
+          }
         } else {
           add_and_give_back(d_o, g, t, buffer, tile, to);
         }
@@ -94,7 +108,7 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
 
   DEVICE void release_if_read(u32 buffer, int tile) const {
     constexpr int kTilesOfShare = kTiles / SHARES;
-    if (tile % kTilesOfShare + LAST >= kTilesOfShare) Base::release(buffer, tile / kTilesOfShare);
+    if (tile % kTilesOfShare + kStep >= kTilesOfShare) Base::release(buffer, tile / kTilesOfShare);
   }
 
   // Of 16 bits
@@ -173,13 +187,13 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
 
   // What all warpgroups have summed, by the first one, and zeros for who has nothing here
   DEVICE void store(float (&d_o)[PO / 2], int group) const {
-    constexpr int kFours = PO / 8, kBarrier = 1 + kMakers / 128;
+    constexpr int kFours = PO / 8;
     const auto four = [&](int other, int n) { return results + other * kResultBytes + (n * 128 + thread) * 16; };
     sync_group<4, 16>(1 + warpgroup);  // the last dT has left
-    if (group > 0)
+    if (group > 0 && group < kStep)
 #pragma unroll
       for (int n = 0; n < kFours; ++n) put_sums(four(group, n), {d_o[n * 4], d_o[n * 4 + 1], d_o[n * 4 + 2], d_o[n * 4 + 3]});
-    sync_threads<LAST * 128>(kBarrier);
+    sync_threads<LAST * 128>(1 + kMakers / 128);
     if (group > 0) return;
     const int blocks = gridDim.x * CLUSTER, block = blockIdx.x * CLUSTER + rank;
     const int present = int(min(params.batch * Pass::UNITS, i64(Pass::MOST)));
@@ -187,7 +201,7 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
 #pragma unroll
     for (int n = 0; n < kFours; ++n) {
 #pragma unroll
-      for (int other = 1; other < LAST; ++other) {
+      for (int other = 1; other < kStep; ++other) {
         float more[4];
         get_sums(four(other, n), more);
 #pragma unroll
