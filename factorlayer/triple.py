@@ -261,20 +261,29 @@ def tile_backward(
     if math.prod(mode.p for mode in two) != math.prod(mode.q for mode in two):
         return ()  # what comes back lies where that of x belongs
     work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
-    size = ELEMENT_BYTES[dtype]
-    chunk = round_up(two[0].p, 16) if size == 2 else 32
-    for groups, depth, slots in itertools.product(
-        (2, 1) if size == 2 else (1,), (4, 3, 2) if size == 2 else (2,), (8, 6, 4, 3, 2)
-    ):
-        shares = 4 if size == 4 and two[0].q % (4 * CLUSTER) == 0 and two[0].q % 64 == 0 else 1
-        plan = TripleBackward(work, chunk, slots, groups, 2, CLUSTER, 1, gpu, depth=depth, shares=shares)
-        whole = two[0].q % CLUSTER == 0 and plan.rows * two[1].q % (128 if size == 2 else 64 * shares) == 0
-        if whole and (CLUSTER - 1) * -(-first.p // CLUSTER) < first.p and _fits(plan):
-            family = unit_backward if size == 2 else split_pair_backward
-            behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
-            assert behind is not None
-            return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
-    return ()
+    plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
+    family = unit_backward if ELEMENT_BYTES[dtype] == 2 else split_pair_backward
+    behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
+    if plan is None or behind is None:
+        return ()
+    return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
+
+
+def _tilings_backward(work: Work, gpu: Gpu) -> Iterator[TripleBackward]:
+    """The best first. Slots for what is on its way are worth more than a second buffer."""
+    (po, p0, _), (_, q0, q1) = work.states[0], work.states[-1]
+    if q0 % CLUSTER or (CLUSTER - 1) * -(-po // CLUSTER) >= po:
+        return
+    columns = q0 // CLUSTER * q1
+    if ELEMENT_BYTES[work.dtype] == 4:
+        if columns % 64 == 0:
+            shares = 4 if q0 % 64 == 0 and columns % 256 == 0 else 1
+            for slots in (4, 3, 2):
+                yield TripleBackward(work, 32, slots, 1, 2, CLUSTER, 1, gpu, shares=shares)
+        return
+    for groups, last, depth, slots in itertools.product((2, 1), (2, 1), (4, 3, 2), (8, 6, 4, 3, 2)):
+        if columns % (64 * last) == 0:
+            yield TripleBackward(work, round_up(p0, 16), slots, groups, last, CLUSTER, 1, gpu, depth=depth)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
