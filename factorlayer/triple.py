@@ -89,8 +89,8 @@ class Triple:
 
     @property
     def sent(self) -> int:
-        """Rows that a warpgroup sends together, or 0: of 32 bits two sums of a thread are 8 bytes."""
-        return 64 if self.size == 2 else 0
+        """Rows that a warpgroup sends together"""
+        return 64 if self.size == 2 else 32 if self.last else 16
 
     @property
     def rows(self) -> int:
@@ -180,6 +180,7 @@ class TripleBackward(Triple, BlockSums):
 
     depth: int = 2  # slots of a warpgroup for what comes back
     shares: int = 1  # of a state, each of which makes room for the next one's by itself
+    together: int = 0  # rows of 32 bits that are sent, or two sums of a thread
     ahead: int = 3
 
     @property
@@ -203,6 +204,10 @@ class TripleBackward(Triple, BlockSums):
     @property
     def last_registers(self) -> int:
         return round_up(self.mode.p // 2 + 32 + (48 if self.size == 2 else 88), 8)
+
+    @property
+    def sent(self) -> int:
+        return 64 if self.size == 2 else self.together
 
     @property
     def weight_bytes(self) -> int:

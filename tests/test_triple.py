@@ -21,6 +21,7 @@ from factorlayer.planner import BATCHES, cuts, plan
 from factorlayer.resident import Mode, Work
 from factorlayer.runtime import compile_kernel
 from factorlayer.spec import LayerSpec
+from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.triple import DTYPES, Triple, TripleBackward
 from factorlayer.unit_backward import UnitBackward
 
@@ -197,20 +198,22 @@ def backward_of(p: Sizes, q: Sizes, dtype: str, cluster: int = 2, **tiling: int)
     return Plan(chain, dtype, MEDIUM, gpu, (first, behind, Reduction(behind)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("p", "q"), [((64,) * 3, (64,) * 3), ((48, 24, 64), (32, 32, 48)), ((64, 48, 32), (48, 24, 64))], ids=str
 )
 def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(p: Sizes, q: Sizes, dtype: str) -> None:
     chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
     first, behind, reduction = plan(chain, dtype, LARGE, HOPPER).passes
-    assert isinstance(first, TripleBackward) and isinstance(behind, UnitBackward) and isinstance(reduction, Reduction)
+    assert isinstance(first, TripleBackward) and isinstance(reduction, Reduction)
+    assert isinstance(behind, SplitPairBackward if dtype == "tf32" else UnitBackward)
     assert first.cluster == first.split == 8 and 0 < behind.us < first.us
     assert reduction.of.weights == sum(a * b for a, b in zip(p, q, strict=True)) == first.weights
     for each in (first, behind):
         assert each.shared <= HOPPER.shared
         _, log = compile_kernel(each.source("kernel"), "kernel", "sm_90a", OPTIONS)
-        assert "C7512" not in log and "spill stores" not in log.replace(" 0 bytes spill stores", "")
+        assert "C7512" not in log
+        assert max(int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log)) <= MOST_SPILLED, log
 
 
 @pytest.mark.parametrize(
@@ -279,7 +282,7 @@ def test_all_gradients_are_right_and_keep_samples_apart(
             assert error <= 6 * EPS[dtype] * np.linalg.norm(expected)
 
 
-GATHERED = "sync_group<4, 16>(1 + warpgroup);  // all of G is there, and the last dT has left"
+GATHERED = "sync();  // all of G is there, and the last dT has left"
 
 
 @pytest.mark.parametrize(
