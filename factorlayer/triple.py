@@ -181,7 +181,6 @@ class TripleBackward(Triple, BlockSums):
     depth: int = 2  # slots of a warpgroup for what comes back
     shares: int = 1  # of a state, each of which makes room for the next one's by itself
     together: int = 0  # rows of 32 bits that are sent, or two sums of a thread
-    ahead: int = 3
 
     @property
     def dtype(self) -> str:
@@ -243,7 +242,7 @@ class TripleBackward(Triple, BlockSums):
             "MOST": self.behind.most,
             "UNITS": self.behind.units_per_sample,
         }
-        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES|AHEAD) =", line)]
+        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES) =", line)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
         products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
