@@ -238,7 +238,6 @@ class TripleBackward(Triple, BlockSums):
             "DEPTH": self.depth,
             "SHARES": self.shares,
             "GRAD": 3,
-            "AHEAD": min(self.ahead, max(1, self.slots - 2)),
             "MOST": self.behind.most,
             "UNITS": self.behind.units_per_sample,
         }
