@@ -180,7 +180,6 @@ class TripleBackward(Triple, BlockSums):
 
     depth: int = 2  # slots of a warpgroup for what comes back
     shares: int = 1  # of a state, each of which makes room for the next one's by itself
-    together: int = 0  # rows of 32 bits that are sent, or two sums of a thread
 
     @property
     def dtype(self) -> str:
@@ -206,7 +205,7 @@ class TripleBackward(Triple, BlockSums):
 
     @property
     def sent(self) -> int:
-        return 64 if self.size == 2 else self.together
+        return 64 if self.size == 2 else 0  # two sums of a thread, which leaves room for slots
 
     @property
     def weight_bytes(self) -> int:

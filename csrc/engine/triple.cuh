@@ -220,12 +220,10 @@ template <class Pass> struct ThreeFactors {
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        store_f32x2(own + place(row + lane.t * 2 + i, column(0) / 4) + column(0) % 4 * 4, rounded(y[n / 2 + i]),
-                    rounded(y[n / 2 + 2 + i]));
+        store_f32x2(own + place(row + lane.t * 2 + i, column(0) / 4) + column(0) % 4 * 4, y[n / 2 + i],
+                    y[n / 2 + 2 + i]);
     }
   }
-  // Where nobody else does it
-  static DEVICE float rounded(float x) { return kTurned ? __uint_as_float(tf32_of(__float_as_uint(x))) : x; }
   // Sixteen rows of 16 bits, which are columns of the sums
   template <int N> DEVICE void put_columns(const float (&y)[N], u32 own, int n, int row) const {
     u32 word[4];
