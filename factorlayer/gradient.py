@@ -201,7 +201,7 @@ class Gradient(TileSums):
 class BlockSums:
     """What passes have in common that make all gradients at once, with one block for each multiprocessor."""
 
-    dtype: str
+    dtype: Any
     gpu: Gpu
     weights: Any
 

@@ -41,7 +41,7 @@ from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.streamed import Streamed
 from factorlayer.strip import Strip
 from factorlayer.strip_backward import StripBackward
-from factorlayer.triple import Triple
+from factorlayer.triple import Triple, TripleBackward
 from factorlayer.turn import Turn
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.untied_backward import UntiedBackward
@@ -88,6 +88,7 @@ Pass = (
     | Strip
     | StripBackward
     | Triple
+    | TripleBackward
     | Turn
     | UnitBackward
     | UntiedBackward
@@ -175,7 +176,7 @@ class Plan:
             return "x", "s0"
         if isinstance(p, MonarchBack):
             return "s0", "y"
-        if isinstance(p, Dense):
+        if isinstance(p, Dense | SplitPairBackward | UnitBackward):
             return "x", "y"
         if isinstance(p, DoubleBackward):
             return "x", "y" if p.returns else "s2"

@@ -387,6 +387,8 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
                 yield made, Reduction(made)
         if both := double_backward.tile(modes, outer, dtype, batch, gpu):
             yield *both, Reduction(both[-1])
+        if three := triple.tile_backward(modes, outer, dtype, batch, gpu):
+            yield *three, Reduction(three[-1])
         if alone := cluster_backward.tile(modes, outer, dtype, batch, gpu):
             yield (alone,)
 

@@ -31,6 +31,7 @@ class SplitPairBackward(OfTwoModes, BlockSums):
     units_per_sample: int
     gpu: Gpu
     us: float = 0.0
+    singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
 
     groups = 2
     copy_registers, registers = 104, 200  # of a thread, by what its warpgroup does
@@ -41,6 +42,10 @@ class SplitPairBackward(OfTwoModes, BlockSums):
     @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
+
+    @property
+    def weights(self) -> int:
+        return self.singles + super().weights
 
     @property
     def pieces(self) -> int:
@@ -62,7 +67,7 @@ class SplitPairBackward(OfTwoModes, BlockSums):
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "PIECES": self.pieces, "GROUPS": self.groups}
         numbers |= {"COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes)}
+        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes), "SINGLES": self.singles}
         lines = [
             "using Element = float;",
             *(f"static constexpr int {key} = {value};" for key, value in numbers.items()),
@@ -72,7 +77,7 @@ class SplitPairBackward(OfTwoModes, BlockSums):
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
         products = "".join(wgmma("bfloat16", n, turned=True) for n in sorted({p1, q0, q1}))
         code = hopper_headers(products, "splits.cuh", "sums.cuh", "split_pair_backward.cuh")
-        return kernel(code, name, "SplitPairBackward", lines, self.threads, asks=self.asks)
+        return kernel(code, name, "SplitPairBackward", lines, self.threads, asks=() if self.singles else self.asks)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SplitPairBackward | None:

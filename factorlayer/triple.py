@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from factorlayer import split_pair_backward, unit_backward
 from factorlayer.device import hopper_headers, kernel, wgmma
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.gradient import BlockSums, most_samples
 from factorlayer.pair import LEAST, Pair, weight_lines
 from factorlayer.resident import Mode, Work, round_up
+from factorlayer.split_pair_backward import SplitPairBackward
+from factorlayer.unit_backward import UnitBackward
 
+Behind = SplitPairBackward | UnitBackward
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
+CLUSTER = 8  # blocks, backward
 COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
 SLOT_BYTES = 8192
 START_US = 11.0
@@ -22,6 +30,8 @@ STATE_US, KILOBYTE_US = (
     0.063,
 )  # that a warpgroup takes to contract two modes of a state, and for what it reads and writes
 TILE_US = 1.5  # to contract the first mode of 64 columns
+TILE_BYTES = 64 * 64  # of 64 columns of a state, times those of an element
+BACK_US = 1.4  # that a warpgroup takes for one
 
 
 @dataclass(frozen=True)
@@ -93,13 +103,21 @@ class Triple:
         columns = round_up(self.rows * self.pair.sizes[3], 64)
         return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
 
+    @property
+    def weight_bytes(self) -> int:
+        return -(-self.mode.p * self.size // 128) * self.n * 128
+
+    @property
+    def result_bytes(self) -> int:
+        """Of a warpgroup that contracts the first mode"""
+        return self.n * 128 if self.size == 2 else 0
+
     @functools.cached_property
     def shared(self) -> int:
-        weight = -(-self.mode.p * self.size // 128) * self.n * 128
         staged = self.groups * self.pair.parts * self.sent * 64 * self.size
-        results = self.last * self.n * 128 if self.size == 2 else 0
+        results = self.last * self.result_bytes
         pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
-        return pair + weight + staged + results + self.buffers * self.state_bytes
+        return pair + self.weight_bytes + staged + results + self.buffers * self.state_bytes
 
     @property
     def split(self) -> int:
@@ -128,28 +146,146 @@ class Triple:
             f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def lines(self) -> list[str]:
+        """The kernel's constants"""
         numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
         numbers |= {
             "BUFFERS": self.buffers,
             "LAST": self.last,
             "SENT": self.sent,
             "LAST_REGISTERS": self.last_registers,
+            "DEPTH": 0,
+            "SHARES": 1,
         }
         registers = COPY_REGISTERS[self.size], self.registers
         lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return lines + [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+
+    @property
+    def _cluster_dims(self) -> str:
+        return f"__cluster_dims__(1, {self.cluster}, 1) "
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
         products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
-        return kernel(
-            hopper_headers(products, "mixing.cuh", "pair.cuh", "triple.cuh"),
-            name,
-            "ThreeFactors",
-            lines,
-            self.threads,
-            cluster=cluster,
-        )
+        code = hopper_headers(products, "mixing.cuh", "pair.cuh", "triple.cuh")
+        return kernel(code, name, "ThreeFactors", self.lines, self.threads, cluster=self._cluster_dims)
+
+
+@dataclass(frozen=True)
+class TripleBackward(Triple, BlockSums):
+    """All that goes back through the first of three modes, the state before it made again:
+    csrc/engine/triple_backward.cuh. What goes back through the others, `behind`, adds up its sums as well."""
+
+    depth: int = 2  # slots of a warpgroup for what comes back
+    shares: int = 1  # of a state, each of which makes room for the next one's by itself
+
+    @property
+    def dtype(self) -> str:
+        return self.work.dtype
+
+    @property
+    def behind(self) -> Behind:
+        last, first = (mode for at, mode in self.work.steps if at > 0)
+        family = UnitBackward if self.size == 2 else SplitPairBackward
+        return family((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
+
+    @property
+    def singles(self) -> int:
+        return self.mode.p * self.mode.q
+
+    @property
+    def weights(self) -> int:
+        return self.behind.weights
+
+    @property
+    def last_registers(self) -> int:
+        return round_up(self.mode.p // 2 + 32 + (48 if self.size == 2 else 88), 8)
+
+    @property
+    def sent(self) -> int:
+        return 64 if self.size == 2 else 0  # two sums of a thread, which leaves room for slots
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes if self.size == 2 else -(-self.mode.q * self.size // 128) * self.mode.p * 128
+
+    @property
+    def result_bytes(self) -> int:
+        return self.depth * TILE_BYTES * self.size // (1 if self.size == 2 else self.last)
+
+    @property
+    def tiles(self) -> int:
+        """64 columns of a block each"""
+        return self.rows * self.pair.sizes[3] // 64
+
+    @property
+    def state_bytes(self) -> int:
+        return self.tiles * TILE_BYTES * self.size
+
+    @property
+    def output_bytes(self) -> int:
+        _, _, q0, q1 = self.pair.sizes
+        return self.work.outer * self.mode.p * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
+
+    def source(self, name: str) -> str:
+        numbers = {
+            "DEPTH": self.depth,
+            "SHARES": self.shares,
+            "GRAD": 3,
+            "MOST": self.behind.most,
+            "UNITS": self.behind.units_per_sample,
+        }
+        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES) =", line)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
+        products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
+        further = "mixing.cuh", "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"
+        code = hopper_headers(products, *further)
+        return kernel(code, name, "ThreeFactorsBackward", lines, self.threads, cluster=self._cluster_dims)
+
+
+def tile_backward(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
+) -> tuple[TripleBackward, Behind] | tuple[()]:
+    """What makes all gradients of three large modes; nothing where these families have no kernels."""
+    if len(modes) != 3 or gpu.arch != 90 or dtype not in DTYPES or most_samples(batch) <= 64:
+        return ()
+    if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
+        return ()
+    first, *two = modes
+    if first.p % 16 or first.q % 16 or any(n % 8 for n in (two[1].p, two[1].q)):
+        return ()
+    if math.prod(mode.p for mode in two) != math.prod(mode.q for mode in two):
+        return ()  # what comes back lies where that of x belongs
+    work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
+    plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
+    family = unit_backward if ELEMENT_BYTES[dtype] == 2 else split_pair_backward
+    behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
+    if plan is None or behind is None:
+        return ()
+    return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
+
+
+def _tilings_backward(work: Work, gpu: Gpu) -> Iterator[TripleBackward]:
+    """The best first. Slots for what is on its way are worth more than a second buffer."""
+    (po, p0, _), (_, q0, q1) = work.states[0], work.states[-1]
+    if q0 % CLUSTER or (CLUSTER - 1) * -(-po // CLUSTER) >= po:
+        return
+    columns = q0 // CLUSTER * q1
+    if ELEMENT_BYTES[work.dtype] == 4:
+        if columns % 64 == 0:
+            shares = 4 if q0 % 64 == 0 and columns % 256 == 0 else 1
+            for slots in (4, 3, 2):
+                yield TripleBackward(work, 32, slots, 1, 2, CLUSTER, 1, gpu, shares=shares)
+        return
+    for groups, last, depth, slots in itertools.product((2, 1), (2, 1), (4, 3, 2), (8, 6, 4, 3, 2)):
+        if columns % (64 * last) == 0:
+            yield TripleBackward(work, round_up(p0, 16), slots, groups, last, CLUSTER, 1, gpu, depth=depth)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
@@ -205,3 +341,14 @@ def _time(plan: Triple, batch: int) -> float:
     busy += tiles * TILE_US / plan.groups if plan.buffers == 1 and plan.last == 0 else 0
     moved = (plan.mode.p * p0 * p1 + plan.mode.q * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
     return START_US + rounds * max(busy, moved)
+
+
+def _time_backward(plan: TripleBackward, batch: int) -> float:
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.pair.sizes
+    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
+    states = -(-plan.mode.p // plan.cluster) / plan.groups
+    busy = states * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
+    elements = plan.mode.p * (p0 * p1 + q0 * q1) + plan.mode.q * q0 * q1
+    moved = elements * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + rounds * max(busy, plan.tiles / plan.last * BACK_US, moved)

@@ -29,6 +29,7 @@ class UnitBackward(OfTwoModes, BlockSums):
     units_per_sample: int
     gpu: Gpu
     us: float = 0.0
+    singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
 
     groups = 3
     slots = 6
@@ -41,6 +42,10 @@ class UnitBackward(OfTwoModes, BlockSums):
     @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
+
+    @property
+    def weights(self) -> int:
+        return self.singles + super().weights
 
     @property
     def shared(self) -> int:
@@ -58,7 +63,7 @@ class UnitBackward(OfTwoModes, BlockSums):
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots, "AHEAD": self.ahead}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes)}
+        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes), "SINGLES": self.singles}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         for mode, letter in zip(self.modes, "ab", strict=True):
@@ -66,7 +71,7 @@ class UnitBackward(OfTwoModes, BlockSums):
         _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
         code = hopper_headers(products, "slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "unit_backward.cuh")
-        return kernel(code, name, "UnitBackward", lines, self.threads, asks=self.asks)
+        return kernel(code, name, "UnitBackward", lines, self.threads, asks=() if self.singles else self.asks)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> UnitBackward | None:

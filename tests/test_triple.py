@@ -3,6 +3,7 @@ tests/emulator, right results without a race. There two blocks are a cluster, wi
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -14,12 +15,15 @@ from oracle import kronecker
 from factorlayer import triple
 from factorlayer.chain import Chain
 from factorlayer.gpu import Gpu
-from factorlayer.plan import Plan
+from factorlayer.gradient import Reduction
+from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cuts, plan
-from factorlayer.resident import Work
+from factorlayer.resident import Mode, Work
 from factorlayer.runtime import compile_kernel
 from factorlayer.spec import LayerSpec
-from factorlayer.triple import DTYPES, Triple
+from factorlayer.split_pair_backward import SplitPairBackward
+from factorlayer.triple import DTYPES, Triple, TripleBackward
+from factorlayer.unit_backward import UnitBackward
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 32  # bytes, of values that are kept for a while
@@ -181,4 +185,120 @@ RELEASE = "if (tile + TILERS >= tiles) release(buffer);"
 def test_finds_what_is_missing(old: str, new: str, said: str, emulator: Emulator) -> None:
     problem = Problem(tiled((24, 32, 32), (24, 32, 32), "bfloat16", cluster=2, groups=1, last=1, buffers=1), 7)
     _, errors = problem.run(emulator, problem.x, 1, {old: new})
+    assert any(said in error for error in errors), errors
+
+
+def backward_of(p: Sizes, q: Sizes, dtype: str, cluster: int = 2, **tiling: int) -> Plan:
+    """By hand, as no plan is: as many blocks as two clusters have."""
+    chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
+    gpu = replace(HOPPER, sms=2 * cluster)
+    modes = tuple(Mode(((i, *sizes),)) for i, sizes in enumerate(zip(q, p, strict=True)))
+    first, behind = triple.tile_backward(modes, 1, dtype, MEDIUM, gpu)
+    first = replace(first, cluster=cluster, **tiling)
+    return Plan(chain, dtype, MEDIUM, gpu, (first, behind, Reduction(behind)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("p", "q"), [((64,) * 3, (64,) * 3), ((48, 24, 64), (32, 32, 48)), ((64, 48, 32), (48, 24, 64))], ids=str
+)
+def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(p: Sizes, q: Sizes, dtype: str) -> None:
+    chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
+    first, behind, reduction = plan(chain, dtype, LARGE, HOPPER).passes
+    assert isinstance(first, TripleBackward) and isinstance(reduction, Reduction)
+    assert isinstance(behind, SplitPairBackward if dtype == "tf32" else UnitBackward)
+    assert first.cluster == first.split == 8 and 0 < behind.us < first.us
+    assert reduction.of.weights == sum(a * b for a, b in zip(p, q, strict=True)) == first.weights
+    for each in (first, behind):
+        assert each.shared <= HOPPER.shared
+        _, log = compile_kernel(each.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert "C7512" not in log
+        assert max(int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log)) <= MOST_SPILLED, log
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "dtype", "batch", "arch"),
+    [
+        ((64,) * 3, (64,) * 3, "bfloat16", SMALL, 90),
+        ((64,) * 3, (64,) * 3, "bfloat16", LARGE, 80),
+        ((64,) * 3, (64,) * 3, "float64", LARGE, 90),
+        ((64, 64, 64), (64, 64, 48), "bfloat16", LARGE, 90),
+        ((64, 64, 64), (64, 60, 64), "bfloat16", LARGE, 90),
+        ((40, 64, 64), (64, 64, 64), "float16", LARGE, 90),
+        ((64, 64, 80), (64, 64, 80), "bfloat16", LARGE, 90),
+    ],
+)
+def test_other_gradients_go_by_visits(p: Sizes, q: Sizes, dtype: str, batch: int, arch: int) -> None:
+    chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
+    with pytest.raises(PlanError, match="all gradients"):
+        plan(chain, dtype, batch, Gpu.of(arch))
+
+
+# Several groups, warpgroups behind them and slots, factors that no power of two divides, blocks with fewer X's
+BACKWARD = [
+    ((32, 32, 32), (32, 32, 32), "bfloat16", 5, {"groups": 1, "last": 1, "depth": 2, "buffers": 2}),
+    ((48, 24, 64), (32, 32, 48), "float16", 5, {"groups": 1, "last": 2, "slots": 2}),
+    ((64, 48, 32), (48, 24, 64), "bfloat16", 7, {"groups": 2, "last": 1}),
+    ((32, 32, 32), (32, 32, 32), "tf32", 5, {"depth": 3, "slots": 2, "shares": 2}),
+    ((32, 32, 32), (48, 32, 32), "tf32", 3, {}),
+]
+
+
+@pytest.mark.parametrize(("p", "q", "dtype", "batch", "tiling"), BACKWARD)
+def test_all_gradients_are_right_and_keep_samples_apart(
+    p: Sizes, q: Sizes, dtype: str, batch: int, tiling: dict[str, int], emulator: Emulator
+) -> None:
+    planned = backward_of(p, q, dtype, **tiling)
+    problem, kernels = Problem(planned, batch), emulator.compile(planned)
+    random = np.random.default_rng(2)
+    grad = decode(encode(random.standard_normal((batch, math.prod(q))), dtype), dtype).reshape(batch, -1)
+    a, b, c = problem.weights
+    x, before = problem.x, np.zeros(0)
+    sick = batch // 2
+    fine = np.arange(batch) != sick
+    for seed, value in enumerate((None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[sick, 1], grad[sick, 2] = value, -value
+        outputs, errors = emulator.run(planned, kernels, x, [a, b, c, grad], None, blocks=4, seed=seed)
+        assert not errors
+        grad_x, grad_weights = outputs[-2].reshape(batch, -1), outputs[-1]
+        if value is not None:
+            assert not np.isfinite(grad_weights).all() and not np.isfinite(grad_x[sick]).all()
+            np.testing.assert_array_equal(grad_x[fine], before[fine])
+            continue
+        before, state, behind = grad_x, x.reshape(batch, *p), grad.reshape(batch, *q)
+        at = dict(optimize=True)
+        right = [
+            np.einsum("npqr,pa,qb,rc->nabc", behind, a, b, c, **at),
+            np.einsum("npqr,nabc,qb,rc->pa", behind, state, b, c, **at),
+            np.einsum("npqr,nabc,pa,rc->qb", behind, state, a, c, **at),
+            np.einsum("npqr,nabc,pa,qb->rc", behind, state, a, b, **at),
+        ]
+        ends = np.cumsum([w.size for w in problem.weights])
+        parts = [grad_x, *np.split(grad_weights, ends[:-1])]
+        for part, expected in zip(parts, right, strict=True):
+            error = np.linalg.norm(part.ravel() - expected.ravel())
+            assert error <= 6 * EPS[dtype] * np.linalg.norm(expected)
+
+
+GATHERED = "sync();  // all of G is there, and the last dT has left"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("wait_for_bytes(Base::full(buffer), turn / BUFFERS & 1);", "", "has not landed"),
+        (f"fence_copy_engine();\n        {GATHERED}", GATHERED, "no fence"),
+        (GATHERED, "", "race"),
+        ("sync_group<4, 16>(1 + warpgroup);  // nobody reads G any more", "", "race"),
+    ],
+)
+def test_finds_what_is_missing_backward(old: str, new: str, said: str, emulator: Emulator) -> None:
+    planned = backward_of((32, 32, 32), (32, 32, 32), "bfloat16", groups=1, last=1)
+    problem = Problem(planned, 5)
+    grad = problem.x[::-1]
+    planned = replace(planned, passes=planned.passes[:1])
+    kernels = emulator.compile(planned, {old: new})
+    _, errors = emulator.run(planned, kernels, problem.x, [*problem.weights, grad], None, blocks=4, seed=1)
     assert any(said in error for error in errors), errors

@@ -398,10 +398,14 @@ DEVICE u32 in_other_block(u32 address) {
                : "=r"(there) : "r"(address));
   return there;
 }
-// 16 bytes on their way to one, which a barrier there counts
+// 16 or 8 bytes on their way to one, which a barrier there counts
 DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier) : "memory");
+}
+DEVICE void send_words(u32 to, const u32 (&x)[2], u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(barrier) : "memory");
 }
 DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"

@@ -119,9 +119,12 @@ template <class Pass> struct TwoFactors {
       load_weight<HELD, Pass::FACTOR_B, kM, kBytesB, kSlabB, Q1, P1>(
           b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
   }
-  // Where their left operand are sums of 32 bits, a lane's k's are 2t and 2t + 1.
-  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, class At>
-  DEVICE void load_weight(u32 to, At at) const {
+  // Where their left operand are sums of 32 bits, a lane's k's are 2t and 2t + 1. row_of says which row is where.
+  struct InOrder {
+    DEVICE int operator()(int row) const { return row; }
+  };
+  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, class At, class RowOf = InOrder>
+  DEVICE void load_weight(u32 to, At at, RowOf row_of = {}) const {
     constexpr bool kWords = FACTOR >= 0 && COLUMN * kSize % 16 == 0;
     constexpr int kTogether = kWords ? 16 / kSize : kUnit == 2 && COLUMN % 2 == 0 ? 2 : 1;
     constexpr int kRow = BYTES / SLAB * kSlab / kTogether;
@@ -135,7 +138,7 @@ template <class Pass> struct TwoFactors {
       const bool present = q < ROW && p < COLUMN;
       if constexpr (kWords) {
         u32 word[4] = {};
-        if (present) load_global(static_cast<const Element*>(params.weights[FACTOR]) + q * COLUMN + p, word);
+        if (present) load_global(static_cast<const Element*>(params.weights[FACTOR]) + row_of(q) * COLUMN + p, word);
         if constexpr (kSize == 2)
           store_u32x4(place(q, p), word);
         else
@@ -144,7 +147,7 @@ template <class Pass> struct TwoFactors {
         u32 word[kTogether] = {};
 #pragma unroll
         for (int i = 0; i < kTogether; ++i)
-          if (present) word[i] = __float_as_uint(at(q, p + i));
+          if (present) word[i] = __float_as_uint(at(row_of(q), p + i));
         store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       }
     }

@@ -32,7 +32,7 @@ template <class Element, int HEIGHT> struct Slabs {
     return Pair<Element>(at(0), at(1)).bits;
   }
   // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
-  template <int ROWS, int COLUMNS, int N>
+  template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N>
   static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, Element* to) {
 #pragma unroll
     for (int j = 0; j < N; j += 2)
@@ -44,7 +44,7 @@ template <class Element, int HEIGHT> struct Slabs {
     for (int j = lane.index; j < 16 * kRow; j += 32) {
       const int row = first + j / kRow, column = j % kRow * 8;
       if (ROWS == HEIGHT || row < ROWS)
-        store_words<16>(to + row * COLUMNS + column, load_words<16>(through + place(row, column)));
+        store_words<16>(to + row * STRIDE + column, load_words<16>(through + place(row, column)));
     }
     __syncwarp();
   }

@@ -9,7 +9,8 @@
 // place while X is still read, and X's while dX is made.
 //
 // Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
-//       loads and REGISTERS of the others; weight_a(), weight_b(); GRAD (the parameter that G is)
+//       loads and REGISTERS of the others; weight_a(), weight_b(); GRAD (the parameter that G is); SINGLES: sums of each block that a
+//       pass before has made, and with them G, which lies where dX belongs; or 0
 #pragma once
 #include "params.cuh"
 #include "splits.cuh"
@@ -22,6 +23,7 @@ template <class Pass> struct SplitPairBackward {
   static constexpr int kState = PIECES * kPieceBytes, kGroup = 3 * kState, kBarrierBytes = 1024;
   static constexpr int kConsumers = GROUPS * 128, kSums = Q0 * P0 + Q1 * P1;
   static constexpr bool kPads = P0 < 64 || P1 < 64 || Q0 < 64 || Q1 < 64;
+  static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
   static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 4 == 0 && Q1 % 4 == 0);
   static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
   template <int N> using Sums = SplitSums<N>;
@@ -69,13 +71,17 @@ template <class Pass> struct SplitPairBackward {
 
   // A state's fours on their way to a thread, and to their places
   template <int ROWS, int COLUMNS> static constexpr int kFours = ceil_div(ROWS * COLUMNS / 4, 128);
-  template <int ROWS, int COLUMNS>
+  template <int ROWS, int COLUMNS, bool MADE = false>
   DEVICE void load(const void* from, i64 unit, u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
     const float* state = static_cast<const float*>(from) + unit * (ROWS * COLUMNS);
 #pragma unroll
     for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
       const int j = i * 128 + threadIdx.x % 128;
-      load_global(state + j * 4, x[i], unit < units && (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4));
+      const bool present = unit < units && (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4);
+      if constexpr (MADE)
+        load_made<16>(state + j * 4, x[i], present);
+      else
+        load_global(state + j * 4, x[i], present);
     }
   }
   template <int ROWS, int COLUMNS> DEVICE void put(u32 to, const u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
@@ -87,10 +93,10 @@ template <class Pass> struct SplitPairBackward {
     }
   }
   DEVICE void produce() const {
-    const void* from = params.weights[Pass::GRAD];
+    const void* from = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
     i64 unit = blockIdx.x;
     u32 x[kFours<P0, P1>][4], g[kFours<Q0, Q1>][4];
-    load<Q0, Q1>(from, unit, g);
+    load<Q0, Q1, (Pass::SINGLES > 0)>(from, unit, g);
     load<P0, P1>(params.x, unit, x);
     int group = 0;
     u32 phase = 1;
@@ -101,7 +107,7 @@ template <class Pass> struct SplitPairBackward {
       put<Q0, Q1>(g_of(group), g);
       fence_copy_engine();
       arrive(full(group, 1));
-      load<Q0, Q1>(from, unit, g);
+      load<Q0, Q1, (Pass::SINGLES > 0)>(from, unit, g);
       wait_for_bytes(empty(group, 0), phase);
       put<P0, P1>(x_of(group), x);
       fence_copy_engine();
@@ -190,7 +196,7 @@ template <class Pass> struct SplitPairBackward {
       store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
     store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
-        groups, static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, d_a, d_b);
+        groups, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }
   // Two sums of neighbouring columns of T or dT; zeros for padding, which infinities would make NaN.
   DEVICE void split_pair(const float (&sums)[kQ1 / 2], int j, bool present, u32 (&word)[PIECES]) const {

@@ -9,8 +9,9 @@
 // Which column is which row of the matrix unit's sums is free: of 32 bits a thread's two rows are neighbours.
 //
 // Pass: what pair.cuh has of one piece and without a mode that is mixed; PO, QO; SAMPLES (of one of the batch);
-//       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once;
-//       weight_o(params, q, p) and FACTOR_O
+//       CLUSTER; BUFFERS for T; LAST warpgroups for Y (0: all), LAST_REGISTERS of their threads; SENT rows at once, or 0;
+//       weight_o(params, q, p) and FACTOR_O; DEPTH, 0, or slots of who takes T otherwise (triple_backward.cuh), and SHARES of a
+//       sample in a buffer that make room for the next one by themselves
 #pragma once
 #include "pair.cuh"
 
@@ -27,12 +28,21 @@ template <class Pass> struct ThreeFactors {
   static constexpr int kShare = ceil_div(PO, CLUSTER), kRows = ceil_div(Q0, CLUSTER), kTiles = ceil_div(kRows * Q1, 64);
   static_assert((CLUSTER - 1) * kShare < PO && (CLUSTER - 1) * kRows < Q0, "each block has a part");
   static constexpr int kSteps = ceil_div(PO, kStep), kDepth = kSteps * kStep, kPitch = kTiles * 64 * kSize + 16;
-  static constexpr int kMiddleBytes = round_up(kDepth * kPitch, 128), kRestBytes = (kDepth - PO) * kPitch;
-  static constexpr int kSlabO = kNO * 128, kBytesO = ceil_div(PO * kSize, 128) * kSlabO;
+  static constexpr bool kSlabs = Pass::DEPTH > 0;  // 128 bytes of T's rows each, as the matrix unit reads them
+  static constexpr int kMiddleBytes = kSlabs ? kTiles * kSize * 4096 : round_up(kDepth * kPitch, 128);
+  static constexpr int kRestBytes = (kDepth - PO) * kPitch;
+  // Of 32 bits the matrix unit turns nothing: then it is O' that goes back through O.
+  static constexpr bool kTurned = Pass::DEPTH > 0 && kSize == 4;
+  static constexpr int kSlabO = (kTurned ? PO : kNO) * 128, kBytesO = ceil_div((kTurned ? QO : PO) * kSize, 128) * kSlabO;
   static constexpr int kRound = Pass::SENT, kRow = 64 * kSize, kStagedBytes = kRound * kRow;  // rows sent together
-  static constexpr int kResultBytes = kSize == 2 && LAST ? kNO * 128 : 0, kMakers = (Two::kConsumers + LAST) * 128;
+  static constexpr bool kAsTheyAre = kRound == 0;  // two sums of a thread at once, of 32 bits
+  static constexpr int kResultBytes = kTurned ? Pass::DEPTH * 16384 / LAST : kSlabs ? Pass::DEPTH * 8192 : kSize == 2 && LAST ? kNO * 128 : 0;
+  static constexpr int kMakers = (Two::kConsumers + LAST) * 128;
   static_assert(LAST || kSize == 4 || kNO * 128 <= kStagedBytes);
   static constexpr int kThreads = kMakers + 128, kBarriers = 768;
+  static constexpr int kReaders = kTurned ? 1 : TILERS;  // warpgroups that read T
+  static constexpr int SHARES = Pass::SHARES, kRowsOfShare = kRows / SHARES, kSentOfShare = Q0 / SHARES;
+  static_assert(SHARES == 1 || kSlabs && kRows % SHARES == 0 && kTiles % SHARES == 0 && kSentOfShare % 16 == 0);
 
   const Params& params;
   const Two two;
@@ -48,17 +58,18 @@ template <class Pass> struct ThreeFactors {
         samples(p.batch * Pass::SAMPLES), activation(p) {}
 
   DEVICE u32 full(u32 buffer) const { return memory + kBarriers + buffer * 8; }
-  DEVICE u32 empty(u32 buffer) const { return memory + kBarriers + (BUFFERS + buffer) * 8; }
+  DEVICE u32 empty(u32 buffer, int share = 0) const { return memory + kBarriers + (BUFFERS + buffer * SHARES + share) * 8; }
   DEVICE int share() const { return min(kShare, PO - rank * kShare); }          // X's of a sample
   DEVICE int columns() const { return min(kRows, Q0 - rank * kRows) * Q1; }     // of T
   DEVICE u32 bytes() const { return PO * columns() * kSize; }
 
   DEVICE void run() const {
+    run([&](int group) { make_results(group); });
+  }
+  template <class Last> DEVICE void run(const Last& last) const {
     two.begin(kThreads);
-    if (threadIdx.x < BUFFERS) {
-      init_barrier(full(threadIdx.x), 1);
-      init_barrier(empty(threadIdx.x), CLUSTER * TILERS * 4);
-    }
+    if (threadIdx.x < BUFFERS) init_barrier(full(threadIdx.x), 1);
+    if (threadIdx.x < BUFFERS * SHARES) init_barrier(empty(0, threadIdx.x), CLUSTER * kReaders * 4);
     if constexpr (PO % kStep)  // k's that nobody sends
       for (int at = threadIdx.x * 16; at < BUFFERS * kRestBytes; at += kThreads * 16)
         store_u32x4(middle + at / kRestBytes * kMiddleBytes + PO * kPitch + at % kRestBytes, {});
@@ -73,12 +84,18 @@ template <class Pass> struct ThreeFactors {
       else
         give_registers<Pass::LAST_REGISTERS>();
       sync_threads<kMakers>(1);
-      make_results(warpgroup - Two::kConsumers);
+      last(warpgroup - Two::kConsumers);
     } else {
       take_registers<Pass::REGISTERS>();
-      two.load_weights();
-      two.template load_weight<0, Pass::FACTOR_O, kNO, kBytesO, kSlabO, QO, PO>(
-          o, [&](int q, int p) { return Pass::weight_o(params, q, p); });
+      two.template load_weight<0, Pass::FACTOR_A, kN, Two::kBytesA, Two::kSlabA, Q0, Pass::P0>(
+          two.a, [&](int q, int p) { return Pass::weight_a(params, q, p); },
+          [](int row) { return in_order(row); });
+      if constexpr (kTurned)
+        two.template load_weight<0, -1, PO, kBytesO, kSlabO, PO, QO>(
+            o, [&](int p, int q) { return Pass::weight_o(params, q, p); });
+      else
+        two.template load_weight<0, Pass::FACTOR_O, kNO, kBytesO, kSlabO, QO, PO>(
+            o, [&](int q, int p) { return Pass::weight_o(params, q, p); });
       fence_copy_engine();
       sync_threads<kMakers>(1);
       make_middles();
@@ -131,19 +148,40 @@ template <class Pass> struct ThreeFactors {
       }
       wait_for_products<0>();
       y.arrived();
-      const u32 buffer = turn % BUFFERS;
-      wait_for_bytes(empty(buffer), turn / BUFFERS & 1 ^ 1);
-      send(y.high, buffer, rank * kShare + slice, part);
+      const u32 buffer = turn % BUFFERS, phase = turn / BUFFERS & 1 ^ 1;
+      if constexpr (kAsTheyAre)
+        send_sums(y.high, buffer, phase, rank * kShare + slice, part);
+      else
+        send(y.high, buffer, phase, rank * kShare + slice, part);
     }
   }
   // Of the 64 of a warpgroup: sum 4 n + 2 h + i of a thread is that of row 8 n + 2 t + i and column(h).
   DEVICE int column(int h) const { return thread / 32 * 16 + (kSize == 4 ? lane.g * 2 + h : lane.g + h * 8); }
 
-  // Rows of T, by pieces of 16 bytes
-  DEVICE void send(const float (&y)[kN / 2], u32 buffer, int slice, int part) const {
+  // Where the first row of a share is sent
+  DEVICE void wait_for_room(int row, u32 buffer, u32 phase) const {
+    if (row % kSentOfShare == 0 && row < Q0) wait_for_bytes(empty(buffer, row / kSentOfShare), phase);
+  }
+  // Rows of T, two of 32 bits from a thread's sums, or by pieces of 16 bytes
+  DEVICE void send_sums(const float (&y)[kN / 2], u32 buffer, u32 phase, int slice, int part) const {
+    const u32 to = middle + buffer * kMiddleBytes;
+#pragma unroll
+    for (int n = 0; n < kN; n += 8) {
+      wait_for_room(n, buffer, phase);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int q0 = in_order(n + lane.t * 2 + i), at = (q0 % kRows * Q1 + part * 64 + column(0)) * kSize;
+        if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + column(0) < Q1))
+          send_words(in_block(to + place_of_middle(slice, at / 16) + at % 16, q0 / kRows),
+                     {tf32_of(__float_as_uint(y[n / 2 + i])), tf32_of(__float_as_uint(y[n / 2 + 2 + i]))},
+                     in_block(full(buffer), q0 / kRows));
+      }
+    }
+  }
+  DEVICE void send(const float (&y)[kN / 2], u32 buffer, u32 phase, int slice, int part) const {
     constexpr int kPieces = kRow / 16;
     const u32 own = staged + warpgroup * kStagedBytes;
-    const u32 to = middle + buffer * kMiddleBytes + slice * kPitch + part * kRow;
+    const u32 to = middle + buffer * kMiddleBytes;
 #pragma unroll
     for (int round = 0; round < kN; round += kRound) {
       sync_group<4, 16>(1 + warpgroup);  // the last rows have left
@@ -152,16 +190,26 @@ template <class Pass> struct ThreeFactors {
       sync_group<4, 16>(1 + warpgroup);
 #pragma unroll
       for (int j = 0; j < kRound * kPieces; j += 128) {
-        const int row = (j + thread) / kPieces, piece = (j + thread) % kPieces, q0 = round + row;
+        const int row = (j + thread) / kPieces, piece = (j + thread) % kPieces, q0 = in_order(round + row);
         if (round + j / kPieces >= kN) break;
+        wait_for_room(round + j / kPieces, buffer, phase);
         if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + piece * kEach < Q1)) {
           u32 words[4];
           load_u32x4(own + place(row, piece), words);
-          const u32 at = to + q0 % kRows * (Q1 * kSize) + piece * 16;
+          const u32 at = to + place_of_middle(slice, (q0 % kRows * Q1 + part * 64) * kSize / 16 + piece);
           send_words(in_block(at, q0 / kRows), words, in_block(full(buffer), q0 / kRows));
         }
       }
     }
+  }
+  // Which of A's rows is where: those of all blocks' first shares come first.
+  static DEVICE int in_order(int row) {
+    if constexpr (SHARES == 1) return row;
+    const int behind = row % kSentOfShare;
+    return behind / kRowsOfShare * kRows + row / kSentOfShare * kRowsOfShare + behind % kRowsOfShare;
+  }
+  static DEVICE u32 place_of_middle(int slice, int piece) {
+    return kSlabs ? piece / 8 * 8192 + swizzled(slice, piece % 8) : slice * kPitch + piece * 16;
   }
   static DEVICE u32 place(int row, int piece) {
     return kSize == 2 ? swizzled(row, piece) : row * kRow + (piece ^ (row & 6)) * 16;
@@ -245,9 +293,9 @@ template <class Pass> struct ThreeFactors {
     }
   }
   // Of all blocks: this warp needs a sample no more.
-  DEVICE void release(u32 buffer) const {
+  DEVICE void release(u32 buffer, int share = 0) const {
     __syncwarp();
-    if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer), lane.index));
+    if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer, share), lane.index));
   }
 
   // 16 bits of a bias wait where results are put: as they lie in memory first.

@@ -8,7 +8,8 @@
 //
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
 //       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
-//       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is)
+//       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is);
+//       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0
 #pragma once
 #include "sums.cuh"
 #include "unit_products.cuh"
@@ -21,6 +22,7 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
   static constexpr int SLOTS = Pass::SLOTS, AHEAD = Pass::AHEAD, GROUPS = Pass::GROUPS;
   static constexpr int kSlot = 2 * kSlab, kBarrierBytes = 1024, kThreads = kConsumers + 128;
   static constexpr int kSums = Q0 * P0 + Q1 * P1;
+  static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
   static_assert(AHEAD < SLOTS && Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
   const u32 memory, slots;
@@ -59,7 +61,8 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
   }
 
   DEVICE void produce() const {
-    const auto *x = static_cast<const Element*>(params.x), *g = static_cast<const Element*>(params.weights[Pass::GRAD]);
+    const void* grad = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
+    const auto *x = static_cast<const Element*>(params.x), *g = static_cast<const Element*>(grad);
 #pragma unroll 1
     for (u32 position = 0; position < units + AHEAD; ++position) {
       if (position < units) {
@@ -94,6 +97,6 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
           d_x, d_t, first, lane, 1.f, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
     }
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
-        slots, static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, d_a, d_b);
+        slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }
 };

@@ -208,14 +208,15 @@ void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
   from |= u32(block_of(from) + 1) << 24;  // whoever is current when it lands
   bring_run(to, memory_at(from), bytes, barrier, from);
 }
-void send_words(uint32_t to, const uint32_t* words, uint32_t barrier) {
+void send_words(uint32_t to, const uint32_t* words, uint32_t count, uint32_t barrier) {
+  const uint32_t bytes = count * 4;
   hesitate();
-  if (offset_of(to) % 16) error("16 bytes sent to %u, not aligned", offset_of(to));
-  if (!is_inside("what is sent", to, 16)) return;
+  if (offset_of(to) % bytes) error("%u bytes sent to %u, not aligned", bytes, offset_of(to));
+  if (!is_inside("what is sent", to, bytes)) return;
   Barrier& at = *find_barrier(barrier);
-  check_write("what is sent", to, 16);
-  Landing landing = {rounds + random_below(slowest_landing), current, {}, &at, self().clock, 16, 0, {words, words + 4}};
-  landing.copies.push_back({to, 16, landing.words.data(), 16});
+  check_write("what is sent", to, bytes);
+  Landing landing = {rounds + random_below(slowest_landing), current, {}, &at, self().clock, bytes, 0, {words, words + count}};
+  landing.copies.push_back({to, bytes, landing.words.data(), bytes});
   begin_copy(landing.copies[0]);
   ++step();
   landings.push_back(std::move(landing));

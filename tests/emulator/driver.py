@@ -44,6 +44,7 @@ from factorlayer.small_backward import SmallBackward
 from factorlayer.split_pair_backward import SplitPairBackward
 from factorlayer.split_single_backward import SplitSingleBackward
 from factorlayer.strip_backward import StripBackward
+from factorlayer.triple import TripleBackward
 from factorlayer.unit_backward import UnitBackward
 from factorlayer.untied_backward import UntiedBackward
 from factorlayer.weight_halves import WeightHalves
@@ -100,6 +101,7 @@ class Kernel:
             grid_x = min(grid_x, max(1, blocks // grid_y))
         sums = grid_x * (p.part_bytes // p.most) if isinstance(p, BlockSums | TileSums) else 0
         sums = p.output_bytes if isinstance(p, MonarchWeights) else sums
+        sums = p.part_bytes if isinstance(p, TripleBackward) else sums
         *places, end = self.places(batch)
         numbers = [seed, batch, end + sums, end - self.output_bytes(batch), p.shared, p.threads, self.cluster]
         in_chunks = (isinstance(p, DenseStreamed) and len(p.passes) > 1) or isinstance(p, FewPass)
@@ -257,6 +259,10 @@ class Emulator:
                 (self.folder / "chunks").write_bytes(memory)
                 continue
             sizes, places = kernel.outputs(len(x)), kernel.places(len(x))
+            if isinstance(kernel.planned, TripleBackward):  # the next one goes on from what it has written
+                (self.folder / "before").write_bytes(memory)
+                continue
+            (self.folder / "before").unlink(missing_ok=True)
             if isinstance(kernel.planned, DoubleBackward):
                 if errors:
                     return outputs, errors
@@ -276,6 +282,11 @@ class Emulator:
 
 def is_left_to_another(planned: Pass, line: str) -> bool:
     """Whether all that is missing are sums that another kernel writes."""
+    found = re.search(r": (\d+) bytes of the output not written, and 0 behind tensors$", line)
+    if found and isinstance(planned, TripleBackward):
+        return int(found[1]) == planned.part_bytes - planned.most * planned.singles * PART_BYTES[planned.dtype]
+    if found and isinstance(planned, SplitPairBackward | UnitBackward):
+        return int(found[1]) == planned.most * planned.singles * PART_BYTES[planned.dtype]
     if not isinstance(planned, DoubleBackward):
         return False
     p0, p1, q0, q1 = planned.sizes

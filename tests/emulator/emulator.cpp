@@ -56,7 +56,7 @@ u8* map_tensor(const std::string& path, size_t bytes) {
   mprotect(memory, kPage, PROT_NONE), mprotect(memory + kPage + whole, kPage, PROT_NONE);
   u8* begin = memory + kPage + whole - padded;
   memcpy(begin, data.data(), data.size());
-  buffers.push_back({begin, data.size(), path.empty()});
+  buffers.push_back({begin, data.size(), path.empty(), false});
   return begin;
 }
 
@@ -149,6 +149,8 @@ int main(int count, char** arguments) {
   for (int i = 0; i < number(12); ++i) params.weights[i] = map_tensor(folder + "/w" + std::to_string(i), 0);
   if (number(11)) params.weights[number(12)] = params.bias;  // where a stack's layer has it
   params.y = map_tensor("", bytes);
+  std::ifstream before(folder + "/before", std::ios::binary);  // what a pass before this one has written there
+  buffers.back().is_given = bool(before.read(static_cast<char*>(params.y), bytes));
   params.sums = number(13) < 0 ? map_tensor(folder + "/chunks", 0) : static_cast<u8*>(params.y) + number(13);
   for (int i = 14; i < count; ++i) params.weights[number(12) + i - 14] = static_cast<u8*>(params.y) + number(i);
   u8* const output = static_cast<u8*>(params.y);

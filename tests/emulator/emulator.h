@@ -25,7 +25,7 @@ void wait(uint32_t barrier, uint32_t phase);
 
 void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t blocks = 0);
 void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
-void send_words(uint32_t to, const uint32_t* words, uint32_t barrier);  // 16 bytes
+void send_words(uint32_t to, const uint32_t* words, uint32_t count, uint32_t barrier);
 // A tensor of floats, and boxes of it. `blocks` of a cluster get the box; with no bit set it is this one.
 struct TensorMap {
   const void* tensor;

@@ -299,7 +299,7 @@ template <int COUNT> inline void give_registers() {}
 
 inline u32 in_block(u32 address, int rank) { return emulator::in_block(address, rank); }
 inline u32 in_other_block(u32 address) { return emulator::in_other_block(address); }
-inline void send_words(u32 to, const u32 (&x)[4], u32 barrier) { emulator::send_words(to, x, barrier); }
+template <int N> inline void send_words(u32 to, const u32 (&x)[N], u32 barrier) { emulator::send_words(to, x, N, barrier); }
 inline void store_in_other_block(u32 to, const u32 (&x)[4]) { store_u32x4(to, x); }
 inline void arrive_in_other_block(u32 barrier) { emulator::arrive(barrier); }
 inline void free_in_other_block(u32 barrier) { emulator::arrive(barrier); }

@@ -222,7 +222,7 @@ inline u8 nowhere[64];
 struct Buffer {
   u8* begin;
   size_t bytes;
-  bool is_output;
+  bool is_output, is_given;  // what a pass before this one has written may be read, as long as it is there
 };
 inline vector<Buffer> buffers;
 inline vector<u8> times_written;
@@ -230,7 +230,10 @@ inline void check_global(const char* what, const void* at, u32 bytes, bool write
   if (u64(at) % std::min(unit ? unit : bytes, 16u)) error("%s of %u bytes that is not aligned in memory", what, bytes);
   const u8* begin = static_cast<const u8*>(at);
   for (const Buffer& buffer : buffers) {
-    if (begin < buffer.begin || begin + bytes > buffer.begin + buffer.bytes || writes != buffer.is_output) continue;
+    if (begin < buffer.begin || begin + bytes > buffer.begin + buffer.bytes) continue;
+    if (writes ? !buffer.is_output : buffer.is_output && !buffer.is_given) continue;
+    for (u32 i = 0; !writes && buffer.is_given && i < bytes; ++i)
+      if (times_written[begin - buffer.begin + i]) error("%s of what has been written over", what);
     for (u32 i = 0; writes && i < bytes; ++i)
       if (times_written[begin - buffer.begin + i]++) error("output written twice, at byte %ld", begin - buffer.begin);
     return;
