@@ -29,6 +29,7 @@ from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.resident import Resident
+from factorlayer.scaled_backward import ScaledBackward
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slopes import Slopes
 from factorlayer.small import Small
@@ -71,6 +72,7 @@ Pass = (
     | Parts
     | Reduction
     | Resident
+    | ScaledBackward
     | SingleBackward
     | Slopes
     | Small

@@ -31,6 +31,7 @@ from factorlayer import (
     monarch_backward,
     pair,
     pair_backward,
+    scaled_backward,
     single_backward,
     small,
     small_backward,
@@ -330,7 +331,8 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         if inner > 1:
             return
         modes = _modes(chain)
-        for of_two in (pair_backward, large_backward, unit_backward, split_pair_backward, strip_backward):
+        wholes = (large_backward, scaled_backward, unit_backward, split_pair_backward, strip_backward)
+        for of_two in (pair_backward, *wholes):
             if found := of_two.tile(modes, outer, dtype, batch, gpu):
                 whole = all(len(mode.parts) == 1 for mode in found.modes)
                 parts = () if whole else (Parts(found.modes, dtype),)

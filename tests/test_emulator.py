@@ -509,12 +509,16 @@ AT_ONCE = [
     (((72, 72), (104, 88)), "float16", 5, 90),
     (((8, 24), (96, 24)), "bfloat16", 25, 90),
     (((67, 72), (99, 88)), "bfloat16", 3, 90),
+    (((112, 128), (112, 128)), "tf32", 5, 90),
+    (((72, 76), (24, 68)), "tf32", 5, 90),
+    (((128, 44), (97, 100)), "tf32", 4, 90),
     (((20, 28), (33, 45)), "float64", 9, 80),
     (((128, 128), (128, 128)), "float64", 3, 90),
     (((97, 31), (100, 45)), "float64", 5, 90),
     (((40, 124), (110, 72)), "float64", 5, 90),
 ]
 DOUBLE_PAIRS = (((128, 128), (128, 128)), ((97, 31), (100, 45)), ((40, 124), (110, 72)))
+SCALED_PAIRS = (((112, 128), (112, 128)), ((72, 76), (24, 68)), ((128, 44), (97, 100)))
 LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
@@ -523,6 +527,8 @@ def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, archit
     own = "UnitBackward" if dtype in ("bfloat16", "float16") else "SplitPairBackward"
     if dtype == "float64" and sizes in DOUBLE_PAIRS:
         return "DoubleBackward"
+    if dtype == "tf32" and sizes in SCALED_PAIRS:
+        return "ScaledBackward"
     fits = of_warpgroups and max(max(s) for s in sizes) <= 64
     return "LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
 
