@@ -32,8 +32,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   static_assert(P0 <= 128 && P1 <= 128 && Q0 <= 128 && Q1 <= 128 && P1 % 4 == 0 && Q1 % 4 == 0);
 
   const Params& params;
-  const Lane lane;
-  const int warpgroup, warp, first;  // of the warpgroup; the warp's first row
+  Lane lane;
+  const int warpgroup, warp;  // of the warpgroup
+  int first;  // the warp's first row
   const u32 memory, a, b, d_t, slots, stage;
   const i64 units;
 
@@ -51,7 +52,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   DEVICE u32 back_of_rows(int group) const { return memory + 144 + group * 4; }
   DEVICE u32 most_at(int which) const { return memory + 256 + which * 32; }
 
-  DEVICE void run() const {
+  DEVICE void run() {
     if (threadIdx.x < 2) {
       init_barrier(full(threadIdx.x), 128);
       init_barrier(empty(threadIdx.x), 8);
@@ -190,66 +191,71 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
   static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
-  DEVICE void consume(float back_a, float back_b) const {
-    const int half = warpgroup * 64;
+  // The same registers take all products, so that nothing has to make room for them: the first N of a thread's, or those behind
+  // T's words.
+  using Sums = float[64];
+  template <int COUNT> static DEVICE float (&first_of(Sums& sums))[COUNT] { return reinterpret_cast<float(&)[COUNT]>(sums); }
+
+  DEVICE void consume(float back_a, float back_b) {
     float d_a[kParts][32] = {}, d_b[kP1 / 2] = {};
+    Sums all;
+    float(&of_p)[kP1 / 2] = first_of<kP1 / 2>(all), (&of_part)[32] = reinterpret_cast<float(&)[32]>(all[32]);
     u32 phase = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
+      stay_here(lane.index, first);  // or all places are kept from unit to unit, and spilled
+      lane = Lane(lane.index);
       const u32 x = slot(X), g = slot(G);
       wait_for_bytes(full(G), phase);
       const float back_g = load_sum(back_of(G), 0.f);
-      put_back_state(g, back_a * back_g);
+      put_back_state(all, g, back_a * back_g);
       wait_for_bytes(full(X), phase);
       const float back_x = load_sum(back_of(X), 0.f);
-      u32 t[kQ1 / 16][4];
       float scale[2] = {back_x * back_b, back_x * back_b};
-      make_state(t, scale, x);
+      make_state(all, scale, x);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        float sums[32];
         open_products();
 #pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s) Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0);
+        for (int s = 0; s < kQ1 / 16; ++s)
+          Wgmma<f16, 64>::multiply(of_part, reinterpret_cast<const u32(&)[4]>(all[s * 4]), by_k(g, part * 64, s), s > 0);
         commit_products();
         wait_for_products<0>();
-        touch(sums);
+        touch(of_part);
 #pragma unroll
-        for (int j = 0; j < 32; ++j) d_a[part][j] += sums[j] * (scale[j / 2 % 2] * back_g);
+        for (int j = 0; j < 32; ++j) d_a[part][j] += of_part[j] * (scale[j / 2 % 2] * back_g);
       }
       if (lane.index == 0) arrive(empty(G));
       sync_threads<kConsumers>(1);  // all of dT is there
 #pragma unroll
       for (int from = 0; from < ceil_div(kP0, 64); ++from) {
-        float sums[kP1 / 2];
         open_products();
 #pragma unroll
         for (int s = from * 4; s < from * 4 + 4 && s < kP0 / 16; ++s)
-          Wgmma<f16, kP1>::multiply_turned(sums, by_column(d_t, warpgroup, s), by_column(x, 0, s), s > from * 4);
+          Wgmma<f16, kP1>::multiply_turned(of_p, by_column(d_t, warpgroup, s), by_column(x, 0, s), s > from * 4);
         commit_products();
         const float back = load_sum(back_of_rows(from), 0.f) * back_x;
         wait_for_products<0>();
-        touch(sums);
+        touch(of_p);
 #pragma unroll
-        for (int j = 0; j < kP1 / 2; ++j) d_b[j] += sums[j] * back;
+        for (int j = 0; j < kP1 / 2; ++j) d_b[j] += of_p[j] * back;
       }
       if (lane.index == 0) arrive(empty(X));
-      float sums[kP1 / 2];
       open_products();
 #pragma unroll
       for (int s = 0; s < kQ1 / 16; ++s)
-        Wgmma<f16, kP1>::multiply_right_turned(sums, by_k(d_t, half, s), by_column(b, 0, s), s > 0);
+        Wgmma<f16, kP1>::multiply_right_turned(of_p, by_k(d_t, warpgroup * 64, s), by_column(b, 0, s), s > 0);
       commit_products();
       const float back = load_sum(back_of_rows(warpgroup), 0.f) * back_b;
       wait_for_products<0>();
-      touch(sums);
-      store(sums, back, static_cast<float*>(params.y) + unit * (P0 * P1));
+      touch(of_p);
+      store(of_p, back, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
     store_sums(d_a, d_b);
   }
   // This warpgroup's rows of dT to shared memory
-  DEVICE void put_back_state(u32 g, float back) const {
-    float sums[kQ1 / 2];
+  DEVICE void put_back_state(Sums& all, u32 g, float back) const {
+    float(&sums)[kQ1 / 2] = first_of<kQ1 / 2>(all);
     open_products();
 #pragma unroll
     for (int s = 0; s < kQ0 / 16; ++s)
@@ -275,9 +281,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     }
     fence_copy_engine();
   }
-  // This warpgroup's rows of T, of which the thread has parts of two
-  DEVICE void make_state(u32 (&t)[kQ1 / 16][4], float (&back)[2], u32 x) const {
-    float sums[kQ1 / 2], most[2] = {};
+  // This warpgroup's rows of T, of which the thread has parts of two, as words in place of the sums
+  DEVICE void make_state(Sums& all, float (&back)[2], u32 x) const {
+    float(&sums)[kQ1 / 2] = first_of<kQ1 / 2>(all), most[2] = {};
     open_products();
 #pragma unroll
     for (int s = 0; s < kP1 / 16; ++s)
@@ -293,9 +299,12 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     for (int i = 0; i < 2; ++i) back[i] *= scales[i].back;
 #pragma unroll
     for (int s = 0; s < kQ1 / 16; ++s) {
+      u32 t[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) t[s][i] = pair<Q1>(sums, s * 8 + i * 2, lane, scales[i % 2].there, true);
-      settle(t[s]);
+      for (int i = 0; i < 4; ++i) t[i] = pair<Q1>(sums, s * 8 + i * 2, lane, scales[i % 2].there, true);
+      settle(t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all[s * 4 + i] = __uint_as_float(t[i]);
     }
   }
 
