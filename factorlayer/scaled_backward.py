@@ -63,7 +63,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     for both in as_two(modes):
         plan = ScaledBackward(both, outer, gpu)
         p0, p1, _, q1 = plan.sizes
-        fits = min(plan.sizes) >= LEAST and max(plan.sizes) <= LARGEST and min(p0, q1) > LARGEST // 2
+        fits = min(plan.sizes) >= LEAST and max(plan.sizes) <= LARGEST and max(p0, q1) > LARGEST // 2
         if fits and p1 % 4 == 0 and q1 % 4 == 0:
             return replace(plan, us=_time(plan, batch))
     return None
