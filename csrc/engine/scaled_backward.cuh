@@ -8,7 +8,7 @@
 // 2^15: what is 2^-29 of it has all bits, and 2^-40 is the least. What products make is scaled back where it is summed. What is
 // not finite stays so, and scales are those of the rest.
 //
-// Two warpgroups multiply, each with 64 rows of p0, or of q1 for dB. Of a third one each warp asks for a fourth of a unit's rows
+// Two warpgroups multiply, each with 64 rows of p0, or of q1 for dB. Of two others each warp asks for an eighth of a unit's rows
 // ahead, finds the largest with the others, and rounds its rows once nobody reads the unit before any more: G while X is still
 // read, X while dX is made.
 //
@@ -22,10 +22,11 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   using Base = Slabs<f16, 128>;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
-  static constexpr int kState = 2 * kSlab, kStage = 16 << 10;  // of every matrix; of a warp's rows on their way
-  static constexpr int kBarrierBytes = 1024, kThreads = 384, kConsumers = 256, kSums = Q0 * P0 + Q1 * P1;
-  static constexpr int kCopyRegisters = 40, kRegisters = 232;
+  static constexpr int kState = 2 * kSlab, kStage = 8 << 10;  // of every matrix; of a warp's rows on their way
+  static constexpr int kBarrierBytes = 1024, kThreads = 512, kConsumers = 256, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kCopyRegisters = 40, kRegisters = 216;
   static constexpr int kParts = ceil_div(kQ0, 64);  // of dA, each summed by itself
+  static constexpr int kLoaders = 8, kTogether = 8, kTimes = 2;  // warps, rows that come together, times for a state
   static constexpr bool kPads = P0 % 64 || P1 % 64 || Q0 % 64 || Q1 % 64;
   static constexpr int X = 0, G = 1;
   static constexpr float kMost = 3.402823466e38f;
@@ -33,20 +34,20 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 
   const Params& params;
   Lane lane;
-  const int warpgroup, warp;  // of the warpgroup
+  const int warpgroup, warp;  // of who multiplies, and of who loads
   int first;  // the warp's first row
   const u32 memory, a, b, d_t, slots, stage;
   const i64 units;
 
   DEVICE ScaledBackward(const Params& given)
-      : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % 4)), first(threadIdx.x / 32 * 16),
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % 8)), first(threadIdx.x / 32 * 16),
         memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
         stage(slots + 2 * kState + warp * kStage), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
   DEVICE u32 slot(int which) const { return slots + which * kState; }
   DEVICE u32 full(int which) const { return memory + which * 8; }
   DEVICE u32 empty(int which) const { return memory + 16 + which * 8; }
-  DEVICE u32 arrived() const { return memory + 32 + warp * 8; }
+  DEVICE u32 arrived(int time) const { return memory + 512 + (warp * kTimes + time) * 8; }
   // What takes a unit's scale back, or that of a warpgroup's rows of dT; the largest that each of some warps has.
   DEVICE u32 back_of(int which) const { return memory + 128 + which * 4; }
   DEVICE u32 back_of_rows(int group) const { return memory + 144 + group * 4; }
@@ -54,15 +55,15 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 
   DEVICE void run() {
     if (threadIdx.x < 2) {
-      init_barrier(full(threadIdx.x), 128);
+      init_barrier(full(threadIdx.x), 256);
       init_barrier(empty(threadIdx.x), 8);
     }
-    if (threadIdx.x % 32 == 0 && warpgroup == 2) init_arrivals(arrived());
+    if (threadIdx.x < kLoaders * kTimes) init_arrivals(memory + 512 + threadIdx.x * 8);
     if constexpr (kPads)
       for (u32 at = a + threadIdx.x * 16; at < slots + 2 * kState; at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2) {
+    if (warpgroup >= 2) {
       give_registers<kCopyRegisters>();
       produce();
     } else {
@@ -112,37 +113,37 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     return scale.back;
   }
 
-  // Who loads. A warp has a fourth of a state's rows, some of which come together, each time to the same place.
-  static constexpr int kTogether = 8;
-  template <int ROWS> static constexpr int kRows = ceil_div(ROWS, 4);
-  template <int ROWS> static constexpr int kTimes = ceil_div(kRows<ROWS>, kTogether);
+  // Who loads. A warp has an eighth of a state's rows, some of which come together, each time to the same place.
+  template <int ROWS> static constexpr int kRows = ceil_div(ROWS, kLoaders);
   template <int ROWS> DEVICE int rows_at(int time) const {
     return min(kTogether, min(kRows<ROWS>, ROWS - warp * kRows<ROWS>) - time * kTogether);
   }
-  DEVICE u32 stage_at(int time) const { return stage + time * (kStage / 4); }
+  DEVICE u32 stage_at(int time) const { return stage + time * (kStage / kTimes); }
 
   template <int ROWS, int COLUMNS> DEVICE void ask(const void* state, i64 unit, int time) const {
-    if (lane.index != 0 || unit >= units || time >= kTimes<ROWS>) return;
-    const int row = warp * kRows<ROWS> + time * kTogether, rows = rows_at<ROWS>(time), left = ROWS - row;
-    if (time == 0) expect_bytes(arrived(), left < 0 ? 0 : min(kRows<ROWS>, left) * (COLUMNS * 4));
+    if (lane.index != 0 || unit >= units) return;
+    const int row = warp * kRows<ROWS> + time * kTogether, rows = rows_at<ROWS>(time);
     const float* from = static_cast<const float*>(state) + unit * (ROWS * COLUMNS) + row * COLUMNS;
-    if (rows > 0) load_run(stage_at(time), from, rows * (COLUMNS * 4), arrived());
+    expect_bytes(arrived(time), rows > 0 ? rows * (COLUMNS * 4) : 0);
+    if (rows > 0) load_run(stage_at(time), from, rows * (COLUMNS * 4), arrived(time));
   }
-  // The largest that is finite
-  template <int ROWS, int COLUMNS> DEVICE float most_of_rows() const {
+  // The largest that is finite, once it has arrived
+  template <int WHICH, int ROWS, int COLUMNS> DEVICE float most_of_rows() const {
     float most = 0;
-#pragma unroll 1
-    for (int time = 0; time < kTimes<ROWS>; ++time)
+#pragma unroll
+    for (int time = 0; time < kTimes; ++time) {
+      wait_for_bytes(arrived(time), WHICH == X);  // G's is the first of two
 #pragma unroll 4
       for (int j = lane.index; j < rows_at<ROWS>(time) * (COLUMNS / 4); j += 32) {
         u32 x[4];
         load_u32x4(stage_at(time) + j * 16, x);
-        most = larger_of(most, x);
+        most = fmaxf(most, larger_of(0.f, x));
       }
+    }
     if (most <= kMost) return most;
     most = 0;
 #pragma unroll 1
-    for (int time = 0; time < kTimes<ROWS>; ++time)
+    for (int time = 0; time < kTimes; ++time)
 #pragma unroll 1
       for (int j = lane.index; j < rows_at<ROWS>(time) * COLUMNS; j += 32)
         most = fmaxf(most, size_of(__uint_as_float(load_u32(stage_at(time) + j * 4))));
@@ -151,13 +152,12 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   // A state to its slot, and the next one on its way to where it was.
   template <int WHICH, int ROWS, int COLUMNS, int NEXT_ROWS, int NEXT_COLUMNS>
   DEVICE void put(u32 phase, const void* next, i64 next_unit) const {
-    constexpr int kRow = COLUMNS / 4, kEnd = kTimes<ROWS> > kTimes<NEXT_ROWS> ? kTimes<ROWS> : kTimes<NEXT_ROWS>;
-    wait_for_bytes(arrived(), WHICH == X);  // G's is the first of two
-    const Scale scale(most_of_warps<4>(most_of_rows<ROWS, COLUMNS>(), 2 + WHICH, 4));
+    constexpr int kRow = COLUMNS / 4;
+    const Scale scale(most_of_warps<kLoaders>(most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, 4));
     wait_for_bytes(empty(WHICH), phase);
-    if (threadIdx.x % 128 == 0) store_shared(back_of(WHICH), scale.back);
-#pragma unroll 1
-    for (int time = 0; time < kEnd; ++time) {
+    if (threadIdx.x == kConsumers) store_shared(back_of(WHICH), scale.back);
+#pragma unroll
+    for (int time = 0; time < kTimes; ++time) {
 #pragma unroll 4
       for (int j = lane.index; j < rows_at<ROWS>(time) * kRow; j += 32) {
         u32 x[4];
@@ -177,8 +177,8 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   DEVICE void produce() const {
     const void* grad = params.weights[Pass::GRAD];
     u32 phase = 1;
-#pragma unroll 1
-    for (int time = 0; time < kTimes<Q0>; ++time) ask<Q0, Q1>(grad, blockIdx.x, time);
+#pragma unroll
+    for (int time = 0; time < kTimes; ++time) ask<Q0, Q1>(grad, blockIdx.x, time);
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
       put<G, Q0, Q1, P0, P1>(phase, params.x, unit);
@@ -263,9 +263,10 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     commit_products();
     wait_for_products<0>();
     touch(sums);
-    float most = 0;
+    float mosts[4] = {};
 #pragma unroll
-    for (float sum : sums) most = fmaxf(most, fabsf(sum));
+    for (int j = 0; j < kQ1 / 2; ++j) mosts[j % 4] = fmaxf(mosts[j % 4], fabsf(sums[j]));
+    float most = fmaxf(fmaxf(mosts[0], mosts[1]), fmaxf(mosts[2], mosts[3]));
     if (most > kMost) {
       most = 0;
 #pragma unroll
