@@ -116,7 +116,8 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   // Who loads. A warp has an eighth of a state's rows, some of which come together, each time to the same place.
   template <int ROWS> static constexpr int kRows = ceil_div(ROWS, kLoaders);
   template <int ROWS> DEVICE int rows_at(int time) const {
-    return min(kTogether, min(kRows<ROWS>, ROWS - warp * kRows<ROWS>) - time * kTogether);
+    const int own = ROWS % kLoaders == 0 ? kRows<ROWS> : min(kRows<ROWS>, ROWS - warp * kRows<ROWS>);
+    return min(kTogether, own - time * kTogether);
   }
   DEVICE u32 stage_at(int time) const { return stage + time * (kStage / kTimes); }
 
@@ -127,18 +128,30 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     expect_bytes(arrived(time), rows > 0 ? rows * (COLUMNS * 4) : 0);
     if (rows > 0) load_run(stage_at(time), from, rows * (COLUMNS * 4), arrived(time));
   }
+  // Fours that came at a time, each a lane's, with where it is among these: several loads on their way at once
+  template <int ROWS, int COLUMNS, class Do> DEVICE void each_four(int time, const Do& act) const {
+    constexpr int kAll = kTogether * COLUMNS / 4, kAtOnce = 4;
+    constexpr bool kWhole = ROWS % (kLoaders * kTogether) == 0 && kAll % (32 * kAtOnce) == 0;
+    const int count = rows_at<ROWS>(time) * (COLUMNS / 4);
+#pragma unroll
+    for (int turn = 0; turn < ceil_div(kAll, 32 * kAtOnce); ++turn) {
+      const int from = turn * 32 * kAtOnce + lane.index;
+      u32 x[kAtOnce][4];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (kWhole || from + i * 32 < count) load_u32x4(stage_at(time) + (from + i * 32) * 16, x[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (kWhole || from + i * 32 < count) act(from + i * 32, x[i]);
+    }
+  }
   // The largest that is finite, once it has arrived
   template <int WHICH, int ROWS, int COLUMNS> DEVICE float most_of_rows() const {
     float most = 0;
 #pragma unroll
     for (int time = 0; time < kTimes; ++time) {
       wait_for_bytes(arrived(time), WHICH == X);  // G's is the first of two
-#pragma unroll 4
-      for (int j = lane.index; j < rows_at<ROWS>(time) * (COLUMNS / 4); j += 32) {
-        u32 x[4];
-        load_u32x4(stage_at(time) + j * 16, x);
-        most = fmaxf(most, larger_of(0.f, x));
-      }
+      each_four<ROWS, COLUMNS>(time, [&](int, const u32(&x)[4]) { most = fmaxf(most, larger_of(0.f, x)); });
     }
     if (most <= kMost) return most;
     most = 0;
@@ -158,16 +171,13 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     if (threadIdx.x == kConsumers) store_shared(back_of(WHICH), scale.back);
 #pragma unroll
     for (int time = 0; time < kTimes; ++time) {
-#pragma unroll 4
-      for (int j = lane.index; j < rows_at<ROWS>(time) * kRow; j += 32) {
-        u32 x[4];
-        load_u32x4(stage_at(time) + j * 16, x);
+      each_four<ROWS, COLUMNS>(time, [&](int j, const u32(&x)[4]) {
         const auto two = [&](int i) {
           return Pair<f16>(__uint_as_float(x[i]) * scale.there, __uint_as_float(x[i + 1]) * scale.there).bits;
         };
         const int row = warp * kRows<ROWS> + time * kTogether + j / kRow;
         store_f32x2(slot(WHICH) + place(row, j % kRow * 4), __uint_as_float(two(0)), __uint_as_float(two(2)));
-      }
+      });
       fence_copy_engine();
       __syncwarp();
       ask<NEXT_ROWS, NEXT_COLUMNS>(next, next_unit, time);
