@@ -579,6 +579,36 @@ def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: E
         np.testing.assert_array_equal(grad_x[fine], before[fine])
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("decades", [(8, 0), (0, 8)], ids=["of x", "of grad_y"])
+def test_scaled_halves_hold_eight_decades(mode: int, decades: tuple[int, int], emulator: Emulator) -> None:
+    """Of rows or columns that weights make up for: each result by itself."""
+    spec = kronecker((84, 72), (68, 76))
+    found = plan(all_gradients_of(spec), "tf32", LARGE, replace(Gpu.of(90), sms=2))
+    assert type(found.passes[0]).__name__ == "ScaledBackward"
+    draw, generator = drawing("tf32"), np.random.default_rng(1)
+    x, grad = draw(3, *spec.in_factors), draw(3, *spec.out_factors)
+    weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
+    of_p, of_q = (
+        10 ** generator.permutation(np.linspace(-n / 2, n / 2, sizes[mode]))
+        for n, sizes in zip(decades, (spec.in_factors, spec.out_factors), strict=True)
+    )
+    along = (1, -1, 1) if mode == 0 else (1, 1, -1)
+    weights[mode] = weights[mode] / np.outer(of_q, of_p)
+    given = [(x * of_p.reshape(along)).reshape(3, -1), *weights, (grad * of_q.reshape(along)).reshape(3, -1)]
+    x, a, b, grad = (np.float64(np.float32(values)) for values in given)
+    outputs, errors = emulator.run(found, emulator.compile(found), x, [a, b, grad], None, blocks=2)
+    assert not errors
+    states, behind = x.reshape(3, *spec.in_factors), grad.reshape(3, *spec.out_factors)
+    back = a.T @ behind
+    right = [back @ b, (behind @ (states @ b.T).mT).sum(0), (back.mT @ states).sum(0)]
+    made = [outputs[0], outputs[-1][: a.size], outputs[-1][a.size :]]
+    for i, (part, expected) in enumerate(zip(made, right, strict=True)):
+        scale = 1 / of_p.reshape(along) if i == 0 else np.outer(of_q, of_p) if i == mode + 1 else np.ones(())
+        off = np.linalg.norm((part.reshape(expected.shape) - expected) / scale)
+        assert off <= 4 * EPS["tf32"] * np.linalg.norm(expected / scale)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
 def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> None:
     """Of a warp, as large weights have them: parts of the second one, and of what is contracted."""
