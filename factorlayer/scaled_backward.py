@@ -30,7 +30,7 @@ class ScaledBackward(OfTwoModes, BlockSums):
     us: float = 0.0
 
     dtype = "tf32"
-    threads = 512
+    threads = 384
     shared = BARRIER_BYTES + 7 * STATE_BYTES  # two on their way
     size = 4
     split = 1

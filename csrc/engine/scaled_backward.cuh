@@ -8,7 +8,7 @@
 // 2^15: what is 2^-29 of it has all bits, and 2^-40 is the least. What products make is scaled back where it is summed. What is
 // not finite stays so, and scales are those of the rest.
 //
-// Two warpgroups multiply, each with 64 rows of p0, or of q1 for dB. Of two others each warp asks for an eighth of a unit's rows
+// Two warpgroups multiply, each with 64 rows of p0, or of q1 for dB. Of a third one each warp asks for a fourth of a unit's rows
 // ahead, finds the largest with the others, and rounds its rows once nobody reads the unit before any more: G while X is still
 // read, X while dX is made.
 //
@@ -22,11 +22,11 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   using Base = Slabs<f16, 128>;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
-  static constexpr int kState = 2 * kSlab, kStage = 8 << 10;  // of every matrix; of a warp's rows on their way
-  static constexpr int kBarrierBytes = 1024, kThreads = 512, kConsumers = 256, kSums = Q0 * P0 + Q1 * P1;
-  static constexpr int kCopyRegisters = 40, kRegisters = 216;
+  static constexpr int kState = 2 * kSlab, kStage = 16 << 10;  // of every matrix; of a warp's rows on their way
+  static constexpr int kBarrierBytes = 1024, kThreads = 384, kConsumers = 256, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static constexpr int kParts = ceil_div(kQ0, 64);  // of dA, each summed by itself
-  static constexpr int kLoaders = 8, kTogether = 8, kTimes = 2;  // warps, rows that come together, times for a state
+  static constexpr int kLoaders = 4, kTogether = 8, kTimes = 4;  // warps, rows that come together, times for a state
   static constexpr bool kPads = P0 % 64 || P1 % 64 || Q0 % 64 || Q1 % 64;
   static constexpr int X = 0, G = 1;
   static constexpr float kMost = 3.402823466e38f;
@@ -40,13 +40,16 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   const i64 units;
 
   DEVICE ScaledBackward(const Params& given)
-      : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % 8)), first(threadIdx.x / 32 * 16),
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % kLoaders)), first(threadIdx.x / 32 * 16),
         memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
         stage(slots + 2 * kState + warp * kStage), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
   DEVICE u32 slot(int which) const { return slots + which * kState; }
   DEVICE u32 full(int which) const { return memory + which * 8; }
   DEVICE u32 empty(int which) const { return memory + 16 + which * 8; }
+  // A warpgroup's rows of dT are there; all of dT has been read.
+  DEVICE u32 rows_full(int group) const { return memory + 32 + group * 8; }
+  DEVICE u32 rows_empty() const { return memory + 48; }
   DEVICE u32 arrived(int time) const { return memory + 512 + (warp * kTimes + time) * 8; }
   // What takes a unit's scale back, or that of a warpgroup's rows of dT; the largest that each of some warps has.
   DEVICE u32 back_of(int which) const { return memory + 128 + which * 4; }
@@ -55,15 +58,17 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 
   DEVICE void run() {
     if (threadIdx.x < 2) {
-      init_barrier(full(threadIdx.x), 256);
+      init_barrier(full(threadIdx.x), kLoaders * 32);
       init_barrier(empty(threadIdx.x), 8);
+      init_barrier(rows_full(threadIdx.x), 128);
+      if (threadIdx.x == 0) init_barrier(rows_empty(), 8);
     }
     if (threadIdx.x < kLoaders * kTimes) init_arrivals(memory + 512 + threadIdx.x * 8);
     if constexpr (kPads)
       for (u32 at = a + threadIdx.x * 16; at < slots + 2 * kState; at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup >= 2) {
+    if (warpgroup == 2) {
       give_registers<kCopyRegisters>();
       produce();
     } else {
@@ -113,7 +118,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     return scale.back;
   }
 
-  // Who loads. A warp has an eighth of a state's rows, some of which come together, each time to the same place.
+  // Who loads. A warp has a fourth of a state's rows, some of which come together, each time to the same place.
   template <int ROWS> static constexpr int kRows = ceil_div(ROWS, kLoaders);
   template <int ROWS> DEVICE int rows_at(int time) const {
     const int own = ROWS % kLoaders == 0 ? kRows<ROWS> : min(kRows<ROWS>, ROWS - warp * kRows<ROWS>);
@@ -131,7 +136,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   // Fours that came at a time, each a lane's, with where it is among these: several loads on their way at once
   template <int ROWS, int COLUMNS, class Do> DEVICE void each_four(int time, const Do& act) const {
     constexpr int kAll = kTogether * COLUMNS / 4, kAtOnce = 4;
-    constexpr bool kWhole = ROWS % (kLoaders * kTogether) == 0 && kAll % (32 * kAtOnce) == 0;
+    constexpr bool kWhole = ROWS == kLoaders * kTogether * kTimes && kAll % (32 * kAtOnce) == 0;
     const int count = rows_at<ROWS>(time) * (COLUMNS / 4);
 #pragma unroll
     for (int turn = 0; turn < ceil_div(kAll, 32 * kAtOnce); ++turn) {
@@ -218,7 +223,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       const u32 x = slot(X), g = slot(G);
       wait_for_bytes(full(G), phase);
       const float back_g = load_sum(back_of(G), 0.f);
-      put_back_state(all, g, back_a * back_g);
+      put_back_state(all, g, back_a * back_g, phase ^ 1);
       wait_for_bytes(full(X), phase);
       const float back_x = load_sum(back_of(X), 0.f);
       float scale[2] = {back_x * back_b, back_x * back_b};
@@ -235,22 +240,25 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 #pragma unroll
         for (int j = 0; j < 32; ++j) d_a[part][j] += of_part[j] * (scale[j / 2 % 2] * back_g);
       }
+      __syncwarp();
       if (lane.index == 0) arrive(empty(G));
-      sync_threads<kConsumers>(1);  // all of dT is there
-#pragma unroll
-      for (int from = 0; from < ceil_div(kP0, 64); ++from) {
+#pragma unroll 1
+      for (int half = 0; half < ceil_div(kP0, 64); ++half) {
+        const int rows = kP0 > 64 ? half ^ warpgroup : 0, from = rows * 64 * 128;  // its own ones first
+        wait_for_bytes(rows_full(rows), phase);
         open_products();
 #pragma unroll
-        for (int s = from * 4; s < from * 4 + 4 && s < kP0 / 16; ++s)
-          Wgmma<f16, kP1>::multiply_turned(of_p, by_column(d_t, warpgroup, s), by_column(x, 0, s), s > from * 4);
+        for (int s = 0; s < 4; ++s)
+          Wgmma<f16, kP1>::multiply_turned(of_p, by_column(d_t + from, warpgroup, s), by_column(x + from, 0, s), s > 0);
         commit_products();
-        const float back = load_sum(back_of_rows(from), 0.f) * back_x;
+        const float back = load_sum(back_of_rows(rows), 0.f) * back_x;
         wait_for_products<0>();
         touch(of_p);
 #pragma unroll
         for (int j = 0; j < kP1 / 2; ++j) d_b[j] += of_p[j] * back;
       }
-      if (lane.index == 0) arrive(empty(X));
+      __syncwarp();
+      if (lane.index == 0) arrive(empty(X)), arrive(rows_empty());
       open_products();
 #pragma unroll
       for (int s = 0; s < kQ1 / 16; ++s)
@@ -264,7 +272,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     store_sums(d_a, d_b);
   }
   // This warpgroup's rows of dT to shared memory
-  DEVICE void put_back_state(Sums& all, u32 g, float back) const {
+  DEVICE void put_back_state(Sums& all, u32 g, float back, u32 phase) const {
     float(&sums)[kQ1 / 2] = first_of<kQ1 / 2>(all);
     open_products();
 #pragma unroll
@@ -283,7 +291,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       for (float sum : sums) most = fmaxf(most, size_of(sum));
     }
     const Scale scale(most_of_warps<4>(most, 4 + warpgroup, 2 + warpgroup));
-    sync_threads<kConsumers>(1);  // the last dT has been read
+    wait_for_bytes(rows_empty(), phase);
     if (threadIdx.x % 128 == 0) store_shared(back_of_rows(warpgroup), scale.back * back);
 #pragma unroll
     for (int j = 0; j < kQ1 / 2; j += 2) {
@@ -291,6 +299,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2), pair<Q1>(sums, j, lane, scale.there, P0 == 128 || row < P0));
     }
     fence_copy_engine();
+    arrive(rows_full(warpgroup));
   }
   // This warpgroup's rows of T, of which the thread has parts of two, as words in place of the sums
   DEVICE void make_state(Sums& all, float (&back)[2], u32 x) const {
@@ -319,13 +328,18 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     }
   }
 
-  DEVICE void store(const float (&d_x)[kP1 / 2], float scale, float* to) const {
+  DEVICE void store(float (&d_x)[kP1 / 2], float scale, float* to) const {
 #pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2) {
-      const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
-      if ((P0 == 128 || row < P0) && (kP1 == P1 || column < P1))
-        store_two<true>(to + row * P1 + column, d_x[j] * scale, d_x[j + 1] * scale, true);
-    }
+    for (float& x : d_x) x *= scale;
+#pragma unroll
+    for (int j = 0; j < kP1 / 2; j += 8)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = first + lane.g + i * 8, column = j * 2 + lane.t % 2 * 8 + lane.t / 2 * 4;
+        u32 word[4];
+        four_columns(d_x + j + i * 2, word);
+        if ((P0 == 128 || row < P0) && (kP1 == P1 || column < P1)) store_global<16>(to + row * P1 + column, word);
+      }
   }
   DEVICE void store_sums(const float (&d_a)[kParts][32], const float (&d_b)[kP1 / 2]) const {
     float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
