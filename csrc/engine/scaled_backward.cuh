@@ -206,15 +206,8 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
   static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
-  // The same registers take all products, so that nothing has to make room for them: the first N of a thread's, or those behind
-  // T's words.
-  using Sums = float[64];
-  template <int COUNT> static DEVICE float (&first_of(Sums& sums))[COUNT] { return reinterpret_cast<float(&)[COUNT]>(sums); }
-
   DEVICE void consume(float back_a, float back_b) {
     float d_a[kParts][32] = {}, d_b[kP1 / 2] = {};
-    Sums all;
-    float(&of_p)[kP1 / 2] = first_of<kP1 / 2>(all), (&of_part)[32] = reinterpret_cast<float(&)[32]>(all[32]);
     u32 phase = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
@@ -223,57 +216,61 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       const u32 x = slot(X), g = slot(G);
       wait_for_bytes(full(G), phase);
       const float back_g = load_sum(back_of(G), 0.f);
-      put_back_state(all, g, back_a * back_g, phase ^ 1);
+      put_back_state(g, back_a * back_g, phase ^ 1);
       wait_for_bytes(full(X), phase);
       const float back_x = load_sum(back_of(X), 0.f);
+      u32 t[kQ1 / 16][4];
       float scale[2] = {back_x * back_b, back_x * back_b};
-      make_state(all, scale, x);
+      make_state(t, scale, x);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
+        float sums[32];
         open_products();
 #pragma unroll
         for (int s = 0; s < kQ1 / 16; ++s)
-          Wgmma<f16, 64>::multiply(of_part, reinterpret_cast<const u32(&)[4]>(all[s * 4]), by_k(g, part * 64, s), s > 0);
+          Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0);
         commit_products();
         wait_for_products<0>();
-        touch(of_part);
+        touch(sums);
 #pragma unroll
-        for (int j = 0; j < 32; ++j) d_a[part][j] += of_part[j] * (scale[j / 2 % 2] * back_g);
+        for (int j = 0; j < 32; ++j) d_a[part][j] += sums[j] * (scale[j / 2 % 2] * back_g);
       }
       __syncwarp();
       if (lane.index == 0) arrive(empty(G));
 #pragma unroll 1
       for (int half = 0; half < ceil_div(kP0, 64); ++half) {
+        float sums[kP1 / 2];
         const int rows = kP0 > 64 ? half ^ warpgroup : 0, from = rows * 64 * 128;  // its own ones first
         wait_for_bytes(rows_full(rows), phase);
         open_products();
 #pragma unroll
         for (int s = 0; s < 4; ++s)
-          Wgmma<f16, kP1>::multiply_turned(of_p, by_column(d_t + from, warpgroup, s), by_column(x + from, 0, s), s > 0);
+          Wgmma<f16, kP1>::multiply_turned(sums, by_column(d_t + from, warpgroup, s), by_column(x + from, 0, s), s > 0);
         commit_products();
         const float back = load_sum(back_of_rows(rows), 0.f) * back_x;
         wait_for_products<0>();
-        touch(of_p);
+        touch(sums);
 #pragma unroll
-        for (int j = 0; j < kP1 / 2; ++j) d_b[j] += of_p[j] * back;
+        for (int j = 0; j < kP1 / 2; ++j) d_b[j] += sums[j] * back;
       }
       __syncwarp();
       if (lane.index == 0) arrive(empty(X)), arrive(rows_empty());
+      float sums[kP1 / 2];
       open_products();
 #pragma unroll
       for (int s = 0; s < kQ1 / 16; ++s)
-        Wgmma<f16, kP1>::multiply_right_turned(of_p, by_k(d_t, warpgroup * 64, s), by_column(b, 0, s), s > 0);
+        Wgmma<f16, kP1>::multiply_right_turned(sums, by_k(d_t, warpgroup * 64, s), by_column(b, 0, s), s > 0);
       commit_products();
       const float back = load_sum(back_of_rows(warpgroup), 0.f) * back_b;
       wait_for_products<0>();
-      touch(of_p);
-      store(of_p, back, static_cast<float*>(params.y) + unit * (P0 * P1));
+      touch(sums);
+      store(sums, back, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
     store_sums(d_a, d_b);
   }
   // This warpgroup's rows of dT to shared memory
-  DEVICE void put_back_state(Sums& all, u32 g, float back, u32 phase) const {
-    float(&sums)[kQ1 / 2] = first_of<kQ1 / 2>(all);
+  DEVICE void put_back_state(u32 g, float back, u32 phase) const {
+    float sums[kQ1 / 2];
     open_products();
 #pragma unroll
     for (int s = 0; s < kQ0 / 16; ++s)
@@ -301,9 +298,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     fence_copy_engine();
     arrive(rows_full(warpgroup));
   }
-  // This warpgroup's rows of T, of which the thread has parts of two, as words in place of the sums
-  DEVICE void make_state(Sums& all, float (&back)[2], u32 x) const {
-    float(&sums)[kQ1 / 2] = first_of<kQ1 / 2>(all), most[2] = {};
+  // This warpgroup's rows of T, of which the thread has parts of two
+  DEVICE void make_state(u32 (&t)[kQ1 / 16][4], float (&back)[2], u32 x) const {
+    float sums[kQ1 / 2], most[2] = {};
     open_products();
 #pragma unroll
     for (int s = 0; s < kP1 / 16; ++s)
@@ -319,12 +316,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     for (int i = 0; i < 2; ++i) back[i] *= scales[i].back;
 #pragma unroll
     for (int s = 0; s < kQ1 / 16; ++s) {
-      u32 t[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) t[i] = pair<Q1>(sums, s * 8 + i * 2, lane, scales[i % 2].there, true);
-      settle(t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) all[s * 4 + i] = __uint_as_float(t[i]);
+      for (int i = 0; i < 4; ++i) t[s][i] = pair<Q1>(sums, s * 8 + i * 2, lane, scales[i % 2].there, true);
+      settle(t[s]);
     }
   }
 
