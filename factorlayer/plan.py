@@ -31,6 +31,7 @@ from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.resident import Resident
+from factorlayer.scaled_backward import ScaledBackward
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slab_backward import SlabBackward
 from factorlayer.slopes import Slopes
@@ -77,6 +78,7 @@ Pass = (
     | Parts
     | Reduction
     | Resident
+    | ScaledBackward
     | SingleBackward
     | SlabBackward
     | Slopes

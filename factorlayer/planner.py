@@ -33,6 +33,7 @@ from factorlayer import (
     monarch_mapped,
     pair,
     pair_backward,
+    scaled_backward,
     single_backward,
     slab_backward,
     small,
@@ -370,15 +371,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         if inner > 1:
             return
         modes = _modes(chain)
-        for merged in (
-            pair_backward,
-            large_backward,
-            unit_backward,
-            mixed_backward,
-            split_pair_backward,
-            strip_backward,
-        ):
-            if found := merged.tile(modes, outer, dtype, batch, gpu):
+        wholes = (large_backward, scaled_backward, unit_backward, mixed_backward, split_pair_backward, strip_backward)
+        for of_two in (pair_backward, *wholes):
+            if found := of_two.tile(modes, outer, dtype, batch, gpu):
                 whole = all(len(mode.parts) == 1 for mode in found.modes)
                 parts = () if whole else (Parts(found.modes, dtype),)
                 yield found, Reduction(found, in_place=not whole), *parts

@@ -520,12 +520,24 @@ AT_ONCE = [
     (((72, 72), (104, 88)), "float16", 5, 90),
     (((8, 24), (96, 24)), "bfloat16", 25, 90),
     (((67, 72), (99, 88)), "bfloat16", 3, 90),
+    (((112, 128), (112, 128)), "tf32", 5, 90),
+    (((72, 76), (24, 68)), "tf32", 5, 90),
+    (((128, 44), (97, 100)), "tf32", 4, 90),
+    (((96, 128), (33, 32)), "tf32", 5, 90),
+    (((80, 64), (64, 128)), "tf32", 5, 90),
     (((20, 28), (33, 45)), "float64", 9, 80),
     (((128, 128), (128, 128)), "float64", 3, 90),
     (((97, 31), (100, 45)), "float64", 5, 90),
     (((40, 124), (110, 72)), "float64", 5, 90),
 ]
 DOUBLE_PAIRS = (((128, 128), (128, 128)), ((97, 31), (100, 45)), ((40, 124), (110, 72)))
+SCALED_PAIRS = (
+    ((112, 128), (112, 128)),
+    ((72, 76), (24, 68)),
+    ((128, 44), (97, 100)),
+    ((96, 128), (33, 32)),
+    ((80, 64), (64, 128)),
+)
 LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
@@ -534,6 +546,8 @@ def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, archit
     own = "UnitBackward" if dtype in ("bfloat16", "float16") else "SplitPairBackward"
     if dtype == "float64" and sizes in DOUBLE_PAIRS:
         return "DoubleBackward"
+    if dtype == "tf32" and sizes in SCALED_PAIRS:
+        return "ScaledBackward"
     fits = of_warpgroups and max(max(s) for s in sizes) <= 64
     return "LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
 
@@ -629,6 +643,36 @@ def test_all_gradients_with_a_small_mode(
         grad_x = outputs[0].reshape(batch, -1)[fine]
         before = grad_x if before is None else before
         np.testing.assert_array_equal(grad_x, before)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("decades", [(8, 0), (0, 8)], ids=["of x", "of grad_y"])
+def test_scaled_halves_hold_eight_decades(mode: int, decades: tuple[int, int], emulator: Emulator) -> None:
+    """Of rows or columns that weights make up for: each result by itself."""
+    spec = kronecker((84, 72), (68, 76))
+    found = plan(all_gradients_of(spec), "tf32", LARGE, replace(Gpu.of(90), sms=2))
+    assert type(found.passes[0]).__name__ == "ScaledBackward"
+    draw, generator = drawing("tf32"), np.random.default_rng(1)
+    x, grad = draw(3, *spec.in_factors), draw(3, *spec.out_factors)
+    weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
+    of_p, of_q = (
+        10 ** generator.permutation(np.linspace(-n / 2, n / 2, sizes[mode]))
+        for n, sizes in zip(decades, (spec.in_factors, spec.out_factors), strict=True)
+    )
+    along = (1, -1, 1) if mode == 0 else (1, 1, -1)
+    weights[mode] = weights[mode] / np.outer(of_q, of_p)
+    given = [(x * of_p.reshape(along)).reshape(3, -1), *weights, (grad * of_q.reshape(along)).reshape(3, -1)]
+    x, a, b, grad = (np.float64(np.float32(values)) for values in given)
+    outputs, errors = emulator.run(found, emulator.compile(found), x, [a, b, grad], None, blocks=2)
+    assert not errors
+    states, behind = x.reshape(3, *spec.in_factors), grad.reshape(3, *spec.out_factors)
+    back = a.T @ behind
+    right = [back @ b, (behind @ (states @ b.T).mT).sum(0), (back.mT @ states).sum(0)]
+    made = [outputs[0], outputs[-1][: a.size], outputs[-1][a.size :]]
+    for i, (part, expected) in enumerate(zip(made, right, strict=True)):
+        scale = 1 / of_p.reshape(along) if i == 0 else np.outer(of_q, of_p) if i == mode + 1 else np.ones(())
+        off = np.linalg.norm((part.reshape(expected.shape) - expected) / scale)
+        assert off <= 4 * EPS["tf32"] * np.linalg.norm(expected / scale)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])

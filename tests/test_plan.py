@@ -39,6 +39,7 @@ from factorlayer.parts import Parts
 from factorlayer.plan import Plan, PlanError
 from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
 from factorlayer.resident import Mode, Resident, Sandwich, Stage, Work
+from factorlayer.scaled_backward import ScaledBackward
 from factorlayer.slab_backward import SlabBackward
 from factorlayer.small import Small
 from factorlayer.small_backward import SmallBackward
@@ -832,6 +833,9 @@ def test_a_mode_of_eight_is_mixed_on_the_way_to_a_wide_product(
         (((97, 24), (128, 65)), "float64", 16384, DoubleBackward),
         (((128, 129), (128, 128)), "float64", 1024, None),
         (((128, 23), (128, 128)), "float64", 1024, None),
+        (((128, 128), (128, 128)), "tf32", 1024, ScaledBackward),
+        (((24, 100), (96, 68)), "tf32", 16384, ScaledBackward),
+        (((128, 130), (128, 128)), "tf32", 1024, None),
         (((64, 64), (64, 64)), "bfloat16", 16384, UnitBackward),
         (((24, 64), (33, 40)), "float16", 1024, UnitBackward),
         (((64, 64), (65, 64)), "bfloat16", 16384, None),
@@ -847,14 +851,14 @@ def test_all_gradients_of_two_factors_have_families(
         try:
             found = plan(chain, dtype, batch, Gpu.of(arch))
         except PlanError:
-            assert dtype == "float64" and (arch == 80 or family is None)
+            assert dtype in ("float64", "tf32") and (arch == 80 or family is None)
             continue
         *passes, reduction = found.passes
         assert isinstance(reduction, Reduction)
         assert (
             {type(p) for p in passes} == {family}
             if family and arch == 90
-            else not {type(p) for p in passes} & {DoubleBackward, UnitBackward}
+            else not {type(p) for p in passes} & {DoubleBackward, ScaledBackward, UnitBackward}
         )
         if arch == 80 or family is None:
             continue

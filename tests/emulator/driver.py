@@ -37,6 +37,7 @@ from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
 from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
 from factorlayer.resident import Resident
+from factorlayer.scaled_backward import ScaledBackward
 from factorlayer.single_backward import SingleBackward
 from factorlayer.slab_backward import SlabBackward
 from factorlayer.small import Small
@@ -168,7 +169,14 @@ class Kernel:
         if isinstance(p, DoubleBackward) and not p.returns:
             return 0
         if isinstance(
-            p, DoubleBackward | LargeBackward | PairBackward | SplitPairBackward | StripBackward | UnitBackward
+            p,
+            DoubleBackward
+            | LargeBackward
+            | PairBackward
+            | ScaledBackward
+            | SplitPairBackward
+            | StripBackward
+            | UnitBackward,
         ):
             return batch * p.units_per_sample * p.sizes[0] * p.sizes[1] * p.size
         if isinstance(p, ClusterBackward) or (isinstance(p, Dense) and p.states):
