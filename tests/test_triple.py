@@ -175,7 +175,7 @@ RELEASE = "if (tile + TILERS >= tiles) release(buffer);"
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("wait_for_bytes(empty(buffer), turn / BUFFERS & 1 ^ 1);", "", "race"),
+        ("wait_for_bytes(empty(buffer, row / kSentOfShare), phase);", ";", "race"),
         ("wait_for_bytes(full(buffer), turn / BUFFERS & 1);", "", "has not landed"),
         (f"fence_copy_engine();\n      {SYNC}", SYNC, "no fence"),
         ("sync_group<4, 16>(1 + warpgroup);  // the last rows have left", "", "race"),
