@@ -63,9 +63,9 @@ template <class Element, class... More> DEVICE float normals(const Element* weig
 
 // Products whose largest is about 2^-6 to 2^6 need none: what underflows then is 2^-18 of it.
 DEVICE float if_needed(float scale) { return scale >= 1 / 64.f && scale <= 64 ? 1.f : scale; }
-// Sums made as large as they are, where they had to be scaled
+// Without asking whether there is anything to do: with a branch here, ptxas 13.0 let other numbers into registers that hold
+// an operand of wgmma from unit to unit.
 template <int N> DEVICE void scale_sums(float (&sums)[N], float by) {
-  if (by == 1) return;
 #pragma unroll
   for (float& sum : sums) sum *= by;
 }
