@@ -43,7 +43,7 @@ template <class Pass> struct MonarchMapped {
   static constexpr int kX = kHeld * kDepth * N * 128, kFirst = kX + kTeams * Pass::SLABS * kSlabBytes;
   static constexpr int kBarriers = kFirst + kTeams * Pass::SLOTS * kSlotBytes;
 
-  static constexpr int kCopied = 1, kHalfway = 2;  // barriers of the consumers
+  static constexpr int kHalfway = kBarriers + kTeams * (Pass::SLABS + Pass::SLOTS) * 16;
 
   const Params& params;
   const Maps& maps;
@@ -157,7 +157,7 @@ template <class Pass> struct MonarchMapped {
       store_u32x4(memory + (l * kDepth + piece / 8) * (N * 128) + swizzled(row, piece % 8), x);
     }
     fence_copy_engine();
-    sync_threads<kConsumers>(kCopied);
+    sync_threads<kConsumers>(1);
   }
 
   using Unit = float[kColumns / 2];
@@ -288,13 +288,13 @@ template <class Pass> struct MonarchMapped {
     WeightRing first = weights(team, 0);
     Sums sums;
     // One begins when the other one is halfway through its first tile.
-    if (kPeriods > 1 && team > 0) sync_threads<kConsumers>(kHalfway);
+    if (kPeriods > 1 && team > 0) wait_for_bytes(memory + kHalfway, 0);
     for (i64 tile = first_tile(team); tile < tiles(); tile += gridDim.x * kTeams) {
       Left left;
       add_period<true>(sums, left, x, first, 0);
 #pragma unroll 1
       for (int period = 1; period < kPeriods; ++period) {
-        if (period == kPeriods / 2 && tile == blockIdx.x) sync_threads<kConsumers>(kHalfway);
+        if (period == kPeriods / 2 && tile == blockIdx.x && threadIdx.x == 0) arrive(memory + kHalfway);
         add_period<false>(sums, left, x, first, period * kPairs);
       }
       add_step(sums, left, kPeriods * kPairs - 1);
@@ -310,6 +310,7 @@ template <class Pass> struct MonarchMapped {
       slabs(threadIdx.x / 128, 0).init();
       weights(threadIdx.x / 128, 0).init();
     }
+    if (threadIdx.x == 0) init_barrier(memory + kHalfway, 1);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
