@@ -41,6 +41,7 @@ from factorlayer.functional import run  # noqa: E402
 from factorlayer.gpu import Gpu  # noqa: E402
 from factorlayer.grouped import Grouped  # noqa: E402
 from factorlayer.mixed_backward import MixedBackward  # noqa: E402
+from factorlayer.monarch_backward import MonarchBack  # noqa: E402
 from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan  # noqa: E402
 from factorlayer.spec import LayerSpec  # noqa: E402
 from factorlayer.split_pair_backward import SplitPairBackward  # noqa: E402
@@ -225,7 +226,7 @@ def _is_misread(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[bool
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
             yield isinstance(made, Grouped | MixedBackward | SplitPairBackward | UnitBackward) and made.groups > 1
-            yield isinstance(made, UntiedBackward) and made.paired
+            yield isinstance(made, MonarchBack) or (isinstance(made, UntiedBackward) and made.paired)
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
