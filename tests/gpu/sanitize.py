@@ -11,8 +11,8 @@ Two tools do not get all cases. initcheck does not see what the copy engine writ
 mbarrier as order for what the arriving threads did themselves, not for the warp that one of them speaks for: where
 warps read slabs of a ring by ldmatrix, tests/emulator, which follows that, has to do. Nor does it take the block's
 barrier as order between groups of warps that have passed barriers of their own unequally often: between one that had a
-unit, where it adds up its sums of gradients, and one that had none. Nor does it take the cluster's as order between what
-was copied to a block and what another one writes there. For these the emulator has to do as well.
+unit, where it adds up its sums of gradients, and one that had none; nor a cluster's between what was copied to a block
+and what another one writes there. For these the emulator has to do as well.
 """
 
 from __future__ import annotations
