@@ -17,7 +17,7 @@ LEAST = 24  # of a size that fills the matrix unit
 BARRIER_BYTES = 1024
 STATE_BYTES = 128 * 128 * 2  # whatever the sizes are
 START_US = 5.0  # with the weights and the first unit on their way
-UNIT_US = 2.0  # of waits and conversions, which nothing hides
+UNIT_US = 5.0  # of waits and conversions, which nothing hides
 
 
 @dataclass(frozen=True)
