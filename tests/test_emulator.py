@@ -1155,12 +1155,12 @@ def test_a_backward_pass_is_made_of_such_kernels(
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         return run(text, x, [] if grad is x else [grad])[-1]
 
-    def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str, bias: bool) -> list[Tensor]:
+    def all_gradients(grad: Tensor, x: Tensor, weights: list[Tensor], text: str, wanted: int) -> list[Tensor]:
         grad_x, *_, summed = run(text, x, [*weights, grad])
         parts = summed.split([w.numel() for w in weights])
         return [
-            grad_x.view_as(x),
-            *([run(sums_text(grad.shape[1]), grad, [])[-1]] if bias else []),
+            *([grad_x.view_as(x)] if wanted & 1 else []),
+            *([run(sums_text(grad.shape[1]), grad, [])[-1]] if wanted & 2 else []),
             *(part.view_as(w) for part, w in zip(parts, weights, strict=True)),
         ]
 
@@ -1744,6 +1744,7 @@ def test_cases_cover_the_families() -> None:
         "DoublePair",
         "Few",
         "Monarch",
+        "MonarchMapped",
         "Resident",
         "Streamed",
         "Pair",
@@ -1923,7 +1924,7 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
         (64, "bfloat16", "wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);", "", "has not landed"),
         (64, "bfloat16", "wait_for_copies<AHEAD>();", "", "has not landed"),
         (64, "bfloat16", "fence_copy_engine();\n        arrive", "arrive", "no fence: a matrix unit"),
-        (64, "bfloat16", "fence_copy_engine();\n        wait", "wait", "no fence: a matrix unit"),
+        (64, "bfloat16", "fence_copy_engine();\n      wait", "wait", "no fence: a matrix unit"),
         (64, "bfloat16", "sync_threads<128>(2 + warpgroup);  // all", "// all", "race: a matrix unit"),
         (64, "bfloat16", "sync_threads<128>(2 + warpgroup);  // dT has", "// dT has", "race"),
         (128, "float64", "Base::wait_for_room(c);", "", "has not landed"),

@@ -62,7 +62,7 @@ SPECS = [
 ]
 # Bytes that a thread may spill: single values that ptxas, short of registers, keeps in memory for a while. What
 # is spilled by mistake, such as the places of all sums, is many times as much.
-SPILLED = {"float64": 96, "float32": 48, "tf32": 176, "bfloat16": 96, "float16": 160}
+SPILLED = {"float64": 96, "float32": 48, "tf32": 176, "bfloat16": 144, "float16": 256}
 
 
 @dataclass(frozen=True)
