@@ -147,7 +147,7 @@ using python::Object;
 // What factorlayer/fused.py has given, once and for good.
 struct {
   PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
-  PyObject *unusual, *forward_mode, *level, *requires_grad, *text, *to_save;
+  PyObject *unusual, *forward_mode, *level, *requires_grad, *is_neg, *text, *to_save;
 } known;
 
 // dlpack.h: PyTorch's functions for exchanges, of which this one describes a tensor
@@ -164,7 +164,8 @@ PyObject* begin(PyObject*, PyObject* given) {
   Py_ssize_t at = 0;
   for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply,
                            &known.is_grad_enabled, &known.precision, &known.cuda, &known.matmul, &known.unusual,
-                           &known.forward_mode, &known.level, &known.requires_grad, &known.text, &known.to_save})
+                           &known.forward_mode, &known.level, &known.requires_grad, &known.is_neg, &known.text,
+                           &known.to_save})
     if (!(*place = PyTuple_GetItem(given, at++))) return nullptr;
   const auto* exchange = static_cast<Exchange*>(PyCapsule_GetPointer(known.exchange, "dlpack_exchange_api"));
   if (!exchange) return nullptr;
@@ -201,12 +202,19 @@ bool is_tf32_allowed() {
   return found.get() && !PyUnicode_CompareWithASCIIString(found.get(), "tf32");
 }
 
+// Of a tensor that is one number no stride shows whether it is a view that is negated by name only: is_plain in ops.cpp.
+bool is_negated(PyObject* tensor, const Given& given) {
+  return std::all_of(given.sizes, given.sizes + given.dimensions, [](int64_t size) { return size == 1; }) &&
+         is_true(PyObject_CallFunctionObjArgs(known.is_neg, tensor, nullptr));
+}
+
 // Those that are of a type of PyTorch's own, or else none. They are where the tensors are as long as these live.
 std::vector<Given> given_of(const std::vector<PyObject*>& tensors) {
   std::vector<Given> given(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
     if ((type != known.tensor && type != known.parameter) || describe(tensors[i], &given[i])) return {};
+    if (is_negated(tensors[i], given[i])) return {};
   }
   return given;
 }

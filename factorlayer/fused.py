@@ -249,7 +249,7 @@ if missing_extension is None:
                     torch._C._is_tracing,
                     torch._C._autograd._profiler_enabled,
                 ),
-                *(forward_ad, "_current_level", "requires_grad", "text", "to_save"),
+                *(forward_ad, "_current_level", "requires_grad", Tensor.is_neg, "text", "to_save"),
             )
         )
     except (AttributeError, ValueError):

@@ -155,6 +155,14 @@ def test_numbers_that_are_negated_in_name_only() -> None:
     assert torch.equal(layer(x), layer(x.resolve_neg().contiguous()))
 
 
+def test_one_number_that_is_negated_in_name_only() -> None:
+    """Its strides are those of any other."""
+    layer = FactorLinear(1, 4, factors=((1, 1), (2, 2)))
+    x = torch.complex(torch.randn(1), torch.randn(1)).conj().imag.unsqueeze(-1)
+    assert x.is_neg()
+    assert torch.equal(layer(x), layer(x.resolve_neg()))
+
+
 def test_saved_tensors_are_asked_for_once() -> None:
     """Whoever keeps them elsewhere may bring them back only once."""
     layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
