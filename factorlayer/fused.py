@@ -231,8 +231,8 @@ if missing_extension is None:
     class _ChainAtOnce(_ChainNow):
         forward = staticmethod(_C.record)
 
-    _ChainAtOnce._backward_cls.apply = _apply_backward  # type: ignore[attr-defined]
     try:
+        _ChainAtOnce._backward_cls.apply = _apply_backward  # type: ignore[attr-defined]
         _C.begin(
             (
                 *(None, Tensor, nn.Parameter),
