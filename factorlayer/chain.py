@@ -130,6 +130,16 @@ class Chain:
         return not further and c.tied and c.outer * c.inner == 1 and self.rank == 1
 
     @property
+    def is_monarch(self) -> bool:
+        """Whether its contractions are the two of a Monarch layer."""
+        if len(self.contractions) != 2 or self.rank > 1:
+            return False
+        first, second = self.contractions
+        if first.tied or second.tied or first.inner > 1 or second.outer > 1 or first.q % second.inner:
+            return False
+        return second.p == first.outer * (first.q // second.inner)
+
+    @property
     def out_features(self) -> int:
         if not self.contractions:
             return self.in_features

@@ -184,15 +184,11 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
-    if dtype not in DTYPES or len(chain.contractions) != 2 or chain.rank > 1:
+    if dtype not in DTYPES or not chain.is_monarch:
         return False
     if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
         return False
     first, second = chain.contractions
-    if first.tied or second.tied or first.inner > 1 or second.outer > 1:
-        return False
-    if first.q % second.inner or second.p != first.outer * (first.q // second.inner):
-        return False
     return first.p * ELEMENT_BYTES[dtype] % 4 == 0 and first.p <= LONGEST and second.inner % 2 == 0
 
 

@@ -247,13 +247,11 @@ def all_gradients(
 
 def _takes(chain: Chain, dtype: str) -> bool:
     """Whether it is a Monarch layer whose state is the largest of all."""
-    if dtype not in DTYPES or len(chain.contractions) != 2 or chain.rank > 1:
+    if dtype not in DTYPES or not chain.is_monarch:
         return False
     first, second = chain.contractions
-    if first.tied or second.tied or first.inner > 1 or second.outer > 1 or first.q % second.inner:
-        return False
     rank, piece = first.q // second.inner, 16 // ELEMENT_BYTES[dtype]
-    if rank not in RANKS or second.p != first.outer * rank or second.p not in (4 * UNITS, 8 * UNITS):
+    if rank not in RANKS or second.p not in (4 * UNITS, 8 * UNITS):
         return False
     run = second.q // piece  # 16 bytes of a row of grad_y turned
     if run > 8 and run % 8:

@@ -146,14 +146,12 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchMapped | None
 
 
 def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    if dtype != "tf32" or gpu.arch != 90 or batch < ROWS or len(chain.contractions) != 2 or chain.rank > 1:
+    if dtype != "tf32" or gpu.arch != 90 or batch < ROWS or not chain.is_monarch:
         return False
     if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
         return False
     first, second = chain.contractions
-    if first.tied or second.tied or first.inner > 1 or second.outer > 1:
-        return False
-    if first.q % (4 * second.inner) or second.p != first.outer * (first.q // second.inner):
+    if first.q % (4 * second.inner):
         return False
     return first.p % 8 == 0 and second.inner % HELD == 0 and first.outer * first.q * first.p < LARGEST
 
