@@ -25,14 +25,14 @@
 template <class Pass> struct MonarchBack {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
-  using A = typename Math::A;
-  using B = typename Math::B;
   using Order = MonarchOrder<Pass>;
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
-  static constexpr int kConsumers = 256, kTurners = 224, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
-  static constexpr int kCopyRegisters = 56, kRegisters = 200;
+  static constexpr int TURNERS = Pass::TURNERS, DEPTH = Pass::DEPTH;
+  static constexpr int kConsumers = 256, kTurners = 32 * TURNERS, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
+  static constexpr int kCopyRegisters = kSize == 2 ? 40 : 56, kRegisters = kSize == 2 ? 232 : 200;
+  static constexpr int kLoader = kSize == 2 ? 11 : 15;  // a warp
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
   static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
   static_assert(Order::kRun < 8 || Order::kRun % 8 == 0);
@@ -40,10 +40,12 @@ template <class Pass> struct MonarchBack {
   // A stage: rows of samples and of numbers, in slabs. The first weights of a unit: rows of P's, the numbers of four l's.
   static constexpr int kSlabs = Order::kSlabs, kGrad = kSlabs * kSamples * 128, kSecond = Order::kSecondBytes;
   static constexpr int kStageBytes = kGrad + kSecond, kRow = 16 * kSize, kFirst = Order::kFirstBytes;
-  static constexpr int kFirsts = STAGES * kStageBytes, kBarriers = kFirsts + FIRSTS * kFirst;
+  static constexpr int kFirsts = STAGES * kStageBytes, kSlots = kFirsts + FIRSTS * kFirst, kSample = L * S * kSize;
+  static constexpr int kOfSlots = kSize == 2 ? TURNERS * DEPTH : 0, kBarriers = kSlots + kOfSlots * kSample;
 
-  using Sums = float[8 / kOfK][P / 8][4];
+  using Sums = float[8 / kOfK][P / 2];
   using State = float[4][16];  // of four l's: numbers of eight units
+  using Left = u32[2 * kParts][4][4];
 
   const Params& params;
   const u32 memory;
@@ -60,6 +62,7 @@ template <class Pass> struct MonarchBack {
   DEVICE u32 full_first(int stage) const { return full(2 * STAGES + stage); }
   DEVICE u32 empty_first(int stage) const { return full(2 * STAGES + FIRSTS + stage); }
   DEVICE u32 turned() const { return full(2 * STAGES + 2 * FIRSTS); }
+  DEVICE u32 full_slot(int slot) const { return full(2 * STAGES + 2 * FIRSTS + 1 + slot); }
   DEVICE int rows_of(i64 tile) const { return int(min(params.batch - tile * kSamples, i64(kSamples))); }
 
   // Stages in turns
@@ -71,57 +74,97 @@ template <class Pass> struct MonarchBack {
     }
   };
 
-  // The i-th l's 16 bytes of a square, whose rows are s's
-  static DEVICE void row_of(u32 (&words)[4], const u32 (&square)[kPiece][4], int i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (kSize == 2) {
-        const u32 x = square[j * 2][i / 2], y = square[j * 2 + 1][i / 2];
-        words[j] = i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
-      } else {
-        words[j] = tf32_of(square[j][i]);
-      }
-    }
-  }
-  // Of what this block turns of a tile, how many squares there are
-  static constexpr int kSquares = kOwn * (L / kPiece) * Order::kRun;
-  DEVICE int squares_of(i64 tile) const { return min(kOwn, rows_of(tile) - rank * kOwn) * (kSquares / kOwn); }
+  DEVICE int own_rows(i64 tile) const { return min(kOwn, rows_of(tile) - rank * kOwn); }
   DEVICE const Element* grad_of(i64 tile) const {
     return static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + rank * kOwn) * (L * S);
   }
-  // This block's samples of a tile, by squares: neighbouring lanes store pieces of a row, and read rows side by side.
-  DEVICE void turn(i64 tile) const {
-    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kNear = kRun < 8 ? kRun : 8;
-    const int rows = rows_of(tile), first = rank * kOwn, all = squares_of(tile);
+  DEVICE char* turned_of(i64 tile) const {
+    return static_cast<char*>(const_cast<void*>(params.x)) + Order::turned_at(tile * kSamples);
+  }
+  // Of 32 bits this block's samples of a tile, by squares: neighbouring lanes store pieces of a row, and read rows side by side.
+  DEVICE void turn_squares(i64 tile) const {
+    constexpr int kAcross = L / kPiece, kRun = Order::kRun, kNear = kRun < 8 ? kRun : 8, kSquares = kAcross * kRun;
+    const int rows = rows_of(tile), first = rank * kOwn, all = own_rows(tile) * kSquares;
     const Element* g = grad_of(tile);
-    char* to = static_cast<char*>(const_cast<void*>(params.x)) + Order::turned_at(tile * kSamples);
+    char* to = turned_of(tile);
 #pragma unroll 1
-    for (int j = threadIdx.x - kConsumers; j < kSquares; j += kTurners) {
-      const int across = j / kNear % kAcross, sample = j / (kAcross * kRun);
+    for (int j = threadIdx.x - kConsumers; j < all; j += kTurners) {
+      const int across = j / kNear % kAcross, sample = j / kSquares;
       const int piece = j / (kNear * kAcross) % (kRun / kNear) * kNear + j % kNear;
       u32 square[kPiece][4];
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
-        load_global(g + (sample * S + piece + i * kRun) * L + across * kPiece, square[i], j < all);
-      if (j >= all) continue;
+        load_global(g + (sample * S + piece + i * kRun) * L + across * kPiece, square[i]);
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) {
-        u32 words[4];
-        row_of(words, square, i);
+        u32 words[kPiece];
+#pragma unroll
+        for (int s = 0; s < kPiece; ++s) words[s] = tf32_of(square[s][i]);
         store_global<16>(to + Order::turned_row(across * kPiece + i, piece / 8, first + sample, rows, piece % 8), words);
       }
     }
+  }
+  // Of 16 bits a sample that lies in shared memory: a lane has 16 bytes of an l.
+  DEVICE void turn_sample(i64 tile, int sample, u32 from) const {
+    constexpr int kRun = Order::kRun;
+    const int rows = rows_of(tile), row = rank * kOwn + sample;
+    char* to = turned_of(tile);
+#pragma unroll
+    for (int four = 0; four < kRun; four += 4) {
+      const int piece = four + lane.t, near = four + lane.index % 8 / 2;  // of those of a column and of a row
+      const int s = (near < kRun ? near : 0) + lane.index / 8 * (2 * kRun) + lane.index % 2 * kRun;
+#pragma unroll 3
+      for (int l = 0; l < L; l += 8) {
+        u32 words[4];
+        load_matrices<true>(words, from + (s * L + l) * 2);
+        if (kRun % 4 == 0 || piece < kRun)
+          store_global<16>(to + Order::turned_row(l + lane.g, piece / 8, row, rows, piece % 8), words);
+      }
+    }
+  }
+  // A warp's samples, one behind another
+  struct Next {
+    i64 tile;
+    int sample;
+  };
+  DEVICE void advance(Next& next, int mine, int by) const {
+    for (next.sample += by; next.tile < tiles() && next.sample >= own_rows(next.tile); next.tile += gridDim.x)
+      next.sample = mine;
+  }
+  DEVICE void ask(const Next& next, int slot) const {
+    if (next.tile >= tiles() || lane.index != 0) return;
+    expect_bytes(full_slot(slot), kSample);
+    load_run(memory + kSlots + slot * kSample, grad_of(next.tile) + next.sample * (L * S), kSample, full_slot(slot));
   }
   // What a tile's loads wait for: all of it turned, by both blocks, and what the one before waited for
   DEVICE void tell_turned() const {
     if (lane.index < BLOCKS) arrive_in_other_block(in_block(turned(), lane.index));
   }
   DEVICE void turn_all() const {
+    const int mine = warp - kConsumers / 32, slots = mine * DEPTH;
+    Next next{blockIdx.x, mine};
+    if constexpr (kSize == 2) {
+      advance(next, mine, 0);
+      for (int i = 0; i < DEPTH; ++i) ask(next, slots + i), advance(next, mine, TURNERS);
+    }
+    Ring<DEPTH> ring{0, 0};
     u32 phase = 1;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
       wait_for_cluster(turned(), phase);
-      turn(tile);
+      if constexpr (kSize == 4) {
+        turn_squares(tile);
+      } else {
+#pragma unroll 1
+        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, ring.turn()) {
+          const int slot = slots + ring.stage;
+          wait_for_bytes(full_slot(slot), ring.phase);
+          turn_sample(tile, sample, memory + kSlots + slot * kSample);
+          fence_copy_engine();
+          __syncwarp();
+          ask(next, slot), advance(next, mine, TURNERS);
+        }
+      }
       fence_copies_of_memory();
       __syncwarp();
       tell_turned();
@@ -187,7 +230,7 @@ template <class Pass> struct MonarchBack {
     swap(of[0], of[2], lane.t & 2), swap(of[1], of[3], lane.t & 2);
   }
   // Of four units a step's operands, of 32 bits those of half of the numbers
-  DEVICE void as_a(A (&left)[4], const State& state, int four, int part) const {
+  DEVICE void as_a(u32 (&left)[4][4], const State& state, int four, int part) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int half = i % 2, pair = kSize == 2 ? i / 2 : part, at = (four * 2 + pair) * 4 + half * 2;
@@ -199,28 +242,21 @@ template <class Pass> struct MonarchBack {
       }
       exchange(of);
 #pragma unroll
-      for (int unit = 0; unit < 4; ++unit) left[unit].r[i] = of[unit];
+      for (int unit = 0; unit < 4; ++unit) left[unit][i] = of[unit];
     }
   }
-  // A row's pieces change places so that eight rows are in all banks.
-  DEVICE u32 lane_of_first(int part) const {
-    const int row = (lane.index & 7) + (lane.index >> 4) * 8, piece = part * 2 + (lane.index >> 3 & 1);
-    return row * kRow + Order::piece_of_first(row, piece) * 16;
-  }
-  DEVICE void add_unit(float (&sums)[P / 8][4], const A& left, u32 first) const {
+  // What eight units add to the sums: to what is in flight.
+  DEVICE void add_units(Sums& sums, const Left& left, u32 first) const {
+    open_products();
 #pragma unroll
-    for (int n = 0; n < P / 8; n += 2) {
-      B b[2];
-      if (n + 1 < P / 8) {
-        u32 r[4];
-        load_matrices<false>(r, first + n * 8 * kRow);
-        b[0].r[0] = r[0], b[0].r[1] = r[1], b[1].r[0] = r[2], b[1].r[1] = r[3];
-        Math::template multiply<kStep>(sums[n + 1], left, b[1]);
-      } else {
-        load_matrices<false>(b[0].r, first + n * 8 * kRow);
+    for (int i = 0; i < 2 * kParts; ++i)
+#pragma unroll
+      for (int unit = 0; unit < 4; ++unit) {
+        const int at = i / kParts * 4 + unit;
+        const u64 weight = narrow_operand<kRow>(first + at * (P * kRow)) + i % kParts * 2;
+        Wgmma<Element, P>::multiply(sums[at / kOfK], left[i][unit], weight);
       }
-      Math::template multiply<kStep>(sums[n], left, b[0]);
-    }
+    commit_products();
   }
   DEVICE void release(int stage) const {
     if constexpr (BLOCKS == 1) {
@@ -237,11 +273,19 @@ template <class Pass> struct MonarchBack {
       make_state(state[l], memory + ring.stage * kStageBytes, group);
     }
   }
+  DEVICE void touch_all(Sums& sums) const {
+#pragma unroll
+    for (int k = 0; k < 8 / kOfK; ++k) touch(sums[k]);
+  }
+  DEVICE void release_first(Ring<FIRSTS>& first) const {
+    if (lane.index == 0) arrive(empty_first(first.stage));
+    first.turn();
+  }
+  // The first products of four l's are made beside the second ones of the four before.
   DEVICE void consume() const {
     const int group = warp / 4;
-    const u32 lanes[] = {lane_of_first(0), lane_of_first(kParts - 1)};
     Ring<STAGES> ring{0, 0}, last = ring;
-    Ring<FIRSTS> first{0, 0};
+    Ring<FIRSTS> first{0, 0}, last_first = first;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
@@ -250,25 +294,21 @@ template <class Pass> struct MonarchBack {
         State state;
         make_states(state, ring, group);
         wait_for_products<0>();
+        touch_all(sums);
 #pragma unroll
         for (int l = 0; l < 4; ++l, last.turn()) touch(state[l]), release(last.stage);
+        if (four > 0) release_first(last_first);
+        Left left;
+#pragma unroll
+        for (int i = 0; i < 2 * kParts; ++i) as_a(left[i], state, i / kParts, i % kParts);
         wait_for_bytes(full_first(first.stage), first.phase);
-        const u32 of_first = memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow);
-#pragma unroll
-        for (int i = 0; i < 2 * kParts; ++i) {
-          A left[4];
-          as_a(left, state, i / kParts, i % kParts);
-#pragma unroll
-          for (int unit = 0; unit < 4; ++unit) {
-            const int at = i / kParts * 4 + unit;
-            add_unit(sums[at / kOfK], left[unit], of_first + at * (P * kRow) + lanes[i % kParts]);
-          }
-        }
-        fence_copy_engine();  // an arrival does not wait for what has been asked of shared memory, which wgmma keeps busy
-        __syncwarp();
-        if (lane.index == 0) arrive(empty_first(first.stage));
+        add_units(sums, left, memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow));
         first.turn();
+        if constexpr (kSize == 4) wait_for_products<0>(), touch_all(sums);  // registers have no room for the next four's
       }
+      wait_for_products<0>();
+      touch_all(sums);
+      release_first(last_first);
       store(sums, tile, group);
     }
   }
@@ -282,8 +322,8 @@ template <class Pass> struct MonarchBack {
       for (int k = 0; k < 8 / kOfK; ++k)
 #pragma unroll
         for (int n = 0; n < P / 8; ++n)
-          store_two<true, Element>(y + sample * (K * P) + k * P + n * 8 + lane.t * 2, sums[k][n][half * 2],
-                                   sums[k][n][half * 2 + 1], true);
+          store_two<true, Element>(y + sample * (K * P) + k * P + n * 8 + lane.t * 2, sums[k][n * 4 + half * 2],
+                                   sums[k][n * 4 + half * 2 + 1], true);
     }
   }
 
@@ -296,6 +336,7 @@ template <class Pass> struct MonarchBack {
       init_barrier(full_first(threadIdx.x), 1);
       init_barrier(empty_first(threadIdx.x), kConsumers / 32);
     }
+    if (threadIdx.x < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
     if (threadIdx.x == 0) init_barrier(turned(), (kTurners / 32 + 1) * BLOCKS);
     fence_copy_engine();
     __syncthreads();
@@ -304,7 +345,7 @@ template <class Pass> struct MonarchBack {
       give_registers<kCopyRegisters>();
       if (warp < (kConsumers + kTurners) / 32)
         turn_all();
-      else if (lane.index == 0)
+      else if (warp == kLoader && lane.index == 0)
         load();
     } else {
       take_registers<kRegisters>();
