@@ -301,7 +301,7 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
-    slots = ((3, 3), (3, 2), (3, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((7, 1),)
+    slots = ((2, 3), (2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
     for (turners, depth), firsts, stages in itertools.product(slots, (3, 2), range(MOST_STAGES, 3, -1)):
         plan = MonarchBack(chain, dtype, stages, firsts, turners, depth, batch, gpu)
         if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):

@@ -32,7 +32,7 @@ template <class Pass> struct MonarchBack {
   static constexpr int TURNERS = Pass::TURNERS, DEPTH = Pass::DEPTH;
   static constexpr int kConsumers = 256, kTurners = 32 * TURNERS, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
   static constexpr int kCopyRegisters = kSize == 2 ? 40 : 56, kRegisters = kSize == 2 ? 232 : 200;
-  static constexpr int kLoader = kSize == 2 ? 11 : 15;  // a warp
+  static constexpr int kLoader = kConsumers / 32 + TURNERS;  // a warp
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
   static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
   static_assert(Order::kRun < 8 || Order::kRun % 8 == 0);
@@ -74,7 +74,10 @@ template <class Pass> struct MonarchBack {
     }
   };
 
-  DEVICE int own_rows(i64 tile) const { return min(kOwn, rows_of(tile) - rank * kOwn); }
+  DEVICE int own_rows(i64 tile) const {
+    const int rows = rows_of(tile) - rank * kOwn;
+    return rows < 0 ? 0 : min(rows, kOwn);
+  }
   DEVICE const Element* grad_of(i64 tile) const {
     return static_cast<const Element*>(params.weights[Pass::GRAD]) + (tile * kSamples + rank * kOwn) * (L * S);
   }
@@ -170,40 +173,48 @@ template <class Pass> struct MonarchBack {
       tell_turned();
     }
   }
-  DEVICE void load() const {
-    const char *weights = static_cast<const char*>(params.sums), *grad = static_cast<const char*>(params.x);
+  DEVICE void load_weights() const {
+    const char* second = static_cast<const char*>(params.sums) + i64(blockIdx.y) * L * kSecond;
+    const char* given = static_cast<const char*>(params.sums) + Order::kFirstAt + i64(blockIdx.y) * (L / 4) * kFirst;
     Ring<STAGES> ring{0, 1};
     Ring<FIRSTS> first{0, 1};
+#pragma unroll 1
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
+#pragma unroll 1
+      for (int l = 0; l < L; ++l, ring.turn()) {
+        const u32 to = memory + ring.stage * kStageBytes + kGrad;
+        wait_for_bytes(empty(ring.stage), ring.phase);
+        expect_bytes(full(ring.stage), kSecond);
+        load_run(to, second + l * kSecond, kSecond, full(ring.stage));
+        if (l % 4) continue;
+        wait_for_bytes(empty_first(first.stage), first.phase);
+        expect_bytes(full_first(first.stage), kFirst);
+        load_run(memory + kFirsts + first.stage * kFirst, given + l / 4 * kFirst, kFirst, full_first(first.stage));
+        first.turn();
+      }
+  }
+  DEVICE void load_grad() const {
+    Ring<STAGES> ring{0, 1};
     u32 phase = 0;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
-      const int rows = rows_of(tile), mine = min(rows > rank * kOwn ? rows - rank * kOwn : 0, kOwn) * 128;
+      const int rows = rows_of(tile), mine = own_rows(tile) * 128;
       for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(), block));
       wait_for_cluster(turned(), phase);
       fence_copies_of_memory();
+      const char* from = turned_of(tile) + Order::turned_row(0, 0, rank * kOwn, rows, 0);
 #pragma unroll 1
       for (int l = 0; l < L; ++l, ring.turn()) {
-        if (l % 4 == 0) {
-          wait_for_bytes(empty_first(first.stage), first.phase);
-          expect_bytes(full_first(first.stage), kFirst);
-          const i64 at = Order::kFirstAt + (i64(blockIdx.y) * (L / 4) + l / 4) * kFirst;
-          load_run(memory + kFirsts + first.stage * kFirst, weights + at, kFirst, full_first(first.stage));
-          first.turn();
-        }
-        const u32 to = memory + ring.stage * kStageBytes, barrier = full(ring.stage);
+        const u32 to = memory + ring.stage * kStageBytes + rank * (kOwn * 128), barrier = full(ring.stage);
         wait_for_bytes(empty(ring.stage), ring.phase);
-        expect_bytes(barrier, kSecond + kSlabs * rows * 128);
-        load_run(to + kGrad, weights + (i64(blockIdx.y) * L + l) * kSecond, kSecond, barrier);
-        if (mine == 0) continue;
-        const char* from = grad + Order::turned_at(tile * kSamples);
+        expect_bytes(barrier, kSlabs * rows * 128);
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-          const u32 there = to + (slab * kSamples + rank * kOwn) * 128;
-          const char* row = from + Order::turned_row(l, slab, rank * kOwn, rows, 0);
+        for (int slab = 0; slab < kSlabs; ++slab, from += rows * 128) {
+          if (mine == 0) continue;
           if constexpr (BLOCKS == 1)
-            load_run(there, row, mine, barrier);
+            load_run(to + slab * (kSamples * 128), from, mine, barrier);
           else
-            load_run(there, row, mine, barrier, (1u << BLOCKS) - 1);
+            load_run(to + slab * (kSamples * 128), from, mine, barrier, (1u << BLOCKS) - 1);
         }
       }
     }
@@ -258,20 +269,29 @@ template <class Pass> struct MonarchBack {
       }
     commit_products();
   }
-  DEVICE void release(int stage) const {
+  // By lanes that have a block of the cluster each, whose barriers begin `there`
+  DEVICE void release(int stage, u32 there) const {
     if constexpr (BLOCKS == 1) {
       if (lane.index == 0) arrive(empty(stage));
     } else {
-      if (lane.index < BLOCKS) free_in_other_block(in_block(empty(stage), lane.index));
+      if (lane.index < BLOCKS) free_in_other_block(there + (STAGES + stage) * 8);
     }
   }
-  // What the first products of four l's are made of, as soon as it is there
-  DEVICE void make_states(State& state, Ring<STAGES>& ring, int group) const {
+  // The first products of four l's are asked for as soon as there is what they are made of, which is free behind them.
+  DEVICE void make_states(State& state, Ring<STAGES>& ring, int group, u32 there) const {
+    Ring<STAGES> last = ring;
 #pragma unroll
     for (int l = 0; l < 4; ++l, ring.turn()) {
       wait_for_bytes(full(ring.stage), ring.phase);
       make_state(state[l], memory + ring.stage * kStageBytes, group);
+      if (l < 1) continue;
+      wait_for_products<1>();
+      release(last.stage, there), last.turn();
     }
+    wait_for_products<0>();
+    release(last.stage, there);
+#pragma unroll
+    for (int l = 0; l < 4; ++l) touch(state[l]);
   }
   DEVICE void touch_all(Sums& sums) const {
 #pragma unroll
@@ -284,7 +304,8 @@ template <class Pass> struct MonarchBack {
   // The first products of four l's are made beside the second ones of the four before.
   DEVICE void consume() const {
     const int group = warp / 4;
-    Ring<STAGES> ring{0, 0}, last = ring;
+    const u32 there = in_block(full(0), lane.index % BLOCKS);
+    Ring<STAGES> ring{0, 0};
     Ring<FIRSTS> first{0, 0}, last_first = first;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
@@ -292,11 +313,8 @@ template <class Pass> struct MonarchBack {
 #pragma unroll 1
       for (int four = 0; four < L / 4; ++four) {
         State state;
-        make_states(state, ring, group);
-        wait_for_products<0>();
+        make_states(state, ring, group, there);
         touch_all(sums);
-#pragma unroll
-        for (int l = 0; l < 4; ++l, last.turn()) touch(state[l]), release(last.stage);
         if (four > 0) release_first(last_first);
         Left left;
 #pragma unroll
@@ -329,7 +347,7 @@ template <class Pass> struct MonarchBack {
 
   DEVICE void run() const {
     if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), 1);
+      init_barrier(full(threadIdx.x), 2);
       init_barrier(empty(threadIdx.x), kConsumers / 32 * BLOCKS);
     }
     if (threadIdx.x < FIRSTS) {
@@ -343,10 +361,12 @@ template <class Pass> struct MonarchBack {
     if constexpr (BLOCKS > 1) sync_cluster();
     if (warp >= kConsumers / 32) {
       give_registers<kCopyRegisters>();
-      if (warp < (kConsumers + kTurners) / 32)
+      if (warp < kConsumers / 32 + TURNERS)
         turn_all();
       else if (warp == kLoader && lane.index == 0)
-        load();
+        load_grad();
+      else if (warp == kLoader + 1 && lane.index == 0)
+        load_weights();
     } else {
       take_registers<kRegisters>();
       consume();
