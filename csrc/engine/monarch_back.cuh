@@ -330,18 +330,28 @@ template <class Pass> struct MonarchBack {
       store(sums, tile, group);
     }
   }
+  // Neighbouring lanes have two columns side by side of each of two tiles: of 16 bits they exchange some for whole sectors.
   DEVICE void store(const Sums& sums, i64 tile, int group) const {
     Element* y = static_cast<Element*>(params.y) + (i64(blockIdx.y) * kUnits + group * 8) / kOfK * P;
+    const float* all = sums[0];
+    const int odd = lane.t % 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i64 sample = tile * kSamples + warp % 4 * 16 + half * 8 + lane.g;
-      if (sample >= params.batch) continue;
+      Element* row = y + sample * (K * P);
+      const bool present = sample < params.batch;
 #pragma unroll
-      for (int k = 0; k < 8 / kOfK; ++k)
-#pragma unroll
-        for (int n = 0; n < P / 8; ++n)
-          store_two<true, Element>(y + sample * (K * P) + k * P + n * 8 + lane.t * 2, sums[k][n * 4 + half * 2],
-                                   sums[k][n * 4 + half * 2 + 1], true);
+      for (int n = 0; n < P / kOfK; n += 2) {
+        const float *near = all + n * 4 + half * 2, *next = near + 4;
+        if constexpr (kSize == 2) {
+          const u32 x = Pair<Element>(near[0], near[1]).bits, z = Pair<Element>(next[0], next[1]).bits;
+          const u32 given = __shfl_xor_sync(0xffffffff, odd ? x : z, 1), words[] = {odd ? given : x, odd ? z : given};
+          if (present) store_global<8>(row + (n + odd) * 8 + lane.t / 2 * 4, words);
+        } else if (present) {
+          store_two<true, Element>(row + n * 8 + lane.t * 2, near[0], near[1], true);
+          store_two<true, Element>(row + (n + 1) * 8 + lane.t * 2, next[0], next[1], true);
+        }
+      }
     }
   }
 
