@@ -216,7 +216,7 @@ class MonarchBack(_Both):
         first, second = self.both
         stage = 2 * _slabs(second.q * self.size) * 64 * 128
         slots = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
-        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + slots + 8 + 1024
+        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + slots + 16 + 1024
 
     def __str__(self) -> str:
         first, second = self.both

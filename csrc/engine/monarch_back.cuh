@@ -31,7 +31,7 @@ template <class Pass> struct MonarchBack {
   static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
   static constexpr int TURNERS = Pass::TURNERS, DEPTH = Pass::DEPTH;
   static constexpr int kConsumers = 256, kTurners = 32 * TURNERS, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
-  static constexpr int kCopyRegisters = kSize == 2 ? 40 : 56, kRegisters = kSize == 2 ? 232 : 200;
+  static constexpr int kCopyRegisters = kSize == 2 ? 56 : 56, kRegisters = kSize == 2 ? 224 : 200;
   static constexpr int kLoader = kConsumers / 32 + TURNERS;  // a warp
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
   static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
@@ -61,8 +61,8 @@ template <class Pass> struct MonarchBack {
   DEVICE u32 empty(int stage) const { return full(STAGES + stage); }
   DEVICE u32 full_first(int stage) const { return full(2 * STAGES + stage); }
   DEVICE u32 empty_first(int stage) const { return full(2 * STAGES + FIRSTS + stage); }
-  DEVICE u32 turned() const { return full(2 * STAGES + 2 * FIRSTS); }
-  DEVICE u32 full_slot(int slot) const { return full(2 * STAGES + 2 * FIRSTS + 1 + slot); }
+  DEVICE u32 turned(int tile) const { return full(2 * STAGES + 2 * FIRSTS + tile); }  // two, in turns
+  DEVICE u32 full_slot(int slot) const { return full(2 * STAGES + 2 * FIRSTS + 2 + slot); }
   DEVICE int rows_of(i64 tile) const { return int(min(params.batch - tile * kSamples, i64(kSamples))); }
 
   // Stages in turns
@@ -109,19 +109,23 @@ template <class Pass> struct MonarchBack {
   }
   // Of 16 bits a sample that lies in shared memory: a lane has 16 bytes of an l.
   DEVICE void turn_sample(i64 tile, int sample, u32 from) const {
-    constexpr int kRun = Order::kRun;
-    const int rows = rows_of(tile), row = rank * kOwn + sample;
+    constexpr int kRun = Order::kRun, kOctets = L / 8, kTogether = kOctets % 3 == 0 ? 6 : 4;
+    const int rows = rows_of(tile), row = rank * kOwn + sample, step = 8 * kSlabs * 128 * rows;
     char* to = turned_of(tile);
 #pragma unroll
     for (int four = 0; four < kRun; four += 4) {
       const int piece = four + lane.t, near = four + lane.index % 8 / 2;  // of those of a column and of a row
       const int s = (near < kRun ? near : 0) + lane.index / 8 * (2 * kRun) + lane.index % 2 * kRun;
-#pragma unroll 3
-      for (int l = 0; l < L; l += 8) {
-        u32 words[4];
-        load_matrices<true>(words, from + (s * L + l) * 2);
-        if (kRun % 4 == 0 || piece < kRun)
-          store_global<16>(to + Order::turned_row(l + lane.g, piece / 8, row, rows, piece % 8), words);
+      char* here = to + Order::turned_row(lane.g, piece / 8, row, rows, piece % 8);
+#pragma unroll 1
+      for (int begin = 0; begin < kOctets; begin += kTogether) {
+        u32 words[kTogether][4];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          if (begin + i < kOctets) load_matrices<true>(words[i], from + s * (L * 2) + (begin + i) * 16);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i, here += step)
+          if (begin + i < kOctets && (kRun % 4 == 0 || piece < kRun)) store_global<16>(here, words[i]);
       }
     }
   }
@@ -139,9 +143,9 @@ template <class Pass> struct MonarchBack {
     expect_bytes(full_slot(slot), kSample);
     load_run(memory + kSlots + slot * kSample, grad_of(next.tile) + next.sample * (L * S), kSample, full_slot(slot));
   }
-  // What a tile's loads wait for: all of it turned, by both blocks, and what the one before waited for
-  DEVICE void tell_turned() const {
-    if (lane.index < BLOCKS) arrive_in_other_block(in_block(turned(), lane.index));
+  // What a tile's loads wait for: all of it turned, by both blocks, and the tile before loaded
+  DEVICE void tell_turned(int tile) const {
+    if (lane.index < BLOCKS) arrive_in_other_block(in_block(turned(tile), lane.index));
   }
   DEVICE void turn_all() const {
     const int mine = warp - kConsumers / 32, slots = mine * DEPTH;
@@ -151,10 +155,10 @@ template <class Pass> struct MonarchBack {
       for (int i = 0; i < DEPTH; ++i) ask(next, slots + i), advance(next, mine, TURNERS);
     }
     Ring<DEPTH> ring{0, 0};
-    u32 phase = 1;
+    Ring<2> told{0, 1};
 #pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
-      wait_for_cluster(turned(), phase);
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.turn()) {
+      wait_for_cluster(turned(told.stage), told.phase);
       if constexpr (kSize == 4) {
         turn_squares(tile);
       } else {
@@ -163,14 +167,13 @@ template <class Pass> struct MonarchBack {
           const int slot = slots + ring.stage;
           wait_for_bytes(full_slot(slot), ring.phase);
           turn_sample(tile, sample, memory + kSlots + slot * kSample);
-          fence_copy_engine();
           __syncwarp();
           ask(next, slot), advance(next, mine, TURNERS);
         }
       }
       fence_copies_of_memory();
       __syncwarp();
-      tell_turned();
+      tell_turned(told.stage);
     }
   }
   DEVICE void load_weights() const {
@@ -195,12 +198,12 @@ template <class Pass> struct MonarchBack {
   }
   DEVICE void load_grad() const {
     Ring<STAGES> ring{0, 1};
-    u32 phase = 0;
+    Ring<2> told{0, 0};
 #pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, phase ^= 1) {
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.turn()) {
       const int rows = rows_of(tile), mine = own_rows(tile) * 128;
-      for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(), block));
-      wait_for_cluster(turned(), phase);
+      for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(told.stage), block));
+      wait_for_cluster(turned(told.stage), told.phase);
       fence_copies_of_memory();
       const char* from = turned_of(tile) + Order::turned_row(0, 0, rank * kOwn, rows, 0);
 #pragma unroll 1
@@ -330,26 +333,36 @@ template <class Pass> struct MonarchBack {
       store(sums, tile, group);
     }
   }
-  // Neighbouring lanes have two columns side by side of each of two tiles: of 16 bits they exchange some for whole sectors.
+  // The lanes of a row have two columns side by side of each of two or four tiles. Of 16 bits they exchange some, for accesses
+  // of whole sectors.
+  DEVICE u32 both(const float* sums) const { return Pair<Element>(sums[0], sums[1]).bits; }
+  DEVICE void give(u32& kept, u32& given, bool odd, int lanes) const {
+    const u32 taken = __shfl_xor_sync(0xffffffff, odd ? kept : given, lanes);
+    kept = odd ? taken : kept, given = odd ? given : taken;
+  }
   DEVICE void store(const Sums& sums, i64 tile, int group) const {
+    constexpr int kTiles = P / kOfK, kTogether = kSize == 4 ? 1 : kTiles % 4 ? 2 : 4;
     Element* y = static_cast<Element*>(params.y) + (i64(blockIdx.y) * kUnits + group * 8) / kOfK * P;
-    const float* all = sums[0];
-    const int odd = lane.t % 2;
+    const bool odd = lane.t & 1, upper = lane.t & 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i64 sample = tile * kSamples + warp % 4 * 16 + half * 8 + lane.g;
       Element* row = y + sample * (K * P);
       const bool present = sample < params.batch;
 #pragma unroll
-      for (int n = 0; n < P / kOfK; n += 2) {
-        const float *near = all + n * 4 + half * 2, *next = near + 4;
-        if constexpr (kSize == 2) {
-          const u32 x = Pair<Element>(near[0], near[1]).bits, z = Pair<Element>(next[0], next[1]).bits;
-          const u32 given = __shfl_xor_sync(0xffffffff, odd ? x : z, 1), words[] = {odd ? given : x, odd ? z : given};
-          if (present) store_global<8>(row + (n + odd) * 8 + lane.t / 2 * 4, words);
-        } else if (present) {
-          store_two<true, Element>(row + n * 8 + lane.t * 2, near[0], near[1], true);
-          store_two<true, Element>(row + (n + 1) * 8 + lane.t * 2, next[0], next[1], true);
+      for (int n = 0; n < kTiles; n += kTogether) {
+        const float* of = sums[0] + n * 4 + half * 2;
+        if constexpr (kTogether == 1) {
+          if (present) store_two<true, Element>(row + n * 8 + lane.t * 2, of[0], of[1], true);
+        } else {
+          u32 words[kTogether];
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) words[i] = both(of + i * 4);
+#pragma unroll
+          for (int i = 0; i < kTogether; i += 2) give(words[i], words[i + 1], odd, 1);
+          if constexpr (kTogether == 4) give(words[0], words[2], upper, 2), give(words[1], words[3], upper, 2);
+          const int column = kTogether == 4 ? lane.t * 8 : odd * 8 + lane.t / 2 * 4;
+          if (present) store_global<4 * kTogether>(row + n * 8 + column, words);
         }
       }
     }
@@ -365,7 +378,7 @@ template <class Pass> struct MonarchBack {
       init_barrier(empty_first(threadIdx.x), kConsumers / 32);
     }
     if (threadIdx.x < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
-    if (threadIdx.x == 0) init_barrier(turned(), (kTurners / 32 + 1) * BLOCKS);
+    if (threadIdx.x < 2) init_barrier(turned(threadIdx.x), (TURNERS + 1) * BLOCKS);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
