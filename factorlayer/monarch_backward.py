@@ -22,7 +22,7 @@ WARPS = 8
 MOST_SUMS = 200  # of a thread, whatever else it holds
 MOST_SUMS_BACK = 112
 UNITS = 16  # of a block on the way back
-MOST_STAGES = 16
+MOST_STAGES = 9
 RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
@@ -301,7 +301,7 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
-    slots = ((2, 3), (2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
+    slots = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
     for (turners, depth), firsts, stages in itertools.product(slots, (3, 2), range(MOST_STAGES, 3, -1)):
         plan = MonarchBack(chain, dtype, stages, firsts, turners, depth, batch, gpu)
         if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
