@@ -302,7 +302,7 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
     slots = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
-    for (turners, depth), firsts, stages in itertools.product(slots, (3, 2), range(MOST_STAGES, 3, -1)):
+    for firsts, (turners, depth), stages in itertools.product((3, 2), slots, range(MOST_STAGES, 3, -1)):
         plan = MonarchBack(chain, dtype, stages, firsts, turners, depth, batch, gpu)
         if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
             return replace(plan, us=_back_time(plan))

@@ -2,19 +2,19 @@
 // [S][L] by weights [L][S][K * RHO] to the gradient of the state, which stays in registers, and that by weights
 // [K][RHO][L][P] to [K][P]. On its way, grad_y is left turned in memory, in the order of monarch_order.cuh.
 //
-// A unit is four of the RHO numbers of a k. A block has 16 units and takes tiles of 64 samples. Its first products are
-// `wgmma` of grad_y and second weights, an l at a time, eight units for each of two warpgroups; the second ones a warp's own.
-// Columns 2 t and 2 t + 1 of the former's tiles of eight are, for the l-th of four l's, numbers of unit t ^ l of four. So a lane
-// has all units, each for another l, and what it has of the i-th one is operand A of a step over four numbers and four l's,
-// once its registers of four l's have changed places.
+// A unit is four of the RHO numbers of a k. A block has 16 units and takes tiles of 64 samples. Its products are `wgmma`: the
+// first ones of grad_y and second weights, an l at a time, eight units for each of two warpgroups. Columns 2 t and 2 t + 1 of
+// their tiles of eight are, for the l-th of four l's, numbers of unit t ^ l of four. So a lane has all units, each for another
+// l, and what it has of the i-th one is operand A of a step over four numbers and four l's, once its registers of four l's have
+// changed places.
 //
-// Seven more warps turn grad_y, a tile or two ahead of what is multiplied: a lane reads a square, some s's by 16 bytes of l's,
-// and writes it down turned, from where the copy engine brings an l at a time for both blocks of a cluster, which have
-// different units, and turn different samples. What weights a block reads lies as shared memory is to have it, too:
-// monarch_weights.cuh. factorlayer/monarch_backward.py writes the constants:
+// More warps turn grad_y, a tile or two ahead of what is multiplied, and write it down, from where the copy engine brings an
+// l at a time for both blocks of a cluster, which have different units, and turn different samples. Of 16 bits it brings them
+// samples, too, of which `ldmatrix` hands out columns; of 32 a lane reads a square, some s's by 16 bytes of l's. What weights
+// a block reads lies as shared memory is to have it: monarch_weights.cuh. factorlayer/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, GRAD (the parameter that grad_y is), K, P, L, S, RHO, STAGES (of an l), FIRSTS (of the first weights of
-//        four), BLOCKS (of a cluster)
+//        four), BLOCKS (of a cluster), TURNERS (warps), DEPTH (of 16 bits: samples that each of these has on their way)
 #pragma once
 #include "mma.cuh"
 #include "monarch_order.cuh"
@@ -31,8 +31,9 @@ template <class Pass> struct MonarchBack {
   static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
   static constexpr int TURNERS = Pass::TURNERS, DEPTH = Pass::DEPTH;
   static constexpr int kConsumers = 256, kTurners = 32 * TURNERS, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
-  static constexpr int kCopyRegisters = kSize == 2 ? 56 : 56, kRegisters = kSize == 2 ? 224 : 200;
+  static constexpr int kCopyRegisters = 56, kRegisters = kSize == 2 ? 224 : 200;  // of 384 or 512 threads
   static constexpr int kLoader = kConsumers / 32 + TURNERS;  // a warp
+  static constexpr int kAhead = kSize == 2 ? 2 : 1;  // tiles that are turned before what is loaded, at most
   static constexpr int kOfK = RHO / 4, kUnits = 16, kParts = 16 / kStep;  // steps of a unit
   static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
   static_assert(Order::kRun < 8 || Order::kRun % 8 == 0);
@@ -61,8 +62,8 @@ template <class Pass> struct MonarchBack {
   DEVICE u32 empty(int stage) const { return full(STAGES + stage); }
   DEVICE u32 full_first(int stage) const { return full(2 * STAGES + stage); }
   DEVICE u32 empty_first(int stage) const { return full(2 * STAGES + FIRSTS + stage); }
-  DEVICE u32 turned(int tile) const { return full(2 * STAGES + 2 * FIRSTS + tile); }  // two, in turns
-  DEVICE u32 full_slot(int slot) const { return full(2 * STAGES + 2 * FIRSTS + 2 + slot); }
+  DEVICE u32 turned(int tile) const { return full(2 * STAGES + 2 * FIRSTS + tile); }  // kAhead of them, in turns
+  DEVICE u32 full_slot(int slot) const { return full(2 * STAGES + 2 * FIRSTS + kAhead + slot); }
   DEVICE int rows_of(i64 tile) const { return int(min(params.batch - tile * kSamples, i64(kSamples))); }
 
   // Stages in turns
@@ -155,7 +156,7 @@ template <class Pass> struct MonarchBack {
       for (int i = 0; i < DEPTH; ++i) ask(next, slots + i), advance(next, mine, TURNERS);
     }
     Ring<DEPTH> ring{0, 0};
-    Ring<2> told{0, 1};
+    Ring<kAhead> told{0, 1};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.turn()) {
       wait_for_cluster(turned(told.stage), told.phase);
@@ -167,6 +168,7 @@ template <class Pass> struct MonarchBack {
           const int slot = slots + ring.stage;
           wait_for_bytes(full_slot(slot), ring.phase);
           turn_sample(tile, sample, memory + kSlots + slot * kSample);
+          fence_copy_engine();
           __syncwarp();
           ask(next, slot), advance(next, mine, TURNERS);
         }
@@ -198,7 +200,7 @@ template <class Pass> struct MonarchBack {
   }
   DEVICE void load_grad() const {
     Ring<STAGES> ring{0, 1};
-    Ring<2> told{0, 0};
+    Ring<kAhead> told{0, 0};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.turn()) {
       const int rows = rows_of(tile), mine = own_rows(tile) * 128;
@@ -378,7 +380,7 @@ template <class Pass> struct MonarchBack {
       init_barrier(empty_first(threadIdx.x), kConsumers / 32);
     }
     if (threadIdx.x < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
-    if (threadIdx.x < 2) init_barrier(turned(threadIdx.x), (TURNERS + 1) * BLOCKS);
+    if (threadIdx.x < kAhead) init_barrier(turned(threadIdx.x), (TURNERS + 1) * BLOCKS);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
