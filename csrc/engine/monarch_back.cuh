@@ -379,7 +379,7 @@ template <class Pass> struct MonarchBack {
       init_barrier(full_first(threadIdx.x), 1);
       init_barrier(empty_first(threadIdx.x), kConsumers / 32);
     }
-    if (threadIdx.x < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
+    if (int(threadIdx.x) < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
     if (threadIdx.x < kAhead) init_barrier(turned(threadIdx.x), (TURNERS + 1) * BLOCKS);
     fence_copy_engine();
     __syncthreads();
