@@ -22,7 +22,7 @@ WARPS = 8
 MOST_SUMS = 200  # of a thread, whatever else it holds
 MOST_SUMS_BACK = 112
 UNITS = 16  # of a block on the way back
-MOST_STAGES = 16
+MOST_STAGES = 9
 RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
@@ -184,13 +184,18 @@ class MonarchBack(_Both):
     dtype: str
     stages: int  # of an output group
     firsts: int  # of the first weights for four of them
+    turners: int  # warps that turn grad_y
+    depth: int  # of 16 bits: samples in shared memory for each of these
     batch: int
     gpu: Gpu
     us: float = 0.0
 
-    threads = 512
     units_per_sample = 1
     units_per_block = 64
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.size == 2 else 512
 
     @property
     def split(self) -> int:
@@ -210,7 +215,8 @@ class MonarchBack(_Both):
         """With what it takes to begin at a multiple of 1024."""
         first, second = self.both
         stage = 2 * _slabs(second.q * self.size) * 64 * 128
-        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + 8 + 1024
+        slots = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
+        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + slots + 16 + 1024
 
     def __str__(self) -> str:
         first, second = self.both
@@ -223,7 +229,9 @@ class MonarchBack(_Both):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"GRAD": 2, "STAGES": self.stages, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
-        code = hopper_headers(wgmma(self.dtype, 32), "sums.cuh", "monarch_order.cuh", "monarch_back.cuh")
+        numbers |= {"TURNERS": self.turners, "DEPTH": self.depth}
+        products = "".join(wgmma(self.dtype, n) for n in sorted({32, self.both[0].p}))
+        code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_back.cuh")
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         return kernel(code, name, "MonarchBack", self.lines(numbers), self.threads, cluster=cluster)
 
@@ -293,8 +301,9 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
-    for firsts, stages in itertools.product((3, 2), range(MOST_STAGES, 3, -1)):
-        plan = MonarchBack(chain, dtype, stages, firsts, batch, gpu)
+    slots = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
+    for firsts, (turners, depth), stages in itertools.product((3, 2), slots, range(MOST_STAGES, 3, -1)):
+        plan = MonarchBack(chain, dtype, stages, firsts, turners, depth, batch, gpu)
         if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
             return replace(plan, us=_back_time(plan))
     return None

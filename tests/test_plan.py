@@ -1005,6 +1005,16 @@ def test_gradients_of_a_monarch_layer_whose_state_is_large_keep_it_on_chip(dtype
             plan(chain, dtype, BATCHES[2], Gpu.of(arch))
 
 
+def test_samples_that_are_turned_in_shared_memory_are_as_many_as_have_room() -> None:
+    found = []
+    for groups in (48, 160, 256, 512):
+        spec, gpu = monarch((32, 24), (64, groups), rank=4), Gpu.of(90)
+        back = plan(replace(Chain.of(spec, False, "identity"), backward=True), "bfloat16", BATCHES[2], gpu).passes[1]
+        assert isinstance(back, MonarchBack) and back.shared <= gpu.shared and back.firsts == 3 and back.stages > 5
+        found.append(back.turners * back.depth)
+    assert found == [4, 4, 2, 1]
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "tf32", "bfloat16"])
 def test_gradients_at_once_need_no_more_memory_than_they_are_worth(dtype: str) -> None:
     """Of few samples blocks write their sums side by side; those of a part of a longer chain would take gigabytes."""

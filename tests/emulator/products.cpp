@@ -8,12 +8,14 @@ namespace {
 
 // A group of products, for one warp.
 u32 operand_address(u64 description, int row, int half) {
-  constexpr u64 kKnown = u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
-  if ((description & ~u64(0x3fff)) != kKnown) error("an operand is described as %lx", description);
+  const u32 bytes = 256u >> (description >> 62);  // of a row: 128, 64 or 32
+  const u64 known = u64(1) << 16 | u64(bytes / 2) << 32 | description >> 62 << 62;
+  if (bytes == 256 || (description & ~u64(0x3fff)) != known) error("an operand is described as %lx", description);
   const u32 slab = u32(description & 0x3fff) << 4;
-  if (slab % 128 & ~0x60u) error("an operand begins at %u: no multiple of 128, and 32 for each step", slab);
-  const u32 at = slab + row / 8 * 1024 + row % 8 * 128 + half * 16;
-  return at ^ (at >> 7 & 7) << 4;
+  if (slab % (8 * bytes) & ~(bytes - 32) && (bytes < 128 || slab % 128 & ~0x60u))
+    error("an operand begins at %u: no multiple of its rows, and 32 for each step", slab);
+  const u32 at = slab + row / 8 * (8 * bytes) + row % 8 * bytes + half * 16;
+  return at ^ (at >> 7 & (bytes / 16 - 1)) << 4;
 }
 // Of a turned one, whose k's are rows: 8 features from `first` on, `bytes` from one 64 of them to the next.
 u32 turned_address(u64 description, int first, int k) {
