@@ -32,7 +32,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
   static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
-  static constexpr int kCopyRegisters = 40, kRegisters = 232;
+  static constexpr int kCopyRegisters = Pass::WGMMA ? 24 : 40, kRegisters = Pass::WGMMA ? 240 : 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
   static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
@@ -135,19 +135,20 @@ template <class Pass> struct MonarchGradient {
     const int left = int(min(params.batch - first, i64(CHUNK)));
     constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
     const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
-    each<CHUNK, kXPieces>([&](int row, int run) {
-      copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
-    });
     // Of a tile, rows of an l follow one another, as they are to lie in a slab.
     const i64 tile = first / Order::kTile * Order::kTile;
     const int begin = int(first - tile), rows = int(min(params.batch - tile, i64(Order::kTile)));
     const char* g = static_cast<const char*>(params.y) + Order::turned_at(tile);
     if (kWgmma && left == CHUNK) {
-      const int l = threadIdx.x - kConsumers;
-      if (l == 0) expect_bytes(barrier, kLs * CHUNK * 128);
-      if (l < kLs) load_run(to + l * (CHUNK * 128), g + Order::turned_row(first_l + l, 0, begin, rows, 0), CHUNK * 128, barrier);
+      const int i = threadIdx.x - kConsumers;
+      if (i == 0) expect_bytes(barrier, CHUNK * (kLs * 128 + kColumns * kSize));
+      if (i < kLs) load_run(to + i * (CHUNK * 128), g + Order::turned_row(first_l + i, 0, begin, rows, 0), CHUNK * 128, barrier);
+      if (i < CHUNK) load_run(to + kX + i * (kXStride * kSize), x + i * (K * P), kColumns * kSize, barrier);
       return;
     }
+    each<CHUNK, kXPieces>([&](int row, int run) {
+      copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
+    });
     if (threadIdx.x == kConsumers) arrive(barrier);
     each<CHUNK, kLs * kGPieces>([&](int row, int run) {
       const int l = run / kGPieces, piece = run % kGPieces;
@@ -182,17 +183,23 @@ template <class Pass> struct MonarchGradient {
         for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
       }
   }
-  // Where there is no sample, an infinite weight would make a NaN.
-  DEVICE void as_tile(Tiles& tiles, int i, float (&sums)[kAcross][4], int left) const {
-    if (left < 16) {
-#pragma unroll
-      for (int n = 0; n < kAcross; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (n * 8 + lane.t * 2 + i % 2 >= left) sums[n][i] = 0;
-    }
+  DEVICE void as_tile(Tiles& tiles, int i, const float (&sums)[kAcross][4]) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
+  }
+  // Where there is no sample, an infinite weight would make a NaN. All tiles at once: a branch for each would have them made
+  // one after another.
+  DEVICE void clear(Tiles& tiles, int left) const {
+    if (left >= 16) return;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int there = left - lane.t * 2 - (kPairs ? part * 8 + r / 2 : r / 2 * 8);
+        const u32 kept = there <= 0 ? 0 : kPairs || there > 1 ? ~0u : 0xffff;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) tiles[part][i].r[r] &= kept;
+      }
   }
   template <int LENGTH> DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
     A a;
@@ -215,8 +222,9 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
       for (int p = 0; p < kWhole; p += kStep) add_state<kStep>(sums, weight + p * kSize, from + p * kSize);
       if constexpr (kWhole < P) add_state<8>(sums, weight + kWhole * kSize, from + kWhole * kSize);
-      as_tile(tiles, i, sums, left);
+      as_tile(tiles, i, sums);
     }
+    clear(tiles, left);
     exchange(tiles);
   }
   // What its gradient, by l's, adds to that of the first weights
@@ -270,8 +278,9 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
         for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
       }
-      as_tile(tiles, l, sums, left);
+      as_tile(tiles, l, sums);
     }
+    clear(tiles, left);
     add_first(of_first, tiles, x);
   }
   // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. While
@@ -298,7 +307,8 @@ template <class Pass> struct MonarchGradient {
       commit_products();
       wait_for_products<1>();
 #pragma unroll
-      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back, l, reinterpret_cast<float(&)[2][4]>(back[l]), left);
+      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back, l, reinterpret_cast<float(&)[2][4]>(back[l]));
+      clear(of_back, left);
       add_first(of_first, of_back, x);
       wait_for_products<0>();
 #pragma unroll
@@ -351,6 +361,7 @@ template <class Pass> struct MonarchGradient {
         else
           add_step(of_first, of_second, x, g, left - step);
       }
+      if constexpr (kWgmma) fence_copy_engine();  // an arrival overtakes what has been asked of shared memory
       __syncwarp();
       if (lane.index == 0) arrive(empty(stage));
       position += Pass::GROUPS;
