@@ -10,9 +10,9 @@
 // lane has what it needs, and only takes registers of one tile or of its neighbour.
 //
 // GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
-// copy. factorlayer/monarch_backward.py writes the constants:
+// copy. BLOCKS of a cluster, which have different units of the same l's, read grad_y once for all of them. factorlayer/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
+// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, BLOCKS, WGMMA (on sm_90a, of 16 bits: the products
 //        with grad_y are warpgroups')
 #pragma once
 #include "mma.cuh"
@@ -30,7 +30,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
-  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
+  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES, BLOCKS = Pass::BLOCKS;
   static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
   static constexpr int kCopyRegisters = Pass::WGMMA ? 24 : 40, kRegisters = Pass::WGMMA ? 240 : 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
@@ -49,6 +49,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kStageBytes = round_up(kX + CHUNK * kXStride * kSize, kWgmma ? 1024 : 16);
   static constexpr int kFirst = kStages + STAGES * kStageBytes, kShared = kFirst + kUnits * WL * 16 * kFirstStride * kSize;
   static_assert(!kWgmma || (WK % 4 == 0 && S <= 64 && kSize == 2 && Pass::GROUPS == 1));
+  static_assert(kSets % BLOCKS == 0 && kLs % BLOCKS == 0 && (kWgmma || BLOCKS == 1));
 
   using SumsFirst = float[4][P / 8][4];
   using SumsSecond = float[4][S / 2];
@@ -91,29 +92,33 @@ template <class Pass> struct MonarchGradient {
   static DEVICE u32 place_of_run(int row, int piece) {
     return kWgmma ? swizzled(row, piece) : u32(row * kGStride + piece * kPiece) * kSize;
   }
-  // The second weights turned: a block's columns side by side to rows
+  // The second weights turned: a block's columns side by side to rows. Lanes have rows, 16 bytes of each, and all that a
+  // thread loads is on its way at once.
   DEVICE void load_second() const {
-    constexpr int kAll = kLs * S * kUnits * 4, kTogether = 16;
+    constexpr int kAcross = kUnits * 4 / kPiece, kAll = kLs * S * kAcross, kTogether = 16;
+    const Element* from = weight(Pass::SECOND) + i64(first_l) * S * (K * RHO) + first_unit * 4;
 #pragma unroll 1
     for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kConsumers) {
-      Element x[kTogether];
+      u32 x[kTogether][4];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kConsumers, row = j / (kUnits * 4), column = j % (kUnits * 4);
-        x[i] = Element{};
-        if (j < kAll) x[i] = weight(Pass::SECOND)[(i64(first_l) * S + row) * (K * RHO) + first_unit * 4 + column];
+        const int j = begin + i * kConsumers, row = j % 32 + j / (32 * kAcross) * 32, piece = j / 32 % kAcross;
+        load_global(from + row * (K * RHO) + piece * kPiece, x[i], j < kAll);
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kConsumers, l = j / (kUnits * 4) / S, s = Order::place_of(j / (kUnits * 4) % S);
-        const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
-        if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
+        const int j = begin + i * kConsumers, row = j % 32 + j / (32 * kAcross) * 32, piece = j / 32 % kAcross;
+        const int l = row / S, s = Order::place_of(row % S);
+        if (j >= kAll) continue;
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) {
+          const int unit = piece * kPiece / 4 + e / 4, to = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + e % 4;
+          const u32 there = memory + place_of_run(to, s / kPiece) + s % kPiece * kSize;
+          if constexpr (kSize == 2) store_shared(there, u16(x[i][e / 2] >> e % 2 * 16));
+          else store_shared(there, tf32_of(x[i][e]));
+        }
       }
     }
-  }
-  static DEVICE Element rounded(Element x) {
-    if constexpr (kSize == 4) return Math::rounded(x);
-    else return x;
   }
 
   DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
@@ -139,16 +144,22 @@ template <class Pass> struct MonarchGradient {
     const i64 tile = first / Order::kTile * Order::kTile;
     const int begin = int(first - tile), rows = int(min(params.batch - tile, i64(Order::kTile)));
     const char* g = static_cast<const char*>(params.y) + Order::turned_at(tile);
-    if (kWgmma && left == CHUNK) {
-      const int i = threadIdx.x - kConsumers;
-      if (i == 0) expect_bytes(barrier, CHUNK * (kLs * 128 + kColumns * kSize));
-      if (i < kLs) load_run(to + i * (CHUNK * 128), g + Order::turned_row(first_l + i, 0, begin, rows, 0), CHUNK * 128, barrier);
-      if (i < CHUNK) load_run(to + kX + i * (kXStride * kSize), x + i * (K * P), kColumns * kSize, barrier);
-      return;
-    }
     each<CHUNK, kXPieces>([&](int row, int run) {
       copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
     });
+    if (kWgmma && left == CHUNK) {
+      const int i = threadIdx.x - kConsumers;
+      if (i == 0) expect_bytes(barrier, kLs * CHUNK * 128);
+      if (i < kLs / BLOCKS) {
+        const int l = i * BLOCKS + blockIdx.y % BLOCKS;
+        const char* run = g + Order::turned_row(first_l + l, 0, begin, rows, 0);
+        if constexpr (BLOCKS == 1)
+          load_run(to + l * (CHUNK * 128), run, CHUNK * 128, barrier);
+        else
+          load_run(to + l * (CHUNK * 128), run, CHUNK * 128, barrier, (1u << BLOCKS) - 1);
+      }
+      return;
+    }
     if (threadIdx.x == kConsumers) arrive(barrier);
     each<CHUNK, kLs * kGPieces>([&](int row, int run) {
       const int l = run / kGPieces, piece = run % kGPieces;
@@ -201,13 +212,26 @@ template <class Pass> struct MonarchGradient {
         for (int i = 0; i < 4; ++i) tiles[part][i].r[r] &= kept;
       }
   }
-  template <int LENGTH> DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
+  DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
     A a;
     B b[kAcross];
-    Math::template load_row_a<LENGTH, kFirstStride, false>(a, weight);
-    Math::template load_row_b<LENGTH, kXStride, kAcross>(b, x);
+    Math::template load_row_a<kStep, kFirstStride, false>(a, weight);
+    Math::template load_row_b<kStep, kXStride, kAcross>(b, x);
 #pragma unroll
-    for (int n = 0; n < kAcross; ++n) Math::template multiply<LENGTH>(sums[n], a, b[n]);
+    for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
+  }
+  // Of two units, the last 8 P's: both units' in one access.
+  DEVICE void add_tails(float (&sums)[2][kAcross][4], u32 weight, u32 x) const {
+    u32 a[4], b[4];
+    load_matrices<false>(a, weight + (lane.index >> 4) * (WL * 16 * kFirstStride * kSize - 16));
+    load_matrices<false>(b, x + (lane.index >> 3 & 1) * ((kOfK == 1 ? P * kSize : 0) - 16));
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit)
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n) {
+        const A left{{a[unit * 2], a[unit * 2 + 1]}};
+        Math::template multiply<8>(sums[unit][n], left, B{{b[n * 2 + unit]}});
+      }
   }
   // A step of samples; x and g are where the warp's columns and l's begin. The state, by l's
   DEVICE void make_state(Tiles& tiles, u32 x, int left) const {
@@ -215,14 +239,18 @@ template <class Pass> struct MonarchGradient {
                       Math::template lane_row_a<kFirstStride>(lane);
     const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      constexpr int kWhole = P / kStep * kStep;
-      const u32 weight = first + (along_k * 4 + i) * (WL * 16 * kFirstStride * kSize), from = rows + i / kOfK * (P * kSize);
-      float sums[kAcross][4] = {};
+    for (int two = 0; two < 4; two += 2) {
+      constexpr int kWhole = P / kStep * kStep, kUnit = WL * 16 * kFirstStride * kSize;
+      const u32 weight = first + (along_k * 4 + two) * kUnit, from = rows + two / kOfK * (P * kSize);
+      float sums[2][kAcross][4] = {};
 #pragma unroll
-      for (int p = 0; p < kWhole; p += kStep) add_state<kStep>(sums, weight + p * kSize, from + p * kSize);
-      if constexpr (kWhole < P) add_state<8>(sums, weight + kWhole * kSize, from + kWhole * kSize);
-      as_tile(tiles, i, sums);
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int p = 0; p < kWhole; p += kStep)
+          add_state(sums[i], weight + i * kUnit + p * kSize, from + i / kOfK * (P * kSize) + p * kSize);
+      if constexpr (kWhole < P) add_tails(sums, weight + kWhole * kSize, from + kWhole * kSize);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) as_tile(tiles, two + i, sums[i]);
     }
     clear(tiles, left);
     exchange(tiles);
@@ -322,10 +350,11 @@ template <class Pass> struct MonarchGradient {
   DEVICE void run() {
     if (threadIdx.x < STAGES) {
       init_barrier(full(threadIdx.x), kLoaders + 1);
-      init_barrier(empty(threadIdx.x), kMembers / 32);
+      init_barrier(empty(threadIdx.x), kMembers / 32 * BLOCKS);
     }
     fence_copy_engine();
     __syncthreads();
+    if constexpr (BLOCKS > 1) sync_cluster();
     if (warp >= kConsumers / 32) {
       give_registers<kCopyRegisters>();
       produce();
@@ -333,6 +362,7 @@ template <class Pass> struct MonarchGradient {
       take_registers<kRegisters>();
       consume();
     }
+    if constexpr (BLOCKS > 1) sync_cluster();  // the other one may still tell this one's loaders, or copy to here
   }
   DEVICE void consume() {
     copy_first();
@@ -363,7 +393,11 @@ template <class Pass> struct MonarchGradient {
       }
       if constexpr (kWgmma) fence_copy_engine();  // an arrival overtakes what has been asked of shared memory
       __syncwarp();
-      if (lane.index == 0) arrive(empty(stage));
+      if constexpr (BLOCKS == 1) {
+        if (lane.index == 0) arrive(empty(stage));
+      } else {
+        if (lane.index < BLOCKS) free_in_other_block(in_block(empty(stage), lane.index));
+      }
       position += Pass::GROUPS;
     }
     Meet()();  // the loaders have written all
