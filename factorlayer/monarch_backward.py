@@ -111,11 +111,6 @@ class MonarchGradient(_Both, BlockSums):
         return self.samples
 
     @property
-    def cluster(self) -> int:
-        """Blocks that share grad_y: they have different units of the same groups."""
-        return 2 if self.wgmma and self.all_units // (4 * self.wk) % 2 == 0 else 1
-
-    @property
     def columns(self) -> int:
         """Of x, for a block."""
         return 4 * self.wk * 4 // self.rank * self.both[0].p
@@ -141,12 +136,10 @@ class MonarchGradient(_Both, BlockSums):
         first, second = self.both
         numbers = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
-        numbers |= {"BLOCKS": self.cluster}
         flag = f"static constexpr bool WGMMA = {str(self.wgmma).lower()};"
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({16, second.q})) if self.wgmma else ""
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({min(self.samples, 32), second.q})) if self.wgmma else ""
         code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_gradient.cuh")
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads, cluster=cluster)
+        return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads)
 
 
 @dataclass(frozen=True)

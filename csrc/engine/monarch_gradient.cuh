@@ -10,9 +10,9 @@
 // lane has what it needs, and only takes registers of one tile or of its neighbour.
 //
 // GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
-// copy. BLOCKS of a cluster, which have different units of the same l's, read grad_y once for all of them. factorlayer/monarch_backward.py writes the constants:
+// copy. factorlayer/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, BLOCKS, WGMMA (on sm_90a, of 16 bits: the products
+// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
 //        with grad_y are warpgroups')
 #pragma once
 #include "mma.cuh"
@@ -30,11 +30,12 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
-  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES, BLOCKS = Pass::BLOCKS;
+  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
   static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
   static constexpr int kCopyRegisters = Pass::WGMMA ? 24 : 40, kRegisters = Pass::WGMMA ? 240 : 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
   static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
+  static constexpr int kAtOnce = P % kStep ? 2 : 1;  // units whose state is made
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
   static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0 && Order::kTile % CHUNK == 0);
 
@@ -42,6 +43,7 @@ template <class Pass> struct MonarchGradient {
   // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
   // weights and grad_y, are rows of slabs.
   static constexpr bool kWgmma = Pass::WGMMA;
+  static constexpr int kHalves = kWgmma && CHUNK % 32 == 0 ? 2 : 1;  // of a step, 16 samples each
   static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
   static constexpr int kFirstStride = stride(P), kXStride = stride(kColumns), kGStride = kWgmma ? 64 : stride(S);
   static constexpr int kStages = kLs * WK * 16 * kGStride * kSize;  // behind the second weights
@@ -49,7 +51,6 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kStageBytes = round_up(kX + CHUNK * kXStride * kSize, kWgmma ? 1024 : 16);
   static constexpr int kFirst = kStages + STAGES * kStageBytes, kShared = kFirst + kUnits * WL * 16 * kFirstStride * kSize;
   static_assert(!kWgmma || (WK % 4 == 0 && S <= 64 && kSize == 2 && Pass::GROUPS == 1));
-  static_assert(kSets % BLOCKS == 0 && kLs % BLOCKS == 0 && (kWgmma || BLOCKS == 1));
 
   using SumsFirst = float[4][P / 8][4];
   using SumsSecond = float[4][S / 2];
@@ -128,7 +129,7 @@ template <class Pass> struct MonarchGradient {
   template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
     const int thread = threadIdx.x - kConsumers;
     if constexpr (kLoaders % RUN == 0) {
-#pragma unroll 8
+#pragma unroll(kWgmma ? 1 : 8)
       for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
     } else {
 #pragma unroll 4
@@ -148,16 +149,9 @@ template <class Pass> struct MonarchGradient {
       copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
     });
     if (kWgmma && left == CHUNK) {
-      const int i = threadIdx.x - kConsumers;
-      if (i == 0) expect_bytes(barrier, kLs * CHUNK * 128);
-      if (i < kLs / BLOCKS) {
-        const int l = i * BLOCKS + blockIdx.y % BLOCKS;
-        const char* run = g + Order::turned_row(first_l + l, 0, begin, rows, 0);
-        if constexpr (BLOCKS == 1)
-          load_run(to + l * (CHUNK * 128), run, CHUNK * 128, barrier);
-        else
-          load_run(to + l * (CHUNK * 128), run, CHUNK * 128, barrier, (1u << BLOCKS) - 1);
-      }
+      const int l = threadIdx.x - kConsumers;
+      if (l == 0) expect_bytes(barrier, kLs * CHUNK * 128);
+      if (l < kLs) load_run(to + l * (CHUNK * 128), g + Order::turned_row(first_l + l, 0, begin, rows, 0), CHUNK * 128, barrier);
       return;
     }
     if (threadIdx.x == kConsumers) arrive(barrier);
@@ -194,23 +188,28 @@ template <class Pass> struct MonarchGradient {
         for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
       }
   }
-  DEVICE void as_tile(Tiles& tiles, int i, const float (&sums)[kAcross][4]) const {
+  // Where there is no sample, an infinite weight would make a NaN. Tiles that a branch parts are made one after another: in
+  // 16 bits all four are cleared at once, of 32 bits there are not registers for that.
+  DEVICE void as_tile(Tiles& tiles, int i, float (&sums)[kAcross][4], int left) const {
+    if (kPairs && left < 16) {
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (n * 8 + lane.t * 2 + j % 2 >= left) sums[n][j] = 0;
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
   }
-  // Where there is no sample, an infinite weight would make a NaN. All tiles at once: a branch for each would have them made
-  // one after another.
   DEVICE void clear(Tiles& tiles, int left) const {
-    if (left >= 16) return;
+    if (kPairs || left >= 16) return;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
+    for (int r = 0; r < 4; ++r) {
+      const int there = left - lane.t * 2 - r / 2 * 8;
+      const u32 kept = there <= 0 ? 0 : there == 1 ? 0xffff : ~0u;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int there = left - lane.t * 2 - (kPairs ? part * 8 + r / 2 : r / 2 * 8);
-        const u32 kept = there <= 0 ? 0 : kPairs || there > 1 ? ~0u : 0xffff;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tiles[part][i].r[r] &= kept;
-      }
+      for (int i = 0; i < 4; ++i) tiles[0][i].r[r] &= kept;
+    }
   }
   DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
     A a;
@@ -239,18 +238,18 @@ template <class Pass> struct MonarchGradient {
                       Math::template lane_row_a<kFirstStride>(lane);
     const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
 #pragma unroll
-    for (int two = 0; two < 4; two += 2) {
+    for (int unit = 0; unit < 4; unit += kAtOnce) {
       constexpr int kWhole = P / kStep * kStep, kUnit = WL * 16 * kFirstStride * kSize;
-      const u32 weight = first + (along_k * 4 + two) * kUnit, from = rows + two / kOfK * (P * kSize);
-      float sums[2][kAcross][4] = {};
+      const u32 weight = first + (along_k * 4 + unit) * kUnit, from = rows + unit / kOfK * (P * kSize);
+      float sums[kAtOnce][kAcross][4] = {};
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
         for (int p = 0; p < kWhole; p += kStep)
           add_state(sums[i], weight + i * kUnit + p * kSize, from + i / kOfK * (P * kSize) + p * kSize);
       if constexpr (kWhole < P) add_tails(sums, weight + kWhole * kSize, from + kWhole * kSize);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) as_tile(tiles, two + i, sums[i]);
+      for (int i = 0; i < kAtOnce; ++i) as_tile(tiles, unit + i, sums[i], left);
     }
     clear(tiles, left);
     exchange(tiles);
@@ -306,41 +305,71 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll
         for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
       }
-      as_tile(tiles, l, sums);
+      as_tile(tiles, l, sums, left);
     }
     clear(tiles, left);
     add_first(of_first, tiles, x);
   }
-  // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. While
-  // the last ones are made, the warps make those of the first weights.
+  // What is asked of two l's, for all samples of a step
+  DEVICE void ask_for_back(float (&back)[2][8 * kHalves], int first, u32 g) const {
+    open_products();
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      const u64 second = operand(memory + ((along_l * 4 + first + l) * WK + along_k / 4 * 4) * 2048);
+      const u64 grad = operand(g + (first + l) * CHUNK * 128);
+#pragma unroll
+      for (int s = 0; s < S / 16; ++s)
+        Wgmma<Element, 16 * kHalves>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
+    }
+    commit_products();
+  }
+  DEVICE void take_back(Tiles (&of_back)[kHalves], float (&back)[2][8 * kHalves], int first) const {
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      touch(back[l]);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+        as_tile(of_back[half], first + l, reinterpret_cast<float(&)[2][4]>(back[l][half * 8]), 16);
+    }
+  }
+  DEVICE void ask_for_second(SumsSecond& of_second, Tiles& tiles, u32 g) const {
+#pragma unroll
+    for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
+    open_products();
+#pragma unroll
+    for (int l = 0; l < 4; ++l)
+      Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
+    commit_products();
+  }
+  // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. The second
+  // weights are read once for 32 samples, by two l's, as registers hold no more.
   DEVICE void add_step_of_warpgroups(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
     if constexpr (kWgmma) {
-      Tiles tiles, of_back;
+      Tiles tiles, of_back[kHalves];
+      float back[2][8 * kHalves];
       make_state(tiles, x, left);
-#pragma unroll
-      for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
-      float back[4][8];
-      open_products();
-#pragma unroll
-      for (int l = 0; l < 4; ++l) {
-        const u64 second = operand(memory + ((along_l * 4 + l) * WK + along_k / 4 * 4) * 2048);
-        const u64 grad = operand(g + l * CHUNK * 128);
-#pragma unroll
-        for (int s = 0; s < S / 16; ++s) Wgmma<Element, 16>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
-      }
-      commit_products();
-#pragma unroll
-      for (int l = 0; l < 4; ++l)
-        Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
-      commit_products();
+      ask_for_back(back, 0, g);
+      ask_for_second(of_second, tiles, g);
       wait_for_products<1>();
-#pragma unroll
-      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back, l, reinterpret_cast<float(&)[2][4]>(back[l]));
-      clear(of_back, left);
-      add_first(of_first, of_back, x);
+      take_back(of_back, back, 0);
       wait_for_products<0>();
 #pragma unroll
       for (int l = 0; l < 4; ++l) touch(of_second[l]);
+      ask_for_back(back, 2, g);
+      wait_for_products<0>();
+      take_back(of_back, back, 2);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        clear(of_back[half], left - half * 16);
+        add_first(of_first, of_back[half], x + half * (16 * kXStride * kSize));
+      }
+      if (kHalves == 2 && left > 16) {
+        make_state(tiles, x + 16 * kXStride * kSize, left - 16);
+        ask_for_second(of_second, tiles, g + 16 * 128);
+        wait_for_products<0>();
+#pragma unroll
+        for (int l = 0; l < 4; ++l) touch(of_second[l]);
+      }
     }
   }
 
@@ -350,11 +379,10 @@ template <class Pass> struct MonarchGradient {
   DEVICE void run() {
     if (threadIdx.x < STAGES) {
       init_barrier(full(threadIdx.x), kLoaders + 1);
-      init_barrier(empty(threadIdx.x), kMembers / 32 * BLOCKS);
+      init_barrier(empty(threadIdx.x), kMembers / 32);
     }
     fence_copy_engine();
     __syncthreads();
-    if constexpr (BLOCKS > 1) sync_cluster();
     if (warp >= kConsumers / 32) {
       give_registers<kCopyRegisters>();
       produce();
@@ -362,7 +390,6 @@ template <class Pass> struct MonarchGradient {
       take_registers<kRegisters>();
       consume();
     }
-    if constexpr (BLOCKS > 1) sync_cluster();  // the other one may still tell this one's loaders, or copy to here
   }
   DEVICE void consume() {
     copy_first();
@@ -381,7 +408,7 @@ template <class Pass> struct MonarchGradient {
       wait_for_bytes(full(stage), position / STAGES & 1);
       if constexpr (kWgmma) fence_copy_engine();
 #pragma unroll 1
-      for (int step = 0; step < CHUNK; step += 16) {
+      for (int step = 0; step < CHUNK; step += 16 * kHalves) {
         stay_here(lane.index, left);  // or the places of all operands are kept from step to step, and spilled
         lane = Lane(lane.index);
         const u32 x = here + kX + (step * kXStride + along_k * 4 / kOfK * P) * kSize;
@@ -393,11 +420,7 @@ template <class Pass> struct MonarchGradient {
       }
       if constexpr (kWgmma) fence_copy_engine();  // an arrival overtakes what has been asked of shared memory
       __syncwarp();
-      if constexpr (BLOCKS == 1) {
-        if (lane.index == 0) arrive(empty(stage));
-      } else {
-        if (lane.index < BLOCKS) free_in_other_block(in_block(empty(stage), lane.index));
-      }
+      if (lane.index == 0) arrive(empty(stage));
       position += Pass::GROUPS;
     }
     Meet()();  // the loaders have written all
