@@ -12,8 +12,9 @@
 // GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
 // copy. factorlayer/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
-//        with grad_y are warpgroups')
+// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients
+//        begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products with grad_y
+//        are warpgroups')
 #pragma once
 #include "mma.cuh"
 #include "monarch_order.cuh"
@@ -132,7 +133,7 @@ template <class Pass> struct MonarchGradient {
 #pragma unroll(kWgmma ? 1 : 8)
       for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
     } else {
-#pragma unroll 4
+#pragma unroll(kWgmma ? 2 : 4)
       for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
     }
   }
@@ -418,7 +419,8 @@ template <class Pass> struct MonarchGradient {
         else
           add_step(of_first, of_second, x, g, left - step);
       }
-      if constexpr (kWgmma) fence_copy_engine();  // an arrival overtakes what has been asked of shared memory
+      // An arrival overtakes what has been asked of shared memory, if nothing has waited for what is made of it.
+      if constexpr (kWgmma && kHalves == 1) fence_copy_engine();
       __syncwarp();
       if (lane.index == 0) arrive(empty(stage));
       position += Pass::GROUPS;
