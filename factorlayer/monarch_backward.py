@@ -137,7 +137,8 @@ class MonarchGradient(_Both, BlockSums):
         numbers = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
         flag = f"static constexpr bool WGMMA = {str(self.wgmma).lower()};"
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({16, second.q})) if self.wgmma else ""
+        columns = sorted({min(self.samples, 32), second.q}) if self.wgmma else []
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in columns)
         code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_gradient.cuh")
         return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads)
 
@@ -293,7 +294,8 @@ def _gradient_time(plan: MonarchGradient) -> float:
     each = -(-chunks // plan.most) * -(-plan.split // gpu.sms)
     loaded = plan.samples * (plan.columns + 4 * plan.wl * second.q) * size
     warps = plan.wk * plan.wl
-    read = (plan.samples * 8 + plan.samples // 16 * 64) * (first.p + second.q) * size * (0.64 if plan.wgmma else 1.0)
+    part = (0.5 if plan.samples % 32 == 0 else 0.6) if plan.wgmma else 1.0  # what warps do not read together
+    read = (plan.samples * 8 + plan.samples // 16 * 64) * (first.p + second.q) * size * part
     products = 2 * 2 * plan.samples * 64 * (first.p + second.q) / (0.6 * 8.9e6 * (1 if size == 2 else 0.5))
     chunk = max(warps * read / gpu.shared_bytes, loaded / (0.8 * gpu.l2_bytes)) + 0.5 * warps * products + OWN_COPY_US
     ends = 2 * plan.most * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)

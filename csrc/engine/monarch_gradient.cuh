@@ -12,8 +12,9 @@
 // GROUPS of warps take turns at a block's samples, CHUNK at a time, and add up their sums in the end. Four more warps
 // copy. factorlayer/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products
-//        with grad_y are warpgroups')
+// Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients
+//        begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products with grad_y
+//        are warpgroups')
 #pragma once
 #include "mma.cuh"
 #include "monarch_order.cuh"
@@ -32,9 +33,10 @@ template <class Pass> struct MonarchGradient {
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
   static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
   static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
-  static constexpr int kCopyRegisters = 40, kRegisters = 232;
+  static constexpr int kCopyRegisters = Pass::WGMMA ? 24 : 40, kRegisters = Pass::WGMMA ? 240 : 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
   static constexpr int kColumns = kUnits / kOfK * P, kAcross = 2, kParts = 16 / kStep;  // of a step, of 16 samples
+  static constexpr int kAtOnce = P % kStep ? 2 : 1;  // units whose state is made
   static_assert(RHO % 4 == 0 && kUnits % kOfK == 0 && L % kLs == 0 && K * kOfK % kUnits == 0);
   static_assert(P % kPiece == 0 && P % 8 == 0 && S % kStep == 0 && CHUNK % 16 == 0 && Order::kTile % CHUNK == 0);
 
@@ -42,6 +44,7 @@ template <class Pass> struct MonarchGradient {
   // samples, of x by samples, of the first weights by units, fours of l's and places. What WGMMA reads, the second
   // weights and grad_y, are rows of slabs.
   static constexpr bool kWgmma = Pass::WGMMA;
+  static constexpr int kHalves = kWgmma && CHUNK % 32 == 0 ? 2 : 1;  // of a step, 16 samples each
   static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
   static constexpr int kFirstStride = stride(P), kXStride = stride(kColumns), kGStride = kWgmma ? 64 : stride(S);
   static constexpr int kStages = kLs * WK * 16 * kGStride * kSize;  // behind the second weights
@@ -91,29 +94,33 @@ template <class Pass> struct MonarchGradient {
   static DEVICE u32 place_of_run(int row, int piece) {
     return kWgmma ? swizzled(row, piece) : u32(row * kGStride + piece * kPiece) * kSize;
   }
-  // The second weights turned: a block's columns side by side to rows
+  // The second weights turned: a block's columns side by side to rows. Lanes have rows, 16 bytes of each, and all that a
+  // thread loads is on its way at once.
   DEVICE void load_second() const {
-    constexpr int kAll = kLs * S * kUnits * 4, kTogether = 16;
+    constexpr int kAcross = kUnits * 4 / kPiece, kAll = kLs * S * kAcross, kTogether = 16;
+    const Element* from = weight(Pass::SECOND) + i64(first_l) * S * (K * RHO) + first_unit * 4;
 #pragma unroll 1
     for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kConsumers) {
-      Element x[kTogether];
+      u32 x[kTogether][4];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kConsumers, row = j / (kUnits * 4), column = j % (kUnits * 4);
-        x[i] = Element{};
-        if (j < kAll) x[i] = weight(Pass::SECOND)[(i64(first_l) * S + row) * (K * RHO) + first_unit * 4 + column];
+        const int j = begin + i * kConsumers, row = j % 32 + j / (32 * kAcross) * 32, piece = j / 32 % kAcross;
+        load_global(from + row * (K * RHO) + piece * kPiece, x[i], j < kAll);
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kConsumers, l = j / (kUnits * 4) / S, s = Order::place_of(j / (kUnits * 4) % S);
-        const int unit = j / 4 % kUnits, row = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + j % 4;
-        if (j < kAll) store_shared(memory + place_of_run(row, s / kPiece) + s % kPiece * kSize, rounded(x[i]));
+        const int j = begin + i * kConsumers, row = j % 32 + j / (32 * kAcross) * 32, piece = j / 32 % kAcross;
+        const int l = row / S, s = Order::place_of(row % S);
+        if (j >= kAll) continue;
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) {
+          const int unit = piece * kPiece / 4 + e / 4, to = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + e % 4;
+          const u32 there = memory + place_of_run(to, s / kPiece) + s % kPiece * kSize;
+          if constexpr (kSize == 2) store_shared(there, u16(x[i][e / 2] >> e % 2 * 16));
+          else store_shared(there, tf32_of(x[i][e]));
+        }
       }
     }
-  }
-  static DEVICE Element rounded(Element x) {
-    if constexpr (kSize == 4) return Math::rounded(x);
-    else return x;
   }
 
   DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
@@ -123,10 +130,10 @@ template <class Pass> struct MonarchGradient {
   template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
     const int thread = threadIdx.x - kConsumers;
     if constexpr (kLoaders % RUN == 0) {
-#pragma unroll 8
+#pragma unroll(kWgmma ? 1 : 8)
       for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
     } else {
-#pragma unroll 4
+#pragma unroll(kWgmma ? 2 : 4)
       for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
     }
   }
@@ -135,13 +142,13 @@ template <class Pass> struct MonarchGradient {
     const int left = int(min(params.batch - first, i64(CHUNK)));
     constexpr int kXPieces = kColumns / kPiece, kGPieces = S / kPiece;
     const Element* x = static_cast<const Element*>(params.x) + first * (K * P) + first_unit / kOfK * P;
-    each<CHUNK, kXPieces>([&](int row, int run) {
-      copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
-    });
     // Of a tile, rows of an l follow one another, as they are to lie in a slab.
     const i64 tile = first / Order::kTile * Order::kTile;
     const int begin = int(first - tile), rows = int(min(params.batch - tile, i64(Order::kTile)));
     const char* g = static_cast<const char*>(params.y) + Order::turned_at(tile);
+    each<CHUNK, kXPieces>([&](int row, int run) {
+      copy_async<16>(to + kX + (row * kXStride + run * kPiece) * kSize, x + row * (K * P) + run * kPiece, row < left);
+    });
     if (kWgmma && left == CHUNK) {
       const int l = threadIdx.x - kConsumers;
       if (l == 0) expect_bytes(barrier, kLs * CHUNK * 128);
@@ -182,25 +189,49 @@ template <class Pass> struct MonarchGradient {
         for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
       }
   }
-  // Where there is no sample, an infinite weight would make a NaN.
+  // Where there is no sample, an infinite weight would make a NaN. Tiles that a branch parts are made one after another: in
+  // 16 bits all four are cleared at once, of 32 bits there are not registers for that.
   DEVICE void as_tile(Tiles& tiles, int i, float (&sums)[kAcross][4], int left) const {
-    if (left < 16) {
+    if (kPairs && left < 16) {
 #pragma unroll
       for (int n = 0; n < kAcross; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (n * 8 + lane.t * 2 + i % 2 >= left) sums[n][i] = 0;
+        for (int j = 0; j < 4; ++j)
+          if (n * 8 + lane.t * 2 + j % 2 >= left) sums[n][j] = 0;
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
   }
-  template <int LENGTH> DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
+  DEVICE void clear(Tiles& tiles, int left) const {
+    if (kPairs || left >= 16) return;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int there = left - lane.t * 2 - r / 2 * 8;
+      const u32 kept = there <= 0 ? 0 : there == 1 ? 0xffff : ~0u;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tiles[0][i].r[r] &= kept;
+    }
+  }
+  DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
     A a;
     B b[kAcross];
-    Math::template load_row_a<LENGTH, kFirstStride, false>(a, weight);
-    Math::template load_row_b<LENGTH, kXStride, kAcross>(b, x);
+    Math::template load_row_a<kStep, kFirstStride, false>(a, weight);
+    Math::template load_row_b<kStep, kXStride, kAcross>(b, x);
 #pragma unroll
-    for (int n = 0; n < kAcross; ++n) Math::template multiply<LENGTH>(sums[n], a, b[n]);
+    for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
+  }
+  // Of two units, the last 8 P's: both units' in one access.
+  DEVICE void add_tails(float (&sums)[2][kAcross][4], u32 weight, u32 x) const {
+    u32 a[4], b[4];
+    load_matrices<false>(a, weight + (lane.index >> 4) * (WL * 16 * kFirstStride * kSize - 16));
+    load_matrices<false>(b, x + (lane.index >> 3 & 1) * ((kOfK == 1 ? P * kSize : 0) - 16));
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit)
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n) {
+        const A left{{a[unit * 2], a[unit * 2 + 1]}};
+        Math::template multiply<8>(sums[unit][n], left, B{{b[n * 2 + unit]}});
+      }
   }
   // A step of samples; x and g are where the warp's columns and l's begin. The state, by l's
   DEVICE void make_state(Tiles& tiles, u32 x, int left) const {
@@ -208,15 +239,20 @@ template <class Pass> struct MonarchGradient {
                       Math::template lane_row_a<kFirstStride>(lane);
     const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      constexpr int kWhole = P / kStep * kStep;
-      const u32 weight = first + (along_k * 4 + i) * (WL * 16 * kFirstStride * kSize), from = rows + i / kOfK * (P * kSize);
-      float sums[kAcross][4] = {};
+    for (int unit = 0; unit < 4; unit += kAtOnce) {
+      constexpr int kWhole = P / kStep * kStep, kUnit = WL * 16 * kFirstStride * kSize;
+      const u32 weight = first + (along_k * 4 + unit) * kUnit, from = rows + unit / kOfK * (P * kSize);
+      float sums[kAtOnce][kAcross][4] = {};
 #pragma unroll
-      for (int p = 0; p < kWhole; p += kStep) add_state<kStep>(sums, weight + p * kSize, from + p * kSize);
-      if constexpr (kWhole < P) add_state<8>(sums, weight + kWhole * kSize, from + kWhole * kSize);
-      as_tile(tiles, i, sums, left);
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int p = 0; p < kWhole; p += kStep)
+          add_state(sums[i], weight + i * kUnit + p * kSize, from + i / kOfK * (P * kSize) + p * kSize);
+      if constexpr (kWhole < P) add_tails(sums, weight + kWhole * kSize, from + kWhole * kSize);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) as_tile(tiles, unit + i, sums[i], left);
     }
+    clear(tiles, left);
     exchange(tiles);
   }
   // What its gradient, by l's, adds to that of the first weights
@@ -272,37 +308,69 @@ template <class Pass> struct MonarchGradient {
       }
       as_tile(tiles, l, sums, left);
     }
+    clear(tiles, left);
     add_first(of_first, tiles, x);
   }
-  // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. While
-  // the last ones are made, the warps make those of the first weights.
+  // What is asked of two l's, for all samples of a step
+  DEVICE void ask_for_back(float (&back)[2][8 * kHalves], int first, u32 g) const {
+    open_products();
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      const u64 second = operand(memory + ((along_l * 4 + first + l) * WK + along_k / 4 * 4) * 2048);
+      const u64 grad = operand(g + (first + l) * CHUNK * 128);
+#pragma unroll
+      for (int s = 0; s < S / 16; ++s)
+        Wgmma<Element, 16 * kHalves>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
+    }
+    commit_products();
+  }
+  DEVICE void take_back(Tiles (&of_back)[kHalves], float (&back)[2][8 * kHalves], int first) const {
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      touch(back[l]);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+        as_tile(of_back[half], first + l, reinterpret_cast<float(&)[2][4]>(back[l][half * 8]), 16);
+    }
+  }
+  DEVICE void ask_for_second(SumsSecond& of_second, Tiles& tiles, u32 g) const {
+#pragma unroll
+    for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
+    open_products();
+#pragma unroll
+    for (int l = 0; l < 4; ++l)
+      Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
+    commit_products();
+  }
+  // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. The second
+  // weights are read once for 32 samples, by two l's, as registers hold no more.
   DEVICE void add_step_of_warpgroups(SumsFirst& of_first, SumsSecond& of_second, u32 x, u32 g, int left) const {
     if constexpr (kWgmma) {
-      Tiles tiles, of_back;
+      Tiles tiles, of_back[kHalves];
+      float back[2][8 * kHalves];
       make_state(tiles, x, left);
-#pragma unroll
-      for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
-      float back[4][8];
-      open_products();
-#pragma unroll
-      for (int l = 0; l < 4; ++l) {
-        const u64 second = operand(memory + ((along_l * 4 + l) * WK + along_k / 4 * 4) * 2048);
-        const u64 grad = operand(g + l * CHUNK * 128);
-#pragma unroll
-        for (int s = 0; s < S / 16; ++s) Wgmma<Element, 16>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
-      }
-      commit_products();
-#pragma unroll
-      for (int l = 0; l < 4; ++l)
-        Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
-      commit_products();
+      ask_for_back(back, 0, g);
+      ask_for_second(of_second, tiles, g);
       wait_for_products<1>();
-#pragma unroll
-      for (int l = 0; l < 4; ++l) touch(back[l]), as_tile(of_back, l, reinterpret_cast<float(&)[2][4]>(back[l]), left);
-      add_first(of_first, of_back, x);
+      take_back(of_back, back, 0);
       wait_for_products<0>();
 #pragma unroll
       for (int l = 0; l < 4; ++l) touch(of_second[l]);
+      ask_for_back(back, 2, g);
+      wait_for_products<0>();
+      take_back(of_back, back, 2);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        clear(of_back[half], left - half * 16);
+        add_first(of_first, of_back[half], x + half * (16 * kXStride * kSize));
+      }
+      if (kHalves == 2 && left > 16) {
+        make_state(tiles, x + 16 * kXStride * kSize, left - 16);
+        ask_for_second(of_second, tiles, g + 16 * 128);
+        wait_for_products<0>();
+#pragma unroll
+        for (int l = 0; l < 4; ++l) touch(of_second[l]);
+      }
     }
   }
 
@@ -341,7 +409,7 @@ template <class Pass> struct MonarchGradient {
       wait_for_bytes(full(stage), position / STAGES & 1);
       if constexpr (kWgmma) fence_copy_engine();
 #pragma unroll 1
-      for (int step = 0; step < CHUNK; step += 16) {
+      for (int step = 0; step < CHUNK; step += 16 * kHalves) {
         stay_here(lane.index, left);  // or the places of all operands are kept from step to step, and spilled
         lane = Lane(lane.index);
         const u32 x = here + kX + (step * kXStride + along_k * 4 / kOfK * P) * kSize;
@@ -351,6 +419,8 @@ template <class Pass> struct MonarchGradient {
         else
           add_step(of_first, of_second, x, g, left - step);
       }
+      // An arrival overtakes what has been asked of shared memory, if nothing has waited for what is made of it.
+      if constexpr (kWgmma && kHalves == 1) fence_copy_engine();
       __syncwarp();
       if (lane.index == 0) arrive(empty(stage));
       position += Pass::GROUPS;
