@@ -44,6 +44,7 @@ class UntiedBackward(TileSums):
     gpu: Gpu
     batch: int
     paired: bool = False  # blocks, in clusters, which add up their sums before they write them
+    in_turns: bool = False  # a group's warpgroups make x's gradient of a chunk each
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -82,7 +83,7 @@ class UntiedBackward(TileSums):
     @property
     def share(self) -> int:
         """Columns of x's gradient of a warpgroup."""
-        return self.bp // (self.wm * self.wn)
+        return self.bp // (1 if self.in_turns else self.wm * self.wn)
 
     @property
     def sums(self) -> int:
@@ -122,7 +123,7 @@ class UntiedBackward(TileSums):
 
     @property
     def fits(self) -> bool:
-        whole = self.share % (64 if self.wm == 2 else 32) == 0
+        whole = self.share % (64 if self.wm == 2 and not self.in_turns else 32) == 0
         held = whole and self.sums <= REGISTERS[self.consumers][2]
         given = self.together * self.left * self.bp * 64 * 2
         held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
@@ -154,6 +155,7 @@ class UntiedBackward(TileSums):
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
         lines += [f"static constexpr bool PAIRED = {str(self.paired).lower()};"]
+        lines += [f"static constexpr bool IN_TURNS = {str(self.in_turns).lower()};"]
         cluster = "__cluster_dims__(1, 2, 1) " if self.paired else ""
         code = hopper_headers(products, "untied_backward.cuh")
         return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster)
@@ -190,8 +192,9 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
-                for paired in (False, True) if n * wn < c.p else (False,):
-                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, paired)
+                pairs = (False, True) if n * wn < c.p else (False,)
+                for paired, in_turns in itertools.product(pairs, (False, True) if wm * wn > 1 else (False,)):
+                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, paired, in_turns)
                     if plan.fits:
                         yield plan
 
@@ -202,9 +205,9 @@ def _time(plan: UntiedBackward) -> float:
     chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
     parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
     steps = -(-c.q // 16)
-    shares = plan.consumers // plan.together
-    products = 2.3 * plan.together * shares * (4 * plan.height * plan.n + steps * plan.share) / 4 / CYCLES
-    read = plan.stage_bytes + 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
+    shares, backs = plan.consumers // plan.together, plan.together * (plan.bp // plan.share)  # warpgroups with x's
+    products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
+    read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n) + 32 * backs * steps * (64 + plan.share)
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair

@@ -6,8 +6,9 @@
 // A block keeps the weights of TOGETHER groups, of N WN p's each, in shared memory, and their sums in registers, while chunks
 // of 64 rows go by: a warpgroup of producers fills a ring of STAGES with G and X, in slabs of 64 columns as they lie in
 // memory. The matrix unit takes them either way: G's rows are those of dX, its columns those of dW. A group's WM x WN
-// warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, which goes from registers to memory while the
-// products of dW are made. Blocks write their sums side by side, for Reduction.
+// warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, or, IN_TURNS, by chunks: so each reads less of
+// shared memory, and others multiply while it stores. dX goes from registers to memory while the products of dW are made. Blocks
+// write their sums side by side, for Reduction.
 //
 // With PAIRED, two blocks of a cluster give each other half of their sums once both have seen all their chunks, so that half as
 // many are written.
@@ -17,7 +18,7 @@
 // their gradients do not have. factorlayer/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, STAGES, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        N, STAGES, IN_TURNS, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -29,7 +30,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr int WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N, STAGES = Pass::STAGES;
   static constexpr int kShares = WM * WN, kConsumers = 128 * TOGETHER * kShares, kSlab = 64 * 128;
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs of a group
-  static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = BP / kShares;  // columns of dX
+  static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = Pass::IN_TURNS ? BP : BP / kShares;  // columns of dX
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
@@ -38,7 +39,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
-  static_assert(kShare % 32 == 0 && (kShares == 1 || kShare == 32 || kShare % 64 == 0), "tiles by four, within slabs");
+  static_assert(kShare % 32 == 0 && (kShare == BP || kShare == 32 || kShare % 64 == 0), "tiles by four, within slabs");
   static_assert(Pass::RUN % 16 == 0 || Pass::RUN == P, "whole sectors");
 
   const Params& params;
@@ -110,16 +111,19 @@ template <class Pass> struct UntiedBackward {
   using Back = float[kShare / 2];
   DEVICE int share() const { return warpgroup % kShares; }
   DEVICE int group() const { return warpgroup / kShares; }
-  DEVICE void multiply(Sums& sums, Back& back, u32 stage, bool add) const {
-    const int share = this->share();
-    const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
-    const u32 weights = memory + (group() * kRight + share * kShare / 64) * kWeights + share * kShare % 64 * 2;
-    open_products();
+  DEVICE int first_column() const { return Pass::IN_TURNS ? 0 : share() * kShare; }  // of dX
+  DEVICE void multiply(Back& back, u32 stage) const {
+    const u32 g = stage + group() * kGroup;
+    const u32 weights = memory + (group() * kRight + first_column() / 64) * kWeights + first_column() % 64 * 2;
 #pragma unroll
     for (int step = 0; step < ceil_div(Q, 16); ++step)
       Wgmma<Element, kShare>::multiply_right_turned(back, operand(g + step / 4 * kSlab) + step % 4 * 2,
                                                     turned_operand(weights, kWeights) + step * 128, step > 0);
     commit_products();
+  }
+  DEVICE void multiply(Sums& sums, u32 stage, bool add) const {
+    const int share = this->share();
+    const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
@@ -152,7 +156,7 @@ template <class Pass> struct UntiedBackward {
   }
   DEVICE void store(const Back& back, int chunk) const {
     const i64 row = first_row(chunk) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int p = first_p + share() * kShare + threadIdx.x % 4 * 8, group = first_group + this->group();
+    const int p = first_p + first_column() + threadIdx.x % 4 * 8, group = first_group + this->group();
     Element* y = static_cast<Element*>(params.y) + row * kRowX;
 #pragma unroll
     for (int n = 0; n < kShare / 8; n += 4) {
@@ -224,17 +228,27 @@ template <class Pass> struct UntiedBackward {
       for (auto& some : sums)
 #pragma unroll
         for (float& x : some) x = 0;
-    int stage = 0;
+    int stage = 0, turn = Pass::IN_TURNS ? share() : 0;
     u32 phase = 0;
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
-      Back back;
+      const u32 from = memory + kStages + stage * kStageBytes;
       wait_for_bytes(memory + kFull + stage * 8, phase);
       fence_copy_engine();
-      multiply(sums, back, memory + kStages + stage * kStageBytes, chunk != block);
-      wait_for_products<1>();
-      touch(back);
-      store(back, chunk);
+      if (turn == 0) {
+        Back back;
+        open_products();
+        multiply(back, from);
+        multiply(sums, from, chunk != block);
+        wait_for_products<1>();
+        touch(back);
+        store(back, chunk);
+        turn = Pass::IN_TURNS ? kShares : 0;
+      } else {
+        open_products();
+        multiply(sums, from, chunk != block);
+      }
+      if constexpr (Pass::IN_TURNS) --turn;
       wait_for_products<0>();
 #pragma unroll
       for (auto& some : sums) touch(some);
