@@ -156,7 +156,7 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
             "line 9 cannot be read: this pass reads the buffer that it writes",
         ),
         (plan_text() + "map x\n", 'line 6 cannot be read: "map" has 16 words behind it, 1 came'),
-        (plan_text() + OF_X.replace("tf32", "bf16"), 'a map\'s elements should be tf32, they are "bf16"'),
+        (plan_text() + OF_X.replace("tf32", "bf16"), 'a map\'s elements should be tf32 or u16, they are "bf16"'),
         (plan_text() + OF_X.replace(" 64 ", " 300 "), 'a size of a box should be .* to 256, it is "300"'),
         (plan_text() + 3 * OF_X, "line 8 cannot be read: a pass has 2 maps at most"),
     ],
@@ -295,6 +295,10 @@ def test_maps_of_tensors(native: Path) -> None:
     ]
     assert [(line.split()[5], line.split()[9]) for line in maps[2::2]] == [("0x100003f0", "252"), ("0x100007e0", "246")]
     assert len(list(launches(lines))) == 3
+    of_gradient = launch(native, plan_text() + "map 1* u16 64 2 3 1 1 256 128 64 64 64 1 64 1 1\n", 250)
+    assert [line for line in of_gradient if line.startswith("map ")] == [
+        "map aligned type 1 of 0x51 sizes 64 2 750 1 1 strides 256 128 64 64 box 64 1 64 1 1 options 0 3 2 0"
+    ]
     failed = launch(native, plan, 250, MAP_ERROR="1")[-1]
     assert failed == (
         "error factorlayer: the CUDA driver could not describe a tensor to the copy engine: bad luck (error 1)"

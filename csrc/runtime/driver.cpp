@@ -16,7 +16,7 @@ constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
 constexpr int CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;  // attributes of a launch
 constexpr int LEAST_DRIVER = 12030;            // that captures such launches
-constexpr int MAP_OF_TF32 = 11, NO_INTERLEAVE = 0, SWIZZLE_128_BYTES = 3, PROMOTE_128_BYTES = 2, ZEROS_OUTSIDE = 0;
+constexpr int MAP_OF_U16 = 1, MAP_OF_TF32 = 11, NO_INTERLEAVE = 0, SWIZZLE_128_BYTES = 3, PROMOTE_128_BYTES = 2, ZEROS_OUTSIDE = 0;
 
 // CUlaunchAttribute and CUlaunchConfig of cuda.h
 struct LaunchAttribute {
@@ -186,7 +186,8 @@ int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsig
   return clusters;
 }
 
-void encode_map(void* to, const void* tensor, const int64_t (&sizes)[5], const int64_t (&strides)[4], const int64_t (&box)[5]) {
+void encode_map(void* to, const void* tensor, bool is_tf32, const int64_t (&sizes)[5], const int64_t (&strides)[4],
+                const int64_t (&box)[5]) {
   static constexpr uint32_t SIDE_BY_SIDE[] = {1, 1, 1, 1, 1};
   if (!driver().encode_map)
     throw std::runtime_error("factorlayer: NVIDIA's driver has no function cuTensorMapEncodeTiled; update the driver to one "
@@ -194,8 +195,8 @@ void encode_map(void* to, const void* tensor, const int64_t (&sizes)[5], const i
   uint64_t of_tensor[5], bytes[4];
   uint32_t of_box[5];
   std::copy(sizes, sizes + 5, of_tensor), std::copy(strides, strides + 4, bytes), std::copy(box, box + 5, of_box);
-  check(driver().encode_map(to, MAP_OF_TF32, 5, const_cast<void*>(tensor), of_tensor, bytes, of_box, SIDE_BY_SIDE,
-                            NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_128_BYTES, ZEROS_OUTSIDE),
+  check(driver().encode_map(to, is_tf32 ? MAP_OF_TF32 : MAP_OF_U16, 5, const_cast<void*>(tensor), of_tensor, bytes, of_box,
+                            SIDE_BY_SIDE, NO_INTERLEAVE, SWIZZLE_128_BYTES, PROMOTE_128_BYTES, ZEROS_OUTSIDE),
         "describe a tensor to the copy engine");
 }
 

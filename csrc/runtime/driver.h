@@ -51,7 +51,8 @@ int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsig
 
 // How the copy engine finds boxes of a tensor of floats, which it rounds to tf32 on their way: 128 bytes at `to`, which is a
 // multiple of 64. Rows of a box are 128 bytes, whose pieces change places as the matrix unit takes them.
-void encode_map(void* to, const void* tensor, const int64_t (&sizes)[5], const int64_t (&strides)[4], const int64_t (&box)[5]);
+void encode_map(void* to, const void* tensor, bool is_tf32, const int64_t (&sizes)[5], const int64_t (&strides)[4],
+                const int64_t (&box)[5]);
 
 // `maps` are what kernels have that take two parameters. `early` blocks start while the kernel before in the stream ends, and
 // have to wait for it themselves; on sm_90 and later.

@@ -151,8 +151,9 @@ struct Maps {
   Maps(const Pass& pass, const Params& params) {
     for (size_t i = 0; i < pass.maps.size(); ++i) {
       TensorMap map = pass.maps[i];
-      if (map.weight < 0) map.sizes[2] *= params.batch;
-      encode_map(bytes[i], map.weight < 0 ? params.x : params.weights[map.weight], map.sizes, map.strides, map.box);
+      if (map.has_samples) map.sizes[2] *= params.batch;
+      const void* const tensor = map.weight < 0 ? params.x : params.weights[map.weight];
+      encode_map(bytes[i], tensor, map.is_tf32, map.sizes, map.strides, map.box);
     }
   }
 };

@@ -81,10 +81,13 @@ Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& 
 }
 
 TensorMap parse_map(Reader& reader) {
-  const std::vector<std::string> words = reader.line("map", 16);
+  std::vector<std::string> words = reader.line("map", 16);
   TensorMap map{};
+  map.has_samples = words[1] == "x" || words[1].back() == '*';
+  if (words[1].back() == '*') words[1].pop_back();
   map.weight = words[1] == "x" ? -1 : int(reader.number(words[1], "a weight's number", 0, 61));
-  if (words[2] != "tf32") reader.fail("a map's elements should be tf32, they are \"" + words[2] + "\"");
+  map.is_tf32 = words[2] == "tf32";
+  if (!map.is_tf32 && words[2] != "u16") reader.fail("a map's elements should be tf32 or u16, they are \"" + words[2] + "\"");
   for (int i = 0; i < 5; ++i) map.sizes[i] = reader.number(words[3 + i], "a size", 1, int64_t(1) << 31);
   for (int i = 0; i < 4; ++i) map.strides[i] = reader.number(words[8 + i], "bytes from one to the next", 16, MANY);
   for (int i = 0; i < 5; ++i) map.box[i] = reader.number(words[12 + i], "a size of a box", 1, 256);

@@ -7,11 +7,13 @@
 //     pass <in: x|s0|s1|s2|none> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
 //         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
 //     <source, and a newline>
-//     map <x, or a weight's number> tf32 <five sizes> <bytes from one to the next, behind the first size> <five sizes of a box>
+//     map <x, or a weight's number> <tf32|u16> <five sizes> <bytes from one to the next, behind the first size>
+//         <five sizes of a box>                                                                        (all on one line)
 //     pass …
 //
 // A kernel with maps, of which each has a line, has them as a second parameter: how the copy engine finds boxes of a tensor,
-// rounded on their way. The third size is that for one sample, if the tensor is x.
+// floats rounded on their way, or 16 bits as they are. The third size is that for one sample, if the tensor is x or a weight
+// that has samples, as a gradient has: "1*".
 //
 // A pass may add up s2 where it lies. One that reads nothing but weights, "none", prepares them in s2, and needs to run
 // only once for weights that stay as they are. A unit is what a block works on; a launch has as many blocks as its
@@ -25,6 +27,7 @@ namespace factorlayer {
 
 struct TensorMap {
   int weight;  // or -1: x
+  bool has_samples, is_tf32;
   int64_t sizes[5], strides[4], box[5];
 };
 

@@ -169,24 +169,26 @@ void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, u
 void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t barrier, uint32_t in_blocks) {
   hesitate();
   if (offset_of(to) % 1024) error("a box to %u, which should be a multiple of 1024", offset_of(to));
-  if (map.box[0] != 32) error("a box with rows of %ld floats", long(map.box[0]));
+  const int size = map.is_tf32 ? 4 : 2, columns = 128 / size;
+  if (map.box[0] != columns) error("a box with rows of %ld elements", long(map.box[0]));
   const auto made = std::make_shared<vector<u8>>();
   int64_t i[5] = {};
   for (bool more = true; more;) {
-    const u8* from = static_cast<const u8*>(map.tensor) + at[0] * int64_t(4);
+    const u8* from = static_cast<const u8*>(map.tensor) + at[0] * int64_t(size);
     bool inside = true;
     for (int d = 1; d < 5; ++d) {
       from += (at[d] + i[d]) * map.strides[d - 1];
       inside &= at[d] + i[d] >= 0 && at[d] + i[d] < map.sizes[d];
     }
     u32 row[32] = {};
-    const int64_t here = inside ? std::max<int64_t>(0, std::min<int64_t>(32, map.sizes[0] - at[0])) : 0;
-    if (here) check_global("a box", from, u32(here * 4), false, 16);
-    memcpy(row, from, inside ? here * 4 : 0);
+    const int64_t here = inside ? std::max<int64_t>(0, std::min<int64_t>(columns, map.sizes[0] - at[0])) * size : 0;
+    if (here) check_global("a box", from, u32(here), false, 16);
+    memcpy(row, from, here);
     const size_t number = made->size() / 128;
     made->resize(made->size() + 128);
     for (int k = 0; k < 32; ++k) {
-      const u32 x = (row[k] >> 23 & 255) == 255 ? row[k] : truncated_to_tf32(row[k] + 0x1000);
+      const bool rounds = map.is_tf32 && (row[k] >> 23 & 255) != 255;
+      const u32 x = rounds ? truncated_to_tf32(row[k] + 0x1000) : row[k];
       memcpy(made->data() + number * 128 + ((k / 4 ^ number & 7) << 4) + k % 4 * 4, &x, 4);
     }
     int d = 1;

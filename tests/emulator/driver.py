@@ -236,9 +236,7 @@ class Emulator:
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
             maps = kernel.planned.maps if isinstance(kernel.planned, Mapped | MonarchMapped | SlabBackward) else ()
-            (self.folder / "maps").write_text(
-                "\n".join(line.replace("x tf32", "-1").replace("tf32", "") for line in maps)
-            )
+            (self.folder / "maps").write_text("\n".join(maps))
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
             try:
                 done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)

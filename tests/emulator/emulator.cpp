@@ -160,13 +160,13 @@ int main(int count, char** arguments) {
     else
       params.y = map_tensor(folder + "/left", 0);
   }
-  std::ifstream of_maps(folder + "/maps");  // of each the weight's number, or -1 for x, sizes, strides and box
-  for (int of; of_maps >> of;) {
-    maps.push_back({of < 0 ? params.x : params.weights[of]});
+  std::ifstream of_maps(folder + "/maps");  // of each x or the weight's number, its elements, sizes, strides and box
+  for (std::string of, elements; of_maps >> of >> elements;) {
+    maps.push_back({of == "x" ? params.x : params.weights[std::stoi(of)], elements == "tf32"});
     for (auto& size : maps.back().sizes) of_maps >> size;
     for (auto& stride : maps.back().strides) of_maps >> stride;
     for (auto& size : maps.back().box) of_maps >> size;
-    if (of < 0) maps.back().sizes[2] *= params.batch;
+    if (of == "x" || of.back() == '*') maps.back().sizes[2] *= params.batch;
   }
   times_written.assign(bytes, 0);
 

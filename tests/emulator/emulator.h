@@ -26,9 +26,10 @@ void wait(uint32_t barrier, uint32_t phase);
 void load_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t blocks = 0);
 void send_run(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier);
 void send_words(uint32_t to, const uint32_t* words, uint32_t count, uint32_t barrier);
-// A tensor of floats, and boxes of it. `blocks` of a cluster get the box; with no bit set it is this one.
+// A tensor of floats, or of 16 bits as they are, and boxes of it. `blocks` of a cluster get the box; with no bit set it is this one.
 struct TensorMap {
   const void* tensor;
+  bool is_tf32;
   int64_t sizes[5], strides[4], box[5];
 };
 void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t barrier, uint32_t blocks);
