@@ -45,6 +45,7 @@ class UntiedBackward(TileSums):
     batch: int
     paired: bool = False  # blocks, in clusters, which add up their sums before they write them
     in_turns: bool = False  # a group's warpgroups make x's gradient of a chunk each
+    shared_rows: bool = False  # blocks, in clusters, which read grad_y together
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -100,12 +101,12 @@ class UntiedBackward(TileSums):
 
     @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1032 - self.weight_bytes) // (self.stage_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1032
 
     @property
     def threads(self) -> int:
@@ -127,7 +128,26 @@ class UntiedBackward(TileSums):
         held = whole and self.sums <= REGISTERS[self.consumers][2]
         given = self.together * self.left * self.bp * 64 * 2
         held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
+        held = held and (not self.shared_rows or -(-self.contraction.p // self.bp) % 2 == 0)
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
+
+    @property
+    def parts(self) -> int:
+        """Of x's map, where a block has a whole part of a group's p's; else its columns are counted from the group's first."""
+        return 1 if self.contraction.p % self.bp else self.contraction.p // self.bp
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads, of x and of grad_y."""
+        c, size = self.contraction, self.size
+        part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
+        x = (part, self.parts, 1, self.groups, 1), (part, self.groups * c.p, c.p, self.groups * c.p), (64, 1, ROWS, 1, 1)
+        row = self.groups * c.q
+        grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
+        return tuple(
+            " ".join(map(str, (of, "u16", *sizes, *(size * stride for stride in strides), *box)))
+            for of, (sizes, strides, box) in (("x", x), ("1*", grad))
+        )
 
     @property
     def output_bytes(self) -> int:
@@ -139,6 +159,7 @@ class UntiedBackward(TileSums):
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
             f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"{'rows for two blocks, ' if self.shared_rows else ''}"
             f"{self.shared} bytes of shared memory"
         )
 
@@ -150,15 +171,15 @@ class UntiedBackward(TileSums):
         numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
         numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        numbers |= {"STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        numbers |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        lines += [f"static constexpr bool PAIRED = {str(self.paired).lower()};"]
-        lines += [f"static constexpr bool IN_TURNS = {str(self.in_turns).lower()};"]
-        cluster = "__cluster_dims__(1, 2, 1) " if self.paired else ""
+        flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
         code = hopper_headers(products, "untied_backward.cuh")
-        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster)
+        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, maps=True)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
@@ -192,9 +213,10 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
-                pairs = (False, True) if n * wn < c.p else (False,)
-                for paired, in_turns in itertools.product(pairs, (False, True) if wm * wn > 1 else (False,)):
-                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, paired, in_turns)
+                clusters = ((False, False), (True, False), (False, True)) if n * wn < c.p else ((False, False),)
+                for (paired, shared), in_turns in itertools.product(clusters, (False, True) if wm * wn > 1 else (False,)):
+                    tiling = together, wm, wn, height, n
+                    plan = UntiedBackward(chain, dtype, *tiling, gpu, batch, paired, in_turns, shared)
                     if plan.fits:
                         yield plan
 

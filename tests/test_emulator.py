@@ -717,6 +717,8 @@ UNTIED = [
     ("turned; untied 0 1 192 144 4; backward; turn 4 48 4", "bfloat16", 300, (1, 3, 1, 1, 96, False, True)),
     ("untied 0 2 192 192 1; backward; mixed 2 48 4", "float16", 1000, (1, 3, 1, 1, 96, True, True)),
     ("untied 0 1 72 136 1; backward", "bfloat16", 333, (1, 1, 2, 3, 64, False, True)),
+    ("untied 0 2 192 136 1; backward; mixed 2 34 4", "bfloat16", 900, (1, 3, 1, 1, 96, False, True, True)),
+    ("turned; untied 0 1 112 200 2; backward; turn 7 16 2", "float16", 700, (1, 1, 1, 4, 64, False, False, True)),
 ]
 
 

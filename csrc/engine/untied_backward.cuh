@@ -4,25 +4,30 @@
 //     dW[q, p] = sum_r G[r, q] X[r, p]        dX[r, p] = sum_q G[r, q] W[q, p]        r: samples, for each group
 //
 // A block keeps the weights of TOGETHER groups, of N WN p's each, in shared memory, and their sums in registers, while chunks
-// of 64 rows go by: a warpgroup of producers fills a ring of STAGES with G and X, in slabs of 64 columns as they lie in
-// memory. The matrix unit takes them either way: G's rows are those of dX, its columns those of dW. A group's WM x WN
+// of 64 rows go by: the copy engine, which reads by maps, fills a ring of STAGES with G and X, in slabs of 64 columns as they lie
+// in memory. The matrix unit takes them either way: G's rows are those of dX, its columns those of dW. A group's WM x WN
 // warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, or, IN_TURNS, by chunks: so each reads less of
 // shared memory, and others multiply while it stores. dX goes from registers to memory while the products of dW are made. Blocks
 // write their sums side by side, for Reduction.
 //
 // With PAIRED, two blocks of a cluster give each other half of their sums once both have seen all their chunks, so that half as
-// many are written.
+// many are written. Or they have neighbouring p's of the same chunks: SHARED, each brings half of G's rows for both.
 //
 // Rows of X, G and dX are [groups][features]; those of dX may be another contraction's: runs of RUN p's, of which INNER
 // groups take turns. q's may come in the order in which that contraction has made them: [columns][rows], which weights and
 // their gradients do not have. factorlayer/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, STAGES, IN_TURNS, PAIRED, MOST (blocks for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        N, STAGES, IN_TURNS, PAIRED, SHARED, PARTS (of so many p's as a block has: sizes of x's map; one: of all), MOST (blocks
+//        for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
 #include "wgmma.cuh"
+
+struct Maps {
+  TensorMap x, grad;
+};
 
 template <class Pass> struct UntiedBackward {
   using Element = typename Pass::Element;
@@ -34,7 +39,10 @@ template <class Pass> struct UntiedBackward {
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
+  static constexpr int kThere = kEmpty + STAGES * 8;  // weights
   static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
+  static constexpr int kSharing = Pass::SHARED ? 2 : 1;  // blocks that have the same rows
+  static_assert(!Pass::SHARED || (!Pass::PAIRED && kTiles % 2 == 0));
   static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
@@ -43,11 +51,12 @@ template <class Pass> struct UntiedBackward {
   static_assert(Pass::RUN % 16 == 0 || Pass::RUN == P, "whole sectors");
 
   const Params& params;
+  const Maps& maps;
   const u32 memory;
   const int warpgroup, chunks, blocks, block, tile, first_p, first_group;
 
-  DEVICE UntiedBackward(const Params& given)
-      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
+  DEVICE UntiedBackward(const Params& given, const Maps& m)
+      : params(given), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
         chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
         block(blockIdx.x * kPair + blockIdx.y % kPair), tile(blockIdx.y / kPair), first_p(tile % kTiles * BP),
         first_group(tile / kTiles * TOGETHER) {}
@@ -75,34 +84,34 @@ template <class Pass> struct UntiedBackward {
                          q < Q && slab * 64 + piece < columns());
       }
   }
-  template <int SLABS, i64 ROW> static DEVICE void copy(u32 to, const Element* from, int rows, int left) {
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows && slab * 64 < left);
-  }
-  DEVICE void produce(int thread) const {
-    const int row = thread / 8, piece = thread % 8 * 8;
-    const u32 place = memory + kStages + swizzled(row, thread % 8);
-    const Element* g = static_cast<const Element*>(params.weights[1]) + (row * kRowG + i64(first_group) * Q + piece);
-    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(first_group) * P + first_p + piece);
-    int left_q = Q - piece, left_p = columns() - piece, stage = 0;
+  DEVICE void produce() const {
+    constexpr int kRows = 64 / kSharing;
+    const int rank = blockIdx.y % kSharing, part = first_p / BP;
+    int stage = 0;
     u32 phase = 1;
-    copy_weights(thread);  // which are there when the first chunk is
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
-      const i64 first = first_row(chunk);
-      const int rows = int(min(params.batch - first, i64(64))) - row;
-      stay_here(left_q, left_p);
+      const int row = int(first_row(chunk));
+      const u32 full = memory + kFull + stage * 8;
       wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      expect_bytes(full, kStageBytes);
 #pragma unroll 1
       for (int group = 0; group < TOGETHER; ++group) {
-        const u32 to = place + stage * kStageBytes + group * kGroup;
-        copy<kLeft, kRowG>(to, g + (first * kRowG + group * Q), rows, left_q);
-        copy<kRight, kRowX>(to + kLeft * kSlab, x + (first * kRowX + group * P), rows, left_p);
+        const u32 to = memory + kStages + stage * kStageBytes + group * kGroup;
+#pragma unroll
+        for (int slab = 0; slab < kLeft; ++slab) {
+          const int at[5] = {slab * 64, first_group + group, row + rank * kRows, 0, 0};
+          if constexpr (Pass::SHARED)
+            load_box(to + slab * kSlab + rank * (kRows * 128), maps.grad, at, full, 3);
+          else
+            load_box(to + slab * kSlab, maps.grad, at, full);
+        }
+#pragma unroll
+        for (int slab = 0; slab < kRight; ++slab) {
+          const int at[5] = {(Pass::PARTS > 1 ? 0 : first_p) + slab * 64, Pass::PARTS > 1 ? part : 0, row, first_group + group, 0};
+          load_box(to + (kLeft + slab) * kSlab, maps.x, at, full);
+        }
       }
-      arrive_with_copies(memory + kFull + stage * 8);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
   }
@@ -221,6 +230,15 @@ template <class Pass> struct UntiedBackward {
     store<N / 4>(sums, rank * (N / 2));
   }
 
+  // A warp has read a stage: all who write there are told.
+  static DEVICE void release(u32 empty) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (Pass::SHARED) {
+      if (lane < 2) free_in_other_block(in_block(empty, lane));
+    } else {
+      if (lane == 0) arrive(empty);
+    }
+  }
   DEVICE void consume() const {
     Sums sums;
     if (Pass::PAIRED && block >= chunks)
@@ -230,11 +248,12 @@ template <class Pass> struct UntiedBackward {
         for (float& x : some) x = 0;
     int stage = 0, turn = Pass::IN_TURNS ? share() : 0;
     u32 phase = 0;
+    wait_for_bytes(memory + kThere, 0);
+    fence_copy_engine();
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const u32 from = memory + kStages + stage * kStageBytes;
       wait_for_bytes(memory + kFull + stage * 8, phase);
-      fence_copy_engine();
       if (turn == 0) {
         Back back;
         open_products();
@@ -252,7 +271,7 @@ template <class Pass> struct UntiedBackward {
       wait_for_products<0>();
 #pragma unroll
       for (auto& some : sums) touch(some);
-      if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+      release(memory + kEmpty + stage * 8);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     if constexpr (Pass::PAIRED)
@@ -264,17 +283,23 @@ template <class Pass> struct UntiedBackward {
   DEVICE void run() const {
     if (block >= blocks) return;
     if (threadIdx.x < STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 128);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32);
+      init_barrier(memory + kFull + threadIdx.x * 8, 1);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32 * kSharing);
     }
+    if (threadIdx.x == 0) init_barrier(memory + kThere, 128);
+    fence_copy_engine();
     __syncthreads();
+    if constexpr (Pass::SHARED) sync_cluster();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      produce(threadIdx.x - kConsumers);
+      copy_weights(threadIdx.x - kConsumers);
+      arrive_with_copies(memory + kThere);
+      if (threadIdx.x == kConsumers) produce();
       if constexpr (Pass::PAIRED) sync_cluster(), sync_cluster();
     }
+    if constexpr (Pass::SHARED) sync_cluster();  // the other one may still say that it has read, or write here
   }
 };
