@@ -101,12 +101,12 @@ class UntiedBackward(TileSums):
 
     @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1032 - self.weight_bytes) // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1040 - self.weight_bytes) // (self.stage_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1032
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1040
 
     @property
     def threads(self) -> int:

@@ -39,7 +39,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
   static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
-  static constexpr int kThere = kEmpty + STAGES * 8;  // weights
+  static constexpr int kDone = kEmpty + STAGES * 8, kGot = kDone + 8;  // of a pair: its sums may come, and are there
   static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
   static constexpr int kSharing = Pass::SHARED ? 2 : 1;  // blocks that have the same rows
   static_assert(!Pass::SHARED || (!Pass::PAIRED && kTiles % 2 == 0));
@@ -69,20 +69,24 @@ template <class Pass> struct UntiedBackward {
   // Where q comes among those of a weight.
   static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
 
-  // Eight threads take the pieces of a row, and each of them every 16th row.
-  DEVICE void copy_weights(int thread) const {
-    const int row = thread / 8, piece = thread % 8 * 8;
+  // Eight threads take the pieces of a row.
+  DEVICE void copy_weights() const {
+    const int row = threadIdx.x / 8, piece = threadIdx.x % 8 * 8;
     const Element* weights = static_cast<const Element*>(params.weights[0]) + first_p + piece;
 #pragma unroll 1
     for (int group = 0; group < TOGETHER; ++group)
-#pragma unroll 1
-      for (int q = row; q < kLeft * 64; q += 16) {
+#pragma unroll 4
+      for (int q = row; q < kLeft * 64; q += kConsumers / 8) {
         const Element* from = weights + (i64(first_group + group) * Q + in_order(q)) * P;
 #pragma unroll
         for (int slab = 0; slab < kRight; ++slab)
-          copy_async<16>(memory + (group * kRight + slab) * kWeights + swizzled(q, thread % 8), from + slab * 64,
+          copy_async<16>(memory + (group * kRight + slab) * kWeights + swizzled(q, threadIdx.x % 8), from + slab * 64,
                          q < Q && slab * 64 + piece < columns());
       }
+    commit_copies();
+    wait_for_copies<0>();
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
   }
   DEVICE void produce() const {
     constexpr int kRows = 64 / kSharing;
@@ -202,8 +206,10 @@ template <class Pass> struct UntiedBackward {
 
   DEVICE void store_paired(Sums& sums) const {
     const int rank = blockIdx.y % 2;
-    const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine);
-    sync_cluster();  // no stage is read any more
+    const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine), got = in_other_block(memory + kGot);
+    wait_at_cluster();  // which both have reached long since
+    if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(memory + kDone));  // no stage is read any more
+    wait_for_bytes(memory + kDone, 0);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
@@ -215,9 +221,9 @@ template <class Pass> struct UntiedBackward {
           given[i] = __float_as_uint(rank ? first : second);
           sums[h][n + i] = rank ? second : first;
         }
-        store_in_other_block(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
+        send_words(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given, got);
       }
-    sync_cluster();
+    wait_for_cluster(memory + kGot, 0);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
@@ -248,8 +254,7 @@ template <class Pass> struct UntiedBackward {
         for (float& x : some) x = 0;
     int stage = 0, turn = Pass::IN_TURNS ? share() : 0;
     u32 phase = 0;
-    wait_for_bytes(memory + kThere, 0);
-    fence_copy_engine();
+    copy_weights();
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const u32 from = memory + kStages + stage * kStageBytes;
@@ -286,19 +291,22 @@ template <class Pass> struct UntiedBackward {
       init_barrier(memory + kFull + threadIdx.x * 8, 1);
       init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32 * kSharing);
     }
-    if (threadIdx.x == 0) init_barrier(memory + kThere, 128);
+    if (Pass::PAIRED && threadIdx.x == 0) {
+      init_barrier(memory + kDone, kConsumers / 32);
+      init_barrier(memory + kGot, 1);
+      expect_bytes(memory + kGot, kGiven * 16 * kConsumers);
+    }
     fence_copy_engine();
     __syncthreads();
     if constexpr (Pass::SHARED) sync_cluster();
+    if constexpr (Pass::PAIRED) arrive_at_cluster();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      copy_weights(threadIdx.x - kConsumers);
-      arrive_with_copies(memory + kThere);
       if (threadIdx.x == kConsumers) produce();
-      if constexpr (Pass::PAIRED) sync_cluster(), sync_cluster();
+      if constexpr (Pass::PAIRED) wait_at_cluster();
     }
     if constexpr (Pass::SHARED) sync_cluster();  // the other one may still say that it has read, or write here
   }
