@@ -23,6 +23,7 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import LARGEST, Mapped
+from factorlayer.mapped_resident import MappedResident
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
@@ -99,7 +100,7 @@ Pass = (
     | Wide
     | WideGradient
 )
-WithMaps = Mapped | MonarchMapped | SlabBackward | UntiedBackward
+WithMaps = Mapped | MappedResident | MonarchMapped | SlabBackward | UntiedBackward
 Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 
