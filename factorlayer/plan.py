@@ -23,7 +23,6 @@ from factorlayer.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.gradient import BlockSums, Gradient, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
 from factorlayer.mapped import LARGEST, Mapped
-from factorlayer.mapped_resident import MappedResident
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
@@ -100,7 +99,7 @@ Pass = (
     | Wide
     | WideGradient
 )
-WithMaps = Mapped | MappedResident | MonarchMapped | SlabBackward | UntiedBackward
+WithMaps = Mapped | MonarchMapped | SlabBackward | UntiedBackward
 Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 

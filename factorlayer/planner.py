@@ -27,7 +27,6 @@ from factorlayer import (
     large_backward,
     layer_backward,
     mapped,
-    mapped_resident,
     mixed_backward,
     monarch,
     monarch_backward,
@@ -467,7 +466,7 @@ def _product_pass(
     if of_few:
         return of_few
     narrow = streamed.tile(product, batch, gpu)
-    tiled = (family.tile(product, batch, gpu) for family in (wide, mapped, mapped_resident))
+    tiled = (family.tile(product, batch, gpu) for family in (wide, mapped))
     found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     weight = 1.2 if batch > 64 else 0.9
     return found if found and found.us < weight * narrow.us else narrow

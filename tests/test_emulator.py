@@ -24,10 +24,8 @@ from factorlayer import (
     columns,
     columns_backward,
     gradient,
-    mapped_resident,
     slab_backward,
     small_backward,
-    streamed,
     strip_backward,
     untied_backward,
 )
@@ -37,7 +35,6 @@ from factorlayer.chain import Chain
 from factorlayer.dense_streamed import DenseStreamed
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Reduction
-from factorlayer.mapped_resident import MappedResident
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.naive import naive
@@ -1438,37 +1435,6 @@ def test_groups_store_runs(
     outputs, errors = emulator.run(found, emulator.compile(found), given.reshape(batch, -1), [weight], None, blocks=2)
     assert not errors
     assert np.linalg.norm(outputs[-1].ravel() - right) <= 2 * EPS[dtype] * np.linalg.norm(right)
-
-
-# Groups whose weights stay while the copy engine brings rows: parts of columns, slabs and chunks, biases, runs of a
-# following contraction's groups, and from the last samples on
-MAPPED_RESIDENT = [
-    ("untied 0 4 72 96 1; bias; relu", "bfloat16", 150, 96, False),
-    ("untied 0 2 128 200 1", "float16", 300, 128, True),
-    ("untied 0 4 64 192 1; turn 1 192 4", "bfloat16", 200, 192, False),
-    ("turned; untied 0 1 40 96 4; turn 2 48 4", "float16", 130, 64, True),
-]
-
-
-@pytest.mark.parametrize(("text", "dtype", "batch", "n", "from_last"), MAPPED_RESIDENT, ids=str)
-def test_weights_of_groups_stay(text: str, dtype: str, batch: int, n: int, from_last: bool, emulator: Emulator) -> None:
-    chain, gpu = Chain.parse(text), Gpu(90, 8, 232448)
-    (product,) = streamed.products(chain, dtype)
-    tiled = MappedResident(product, 1, n, 1, 8, LARGE, gpu, from_last=from_last)
-    assert tiled.stages >= 3 and tiled.store == 16 and mapped_resident.tile(product, LARGE, gpu) is not None
-    (c,), draw = chain.contractions, drawing(dtype)
-    x, weight, bias = draw(batch, c.outer, c.inner, c.p), draw(c.outer, c.inner, c.q, c.p) / 8, draw(chain.out_features)
-    right = np.einsum("oiqp,noip->noqi", weight, x).reshape(batch, -1)
-    if chain.bias:
-        right = np.maximum(right + bias, 0)
-    if chain.turn:
-        right = right.reshape(batch, *chain.turn).swapaxes(2, 3).reshape(batch, -1)
-    found = Plan(chain, dtype, LARGE, gpu, (tiled,))
-    outputs, errors = emulator.run(
-        found, emulator.compile(found), x.reshape(batch, -1), [weight], bias if chain.bias else None, blocks=gpu.sms
-    )
-    assert not errors
-    assert np.linalg.norm(outputs[-1].ravel() - right.ravel()) <= 2 * EPS[dtype] * np.linalg.norm(right)
 
 
 # Widths, whose rows are copied 2 to 16 bytes at a time, in whole and in half steps
