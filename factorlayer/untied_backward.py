@@ -133,7 +133,7 @@ class UntiedBackward(TileSums):
 
     @property
     def parts(self) -> int:
-        """Of x's map, where a block has a whole part of a group's p's; else its columns are counted from the group's first."""
+        """Of a group's p's in x's map, where all blocks have as many; else these are counted from the group's first."""
         return 1 if self.contraction.p % self.bp else self.contraction.p // self.bp
 
     @property
@@ -141,7 +141,11 @@ class UntiedBackward(TileSums):
         """What csrc/runtime reads, of x and of grad_y."""
         c, size = self.contraction, self.size
         part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
-        x = (part, self.parts, 1, self.groups, 1), (part, self.groups * c.p, c.p, self.groups * c.p), (64, 1, ROWS, 1, 1)
+        x = (
+            (part, self.parts, 1, self.groups, 1),
+            (part, self.groups * c.p, c.p, self.groups * c.p),
+            (64, 1, ROWS, 1, 1),
+        )
         row = self.groups * c.q
         grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
         return tuple(
@@ -214,7 +218,9 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
                 clusters = ((False, False), (True, False), (False, True)) if n * wn < c.p else ((False, False),)
-                for (paired, shared), in_turns in itertools.product(clusters, (False, True) if wm * wn > 1 else (False,)):
+                for (paired, shared), in_turns in itertools.product(
+                    clusters, (False, True) if wm * wn > 1 else (False,)
+                ):
                     tiling = together, wm, wn, height, n
                     plan = UntiedBackward(chain, dtype, *tiling, gpu, batch, paired, in_turns, shared)
                     if plan.fits:
@@ -227,9 +233,10 @@ def _time(plan: UntiedBackward) -> float:
     chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
     parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
     steps = -(-c.q // 16)
-    shares, backs = plan.consumers // plan.together, plan.together * (plan.bp // plan.share)  # warpgroups with x's
+    shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
     products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
-    read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n) + 32 * backs * steps * (64 + plan.share)
+    read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
+    read += plan.stage_bytes
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
