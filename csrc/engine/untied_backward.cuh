@@ -279,6 +279,7 @@ template <class Pass> struct UntiedBackward {
       release(memory + kEmpty + stage * 8);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
+    if constexpr (Pass::SHARED) arrive_at_cluster();
     if constexpr (Pass::PAIRED)
       store_paired(sums);
     else
@@ -307,7 +308,8 @@ template <class Pass> struct UntiedBackward {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
       if (threadIdx.x == kConsumers) produce();
       if constexpr (Pass::PAIRED) wait_at_cluster();
+      if constexpr (Pass::SHARED) arrive_at_cluster();
     }
-    if constexpr (Pass::SHARED) sync_cluster();  // the other one may still say that it has read, or write here
+    if constexpr (Pass::SHARED) wait_at_cluster();  // the other one may still say that it has read, or write here
   }
 };
