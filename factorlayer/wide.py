@@ -214,7 +214,7 @@ class Wide:
             **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
             **{"TERMS": self.summed, "TERM_BLOCKS": p.terms_out},
             **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
-            **{"FIRST": 1, "STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
+            **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
             **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
             **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "MIXED": p.mixed},
         }

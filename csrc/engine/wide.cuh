@@ -565,29 +565,7 @@ template <class Pass> struct Wide {
     if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
   }
 
-  // The sums of a group; `meanwhile`, the first products are on their way.
-  template <class Meanwhile> DEVICE void add_up(float (&sum)[N / 2], Ring& ring, Meanwhile meanwhile) const {
-    constexpr int kFirst = kSlabs < Pass::FIRST ? kSlabs : Pass::FIRST;
-    Left none;
-    int oldest = ring.stage;
-#pragma unroll
-    for (int slab = 0; slab < kFirst; ++slab) multiply(sum, none, next_slab(ring), slab > 0);
-    meanwhile();
-    const auto release_oldest = [&] {
-      release(oldest);
-      if (++oldest == Pass::STAGES) oldest = 0;
-    };
-#pragma unroll 1
-    for (int slab = kFirst; slab < kSlabs; ++slab) {
-      multiply(sum, none, next_slab(ring), true);
-      wait_for_products<kFirst>();
-      release_oldest();
-    }
-    wait_for_products<0>();
-    touch(sum);
-#pragma unroll
-    for (int slab = 0; slab < kFirst; ++slab) release_oldest();
-  }
+  // The sums of a group.
   DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
     Left a[2];  // in turns: the products of the slab before still read theirs
     const auto take = [&](int slab, Left& a) {
@@ -700,29 +678,7 @@ template <class Pass> struct Wide {
     return sum;
   }
 
-  // Results are stored while the next tile's first products are made: of operands in shared memory, for which registers
-  // have room.
-  static constexpr bool kOverlaps = kPacked && !Pass::CLUSTER && Pass::BESIDE < 0;
-  DEVICE void consume_and_store() const {
-    Ring ring;
-    Held held;
-    Tile last{};
-    for (i64 n = first_tile(); n < tiles; n += blocks()) {
-      const Tile tile = tile_of(n);
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) {
-        float sum[N / 2];
-        add_up(sum, ring, [&] {
-          if (h == 0 && n != first_tile()) store(held, last);
-        });
-        finish(sum, held[h], tile, h);
-      }
-      last = tile;
-    }
-    if (first_tile() < tiles) store(held, last);
-  }
   DEVICE void consume() const {
-    if constexpr (kOverlaps) return consume_and_store();
     Ring ring;
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
