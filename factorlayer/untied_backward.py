@@ -243,6 +243,8 @@ def _time(plan: UntiedBackward) -> float:
     busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
+    again = -(-c.p // plan.bp) / (1 + plan.shared_rows) - 1  # grad_y, from L2, which is hidden in part
+    memory += 0.75 * again * plan.size * plan.batch * plan.groups * c.q / (gpu.l2_bytes * gpu.sms)
     summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
     # Half of what they push out of L2 goes to memory while others still multiply
     summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
