@@ -183,7 +183,7 @@ class UntiedBackward(TileSums):
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
         code = hopper_headers(products, "untied_backward.cuh")
-        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, maps=True)
+        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:

@@ -42,6 +42,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr int kDone = kEmpty + STAGES * 8, kGot = kDone + 8;  // of a pair: its sums may come, and are there
   static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
   static constexpr int kSharing = Pass::SHARED ? 2 : 1;  // blocks that have the same rows
+  static constexpr bool kInPairs = Pass::PAIRED || Pass::SHARED;
   static_assert(!Pass::SHARED || (!Pass::PAIRED && kTiles % 2 == 0));
   static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
   static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
@@ -207,7 +208,6 @@ template <class Pass> struct UntiedBackward {
   DEVICE void store_paired(Sums& sums) const {
     const int rank = blockIdx.y % 2;
     const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine), got = in_other_block(memory + kGot);
-    wait_at_cluster();  // which both have reached long since
     if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(memory + kDone));  // no stage is read any more
     wait_for_bytes(memory + kDone, 0);
 #pragma unroll
@@ -255,6 +255,7 @@ template <class Pass> struct UntiedBackward {
     int stage = 0, turn = Pass::IN_TURNS ? share() : 0;
     u32 phase = 0;
     copy_weights();
+    if constexpr (kInPairs) wait_at_cluster();  // the other one has begun
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const u32 from = memory + kStages + stage * kStageBytes;
@@ -299,15 +300,16 @@ template <class Pass> struct UntiedBackward {
     }
     fence_copy_engine();
     __syncthreads();
-    if constexpr (Pass::SHARED) sync_cluster();
-    if constexpr (Pass::PAIRED) arrive_at_cluster();
+    if constexpr (kInPairs) arrive_at_cluster();
+    if (threadIdx.x == kConsumers) prefetch_map(maps.x), prefetch_map(maps.grad);
+    wait_for_kernel_before();
     if (threadIdx.x < kConsumers) {
       if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
       consume();
     } else {
       if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      if constexpr (kInPairs) wait_at_cluster();
       if (threadIdx.x == kConsumers) produce();
-      if constexpr (Pass::PAIRED) wait_at_cluster();
       if constexpr (Pass::SHARED) arrive_at_cluster();
     }
     if constexpr (Pass::SHARED) wait_at_cluster();  // the other one may still say that it has read, or write here
