@@ -99,6 +99,7 @@ Pass = (
     | Wide
     | WideGradient
 )
+WithMaps = Mapped | MonarchMapped | SlabBackward | UntiedBackward
 Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 
@@ -200,7 +201,7 @@ class Plan:
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} {most} "
                 f"{p.split} {self.gpu.architecture} {name} {len(code.encode())}\n{code}"
             )
-            lines += [f"map {line}" for line in p.maps] if isinstance(p, Mapped | MonarchMapped | SlabBackward) else []
+            lines += [f"map {line}" for line in p.maps] if isinstance(p, WithMaps) else []
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

@@ -44,6 +44,8 @@ class UntiedBackward(TileSums):
     gpu: Gpu
     batch: int
     paired: bool = False  # blocks, in clusters, which add up their sums before they write them
+    in_turns: bool = False  # a group's warpgroups make x's gradient of a chunk each
+    shared_rows: bool = False  # blocks, in clusters, which read grad_y together
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
@@ -82,7 +84,7 @@ class UntiedBackward(TileSums):
     @property
     def share(self) -> int:
         """Columns of x's gradient of a warpgroup."""
-        return self.bp // (self.wm * self.wn)
+        return self.bp // (1 if self.in_turns else self.wm * self.wn)
 
     @property
     def sums(self) -> int:
@@ -99,12 +101,12 @@ class UntiedBackward(TileSums):
 
     @functools.cached_property
     def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16))
+        return min(MOST_STAGES, (self.gpu.shared - 1040 - self.weight_bytes) // (self.stage_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1040
 
     @property
     def threads(self) -> int:
@@ -122,11 +124,34 @@ class UntiedBackward(TileSums):
 
     @property
     def fits(self) -> bool:
-        whole = self.share % (64 if self.wm == 2 else 32) == 0
+        whole = self.share % (64 if self.wm == 2 and not self.in_turns else 32) == 0
         held = whole and self.sums <= REGISTERS[self.consumers][2]
         given = self.together * self.left * self.bp * 64 * 2
         held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
+        held = held and (not self.shared_rows or -(-self.contraction.p // self.bp) % 2 == 0)
         return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
+
+    @property
+    def parts(self) -> int:
+        """Of a group's p's in x's map, where all blocks have as many; else these are counted from the group's first."""
+        return 1 if self.contraction.p % self.bp else self.contraction.p // self.bp
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads, of x and of grad_y."""
+        c, size = self.contraction, self.size
+        part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
+        x = (
+            (part, self.parts, 1, self.groups, 1),
+            (part, self.groups * c.p, c.p, self.groups * c.p),
+            (64, 1, ROWS, 1, 1),
+        )
+        row = self.groups * c.q
+        grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
+        return tuple(
+            " ".join(map(str, (of, "u16", *sizes, *(size * stride for stride in strides), *box)))
+            for of, (sizes, strides, box) in (("x", x), ("1*", grad))
+        )
 
     @property
     def output_bytes(self) -> int:
@@ -138,6 +163,7 @@ class UntiedBackward(TileSums):
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
             f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"{'rows for two blocks, ' if self.shared_rows else ''}"
             f"{self.shared} bytes of shared memory"
         )
 
@@ -149,14 +175,15 @@ class UntiedBackward(TileSums):
         numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
         numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        numbers |= {"STAGES": self.stages, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        numbers |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        lines += [f"static constexpr bool PAIRED = {str(self.paired).lower()};"]
-        cluster = "__cluster_dims__(1, 2, 1) " if self.paired else ""
+        flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
         code = hopper_headers(products, "untied_backward.cuh")
-        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster)
+        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
@@ -190,8 +217,12 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
-                for paired in (False, True) if n * wn < c.p else (False,):
-                    plan = UntiedBackward(chain, dtype, together, wm, wn, height, n, gpu, batch, paired)
+                clusters = ((False, False), (True, False), (False, True)) if n * wn < c.p else ((False, False),)
+                for (paired, shared), in_turns in itertools.product(
+                    clusters, (False, True) if wm * wn > 1 else (False,)
+                ):
+                    tiling = together, wm, wn, height, n
+                    plan = UntiedBackward(chain, dtype, *tiling, gpu, batch, paired, in_turns, shared)
                     if plan.fits:
                         yield plan
 
@@ -202,15 +233,18 @@ def _time(plan: UntiedBackward) -> float:
     chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
     parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
     steps = -(-c.q // 16)
-    shares = plan.consumers // plan.together
-    products = 2.3 * plan.together * shares * (4 * plan.height * plan.n + steps * plan.share) / 4 / CYCLES
-    read = plan.stage_bytes + 32 * plan.consumers * (4 * plan.height * (64 + plan.n) + steps * (64 + plan.share))
+    shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
+    products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
+    read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
+    read += plan.stage_bytes
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
     busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
+    again = -(-c.p // plan.bp) / (1 + plan.shared_rows) - 1  # grad_y, from L2, which is hidden in part
+    memory += 0.75 * again * plan.size * plan.batch * plan.groups * c.q / (gpu.l2_bytes * gpu.sms)
     summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
     # Half of what they push out of L2 goes to memory while others still multiply
     summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)

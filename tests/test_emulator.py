@@ -711,9 +711,14 @@ UNTIED = [
     ("untied 0 6 64 64 1; backward", "bfloat16", 330, (3, 1, 1, 1, 64)),
     ("untied 0 2 72 136 1; backward", "bfloat16", 65, (1, 1, 1, 3, 96)),
     ("turned; untied 0 1 144 192 4; backward; turn 3 48 4", "bfloat16", 150, (1, 3, 1, 1, 96)),
-    ("untied 0 1 200 152 1; backward", "float16", 700, (1, 3, 1, 1, 96, 1)),
-    ("turned; untied 0 1 192 96 2; backward; turn 4 48 2", "bfloat16", 800, (1, 2, 1, 1, 128, 1)),
-    ("untied 0 2 72 136 1; backward", "float16", 65, (1, 1, 1, 3, 64, 1)),
+    ("untied 0 1 200 152 1; backward", "float16", 700, (1, 3, 1, 1, 96, True)),
+    ("turned; untied 0 1 192 96 2; backward; turn 4 48 2", "bfloat16", 800, (1, 2, 1, 1, 128, True)),
+    ("untied 0 2 72 136 1; backward", "float16", 65, (1, 1, 1, 3, 64, True)),
+    ("turned; untied 0 1 192 144 4; backward; turn 4 48 4", "bfloat16", 300, (1, 3, 1, 1, 96, False, True)),
+    ("untied 0 2 192 192 1; backward; mixed 2 48 4", "float16", 1000, (1, 3, 1, 1, 96, True, True)),
+    ("untied 0 1 72 136 1; backward", "bfloat16", 333, (1, 1, 2, 3, 64, False, True)),
+    ("untied 0 2 192 136 1; backward; mixed 2 34 4", "bfloat16", 900, (1, 3, 1, 1, 96, False, True, True)),
+    ("turned; untied 0 1 112 200 2; backward; turn 7 16 2", "float16", 700, (1, 1, 1, 4, 64, False, False, True)),
 ]
 
 
@@ -722,7 +727,7 @@ def test_both_gradients_of_untied_weights(
     text: str, dtype: str, batch: int, tiling: Tiling, emulator: Emulator
 ) -> None:
     chain, gpu = Chain.parse(text), Gpu(90, 8, 232448)
-    visit = UntiedBackward(chain, dtype, *tiling[:5], gpu, LARGE, paired=len(tiling) > 5)
+    visit = UntiedBackward(chain, dtype, *tiling[:5], gpu, LARGE, *tiling[5:])
     assert visit.fits and visit in list(untied_backward.tilings(chain, dtype, LARGE, gpu))
     check_both_gradients(Plan(chain, dtype, LARGE, gpu, (visit, Reduction(visit))), batch, emulator)
 

@@ -178,6 +178,7 @@ inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 block
   emulator::load_run(to, from, bytes, barrier, blocks);
 }
 using TensorMap = emulator::TensorMap;
+inline void prefetch_map(const TensorMap&) {}
 inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
   emulator::bring_box(to, map, at, barrier, 0);
 }

@@ -226,7 +226,7 @@ def _is_misread(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[bool
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
             yield isinstance(made, Grouped | MixedBackward | SplitPairBackward | UnitBackward) and made.groups > 1
-            yield isinstance(made, MonarchBack) or (isinstance(made, UntiedBackward) and made.paired)
+            yield isinstance(made, MonarchBack) or (isinstance(made, UntiedBackward) and made.paired | made.shared_rows)
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:
