@@ -29,13 +29,11 @@ from factorlayer.few import FewPass
 from factorlayer.gpu import ELEMENT_BYTES
 from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
 from factorlayer.large_backward import LargeBackward
-from factorlayer.mapped import Mapped
 from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
-from factorlayer.monarch_mapped import MonarchMapped
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
-from factorlayer.plan import Pass, Plan, Unbound, _output_bytes
+from factorlayer.plan import Pass, Plan, Unbound, WithMaps, _output_bytes
 from factorlayer.resident import Resident
 from factorlayer.scaled_backward import ScaledBackward
 from factorlayer.single_backward import SingleBackward
@@ -235,7 +233,7 @@ class Emulator:
         outputs: list[Array] = []
         errors: list[str] = []
         for number, kernel in enumerate(kernels):
-            maps = kernel.planned.maps if isinstance(kernel.planned, Mapped | MonarchMapped | SlabBackward) else ()
+            maps = kernel.planned.maps if isinstance(kernel.planned, WithMaps) else ()
             (self.folder / "maps").write_text("\n".join(maps))
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
             try:
