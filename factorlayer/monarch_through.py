@@ -18,7 +18,7 @@ from factorlayer.gpu import Gpu
 
 DTYPES = ("bfloat16", "float16")
 REGISTERS = {2: (232, 40), 3: (160, 32)}  # of a consumer's and a producer's thread, by consumers
-OTHER = 16  # of a consumer's registers
+OTHER = 24  # of a consumer's registers
 LARGEST = 1 << 31  # of a map's size
 MOST_SLOTS = 8
 CYCLES = 1.65e3  # in a microsecond
@@ -69,8 +69,8 @@ class MonarchThrough:
 
     @property
     def slot(self) -> int:
-        """Bytes: of a slab of x, of first weights, or second weights of half of the groups."""
-        return 128 * max(self.units_per_block, self.chain.contractions[0].q, self.depth * self.half * self.n)
+        """Bytes: of a slab of x, or of first weights for half of the groups, or of second weights of one."""
+        return 128 * max(self.units_per_block, self.half * self.rank, self.depth * self.n)
 
     @functools.cached_property
     def slots(self) -> int:
@@ -85,24 +85,12 @@ class MonarchThrough:
         return 1024 + self.state_bytes + self.slots * self.slot + 16 * (self.slots + extra) + 8
 
     @property
-    def state_words(self) -> int:
-        """Registers of what a group of the first contraction makes."""
-        return self.half * self.rank // 4
-
-    @property
-    def parks(self) -> bool:
-        """Whether the first one's wait in shared memory."""
-        return self._first_words > REGISTERS[self.teams][0] - OTHER
-
-    @property
-    def _first_words(self) -> int:
-        return (self.chain.contractions[0].outer - 1) * self.state_words + self.half * self.rank
-
-    @property
     def fits(self) -> bool:
-        room = REGISTERS[self.teams][0] - OTHER
-        second = self.chain.contractions[0].outer * self.state_words + self.half * self.n * 3 // 4
-        return self.slots >= 3 and max(second, self._first_words - self.parks * self.state_words) <= room
+        """Whether a thread has registers, and a block room for all of a group's x and two slots more."""
+        first = self.chain.contractions[0]
+        state, sums = first.outer * self.half * self.rank // 4, self.half * self.rank // 2
+        results = self.n // 2 + self.half * self.n // 2
+        return state + sums + results + OTHER <= REGISTERS[self.teams][0] and self.slots >= -(-first.p // 64) + 2
 
     @property
     def output_bytes(self) -> int:
@@ -117,9 +105,9 @@ class MonarchThrough:
         features, p = self.chain.in_features, first.p
         x = (p, first.outer, 1, 1, 1), (p, features, features, features), (64, 1, self.units_per_block, 1, 1)
         sizes = p, self.rank, second.inner, first.outer, 1
-        weights = sizes, (second.inner * p, p, first.q * p, first.q * p), (64, self.rank, second.inner, 1, 1)
+        weights = sizes, (second.inner * p, p, first.q * p, first.q * p), (64, self.rank, self.half, 1, 1)
         size = second.q * second.p
-        columns = (second.p, second.q, second.inner, 1, 1), (second.p, size, size, size), (64, self.n, self.half, 1, 1)
+        columns = (second.p, second.q, second.inner, 1, 1), (second.p, size, size, size), (64, self.n, 1, 1, 1)
         return tuple(
             " ".join(map(str, (of, "u16", *sizes, *(2 * stride for stride in strides), *box)))
             for of, (sizes, strides, box) in (("x", x), (first.weight, weights), (second.weight, columns))
@@ -143,8 +131,7 @@ class MonarchThrough:
         }
         lines = [f"using Element = {ELEMENT[self.dtype]};", cuda_type(self.chain.activation, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        flags = {"BIAS": self.chain.bias, "PARKS": self.parks}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
         products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))
         code = hopper_headers(products, "monarch_through.cuh")
         return kernel(code, name, "MonarchThrough", lines, self.threads, maps=True)

@@ -158,7 +158,7 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
         (plan_text() + "map x\n", 'line 6 cannot be read: "map" has 16 words behind it, 1 came'),
         (plan_text() + OF_X.replace("tf32", "bf16"), 'a map\'s elements should be tf32 or u16, they are "bf16"'),
         (plan_text() + OF_X.replace(" 64 ", " 300 "), 'a size of a box should be .* to 256, it is "300"'),
-        (plan_text() + 3 * OF_X, "line 8 cannot be read: a pass has 2 maps at most"),
+        (plan_text() + 4 * OF_X, "line 9 cannot be read: a pass has 3 maps at most"),
     ],
 )
 def test_wrong_plans(text: str, message: str) -> None:

@@ -33,7 +33,6 @@ template <class Pass> struct MonarchThrough {
   static constexpr int kColumns = kHalf * RHO, kSlabs = ceil_div(P, 64);  // of a k's product
   static constexpr int kNumbers = K * RHO, kDepth = ceil_div(kNumbers, 64), kEach = RHO / 16, kSteps = K * kEach;
   static constexpr int kSlabBytes = M * 128, kStateSlab = kHalf * kSlabBytes;
-  static constexpr int kWeightSlab = kHalf * N * 128;  // of second weights
   static constexpr int kExtra = kStateSlab / Pass::SLOT, kAll = Pass::SLOTS + kDepth * kExtra;
   static constexpr int kState = Pass::SLOTS * Pass::SLOT, kBarriers = kState + kDepth * kStateSlab;
   static constexpr int kFree = kBarriers + kAll * 16;
@@ -97,23 +96,26 @@ template <class Pass> struct MonarchThrough {
       for (int k = 0; k < K; ++k) {
         const int count = slots_of(k);
 #pragma unroll 1
-        for (int slab = 0; slab < kSlabs; ++slab) {
-          int slot = producer.begin(count, kSlabBytes);
-          const int of_x[5] = {slab * 64, k, int(tile) * M, 0, 0}, of_weight[5] = {slab * 64, 0, 0, k, 0};
-          load_box(bytes(slot), maps.x, of_x, full(slot));
-          slot = producer.begin(count, L * RHO * 128);
-          load_box(bytes(slot), maps.first, of_weight, full(slot));
-        }
+        for (int half = 0; half < 2; ++half)
+#pragma unroll 1
+          for (int slab = 0; slab < kSlabs; ++slab) {
+            if (half == 0) {
+              const int slot = producer.begin(count, kSlabBytes), at[5] = {slab * 64, k, int(tile) * M, 0, 0};
+              load_box(bytes(slot), maps.x, at, full(slot));
+            }
+            const int slot = producer.begin(count, kColumns * 128), at[5] = {slab * 64, 0, half * kHalf, k, 0};
+            load_box(bytes(slot), maps.first, at, full(slot));
+          }
       }
 #pragma unroll 1
       for (int s = 0; s < S; s += N) {
 #pragma unroll 1
-        for (int half = 1; half >= 0; --half) {
-          const int slot = producer.begin(Pass::SLOTS, kDepth * kWeightSlab);
+        for (int l = 0; l < L; ++l) {
+          const int slot = producer.begin(Pass::SLOTS, kDepth * N * 128);
 #pragma unroll 1
           for (int slab = 0; slab < kDepth; ++slab) {
-            const int at[5] = {slab * 64, s, half * kHalf, 0, 0};
-            load_box(bytes(slot) + slab * kWeightSlab, maps.second, at, full(slot));
+            const int at[5] = {slab * 64, s, (l + kHalf) % L, 0, 0};
+            load_box(bytes(slot) + slab * (N * 128), maps.second, at, full(slot));
           }
         }
       }
@@ -134,7 +136,6 @@ template <class Pass> struct MonarchThrough {
 
   using Sums = float[kColumns / 2];
   using Left = u32[kHalf][kSteps][4];
-  using Words = u32[kColumns / 4];
 
   DEVICE void release(int slot) const {
     if (threadIdx.x % 32 == 0) arrive(empty(slot));
@@ -145,39 +146,31 @@ template <class Pass> struct MonarchThrough {
     ring.turn(slot);
     return slot;
   }
-  // Both halves of a k's state.
-  DEVICE void make_state(Sums (&sums)[2], Ring& ring, int k) const {
-    const int team = uniform(threadIdx.x / 128), count = slots_of(k);
-    int last_x = 0, last_weight = 0;
-#pragma unroll 1
+  // Half of a k's state. The first half waits for x, the second one is the last that reads it.
+  template <bool SECOND> DEVICE void make_half(Sums& sums, int (&x)[kSlabs], Ring& ring, int count) const {
+    const u32 rows = uniform(threadIdx.x / 128) * 8192;
+    int last = 0;
+#pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
-      const int x = wait(ring, count), weight = wait(ring, count);
-      const u64 left = operand(bytes(x) + team * 8192), right = operand(bytes(weight));
+      if constexpr (!SECOND) x[slab] = wait(ring, count);
+      const int weight = wait(ring, count);
+      const u64 left = operand(bytes(x[slab]) + rows), right = operand(bytes(weight));
       open_products();
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          Wgmma<Element, kColumns>::multiply(sums[half], left + step * 2, right + half * (kColumns * 128 / 16) + step * 2,
-                                             slab > 0 || step > 0);
+        Wgmma<Element, kColumns>::multiply(sums, left + step * 2, right + step * 2, slab > 0 || step > 0);
       commit_products();
-      if (count < 4) {  // the next slab needs them
-        wait_for_products<0>();
-        release(x);
-        release(weight);
-      } else if (slab > 0) {
+      if (slab > 0) {
         wait_for_products<1>();
-        release(last_x);
-        release(last_weight);
+        release(last);
+        if constexpr (SECOND) release(x[slab - 1]);
       }
-      last_x = x, last_weight = weight;
+      last = weight;
     }
     wait_for_products<0>();
-    touch(sums[0]);
-    touch(sums[1]);
-    if (count < 4) return;
-    release(last_x);
-    release(last_weight);
+    touch(sums);
+    release(last);
+    if constexpr (SECOND) release(x[kSlabs - 1]);
   }
   // Nobody reads the slots any more that lie where a k's state will.
   DEVICE void wait_for_place(const Ring& ring, int k) const {
@@ -189,92 +182,71 @@ template <class Pass> struct MonarchThrough {
         wait_for_bytes(empty(slot), ring.phase(slot) ^ 1);
       }
   }
-  // Where a thread's words of a k lie in shared memory: two neighbours of RHO for row g or g + 8 of a warp.
-  DEVICE u32 place(int k, int word) const {
-    const Lane lane;
-    const int column = word / 2 * 8 % RHO, number = k * RHO + column, row = threadIdx.x / 32 * 16 + lane.g + word % 2 * 8;
-    return state(number / 64, word / 2 * 8 / RHO) + swizzled(row, number % 64 / 8) + lane.t * 4;
-  }
-  DEVICE void put(const Words& words, int k) const {
-#pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) store_shared(place(k, i), words[i]);
-  }
-  static DEVICE void rounded(Words& words, const Sums& sums) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) words[i] = Pair<Element>(sums[i * 2], sums[i * 2 + 1]).bits;
-  }
-  // A k's words are operands of its steps.
-  static DEVICE u32& word_of(Left& left, int k, int i) {
-    const int n = i / 2;  // eights of columns
-    return left[n * 8 / RHO][k * kEach + n % (RHO / 8) / 2][n % 2 * 2 + i % 2];
-  }
+  // Sums 2 i and 2 i + 1 of a k are neighbours of RHO for row g or g + 8 of a warp.
   DEVICE void make_states(Left& left, Ring& ring) const {
+    const Lane lane;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const bool parks = Pass::PARKS && k == K - 1;
-      if (parks) {
-        wait_for_place(ring, k);
+      int x[kSlabs];
+      Sums sums;
+      make_half<false>(sums, x, ring, slots_of(k));
 #pragma unroll
-        for (int i = 0; i < kColumns / 4; ++i) store_shared(place(k, i), word_of(left, 0, i));
+      for (int i = 0; i < kColumns / 4; ++i) {
+        const int n = i / 2;  // eights of columns
+        left[n * 8 / RHO][k * kEach + n % (RHO / 8) / 2][n % 2 * 2 + i % 2] = Pair<Element>(sums[i * 2], sums[i * 2 + 1]).bits;
       }
-      Sums sums[2];
-      make_state(sums, ring, k);
-      Words words;
-      rounded(words, sums[0]);
+      make_half<true>(sums, x, ring, slots_of(k));
+      wait_for_place(ring, k);
 #pragma unroll
-      for (int i = 0; i < kColumns / 4; ++i) word_of(left, k, i) = words[i];
-      rounded(words, sums[1]);
-      if (parks) {
-#pragma unroll
-        for (int i = 0; i < kColumns / 4; ++i) word_of(left, 0, i) = load_u32(place(k, i));
-      } else {
-        wait_for_place(ring, k);
+      for (int i = 0; i < kColumns / 4; ++i) {
+        const int column = i / 2 * 8, number = k * RHO + column % RHO, row = threadIdx.x / 32 * 16 + lane.g + i % 2 * 8;
+        store_shared(state(number / 64, column / RHO) + swizzled(row, number % 64 / 8) + lane.t * 4,
+                     Pair<Element>(sums[i * 2], sums[i * 2 + 1]).bits);
       }
-      put(words, k);
     }
   }
 
-  // Sums of N of S for half of the l's, of the state in shared memory or in registers.
-  using Results = float[kHalf][N / 2];
+  // N of S for half of the l's, rounded, of their state in shared memory or in registers.
   using Held = u32[kHalf][N / 4];
-  template <bool SHARED> DEVICE void multiply(Results& sums, Left& left, int slot) const {
-    const u32 weight = bytes(slot), rows = uniform(threadIdx.x / 128) * 8192;
-    open_products();
+  template <bool SHARED> DEVICE void multiply(Held& held, Left& left, Ring& ring, int s) const {
+    const u32 rows = uniform(threadIdx.x / 128) * 8192;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    for (int l = 0; l < kHalf; ++l) {
+      const int slot = wait(ring, Pass::SLOTS);
+      const u64 right = operand(bytes(slot));
+      float sums[N / 2];
+      open_products();
 #pragma unroll
-      for (int l = 0; l < kHalf; ++l) {
-        const u64 right = operand(weight + step / 4 * kWeightSlab + l * (N * 128)) + step % 4 * 2;
+      for (int step = 0; step < kSteps; ++step) {
+        const u64 numbers = right + step / 4 * (N * 128 / 16) + step % 4 * 2;
         if constexpr (SHARED)
-          Wgmma<Element, N>::multiply(sums[l], operand(state(step / 4, l) + rows) + step % 4 * 2, right, step > 0);
+          Wgmma<Element, N>::multiply(sums, operand(state(step / 4, l) + rows) + step % 4 * 2, numbers, step > 0);
         else
-          Wgmma<Element, N>::multiply(sums[l], left[l][step], right, step > 0);
+          Wgmma<Element, N>::multiply(sums, left[l][step], numbers, step > 0);
       }
-    commit_products();
-    wait_for_products<0>();
-#pragma unroll
-    for (int l = 0; l < kHalf; ++l) touch(sums[l]);
-    release(slot);
+      commit_products();
+      wait_for_products<0>();
+      touch(sums);
+      release(slot);
+      finish(held[l], sums, SHARED * kHalf + l, s);
+    }
   }
-  // Bias and activation of sums of l's from `first` on, rounded.
-  DEVICE void finish(Held& held, const Results& sums, int first, int s) const {
+  // Bias and activation of an l's sums, rounded.
+  DEVICE void finish(u32 (&held)[N / 4], const float (&sums)[N / 2], int l, int s) const {
     const typename Pass::Activation activation(params);
     const Lane lane;
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
-      const int column = s + n * 8 + lane.t * 2;
+      float bias[2] = {};
+      if constexpr (Pass::BIAS) {
+        const int column = s + n * 8 + lane.t * 2;
+        const Element* from = static_cast<const Element*>(params.bias) + column * L + l;
+        if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
+      }
 #pragma unroll
-      for (int l = 0; l < kHalf; ++l) {
-        float bias[2] = {};
-        if constexpr (Pass::BIAS) {
-          const Element* from = static_cast<const Element*>(params.bias) + column * L + first + l;
-          if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
-        }
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const float* sum = sums[l] + n * 4 + row * 2;
-          held[l][n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
-        }
+      for (int row = 0; row < 2; ++row) {
+        const float* sum = sums + n * 4 + row * 2;
+        held[n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
       }
     }
   }
@@ -318,13 +290,10 @@ template <class Pass> struct MonarchThrough {
         for (int step = 0; step < kSteps; ++step) settle(left[l][step]);
 #pragma unroll 1
       for (int s = 0; s < S; s += N) {
-        Results sums;
         Held far, near;
-        multiply<true>(sums, left, wait(ring, Pass::SLOTS));
+        multiply<true>(far, left, ring, s);
         if (s + N >= S && threadIdx.x % 32 == 0) arrive(memory + kFree);
-        finish(far, sums, kHalf, s);
-        multiply<false>(sums, left, wait(ring, Pass::SLOTS));
-        finish(near, sums, 0, s);
+        multiply<false>(near, left, ring, s);
         store(near, far, tile * M, s);
       }
     }

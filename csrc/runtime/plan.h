@@ -31,7 +31,7 @@ struct TensorMap {
   int64_t sizes[5], strides[4], box[5];
 };
 
-constexpr size_t MOST_MAPS = 2;
+constexpr size_t MOST_MAPS = 3;
 
 struct Pass {
   enum Buffer { outside, s0, s1, s2, second, none };  // outside: x as input, y as output; second: w, another output
