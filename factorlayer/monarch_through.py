@@ -7,7 +7,6 @@ Tiles are as large as a block's memory allows, which holds their state alone: we
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,9 @@ from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 
 DTYPES = ("bfloat16", "float16")
-REGISTERS = {2: (232, 40), 3: (160, 32)}  # of a consumer's and a producer's thread, by consumers
+ROWS = 64  # of a block
+CLUSTER = 2
+MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 OTHER = 24  # of a consumer's registers
 LARGEST = 1 << 31  # of a map's size
 MOST_SLOTS = 8
@@ -26,19 +27,19 @@ CYCLES = 1.65e3  # in a microsecond
 
 @dataclass(frozen=True)
 class MonarchThrough:
-    """A pass, tiled: 64 samples for each of `teams` warpgroups; `n` columns of the result at a time. `us` is the time
-    predicted."""
+    """A pass, tiled: `n` columns of the result at a time. `us` is the time predicted."""
 
     chain: Chain
     dtype: str
-    teams: int
     n: int
     batch: int
     gpu: Gpu
     us: float = 0.0
 
+    threads = 384
     units_per_sample = 1
-    split = 1
+    units_per_block = ROWS * CLUSTER  # of a cluster
+    split = CLUSTER
 
     @property
     def rank(self) -> int:
@@ -47,16 +48,8 @@ class MonarchThrough:
 
     @property
     def half(self) -> int:
-        """Groups whose state is in registers, and others in shared memory."""
+        """Groups of the second contraction that a warpgroup has."""
         return self.chain.contractions[1].inner // 2
-
-    @property
-    def units_per_block(self) -> int:
-        return 64 * self.teams
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.teams + 1)
 
     @property
     def depth(self) -> int:
@@ -64,33 +57,38 @@ class MonarchThrough:
         return -(-self.chain.contractions[1].p // 64)
 
     @property
-    def state_bytes(self) -> int:
-        return self.depth * self.half * self.units_per_block * 128
+    def x_slabs(self) -> int:
+        first = self.chain.contractions[0]
+        return first.outer * -(-first.p // 64)
 
     @property
     def slot(self) -> int:
-        """Bytes: of a slab of x, or of first weights for half of the groups, or of second weights of one."""
-        return 128 * max(self.units_per_block, self.half * self.rank, self.depth * self.n)
+        """Bytes of weights, for both warpgroups."""
+        return 256 * max(self.half * self.rank, self.depth * self.n)
+
+    @property
+    def exchange(self) -> int:
+        return 2 * 256 * self.n // 2 * self.half
 
     @functools.cached_property
-    def slots(self) -> int:
-        extra = self.depth * (self.half * self.units_per_block * 128 // self.slot)
-        room = self.gpu.shared - 1024 - 8 - self.state_bytes - 16 * extra
-        return min(MOST_SLOTS, room // (self.slot + 16))
+    def slots(self) -> tuple[int, int]:
+        """Of x, of which there is a tile at most, and of weights."""
+        room = self.gpu.shared - 1024 - self.exchange
+        of_x = max(2, min(self.x_slabs, (room - 4 * (self.slot + 16)) // (ROWS * 128 + 16)))
+        return of_x, min(MOST_SLOTS, (room - of_x * (ROWS * 128 + 16)) // (self.slot + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        extra = self.depth * (self.half * self.units_per_block * 128 // self.slot)
-        return 1024 + self.state_bytes + self.slots * self.slot + 16 * (self.slots + extra) + 8
+        of_x, of_weights = self.slots
+        return 1024 + self.exchange + of_x * (ROWS * 128 + 16) + of_weights * (self.slot + 16)
 
     @property
     def fits(self) -> bool:
-        """Whether a thread has registers, and a block room for all of a group's x and two slots more."""
+        """Whether a thread has registers, and a block room."""
         first = self.chain.contractions[0]
         state, sums = first.outer * self.half * self.rank // 4, self.half * self.rank // 2
-        results = self.n // 2 + self.half * self.n // 2
-        return state + sums + results + OTHER <= REGISTERS[self.teams][0] and self.slots >= -(-first.p // 64) + 2
+        return state + sums + self.n // 2 + self.half * self.n // 2 + OTHER <= MORE and self.slots[1] >= 3
 
     @property
     def output_bytes(self) -> int:
@@ -103,7 +101,7 @@ class MonarchThrough:
         second contraction and of the first one; of the second weights, what is summed, columns and groups."""
         first, second = self.chain.contractions
         features, p = self.chain.in_features, first.p
-        x = (p, first.outer, 1, 1, 1), (p, features, features, features), (64, 1, self.units_per_block, 1, 1)
+        x = (p, first.outer, 1, 1, 1), (p, features, features, features), (64, 1, ROWS, 1, 1)
         sizes = p, self.rank, second.inner, first.outer, 1
         weights = sizes, (second.inner * p, p, first.q * p, first.q * p), (64, self.rank, self.half, 1, 1)
         size = second.q * second.p
@@ -116,25 +114,24 @@ class MonarchThrough:
     def __str__(self) -> str:
         first, second = self.chain.contractions
         return (
-            f"monarch through: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.units_per_block} samples, "
-            f"{self.n} columns at a time, {self.slots} slots of {self.slot} bytes, {self.shared} bytes of shared memory"
+            f"monarch through: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {ROWS} samples, "
+            f"{self.n} columns at a time, {self.slots[0]} slabs of 64 and {self.slots[1]} slots of {self.slot} bytes on their way, {self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         first, second = self.chain.contractions
-        more, fewer = REGISTERS[self.teams]
         numbers = {
-            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
-            **{"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "TEAMS": self.teams},
-            **{"SLOTS": self.slots, "SLOT": self.slot, "MORE": more, "FEWER": fewer},
+            **{"K": first.outer, "P": first.p, "L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n},
+            **{"X_SLOTS": self.slots[0], "SLOTS": self.slots[1], "SLOT": self.slot, "MORE": MORE, "FEWER": FEWER},
         }
         lines = [f"using Element = {ELEMENT[self.dtype]};", cuda_type(self.chain.activation, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
         products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))
         code = hopper_headers(products, "monarch_through.cuh")
-        return kernel(code, name, "MonarchThrough", lines, self.threads, maps=True)
+        cluster = f"__cluster_dims__(1, {CLUSTER}, 1) "
+        return kernel(code, name, "MonarchThrough", lines, self.threads, cluster=cluster, maps=True)
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchThrough | None:
@@ -148,7 +145,7 @@ def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
     if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
         return False
     first, second = chain.contractions
-    if second.inner not in (2, 4, 8) or first.q % (16 * second.inner) or first.q > 256 or second.q % 2:
+    if second.inner not in (4, 8) or first.q % (16 * second.inner) or first.q > 256 or second.q % 2:
         return False
     return first.p % 8 == 0 and second.p % 8 == 0
 
@@ -156,8 +153,8 @@ def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
 def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchThrough]:
     if not _takes(chain, dtype, batch, gpu):
         return
-    for teams, n in itertools.product(REGISTERS, (16, 32, 48, 64)):
-        plan = MonarchThrough(chain, dtype, teams, n, batch, gpu)
+    for n in (16, 32, 48, 64):
+        plan = MonarchThrough(chain, dtype, n, batch, gpu)
         if plan.fits:
             yield replace(plan, us=_time(plan))
 
@@ -166,14 +163,12 @@ def _time(plan: MonarchThrough) -> float:
     """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
     first, second = plan.chain.contractions
     gpu = plan.gpu
-    each = -(-(-(-plan.batch // plan.units_per_block)) // gpu.sms)
+    each = -(-(-(-plan.batch // plan.units_per_block)) // (gpu.sms // CLUSTER))
     columns, steps, parts = plan.half * plan.rank, -(-first.p // 64) * 4, -(-second.q // plan.n)
     # Cycles of a product of 64 x n x 16, by the matrix unit and by shared memory
-    both = first.outer * steps * 2 * max(columns / 2, 16 + columns / 4)
-    both += parts * second.p / 16 * plan.half * (max(plan.n / 2, 16 + plan.n / 4) + plan.n / 2)
-    products = 1.15 * plan.teams * both / CYCLES
+    both = first.outer * steps * 2 * max(columns / 2, 16 + columns / 4) + parts * second.p / 16 * second.inner * plan.n / 2
+    loads = first.outer * steps // 4 * (ROWS + first.q / CLUSTER) + parts * plan.depth * second.inner * plan.n / CLUSTER
     moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * 2
-    loads = first.outer * steps // 4 * (64 * plan.teams + first.q) + parts * plan.depth * second.inner * plan.n
-    busy = each * max(products, 128 * loads / 55e3)
+    busy = each * max(1.3 * both / CYCLES, 128 * loads / 55e3)
     memory = 1.2 * moved / (gpu.memory_bytes * gpu.sms)
     return 5.0 + max(busy, memory) + 0.1 * min(busy, memory)

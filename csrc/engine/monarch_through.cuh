@@ -2,20 +2,14 @@
 // products of warpgroups of tensors that the copy engine reads by maps: x [K][P] by weights [K][RHO][L][P] to [K][RHO][L], and
 // that, for each group l of L, by weights [L][S][K * RHO] to y [S][L].
 //
-// Each of TEAMS warpgroups has 64 samples of a block's tile. Weights go by in slots that all of them read, once for a tile:
-// so tiles are as large as chip memory allows, which holds their state alone. Half of it, that of the first L / 2 l's, is in
-// registers: a thread's sums are, rounded, operand A of the second product as they stand. The other half is in shared memory,
-// slab by slab of 64 numbers of the L / 2 l's. Of a k's P, x and the weights come by slabs of 64, a slot for each; then, N of S
-// at a time, second weights of the l's in shared memory, and of those in registers. A thread has all l's of two neighbours of
-// S, which lie side by side in y.
+// A block has 64 samples, and each of its two warpgroups half of the l's: a thread's sums of the first product are, rounded,
+// operand A of the second one as they stand, so that registers hold the state. Weights go by, once for each tile, in slots of
+// both warpgroups' rows: slabs of 64 numbers of a k's P, then N of S for an l of either. Two blocks of a cluster bring a half
+// of each for both. Warpgroups exchange half of their results, so that a thread has all l's of two neighbours of S, which lie
+// side by side in y. factorlayer/monarch_through.py writes the constants:
 //
-// Slabs of the state that no k has written yet are slots as well. Where the sums of the last k and the state of those before
-// are more than a thread's registers, the first k's (in registers) wait where the last one's (in shared memory) will lie: each
-// thread finds there what it has put there itself.
-// factorlayer/monarch_through.py writes the constants:
-//
-// Pass:  Element, Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, N, TEAMS, SLOTS (without
-//        those of the state), SLOT (bytes of one), PARKS, MORE and FEWER (registers of consumers and producers)
+// Pass:  Element, Activation, BIAS, K, P, L, S, RHO, N, X_SLOTS, SLOTS and SLOT (of weights, and bytes of one), MORE and FEWER
+//        (registers of consumers and producers)
 #pragma once
 #include "mma.cuh"
 #include "params.cuh"
@@ -29,21 +23,14 @@ struct Maps {
 template <class Pass> struct MonarchThrough {
   using Element = typename Pass::Element;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, N = Pass::N;
-  static constexpr int TEAMS = Pass::TEAMS, M = 64 * TEAMS, kConsumers = 128 * TEAMS, kHalf = L / 2;
+  static constexpr int M = 64, kBlocks = 2, kConsumers = 256, kHalf = L / 2;
   static constexpr int kColumns = kHalf * RHO, kSlabs = ceil_div(P, 64);  // of a k's product
-  static constexpr int kNumbers = K * RHO, kDepth = ceil_div(kNumbers, 64), kEach = RHO / 16, kSteps = K * kEach;
-  static constexpr int kSlabBytes = M * 128, kStateSlab = kHalf * kSlabBytes;
-  static constexpr int kExtra = kStateSlab / Pass::SLOT, kAll = Pass::SLOTS + kDepth * kExtra;
-  static constexpr int kState = Pass::SLOTS * Pass::SLOT, kBarriers = kState + kDepth * kStateSlab;
-  static constexpr int kFree = kBarriers + kAll * 16;
-  static_assert(RHO % 16 == 0 && L % 2 == 0 && kAll <= 32);
-
-  // Slots that k's loads have: slabs of the state count from the last one down.
-  static constexpr DEVICE int slots_of(int k) {
-    int count = Pass::SLOTS;
-    for (int slab = 0; slab < kDepth; ++slab) count += slab * 64 / RHO >= k ? kExtra : 0;
-    return count;
-  }
+  static constexpr int kDepth = ceil_div(K * RHO, 64), kEach = RHO / 16, kSteps = K * kEach;
+  static constexpr int kSlabBytes = M * 128, kFirst = kColumns * 128, kSecond = kDepth * N * 128;  // bytes, of weights for half
+  static constexpr int kWords = N / 16 * kHalf * 2;  // of a thread, that the other warpgroup gets
+  static constexpr int kWeights = Pass::X_SLOTS * kSlabBytes, kExchange = kWeights + Pass::SLOTS * Pass::SLOT;
+  static constexpr int kBarriers = kExchange + 2 * kConsumers * kWords * 4;
+  static_assert(RHO % 16 == 0 && L % 4 == 0 && N % 16 == 0 && kWords % 4 == 0);
 
   const Params& params;
   const Maps& maps;
@@ -52,270 +39,246 @@ template <class Pass> struct MonarchThrough {
   DEVICE MonarchThrough(const Params& p, const Maps& m)
       : params(p), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u) {}
 
-  DEVICE i64 tiles() const { return (params.batch + M - 1) / M; }
-  DEVICE u32 full(int slot) const { return memory + kBarriers + slot * 8; }
-  DEVICE u32 empty(int slot) const { return memory + kBarriers + (kAll + slot) * 8; }
-  DEVICE u32 state(int slab, int l) const { return memory + kState + slab * kStateSlab + l * kSlabBytes; }
-  DEVICE u32 bytes(int slot) const {
-    if (slot < Pass::SLOTS || kExtra == 0) return memory + slot * Pass::SLOT;
-    const int extra = slot - Pass::SLOTS, each = kExtra > 0 ? kExtra : 1;
-    return state(kDepth - 1 - extra / each, 0) + extra % each * Pass::SLOT;
-  }
+  static DEVICE int rank() { return blockIdx.y; }
+  // Of a cluster; both blocks take as many.
+  DEVICE i64 tiles() const { return (params.batch + kBlocks * M - 1) / (kBlocks * M); }
+  DEVICE i64 first_sample(i64 tile) const { return (tile * kBlocks + rank()) * M; }
 
-  // Slots in turns, of as many as there are at the time, each with a phase of its own.
-  struct Ring {
-    int slot = 0;
-    u32 phases;
-    DEVICE Ring(u32 phases) : phases(phases) {}
-    DEVICE u32 phase(int at) const { return phases >> at & 1; }
-    DEVICE int next(int count) { return slot < count ? slot : 0; }
-    DEVICE void turn(int at) { slot = at + 1, phases ^= 1u << at; }
-  };
-
-  struct Producer {
-    const MonarchThrough& pass;
-    Ring ring{~0u};
-    u32 tile = 0;       // number
-    bool waits = false;  // for the state of the one before
-    DEVICE int begin(int count, u32 bytes) {
-      const int slot = ring.next(count);
-      wait_for_bytes(pass.empty(slot), ring.phase(slot));
-      if (waits && slot >= Pass::SLOTS) {
-        wait_for_bytes(pass.memory + kFree, tile - 1 & 1);
-        waits = false;
+  // Slots in turns, at `place`, with a barrier each that they are full, and behind those one that they are free again.
+  template <int SLOTS, int BYTES> struct Ring {
+    u32 place, barriers, phase;
+    int slot;
+    DEVICE Ring(u32 place, u32 barriers, u32 phase) : place(place), barriers(barriers), phase(phase), slot(0) {}
+    DEVICE u32 full(int at) const { return barriers + at * 8; }
+    DEVICE u32 empty(int at) const { return barriers + (SLOTS + at) * 8; }
+    DEVICE u32 bytes(int at) const { return place + at * BYTES; }
+    DEVICE int turn() {
+      const int now = slot;
+      if (++slot == SLOTS) slot = 0, phase ^= 1;
+      return now;
+    }
+    DEVICE int wait() {
+      wait_for_bytes(full(slot), phase);
+      return turn();
+    }
+    DEVICE int fill(u32 bytes) {
+      wait_for_bytes(empty(slot), phase);
+      expect_bytes(full(slot), bytes);
+      return turn();
+    }
+    DEVICE void init(int writers) const {
+      if (threadIdx.x < SLOTS) {
+        init_barrier(full(threadIdx.x), 1);
+        init_barrier(empty(threadIdx.x), kConsumers / 32 * writers);
       }
-      expect_bytes(pass.full(slot), bytes);
-      ring.turn(slot);
-      return slot;
     }
   };
-  DEVICE void produce() const {
-    Producer producer{*this};
+  using XRing = Ring<Pass::X_SLOTS, kSlabBytes>;
+  using WeightRing = Ring<Pass::SLOTS, Pass::SLOT>;
+  DEVICE XRing xs(u32 phase) const { return {memory, memory + kBarriers, phase}; }
+  DEVICE WeightRing weights(u32 phase) const { return {memory + kWeights, memory + kBarriers + Pass::X_SLOTS * 16, phase}; }
+
+  // One thread brings x, and another one weights: of each pair of halves this block's, for both.
+  DEVICE void produce_x() const {
+    XRing ring = xs(1);
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
+#pragma unroll 1
+      for (int k = 0; k < K; ++k)
+#pragma unroll 1
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          const int slot = ring.fill(kSlabBytes), at[5] = {slab * 64, k, int(first_sample(tile)), 0, 0};
+          load_box(ring.bytes(slot), maps.x, at, ring.full(slot));
+        }
+  }
+  DEVICE void produce_weights() const {
+    WeightRing ring = weights(1);
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
 #pragma unroll 1
-      for (int k = 0; k < K; ++k) {
-        const int count = slots_of(k);
+      for (int k = 0; k < K; ++k)
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half)
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          const int slot = ring.fill(2 * kFirst), at[5] = {slab * 64, 0, rank() * kHalf, k, 0};
+          load_box(ring.bytes(slot) + rank() * kFirst, maps.first, at, ring.full(slot), 3);
+        }
 #pragma unroll 1
-          for (int slab = 0; slab < kSlabs; ++slab) {
-            if (half == 0) {
-              const int slot = producer.begin(count, kSlabBytes), at[5] = {slab * 64, k, int(tile) * M, 0, 0};
-              load_box(bytes(slot), maps.x, at, full(slot));
-            }
-            const int slot = producer.begin(count, kColumns * 128), at[5] = {slab * 64, 0, half * kHalf, k, 0};
-            load_box(bytes(slot), maps.first, at, full(slot));
-          }
-      }
+      for (int s = 0; s < S; s += N)
 #pragma unroll 1
-      for (int s = 0; s < S; s += N) {
-#pragma unroll 1
-        for (int l = 0; l < L; ++l) {
-          const int slot = producer.begin(Pass::SLOTS, kDepth * N * 128);
+        for (int l = 0; l < kHalf; ++l) {
+          const int slot = ring.fill(2 * kSecond);
 #pragma unroll 1
           for (int slab = 0; slab < kDepth; ++slab) {
-            const int at[5] = {slab * 64, s, (l + kHalf) % L, 0, 0};
-            load_box(bytes(slot) + slab * (N * 128), maps.second, at, full(slot));
+            const int at[5] = {slab * 64, s, rank() * kHalf + l, 0, 0};
+            load_box(ring.bytes(slot) + rank() * kSecond + slab * (N * 128), maps.second, at, ring.full(slot), 3);
           }
         }
-      }
-      ++producer.tile, producer.waits = true;
-    }
-  }
-  // The first tile's rows on their way to L2, in the order in which they are read, by some warps.
-  DEVICE void ask(int thread, int threads) const {
-    const i64 first = i64(blockIdx.x) * M;
-    const int rows = int(min(params.batch - first, i64(M)));
-    const Element* x = static_cast<const Element*>(params.x) + first * (K * P);
-#pragma unroll 1
-    for (int at = thread; at < rows * (K * kSlabs); at += threads) {
-      const int row = at % rows, slab = at / rows;
-      prefetch(x + i64(row) * (K * P) + slab / kSlabs * P + slab % kSlabs * 64);
     }
   }
 
-  using Sums = float[kColumns / 2];
   using Left = u32[kHalf][kSteps][4];
+  using Held = u32[kHalf][N / 4];
 
-  DEVICE void release(int slot) const {
-    if (threadIdx.x % 32 == 0) arrive(empty(slot));
+  // A warp has read a slot: who writes there is told.
+  static DEVICE void release(const XRing& ring, int slot) {
+    if (threadIdx.x % 32 == 0) arrive(ring.empty(slot));
   }
-  DEVICE int wait(Ring& ring, int count) const {
-    const int slot = ring.next(count);
-    wait_for_bytes(full(slot), ring.phase(slot));
-    ring.turn(slot);
-    return slot;
+  static DEVICE void release(const WeightRing& ring, int slot) {
+    if (threadIdx.x % 32 < kBlocks) free_in_other_block(in_block(ring.empty(slot), threadIdx.x % 32));
   }
-  // Half of a k's state. The first half waits for x, the second one is the last that reads it.
-  template <bool SECOND> DEVICE void make_half(Sums& sums, int (&x)[kSlabs], Ring& ring, int count) const {
-    const u32 rows = uniform(threadIdx.x / 128) * 8192;
-    int last = 0;
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) {
-      if constexpr (!SECOND) x[slab] = wait(ring, count);
-      const int weight = wait(ring, count);
-      const u64 left = operand(bytes(x[slab]) + rows), right = operand(bytes(weight));
-      open_products();
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        Wgmma<Element, kColumns>::multiply(sums, left + step * 2, right + step * 2, slab > 0 || step > 0);
-      commit_products();
-      if (slab > 0) {
-        wait_for_products<1>();
-        release(last);
-        if constexpr (SECOND) release(x[slab - 1]);
-      }
-      last = weight;
-    }
-    wait_for_products<0>();
-    touch(sums);
-    release(last);
-    if constexpr (SECOND) release(x[kSlabs - 1]);
-  }
-  // Nobody reads the slots any more that lie where a k's state will.
-  DEVICE void wait_for_place(const Ring& ring, int k) const {
-#pragma unroll
-    for (int slab = k * RHO / 64; slab <= ((k + 1) * RHO - 1) / 64; ++slab)
-#pragma unroll
-      for (int i = 0; i < kExtra; ++i) {
-        const int slot = Pass::SLOTS + (kDepth - 1 - slab) * kExtra + i;
-        wait_for_bytes(empty(slot), ring.phase(slot) ^ 1);
-      }
-  }
-  // Sums 2 i and 2 i + 1 of a k are neighbours of RHO for row g or g + 8 of a warp.
-  DEVICE void make_states(Left& left, Ring& ring) const {
-    const Lane lane;
+  DEVICE void make_states(Left& left, XRing& x, WeightRing& weight, int team) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      int x[kSlabs];
-      Sums sums;
-      make_half<false>(sums, x, ring, slots_of(k));
+      float sums[kColumns / 2];
+      int last_x = 0, last_weight = 0;
+#pragma unroll 1
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        const int of_x = x.wait(), of_weight = weight.wait();
+        const u64 rows = operand(x.bytes(of_x)), columns = operand(weight.bytes(of_weight) + team * kFirst);
+        open_products();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          Wgmma<Element, kColumns>::multiply(sums, rows + step * 2, columns + step * 2, slab > 0 || step > 0);
+        commit_products();
+        if (slab > 0) {
+          wait_for_products<1>();
+          release(x, last_x);
+          release(weight, last_weight);
+        }
+        last_x = of_x, last_weight = of_weight;
+      }
+      wait_for_products<0>();
+      touch(sums);
+      release(x, last_x);
+      release(weight, last_weight);
 #pragma unroll
       for (int i = 0; i < kColumns / 4; ++i) {
         const int n = i / 2;  // eights of columns
         left[n * 8 / RHO][k * kEach + n % (RHO / 8) / 2][n % 2 * 2 + i % 2] = Pair<Element>(sums[i * 2], sums[i * 2 + 1]).bits;
       }
-      make_half<true>(sums, x, ring, slots_of(k));
-      wait_for_place(ring, k);
-#pragma unroll
-      for (int i = 0; i < kColumns / 4; ++i) {
-        const int column = i / 2 * 8, number = k * RHO + column % RHO, row = threadIdx.x / 32 * 16 + lane.g + i % 2 * 8;
-        store_shared(state(number / 64, column / RHO) + swizzled(row, number % 64 / 8) + lane.t * 4,
-                     Pair<Element>(sums[i * 2], sums[i * 2 + 1]).bits);
-      }
     }
+#pragma unroll
+    for (int l = 0; l < kHalf; ++l)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) settle(left[l][step]);
   }
 
-  // N of S for half of the l's, rounded, of their state in shared memory or in registers.
-  using Held = u32[kHalf][N / 4];
-  template <bool SHARED> DEVICE void multiply(Held& held, Left& left, Ring& ring, int s) const {
-    const u32 rows = uniform(threadIdx.x / 128) * 8192;
-#pragma unroll
-    for (int l = 0; l < kHalf; ++l) {
-      const int slot = wait(ring, Pass::SLOTS);
-      const u64 right = operand(bytes(slot));
-      float sums[N / 2];
-      open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const u64 numbers = right + step / 4 * (N * 128 / 16) + step % 4 * 2;
-        if constexpr (SHARED)
-          Wgmma<Element, N>::multiply(sums, operand(state(step / 4, l) + rows) + step % 4 * 2, numbers, step > 0);
-        else
-          Wgmma<Element, N>::multiply(sums, left[l][step], numbers, step > 0);
-      }
-      commit_products();
-      wait_for_products<0>();
-      touch(sums);
-      release(slot);
-      finish(held[l], sums, SHARED * kHalf + l, s);
-    }
-  }
-  // Bias and activation of an l's sums, rounded.
-  DEVICE void finish(u32 (&held)[N / 4], const float (&sums)[N / 2], int l, int s) const {
+  // N of S, with bias and activation, rounded: two neighbours for row g or g + 8 of a warp.
+  DEVICE void make_results(Held& held, Left& left, WeightRing& weight, int team, int s) const {
     const typename Pass::Activation activation(params);
     const Lane lane;
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n) {
-      float bias[2] = {};
-      if constexpr (Pass::BIAS) {
-        const int column = s + n * 8 + lane.t * 2;
-        const Element* from = static_cast<const Element*>(params.bias) + column * L + l;
-        if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
-      }
+    for (int l = 0; l < kHalf; ++l) {
+      const int slot = weight.wait();
+      const u64 columns = operand(weight.bytes(slot) + team * kSecond);
+      float sums[N / 2];
+      open_products();
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const float* sum = sums + n * 4 + row * 2;
-        held[n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
+      for (int step = 0; step < kSteps; ++step)
+        Wgmma<Element, N>::multiply(sums, left[l][step], columns + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
+      commit_products();
+      wait_for_products<0>();
+      touch(sums);
+      release(weight, slot);
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        float bias[2] = {};
+        if constexpr (Pass::BIAS) {
+          const int column = s + n * 8 + lane.t * 2;
+          const Element* from = static_cast<const Element*>(params.bias) + column * L + team * kHalf + l;
+          if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const float* sum = sums + n * 4 + row * 2;
+          held[l][n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
+        }
       }
     }
   }
-  DEVICE void store(const Held& near, const Held& far, i64 first, int s) const {
+  // Of an eight of columns and a row, the words of two l's for both neighbours, one behind the other.
+  static DEVICE void in_order(u32* words, const Held& held, int at) {
+#pragma unroll
+    for (int l = 0; l < kHalf; l += 2) {
+      words[l / 2] = held[l][at] & 0xffff | held[l + 1][at] << 16;
+      words[kHalf / 2 + l / 2] = held[l][at] >> 16 | held[l + 1][at] & 0xffff0000;
+    }
+  }
+  // The first warpgroup stores the first half of the columns, the second one the other half.
+  DEVICE void store(const Held& held, i64 first, int s, int team, int buffer) const {
+    constexpr int kCount = N / 16 * 2;  // of a thread, of L / 2 words each for both neighbours
     const Lane lane;
-    const i64 sample = first + threadIdx.x / 32 * 16 + lane.g;
-    Element* y = static_cast<Element*>(params.y) + sample * (S * L) + (s + lane.t * 2) * L;
+    const int thread = threadIdx.x % 128;
+    const u32 through = memory + kExchange + buffer * (kConsumers * kWords * 4) + thread * 16;
+    u32 mine[kCount][kHalf], words[kWords];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const bool inside = sample + row * 8 < params.batch;
+    for (int i = 0; i < kCount; ++i) {
+      u32 near[kHalf], far[kHalf];
+      in_order(near, held, i);
+      in_order(far, held, kCount + i);
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        u32 words[L];  // of two neighbours of S
+      for (int j = 0; j < kHalf; ++j) mine[i][j] = team ? far[j] : near[j], words[i * kHalf + j] = team ? near[j] : far[j];
+    }
 #pragma unroll
-        for (int l = 0; l < L; l += 2) {
-          const u32 even = l < kHalf ? near[l % kHalf][n * 2 + row] : far[l % kHalf][n * 2 + row];
-          const u32 odd = l + 1 < kHalf ? near[(l + 1) % kHalf][n * 2 + row] : far[(l + 1) % kHalf][n * 2 + row];
-          words[l / 2] = even & 0xffff | odd << 16;
-          words[L / 2 + l / 2] = even >> 16 | odd & 0xffff0000;
-        }
-        constexpr int kPiece = L * 4 < 16 ? L * 4 : 16;
-        if (inside && (S % N == 0 || s + n * 8 + lane.t * 2 < S)) {
+    for (int i = 0; i < kWords; i += 4)
+      store_u32x4(through + (team * (kWords / 4) + i / 4) * 2048, {words[i], words[i + 1], words[i + 2], words[i + 3]});
+    sync_threads<kConsumers>(1);
 #pragma unroll
-          for (int i = 0; i < L; i += kPiece / 4)
-            store_global<kPiece>(y + i64(row) * (8 * S * L) + n * 8 * L + i * 2, words + i);
-        }
+    for (int i = 0; i < kWords; i += 4) {
+      u32 given[4];
+      load_u32x4(through + ((1 - team) * (kWords / 4) + i / 4) * 2048, given);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[i + j] = given[j];
+    }
+    const i64 sample = first + thread / 32 * 16 + lane.g;
+    const int column = s + team * (N / 2) + lane.t * 2;
+    Element* y = static_cast<Element*>(params.y) + sample * (S * L) + column * L;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      u32 all[L];  // of a neighbour, those of the first warpgroup and of the second one; then of the other neighbour
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) {
+        const u32 mine_j = mine[i][j], given_j = words[i * kHalf + j];
+        const int at = j / (kHalf / 2) * kHalf + j % (kHalf / 2);
+        all[at] = team ? given_j : mine_j;
+        all[at + kHalf / 2] = team ? mine_j : given_j;
+      }
+      if (sample + i % 2 * 8 < params.batch && (S % N == 0 || column + i / 2 * 8 < S)) {
+#pragma unroll
+        for (int j = 0; j < L; j += 4) store_global<16>(y + i64(i % 2) * (8 * S * L) + i / 2 * (8 * L) + j * 2, all + j);
       }
     }
   }
   DEVICE void consume() const {
-    Ring ring{0};
+    XRing x = xs(0);
+    WeightRing weight = weights(0);
     const int team = uniform(threadIdx.x / 128);
+    int buffer = 0;  // of two, so that the other warpgroup has time to read one
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Left left;
-      make_states(left, ring);
-      fence_copy_engine();
-      sync_threads<128>(1 + team);
-#pragma unroll
-      for (int l = 0; l < kHalf; ++l)
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) settle(left[l][step]);
+      make_states(left, x, weight, team);
 #pragma unroll 1
       for (int s = 0; s < S; s += N) {
-        Held far, near;
-        multiply<true>(far, left, ring, s);
-        if (s + N >= S && threadIdx.x % 32 == 0) arrive(memory + kFree);
-        multiply<false>(near, left, ring, s);
-        store(near, far, tile * M, s);
+        Held held;
+        make_results(held, left, weight, team, s);
+        store(held, first_sample(tile), s, team, buffer);
+        buffer ^= 1;
       }
     }
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < kAll) {
-      init_barrier(full(threadIdx.x), 1);
-      init_barrier(empty(threadIdx.x), kConsumers / 32);
-    }
-    if (threadIdx.x == 0) init_barrier(memory + kFree, kConsumers / 32);
+    xs(0).init(1);
+    weights(0).init(kBlocks);
     fence_copy_engine();
     __syncthreads();
+    sync_cluster();
     if (threadIdx.x < kConsumers) {
       take_registers<Pass::MORE>();
       consume();
     } else {
       give_registers<Pass::FEWER>();
-      if (threadIdx.x == kConsumers)
-        produce();
-      else if (threadIdx.x >= kConsumers + 32)
-        ask(threadIdx.x - kConsumers - 32, 96);
+      if (threadIdx.x == kConsumers) produce_x();
+      if (threadIdx.x == kConsumers + 32) produce_weights();
     }
+    sync_cluster();  // the other block may still tell this one's producer, or write here
   }
 };
