@@ -23,7 +23,7 @@ struct Maps {
 template <class Pass> struct MonarchThrough {
   using Element = typename Pass::Element;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, N = Pass::N;
-  static constexpr int M = 64, kBlocks = 2, kConsumers = 256, kHalf = L / 2;
+  static constexpr int kParts = ceil_div(S, N), M = 64, kBlocks = 2, kConsumers = 256, kHalf = L / 2;
   static constexpr int kColumns = kHalf * RHO, kSlabs = ceil_div(P, 64);  // of a k's product
   static constexpr int kDepth = ceil_div(K * RHO, 64), kEach = RHO / 16, kSteps = K * kEach;
   static constexpr int kSlabBytes = M * 128, kFirst = kColumns * 128, kSecond = kDepth * N * 128;  // bytes, of weights for half
@@ -161,36 +161,34 @@ template <class Pass> struct MonarchThrough {
       for (int step = 0; step < kSteps; ++step) settle(left[l][step]);
   }
 
-  // N of S, with bias and activation, rounded: two neighbours for row g or g + 8 of a warp.
-  DEVICE void make_results(Held& held, Left& left, WeightRing& weight, int team, int s) const {
+  using Sums = float[N / 2];
+  // Asks for products of an l.
+  DEVICE int ask(Sums& sums, u32 (&left)[kSteps][4], WeightRing& weight, int team) const {
+    const int slot = weight.wait();
+    const u64 columns = operand(weight.bytes(slot) + team * kSecond);
+    open_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      Wgmma<Element, N>::multiply(sums, left[step], columns + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
+    commit_products();
+    return slot;
+  }
+  // With bias and activation, rounded: two neighbours for row g or g + 8 of a warp.
+  DEVICE void finish(u32 (&held)[N / 4], const Sums& sums, int l, int s) const {
     const typename Pass::Activation activation(params);
     const Lane lane;
 #pragma unroll
-    for (int l = 0; l < kHalf; ++l) {
-      const int slot = weight.wait();
-      const u64 columns = operand(weight.bytes(slot) + team * kSecond);
-      float sums[N / 2];
-      open_products();
+    for (int n = 0; n < N / 8; ++n) {
+      float bias[2] = {};
+      if constexpr (Pass::BIAS) {
+        const int column = s + n * 8 + lane.t * 2;
+        const Element* from = static_cast<const Element*>(params.bias) + column * L + l;
+        if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
+      }
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        Wgmma<Element, N>::multiply(sums, left[l][step], columns + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
-      commit_products();
-      wait_for_products<0>();
-      touch(sums);
-      release(weight, slot);
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        float bias[2] = {};
-        if constexpr (Pass::BIAS) {
-          const int column = s + n * 8 + lane.t * 2;
-          const Element* from = static_cast<const Element*>(params.bias) + column * L + team * kHalf + l;
-          if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
-        }
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const float* sum = sums + n * 4 + row * 2;
-          held[l][n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
-        }
+      for (int row = 0; row < 2; ++row) {
+        const float* sum = sums + n * 4 + row * 2;
+        held[n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
       }
     }
   }
@@ -255,10 +253,25 @@ template <class Pass> struct MonarchThrough {
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Left left;
       make_states(left, x, weight, team);
-#pragma unroll 1
+      // Products of the next l are made while one's results are finished, those of the next columns while these are stored.
+      Sums sums[2];
+      int slots[2] = {ask(sums[0], left[0], weight, team)};
+#pragma unroll(kParts <= 8 ? kParts : 1)
       for (int s = 0; s < S; s += N) {
         Held held;
-        make_results(held, left, weight, team, s);
+#pragma unroll
+        for (int l = 0; l < kHalf; ++l) {
+          const int now = l % 2, next = 1 - now;
+          if (l + 1 < kHalf || s + N < S) {
+            slots[next] = ask(sums[next], left[(l + 1) % kHalf], weight, team);
+            wait_for_products<1>();
+          } else {
+            wait_for_products<0>();
+          }
+          touch(sums[now]);
+          release(weight, slots[now]);
+          finish(held[l], sums[now], team * kHalf + l, s);
+        }
         store(held, first_sample(tile), s, team, buffer);
         buffer ^= 1;
       }
