@@ -7,6 +7,7 @@ Tiles are as large as a block's memory allows, which holds their state alone: we
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ CLUSTER = 2
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 OTHER = 24  # of a consumer's registers
 LARGEST = 1 << 31  # of a map's size
-MOST_SLOTS = 8
+MOST_SLOTS, LEAST_X = 6, 4
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -72,10 +73,10 @@ class MonarchThrough:
 
     @functools.cached_property
     def slots(self) -> tuple[int, int]:
-        """Of x, of which there is a tile at most, and of weights."""
-        room = self.gpu.shared - 1024 - self.exchange
-        of_x = max(2, min(self.x_slabs, (room - 4 * (self.slot + 16)) // (ROWS * 128 + 16)))
-        return of_x, min(MOST_SLOTS, (room - of_x * (ROWS * 128 + 16)) // (self.slot + 16))
+        """Of x, of which there is a tile at most, and of weights, which come first: they are more."""
+        room, of_x = self.gpu.shared - 1024 - self.exchange, ROWS * 128 + 16
+        of_weights = min(MOST_SLOTS, (room - LEAST_X * of_x) // (self.slot + 16))
+        return min(self.x_slabs, (room - of_weights * (self.slot + 16)) // of_x), of_weights
 
     @property
     def shared(self) -> int:
@@ -97,8 +98,8 @@ class MonarchThrough:
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads: of x, p, groups and samples; of the first weights, p, the rank's numbers, groups of the
-        second contraction and of the first one; of the second weights, what is summed, columns and groups."""
+        """What csrc/runtime reads: of x, p, groups and samples; of the first weights, p, the rank's numbers, groups of
+        the second contraction and of the first one; of the second weights, what is summed, columns and groups."""
         first, second = self.chain.contractions
         features, p = self.chain.in_features, first.p
         x = (p, first.outer, 1, 1, 1), (p, features, features, features), (64, 1, ROWS, 1, 1)
@@ -115,7 +116,8 @@ class MonarchThrough:
         first, second = self.chain.contractions
         return (
             f"monarch through: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {ROWS} samples, "
-            f"{self.n} columns at a time, {self.slots[0]} slabs of 64 and {self.slots[1]} slots of {self.slot} bytes on their way, {self.shared} bytes of shared memory"
+            f"{self.n} columns at a time, {self.slots[0]} slabs of x and {self.slots[1]} of weights on their way, "
+            f"{self.shared} bytes of shared memory"
         )
 
     def source(self, name: str) -> str:
@@ -163,12 +165,14 @@ def _time(plan: MonarchThrough) -> float:
     """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
     first, second = plan.chain.contractions
     gpu = plan.gpu
-    each = -(-(-(-plan.batch // plan.units_per_block)) // (gpu.sms // CLUSTER))
+    each = math.ceil(math.ceil(plan.batch / plan.units_per_block) / (gpu.sms // CLUSTER))
     columns, steps, parts = plan.half * plan.rank, -(-first.p // 64) * 4, -(-second.q // plan.n)
-    # Cycles of a product of 64 x n x 16, by the matrix unit and by shared memory
-    both = first.outer * steps * 2 * max(columns / 2, 16 + columns / 4) + parts * second.p / 16 * second.inner * plan.n / 2
-    loads = first.outer * steps // 4 * (ROWS + first.q / CLUSTER) + parts * plan.depth * second.inner * plan.n / CLUSTER
+    # Cycles of a product of 64 x n x 16, by the matrix unit and by shared memory, and of what is done to its sums
+    both = first.outer * steps * 2 * max(columns / 2, 16 + columns / 4)
+    both += parts * second.p / 16 * second.inner * plan.n / 2
+    both += 300 * first.outer + 200 * parts
+    loads = first.outer * steps // 4 * (ROWS + first.q) + parts * plan.depth * second.inner * plan.n
     moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * 2
-    busy = each * max(1.3 * both / CYCLES, 128 * loads / 55e3)
+    busy = each * max(1.3 * both / CYCLES, 128 * loads / 90e3)
     memory = 1.2 * moved / (gpu.memory_bytes * gpu.sms)
-    return 5.0 + max(busy, memory) + 0.1 * min(busy, memory)
+    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory)

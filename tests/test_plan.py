@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, few, monarch_mapped, pair_backward, runtime, small, small_backward, states
+from factorlayer import dense, few, monarch_mapped, monarch_through, pair_backward, runtime, small, small_backward, states
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
@@ -34,6 +34,7 @@ from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.monarch_mapped import MonarchMapped
+from factorlayer.monarch_through import MonarchThrough
 from factorlayer.pair import Pair
 from factorlayer.parts import Parts
 from factorlayer.plan import Plan, PlanError
@@ -166,7 +167,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
-        elif isinstance(p, (Monarch, MonarchMapped)):
+        elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
             elements = p.chain.in_features, p.chain.out_features
         else:
             around = p.work.outer * p.work.inner
@@ -180,7 +181,7 @@ def weights_of(found: Plan) -> list[int]:
     for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
-        elif isinstance(p, (Monarch, MonarchMapped)):
+        elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
             weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
