@@ -23,6 +23,7 @@ MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 OTHER = 24  # of a consumer's registers
 LARGEST = 1 << 31  # of a map's size
 MOST_SLOTS, LEAST_X = 6, 4
+MOST_PARTS = 8  # of the columns, which are written out: with more of them, two passes are as fast
 CYCLES = 1.65e3  # in a microsecond
 
 
@@ -96,7 +97,8 @@ class MonarchThrough:
 
     @property
     def fits(self) -> bool:
-        return self._registers(1) <= MORE and self.slots[1] >= 3
+        parts = -(-self.chain.contractions[1].q // self.n)
+        return self._registers(1) <= MORE and self.slots[1] >= 3 and parts <= MOST_PARTS
 
     @property
     def output_bytes(self) -> int:

@@ -10,7 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import columns, dense, dense_streamed, monarch, monarch_mapped, monarch_through, pair, small, tiling, triple
+from factorlayer import (
+    columns,
+    dense,
+    dense_streamed,
+    monarch,
+    monarch_mapped,
+    monarch_through,
+    pair,
+    small,
+    tiling,
+    triple,
+)
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.gpu import Gpu

@@ -23,7 +23,7 @@ struct Maps {
 template <class Pass> struct MonarchThrough {
   using Element = typename Pass::Element;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, N = Pass::N;
-  static constexpr int kParts = ceil_div(S, N), M = 64, kBlocks = 2, kConsumers = 256, kHalf = L / 2;
+  static constexpr int M = 64, kBlocks = 2, kConsumers = 256, kHalf = L / 2;
   static constexpr int kColumns = kHalf * RHO, kSlabs = ceil_div(P, 64);  // of a k's product
   static constexpr int kDepth = ceil_div(K * RHO, 64), kEach = RHO / 16, kSteps = K * kEach;
   static constexpr int kSlabBytes = M * 128, kFirst = kColumns * 128, kSecond = N * 128;  // bytes, of weights for half
@@ -42,7 +42,8 @@ template <class Pass> struct MonarchThrough {
   static DEVICE int rank() { return blockIdx.y; }
   // Of a cluster; both blocks take as many.
   DEVICE i64 tiles() const { return (params.batch + kBlocks * M - 1) / (kBlocks * M); }
-  DEVICE i64 first_sample(i64 tile) const { return (tile * kBlocks + rank()) * M; }
+  // From the last ones on: in training, who comes next begins with the first ones, of which L2 then still has some.
+  DEVICE i64 first_sample(i64 tile) const { return ((tiles() - 1 - tile) * kBlocks + rank()) * M; }
 
   // Slots in turns, at `place`, with a barrier each that they are full, and behind those one that they are free again.
   template <int SLOTS, int BYTES> struct Ring {
@@ -265,7 +266,7 @@ template <class Pass> struct MonarchThrough {
       Sums sums[kSums];
       int slots[kSums] = {};
       if constexpr (Pass::AHEAD) slots[0] = ask(sums[0], left[0], weight, team);
-#pragma unroll(kParts <= 8 ? kParts : 1)
+#pragma unroll
       for (int s = 0; s < S; s += N) {
         Held held;
 #pragma unroll
