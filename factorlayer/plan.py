@@ -27,6 +27,7 @@ from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.monarch_mapped import MonarchMapped
+from factorlayer.monarch_through import MonarchThrough
 from factorlayer.pair import Pair
 from factorlayer.pair_backward import PairBackward
 from factorlayer.parts import Parts
@@ -72,6 +73,7 @@ Pass = (
     | MonarchBack
     | MonarchGradient
     | MonarchMapped
+    | MonarchThrough
     | MonarchWeights
     | Pair
     | PairBackward
@@ -101,6 +103,7 @@ Pass = (
 )
 WithMaps = Mapped | MonarchMapped | SlabBackward | UntiedBackward
 Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
+WithMaps = Mapped | MonarchMapped | MonarchThrough | SlabBackward
 
 
 class PlanError(ValueError):
@@ -218,7 +221,7 @@ def _output_bytes(p: Pass) -> int:
     """For one sample."""
     if isinstance(p, Columns | Dense | DoublePair | Few | Mapped | Monarch | Pair | Slopes | Small | Streamed | Strip):
         return p.output_bytes
-    if isinstance(p, MonarchMapped | Triple | Turn | Wide):
+    if isinstance(p, MonarchMapped | MonarchThrough | Triple | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

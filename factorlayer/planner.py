@@ -31,6 +31,7 @@ from factorlayer import (
     monarch,
     monarch_backward,
     monarch_mapped,
+    monarch_through,
     pair,
     pair_backward,
     scaled_backward,
@@ -62,6 +63,7 @@ from factorlayer.gradient import REDUCTION_US, Gradient, Reduction
 from factorlayer.mapped import Mapped
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_mapped import MonarchMapped
+from factorlayer.monarch_through import MonarchThrough
 from factorlayer.parts import Parts
 from factorlayer.plan import PASS_WEIGHT, Pass, Plan, PlanError
 from factorlayer.resident import Mode, Work
@@ -257,9 +259,9 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     return by_rows if by_rows and by_rows.us * _margin(chain, dtype) < best.us else best
 
 
-def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | MonarchMapped | None:
+def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | MonarchMapped | MonarchThrough | None:
     """Both contractions of a Monarch layer."""
-    tiled = [family.tile(chain, dtype, batch, gpu) for family in (monarch_mapped, monarch)]
+    tiled = [family.tile(chain, dtype, batch, gpu) for family in (monarch_mapped, monarch_through, monarch)]
     return min((plan for plan in tiled if plan), key=lambda plan: plan.us, default=None)
 
 

@@ -10,7 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factorlayer import columns, dense, dense_streamed, monarch, monarch_mapped, pair, small, tiling, triple
+from factorlayer import (
+    columns,
+    dense,
+    dense_streamed,
+    monarch,
+    monarch_mapped,
+    monarch_through,
+    pair,
+    small,
+    tiling,
+    triple,
+)
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.gpu import Gpu
@@ -92,7 +103,8 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     if chain.is_dense:
         for streamed in dense_streamed.tilings((chain,), dtype, batch, gpu):
             yield of(NOWHERE, STREAMED, Fraction(64 * streamed.groups), *streamed.passes)
-    both: list[Pass] = [*monarch.tilings(chain, dtype, batch, gpu), *monarch_mapped.tilings(chain, dtype, batch, gpu)]
+    families = monarch.tilings, monarch_mapped.tilings, monarch_through.tilings
+    both: list[Pass] = [p for tilings in families for p in tilings(chain, dtype, batch, gpu)]
     for at_once in both:
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)

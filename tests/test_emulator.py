@@ -140,6 +140,10 @@ CASES = [
     Case(monarch((5, 8), (24, 8), rank=4), "tf32", 300, LARGE),
     Case(monarch((6, 40), (72, 16), rank=8), "tf32", 140, LARGE, processors=8, activation="gelu"),
     Case(monarch((3, 64), (20, 8), rank=12), "tf32", 200, LARGE, activation=LEARNED),
+    # And in 16 bits, weights going by: four groups and eight, rows and columns that are padded, several tiles
+    Case(monarch((4, 72), (50, 4), rank=16), "bfloat16", 300, LARGE),
+    Case(monarch((5, 120), (40, 8), rank=16), "float16", 150, LARGE, processors=4, activation="gelu"),
+    Case(monarch((2, 136), (72, 4), rank=48), "bfloat16", 130, LARGE, activation=LEARNED),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
@@ -1755,6 +1759,7 @@ def test_cases_cover_the_families() -> None:
         "Few",
         "Monarch",
         "MonarchMapped",
+        "MonarchThrough",
         "Resident",
         "Streamed",
         "Pair",

@@ -19,7 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import dense, few, monarch_mapped, pair_backward, runtime, small, small_backward, states
+from factorlayer import (
+    dense,
+    few,
+    monarch_mapped,
+    monarch_through,
+    pair_backward,
+    runtime,
+    small,
+    small_backward,
+    states,
+)
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
 from factorlayer.columns_backward import ColumnsBackward
@@ -34,6 +44,7 @@ from factorlayer.mixed_backward import MixedBackward
 from factorlayer.monarch import Monarch
 from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
 from factorlayer.monarch_mapped import MonarchMapped
+from factorlayer.monarch_through import MonarchThrough
 from factorlayer.pair import Pair
 from factorlayer.parts import Parts
 from factorlayer.plan import Plan, PlanError
@@ -166,7 +177,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             product = p.product
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
-        elif isinstance(p, (Monarch, MonarchMapped)):
+        elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
             elements = p.chain.in_features, p.chain.out_features
         else:
             around = p.work.outer * p.work.inner
@@ -180,7 +191,7 @@ def weights_of(found: Plan) -> list[int]:
     for p in found.passes[isinstance(found.passes[0], WeightHalves) :]:
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
-        elif isinstance(p, (Monarch, MonarchMapped)):
+        elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
             weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
@@ -954,6 +965,19 @@ def test_it_is_read_by_maps_where_there_are_some() -> None:
     for p, groups, rank in ((24, 48, 3), (20, 48, 4), (24, 44, 4)):
         other = Chain.of(monarch((32, p), (64, groups), rank=rank), True, "gelu")
         assert not list(monarch_mapped.tilings(other, "tf32", BATCHES[2], Gpu.of(90)))
+
+
+def test_weights_go_by_where_groups_of_a_monarch_layer_are_few() -> None:
+    chain = Chain.of(monarch((4, 192), (192, 4), rank=48), True, "identity")
+    (found,) = plan(chain, "bfloat16", BATCHES[2], Gpu.of(90)).passes
+    assert isinstance(found, MonarchThrough) and found.fits and found.shared <= found.gpu.shared
+    x, first, second = (line.split() for line in found.maps)
+    assert x[1:7] == ["u16", "192", "4", "1", "1", "1"] and x[-5:] == ["64", "1", "64", "1", "1"]
+    assert first[2:7] == ["192", "48", "4", "4", "1"] and first[-5:] == ["64", "48", "2", "1", "1"]
+    assert second[2:7] == ["192", "192", "4", "1", "1"] and second[-5:] == ["64", str(found.n), "1", "1", "1"]
+    for p, groups, rank in ((190, 4, 48), (192, 6, 32), (192, 4, 40), (192, 4, 80)):
+        other = Chain.of(monarch((4, p), (192, groups), rank=rank), True, "identity")
+        assert not list(monarch_through.tilings(other, "bfloat16", BATCHES[2], Gpu.of(90)))
 
 
 def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:
