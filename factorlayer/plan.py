@@ -101,9 +101,8 @@ Pass = (
     | Wide
     | WideGradient
 )
-WithMaps = Mapped | MonarchMapped | SlabBackward | UntiedBackward
+WithMaps = Mapped | MonarchMapped | MonarchThrough | SlabBackward | UntiedBackward
 Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
-WithMaps = Mapped | MonarchMapped | MonarchThrough | SlabBackward
 
 
 class PlanError(ValueError):
