@@ -249,6 +249,7 @@ def activated() -> Iterator[Case]:
         (monarch((12, 11, 10), (9, 12, 13)), "float16"),
         (monarch((32, 32), (32, 32)), "tf32"),
         (monarch((64, 64), (64, 64)), "bfloat16"),
+        (monarch((4, 192), (192, 4), rank=48), "bfloat16"),
         (kronecker((128, 128), (128, 128)), "float32"),
         (kronecker((128, 128), (128, 128)), "float64"),
         (kronecker((8, 8, 8), (9, 9, 9)), "float64"),
