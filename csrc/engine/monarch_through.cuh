@@ -42,8 +42,7 @@ template <class Pass> struct MonarchThrough {
   static DEVICE int rank() { return blockIdx.y; }
   // Of a cluster; both blocks take as many.
   DEVICE i64 tiles() const { return (params.batch + kBlocks * M - 1) / (kBlocks * M); }
-  // From the last ones on: in training, who comes next begins with the first ones, of which L2 then still has some.
-  DEVICE i64 first_sample(i64 tile) const { return ((tiles() - 1 - tile) * kBlocks + rank()) * M; }
+  DEVICE i64 first_sample(i64 tile) const { return (tile * kBlocks + rank()) * M; }
 
   // Slots in turns, at `place`, with a barrier each that they are full, and behind those one that they are free again.
   template <int SLOTS, int BYTES> struct Ring {
