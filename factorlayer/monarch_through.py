@@ -66,11 +66,11 @@ class MonarchThrough:
     @property
     def slot(self) -> int:
         """Bytes of weights, for both warpgroups."""
-        return 256 * max(self.half * self.rank, self.n)
+        return 256 * max(self.half * self.rank, self.depth * self.n)
 
     @property
     def exchange(self) -> int:
-        return 2 * 256 * (16 if self.n % 32 else 32) // 2 * self.half
+        return 2 * 256 * self.n // 2 * self.half
 
     @functools.cached_property
     def slots(self) -> tuple[int, int]:
@@ -85,20 +85,14 @@ class MonarchThrough:
         of_x, of_weights = self.slots
         return 1024 + self.exchange + of_x * (ROWS * 128 + 16) + of_weights * (self.slot + 16)
 
-    def _registers(self, sums: int) -> int:
-        first = self.chain.contractions[0]
-        state, of_state = first.outer * self.half * self.rank // 4, self.half * self.rank // 2
-        return OTHER + state + of_state + sums * self.n // 2 + self.half * self.n // 4
-
-    @property
-    def ahead(self) -> bool:
-        """Whether products are made while others' results are finished and stored."""
-        return self._registers(2) <= MORE - 16
-
     @property
     def fits(self) -> bool:
+        """Whether a thread has registers, and a block room."""
+        first = self.chain.contractions[0]
+        state, sums = first.outer * self.half * self.rank // 4, self.half * self.rank // 2
+        held = state + sums + self.n // 2 + self.half * self.n // 2 + OTHER <= MORE
         parts = -(-self.chain.contractions[1].q // self.n)
-        return self._registers(1) <= MORE and self.slots[1] >= 3 and parts <= MOST_PARTS
+        return held and self.slots[1] >= 3 and parts <= MOST_PARTS
 
     @property
     def output_bytes(self) -> int:
@@ -138,8 +132,7 @@ class MonarchThrough:
         }
         lines = [f"using Element = {ELEMENT[self.dtype]};", cuda_type(self.chain.activation, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        flags = {"BIAS": self.chain.bias, "AHEAD": self.ahead}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
         products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))
         code = hopper_headers(products, "monarch_through.cuh")
         cluster = f"__cluster_dims__(1, {CLUSTER}, 1) "

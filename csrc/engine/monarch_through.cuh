@@ -26,11 +26,11 @@ template <class Pass> struct MonarchThrough {
   static constexpr int M = 64, kBlocks = 2, kConsumers = 256, kHalf = L / 2;
   static constexpr int kColumns = kHalf * RHO, kSlabs = ceil_div(P, 64);  // of a k's product
   static constexpr int kDepth = ceil_div(K * RHO, 64), kEach = RHO / 16, kSteps = K * kEach;
-  static constexpr int kSlabBytes = M * 128, kFirst = kColumns * 128, kSecond = N * 128;  // bytes, of weights for half
-  static constexpr int kPiece = N % 32 ? 16 : 32, kWords = kPiece / 16 * kHalf * 2;  // of a thread, that the other warpgroup gets
+  static constexpr int kSlabBytes = M * 128, kFirst = kColumns * 128, kSecond = kDepth * N * 128;  // bytes, of weights for half
+  static constexpr int kWords = N / 16 * kHalf * 2;  // of a thread, that the other warpgroup gets
   static constexpr int kWeights = Pass::X_SLOTS * kSlabBytes, kExchange = kWeights + Pass::SLOTS * Pass::SLOT;
   static constexpr int kBarriers = kExchange + 2 * kConsumers * kWords * 4;
-  static_assert(RHO % 16 == 0 && L % 4 == 0 && N % kPiece == 0 && kWords % 4 == 0);
+  static_assert(RHO % 16 == 0 && L % 4 == 0 && N % 16 == 0 && kWords % 4 == 0);
 
   const Params& params;
   const Maps& maps;
@@ -103,12 +103,14 @@ template <class Pass> struct MonarchThrough {
 #pragma unroll 1
       for (int s = 0; s < S; s += N)
 #pragma unroll 1
-        for (int l = 0; l < kHalf; ++l)
+        for (int l = 0; l < kHalf; ++l) {
+          const int slot = ring.fill(2 * kSecond);
 #pragma unroll 1
           for (int slab = 0; slab < kDepth; ++slab) {
-            const int slot = ring.fill(2 * kSecond), at[5] = {slab * 64, s, rank() * kHalf + l, 0, 0};
-            load_box(ring.bytes(slot) + rank() * kSecond, maps.second, at, ring.full(slot), 3);
+            const int at[5] = {slab * 64, s, rank() * kHalf + l, 0, 0};
+            load_box(ring.bytes(slot) + rank() * kSecond + slab * (N * 128), maps.second, at, ring.full(slot), 3);
           }
+        }
     }
   }
 
@@ -160,25 +162,16 @@ template <class Pass> struct MonarchThrough {
   }
 
   using Sums = float[N / 2];
-  // Asks for products of an l, all but the last slab of which are made then.
+  // Asks for products of an l.
   DEVICE int ask(Sums& sums, u32 (&left)[kSteps][4], WeightRing& weight, int team) const {
-    int last = 0;
+    const int slot = weight.wait();
+    const u64 columns = operand(weight.bytes(slot) + team * kSecond);
+    open_products();
 #pragma unroll
-    for (int slab = 0; slab < kDepth; ++slab) {
-      const int slot = weight.wait();
-      const u64 columns = operand(weight.bytes(slot) + team * kSecond);
-      open_products();
-#pragma unroll
-      for (int step = slab * 4; step < kSteps && step < slab * 4 + 4; ++step)
-        Wgmma<Element, N>::multiply(sums, left[step], columns + step % 4 * 2, step > 0);
-      commit_products();
-      if (slab > 0) {
-        wait_for_products<1>();
-        release(weight, last);
-      }
-      last = slot;
-    }
-    return last;
+    for (int step = 0; step < kSteps; ++step)
+      Wgmma<Element, N>::multiply(sums, left[step], columns + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
+    commit_products();
+    return slot;
   }
   // With bias and activation, rounded: two neighbours for row g or g + 8 of a warp.
   DEVICE void finish(u32 (&held)[N / 4], const Sums& sums, int l, int s) const {
@@ -208,8 +201,8 @@ template <class Pass> struct MonarchThrough {
     }
   }
   // The first warpgroup stores the first half of the columns, the second one the other half.
-  DEVICE void store(const Held& held, int piece, i64 first, int s, int team, int buffer) const {
-    constexpr int kCount = kPiece / 16 * 2;  // of a thread, of L / 2 words each for both neighbours
+  DEVICE void store(const Held& held, i64 first, int s, int team, int buffer) const {
+    constexpr int kCount = N / 16 * 2;  // of a thread, of L / 2 words each for both neighbours
     const Lane lane;
     const int thread = threadIdx.x % 128;
     const u32 through = memory + kExchange + buffer * (kConsumers * kWords * 4) + thread * 16;
@@ -217,8 +210,8 @@ template <class Pass> struct MonarchThrough {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       u32 near[kHalf], far[kHalf];
-      in_order(near, held, piece * (kPiece / 4) + i);
-      in_order(far, held, piece * (kPiece / 4) + kCount + i);
+      in_order(near, held, i);
+      in_order(far, held, kCount + i);
 #pragma unroll
       for (int j = 0; j < kHalf; ++j) mine[i][j] = team ? far[j] : near[j], words[i * kHalf + j] = team ? near[j] : far[j];
     }
@@ -234,7 +227,7 @@ template <class Pass> struct MonarchThrough {
       for (int j = 0; j < 4; ++j) words[i + j] = given[j];
     }
     const i64 sample = first + thread / 32 * 16 + lane.g;
-    const int column = s + piece * kPiece + team * (kPiece / 2) + lane.t * 2;
+    const int column = s + team * (N / 2) + lane.t * 2;
     Element* y = static_cast<Element*>(params.y) + sample * (S * L) + column * L;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -261,19 +254,16 @@ template <class Pass> struct MonarchThrough {
       Left left;
       make_states(left, x, weight, team);
       // Products of the next l are made while one's results are finished, those of the next columns while these are stored.
-      constexpr int kSums = Pass::AHEAD ? 2 : 1;
-      Sums sums[kSums];
-      int slots[kSums] = {};
-      if constexpr (Pass::AHEAD) slots[0] = ask(sums[0], left[0], weight, team);
+      Sums sums[2];
+      int slots[2] = {ask(sums[0], left[0], weight, team)};
 #pragma unroll
       for (int s = 0; s < S; s += N) {
         Held held;
 #pragma unroll
         for (int l = 0; l < kHalf; ++l) {
-          const int now = l % kSums, next = (l + 1) % kSums, further = (l + 1) % kHalf;
-          if (!Pass::AHEAD) slots[0] = ask(sums[0], left[l], weight, team);
-          if (Pass::AHEAD && (l + 1 < kHalf || s + N < S)) {
-            slots[next] = ask(sums[next], left[further], weight, team);
+          const int now = l % 2, next = 1 - now;
+          if (l + 1 < kHalf || s + N < S) {
+            slots[next] = ask(sums[next], left[(l + 1) % kHalf], weight, team);
             wait_for_products<1>();
           } else {
             wait_for_products<0>();
@@ -282,11 +272,8 @@ template <class Pass> struct MonarchThrough {
           release(weight, slots[now]);
           finish(held[l], sums[now], team * kHalf + l, s);
         }
-#pragma unroll
-        for (int piece = 0; piece < N / kPiece; ++piece) {
-          store(held, piece, first_sample(tile), s, team, buffer);
-          buffer ^= 1;
-        }
+        store(held, first_sample(tile), s, team, buffer);
+        buffer ^= 1;
       }
     }
   }
