@@ -203,13 +203,15 @@ template <class Pass> struct MonarchGradient {
     for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
   }
   DEVICE void clear(Tiles& tiles, int left) const {
-    if (kPairs || left >= 16) return;
+    if constexpr (!kPairs) {
+      if (left >= 16) return;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int there = left - lane.t * 2 - r / 2 * 8;
-      const u32 kept = there <= 0 ? 0 : there == 1 ? 0xffff : ~0u;
+      for (int r = 0; r < 4; ++r) {
+        const int there = left - lane.t * 2 - r / 2 * 8;
+        const u32 kept = there <= 0 ? 0 : there == 1 ? 0xffff : ~0u;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tiles[0][i].r[r] &= kept;
+        for (int i = 0; i < 4; ++i) tiles[0][i].r[r] &= kept;
+      }
     }
   }
   DEVICE void add_state(float (&sums)[kAcross][4], u32 weight, u32 x) const {
