@@ -143,6 +143,7 @@ int main(int count, char** arguments) {
   const size_t bytes = number(4);
   shared_bytes = int(number(6)), block_threads = int(number(7)), cluster = int(number(8));
   threads = block_threads * cluster;
+  if (threads > kMostThreads) error("%d threads of a cluster, the emulator has room for %d", threads, kMostThreads), std::_Exit(1);
   gridDim = {unsigned(number(9)), unsigned(number(10)), 1};
   params.x = map_tensor(folder + "/x", 0);
   if (number(11)) params.bias = map_tensor(folder + "/bias", 0);

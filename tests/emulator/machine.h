@@ -28,7 +28,7 @@ using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
 
-constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / 32, kNobody = -1;
+constexpr int kMostThreads = 2048, kMostWarps = kMostThreads / 32, kNobody = -1;
 constexpr long kPatience = 20000;  // rounds of all threads in which nothing happens
 constexpr size_t kStack = 256 << 10, kPage = 4096;
 constexpr u32 kPoison = 0x7fbadbad;  // of sums in flight: a NaN
