@@ -58,6 +58,8 @@ CASES = [
     Case(monarch((64, 64), (64, 64)), 300),
     Case(monarch((32, 24), (64, 48), rank=4), 2060, True, "gelu"),
     Case(monarch((8, 128), (8, 64)), 2100, False),
+    Case(monarch((4, 192), (192, 4), rank=48), 2060, True, "gelu"),
+    Case(monarch((5, 120), (40, 8), rank=16), 2100, False),
     Case(kronecker((8, 256), (8, 512)), 2100, True, "silu"),
     Case(monarch((8, 8, 8), (8, 8, 8)), 64),
     Case(monarch((12, 11, 10), (9, 12, 13)), 40, True, "softplus"),
