@@ -21,7 +21,6 @@ ROWS = 64  # of a block
 CLUSTER = 2
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 OTHER = 24  # of a consumer's registers
-LARGEST = 1 << 31  # of a map's size
 MOST_SLOTS, LEAST_X = 6, 4
 MOST_PARTS = 8  # of the columns, which are written out: with more of them, two passes are as fast
 CYCLES = 1.65e3  # in a microsecond

@@ -284,7 +284,7 @@ DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 block
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"(u16(blocks)) : "memory");
 }
 // By a map of a tensor, which the runtime writes and a kernel has as a parameter: the box that begins at these coordinates,
-// rounded to tf32, with zeros for what lies outside of the tensor. Its rows are a slab's (wgmma.cuh).
+// floats rounded to tf32, with zeros for what lies outside of the tensor. Its rows are a slab's (wgmma.cuh).
 struct __align__(64) TensorMap { u64 words[16]; };
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 DEVICE void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {

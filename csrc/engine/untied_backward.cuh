@@ -45,7 +45,7 @@ template <class Pass> struct UntiedBackward {
   static constexpr bool kInPairs = Pass::PAIRED || Pass::SHARED;
   static_assert(!Pass::SHARED || (!Pass::PAIRED && kTiles % 2 == 0));
   static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
-  static constexpr i64 kRowG = i64(Q) * GROUPS, kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
+  static constexpr i64 kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
   static_assert(kShare % 32 == 0 && (kShare == BP || kShare == 32 || kShare % 64 == 0), "tiles by four, within slabs");

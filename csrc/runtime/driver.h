@@ -49,8 +49,8 @@ Function load_function(const std::string& cubin, const std::string& name, int sh
 // driver does not know.
 int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsigned shared_bytes);
 
-// How the copy engine finds boxes of a tensor of floats, which it rounds to tf32 on their way: 128 bytes at `to`, which is a
-// multiple of 64. Rows of a box are 128 bytes, whose pieces change places as the matrix unit takes them.
+// How the copy engine finds boxes of a tensor, of floats that it rounds to tf32 on their way or of 16 bits as they are: 128 bytes
+// at `to`, which is a multiple of 64. Rows of a box are 128 bytes, whose pieces change places as the matrix unit takes them.
 void encode_map(void* to, const void* tensor, bool is_tf32, const int64_t (&sizes)[5], const int64_t (&strides)[4],
                 const int64_t (&box)[5]);
 
