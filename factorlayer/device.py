@@ -63,6 +63,7 @@ def kernel(
     what it will read first, and behind it `starts` the next one, which may then ask as early; with `asks` it does."""
     struct = "\n  ".join(lines)
     asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
+    asked += "if (threadIdx.x == 0) prefetch_map(maps.x);\n  " if maps and waits else ""
     wait = "wait_for_kernel_before();\n  " + "start_next_kernel();\n  " * bool(asks or starts) if waits else ""
     return (
         code

@@ -66,9 +66,24 @@ class Pair:
         return self.mixed != (1, 1) and self.size == 2
 
     @property
+    def mapped(self) -> bool:
+        """Whether x comes by a map, which rounds it: where its rows are long."""
+        return self.work.dtype == "tf32" and self.mixed == (1, 1) and self.parts > 1
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads."""
+        if not self.mapped:
+            return ()
+        p0, p1, _, _ = self.sizes
+        sizes, strides = (p1, p0, self.work.outer, 1, 1), (p1, p0 * p1, p0 * p1, p0 * p1)
+        box = (128 // self.unit, self.chunk, 1, 1, 1)
+        return (" ".join(map(str, ("x", "tf32", *sizes, *(4 * stride for stride in strides), *box))),)
+
+    @property
     def results(self) -> int:
         """That a warpgroup stages: one leaves while the next one comes."""
-        return 2 if self.mixes_by_products else 1
+        return 2 if self.mixes_by_products else 1 if self.size == 2 else 0
 
     @property
     def parts(self) -> int:
@@ -104,6 +119,11 @@ class Pair:
         held = self.held * -(-p1 * self.unit // 32) * 4
         return sums + left + held + (48 if mixes and self.work.bias else 36 if self.pieces > 1 else 28)
 
+    @property
+    def staged(self) -> int:
+        """Bytes of results."""
+        return self.groups * self.parts * self.results * self.n * 128
+
     @functools.cached_property
     def shared(self) -> int:
         p0, p1, _, _ = self.sizes
@@ -115,8 +135,7 @@ class Pair:
         stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
-        staged = self.groups * self.parts * self.results * self.n * 128 if self.size == 2 else 0
-        return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + staged
+        return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
 
     @property
     def split(self) -> int:
@@ -145,7 +164,7 @@ class Pair:
             f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
         )
 
-    def lines(self, registers: tuple[int, int], ahead: int) -> list[str]:
+    def lines(self, registers: tuple[int, int], ahead: int, mapped: bool = False) -> list[str]:
         """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
@@ -158,7 +177,8 @@ class Pair:
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
         lines += [cuda_type(work.activation, work.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool BIAS = {str(work.bias).lower()};"]
+        flags = {"BIAS": work.bias, "MAPPED": mapped}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         last = len(work.sizes) - 1
         for at, mode in work.steps:
             letter = {last: "b", last - 1: "a"}.get(at, "m")
@@ -170,9 +190,9 @@ class Pair:
         instructions = "".join(
             wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
         )
-        lines = self.lines(self.registers, 2 if self.slots > 3 else 1)
+        lines = self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
         code = hopper_headers(instructions, "mixing.cuh", "pair.cuh")
-        return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks)
+        return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks, maps=self.mapped)
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:

@@ -101,7 +101,7 @@ Pass = (
     | Wide
     | WideGradient
 )
-WithMaps = Mapped | MonarchMapped | MonarchThrough | SlabBackward | UntiedBackward
+WithMaps = Mapped | Pair | MonarchMapped | MonarchThrough | SlabBackward | UntiedBackward
 Unbound = ClusterBackward | Slopes | Streamed | Strip | StripBackward | Turn  # with as many blocks as there is work
 
 

@@ -116,7 +116,7 @@ class Triple:
     def shared(self) -> int:
         staged = self.groups * self.pair.parts * self.sent * 64 * self.size
         results = self.last * self.result_bytes
-        pair = self.pair.shared - (self.groups * self.pair.parts * self.pair.n * 128 if self.size == 2 else 0)
+        pair = self.pair.shared - self.pair.staged
         return pair + self.weight_bytes + staged + results + self.buffers * self.state_bytes
 
     @property

@@ -5,6 +5,10 @@
 // through a ring of slots, which one warpgroup fills. The others are GROUPS x PARTS: groups take turns in units, parts
 // share q1.
 //
+// MAPPED, the copy engine fills the ring, and rounds to tf32 on the way. All blocks begin with the same weights: their first
+// chunks but two come behind these, and are only asked for into L2 before. Two parts go half a unit apart, so that one stores
+// while the other multiplies.
+//
 // float as accurate as FMA: an operand is the sum of three bf16 pieces, which hold all its bits, and the six largest of
 // their nine products count. Those of the first pieces are summed apart from the rest: small numbers lose nothing to
 // large ones, and where an operand is infinite or NaN, the rest, which would be NaN, is left out.
@@ -17,7 +21,7 @@
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
 //       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), AHEAD (chunks under way to slots), PARTS, GROUPS; HELD pieces of B in registers; RESULTS that a warpgroup stages; registers of a thread,
+//       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers; RESULTS that a warpgroup stages; registers of a thread,
 //       COPY_REGISTERS of who copies and REGISTERS of the others, or 0; weight_m(params, q, p) of the mixtures, weight_a and
 //       weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are products, and what those
 //       are scaled by, scale_m, scale_a and scale_b
@@ -27,6 +31,10 @@
 #include "params.cuh"
 #include "pointwise.cuh"
 #include "wgmma.cuh"
+
+struct Maps {
+  TensorMap x;
+};
 
 template <class Pass> struct TwoFactors {
   using Element = typename Pass::Element;
@@ -46,6 +54,7 @@ template <class Pass> struct TwoFactors {
   static constexpr int kStates = kMixesByProducts ? 8 : P > Q && !kStages ? P : Q;  // that a slot has room for
   static constexpr int kSlotBytes = kStates * kPitch;
   static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
+  static_assert(!Pass::MAPPED || (!kMixes && !kStages && kUnit == 4 && Pass::GROUPS == 1 && Pass::PARTS == 2));
   // A group that waits for a slot has to have seen what was there before.
   static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
   static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
@@ -59,28 +68,33 @@ template <class Pass> struct TwoFactors {
   static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
 
   const Params& params;
+  const Maps* const maps;
   const Lane lane;
   const int warpgroup, thread;
   const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, then results
   const i64 units;
   const typename Pass::Activation activation;
 
-  DEVICE TwoFactors(const Params& p)
-      : params(p), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
+  DEVICE TwoFactors(const Params& p, const Maps& m) : TwoFactors(p, &m) {}
+  DEVICE TwoFactors(const Params& p, const Maps* m = nullptr)
+      : params(p), maps(m), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
         a(memory + kBarrierBytes), b(a + PIECES * kBytesA), slots(b + (PIECES - HELD) * kBytesB),
         behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE), activation(p) {}
 
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE u32 arrived(u32 stage) const { return memory + (2 * SLOTS + stage) * 8; }
+  DEVICE u32 weights_there() const { return memory + kMixture; }
+  DEVICE u32 halfway(int part) const { return memory + kMixture + 8 + part * 8; }
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
 
   // Of a block with `threads`: its barriers, and what no copy writes
   DEVICE void begin(int threads) const {
     if (threadIdx.x < SLOTS) {
-      init_barrier(full(threadIdx.x), 128);
+      init_barrier(full(threadIdx.x), Pass::MAPPED ? 1 : 128);
       init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
     }
+    if (Pass::MAPPED && threadIdx.x < 3) init_barrier(weights_there() + threadIdx.x * 8, 1);  // and halfway
     if constexpr (kMixesByProducts) {
       if (threadIdx.x < Pass::STAGES) init_barrier(arrived(threadIdx.x), 1);
       if (threadIdx.x < 4) store_shared(memory + kMixture + threadIdx.x * 4, 0u);
@@ -88,7 +102,7 @@ template <class Pass> struct TwoFactors {
       const int q = threadIdx.x / P, p = threadIdx.x % P;
       if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight_m(params, q, p));
     }
-    if constexpr (P1 % kStep)  // padding of the slots, which copies leave alone
+    if constexpr (P1 % kStep && !Pass::MAPPED)  // padding of the slots, which copies leave alone
       for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(slots + at, 0u);
   }
   DEVICE void run() const {
@@ -99,15 +113,13 @@ template <class Pass> struct TwoFactors {
       if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
       if constexpr (kMixesByProducts)
         produce_mixtures();
+      else if constexpr (Pass::MAPPED)
+        produce_by_map();
       else
         produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
       if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
-      const float scale_a = kScalesA ? Pass::scale_a(params) : 1.f, scale_b = kScalesB ? Pass::scale_b(params) : 1.f;
-      load_weights(scale_a);
-      fence_copy_engine();
-      sync_group<kConsumers * 4, 2>(1);
-      consume(scale_b, 1 / scale_a, 1 / scale_b);
+      consume(kScalesA ? Pass::scale_a(params) : 1.f, kScalesB ? Pass::scale_b(params) : 1.f);
     }
   }
 
@@ -132,15 +144,21 @@ template <class Pass> struct TwoFactors {
       const int k = (kUnit == 4 ? Math::place_of(p, true) : p) * kUnit;
       return to + k / 128 * SLAB + swizzled(q, k % 128 / 16) + k % 16;
     };
-#pragma unroll 8
+#pragma unroll(kUnit == 4 ? 16 : 8)
     for (int j = threadIdx.x; j < ROWS * kRow; j += kConsumers * 128) {
-      const int q = j / kRow, p = j % kRow * kTogether;
+      constexpr bool kInSlabs = kUnit == 4 && kWords;  // a warp has four rows of one, which meet in no bank
+      const int q = kInSlabs ? j / 8 % ROWS : j / kRow;
+      const int p = kInSlabs ? j / (8 * ROWS) * kSlab + j % 8 * 4 : j % kRow * kTogether;
       const bool present = q < ROW && p < COLUMN;
       if constexpr (kWords) {
         u32 word[4] = {};
         if (present) load_global(static_cast<const Element*>(params.weights[FACTOR]) + row_of(q) * COLUMN + p, word);
         if constexpr (kSize == 2)
           store_u32x4(place(q, p), word);
+        else if constexpr (kUnit == 4)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)  // every other one lies beside it
+            store_f32x2(place(q, p + i), __uint_as_float(tf32_of(word[i])), __uint_as_float(tf32_of(word[2 + i])));
         else
           store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       } else {
@@ -220,6 +238,33 @@ template <class Pass> struct TwoFactors {
       if (++ready_chunk == kChunks) ready_chunk = 0;
       if (kStages && ++ready_stage == Pass::STAGES) ready_stage = 0;
     }
+  }
+  DEVICE void produce_by_map() const {
+    constexpr int kFirst = 2, kUnitBytes = P0 * P1 * 4, kUnits = ceil_div(SLOTS, kChunks);  // what goes before weights, what fills the ring
+    if (thread >= 32) {
+#pragma unroll 1
+      for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < kUnits * kUnitBytes; at += 96 * 128) {
+        const i64 unit = blockIdx.x + i64(at / kUnitBytes) * gridDim.x;
+        if (unit < units) prefetch(static_cast<const char*>(params.x) + unit * kUnitBytes + at % kUnitBytes);
+      }
+    }
+    if (thread) return;
+    int slot = 0, begun = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        if (begun++ == kFirst) wait_for_bytes(weights_there(), 0);
+        const u32 to = slots + slot * kSlotBytes, arrives = full(slot);
+        take(slot, phase);
+        expect_bytes(arrives, kBytesX);
+#pragma unroll
+        for (int slab = 0; slab < kBytesX / kSlabX; ++slab) {
+          const int at[5] = {slab * kSlab, chunk * CHUNK, int(unit), 0, 0};
+          load_box(to + slab * kSlabX, maps->x, at, arrives);
+        }
+      }
   }
   DEVICE void take(int& slot, u32& phase) const {
     wait_for_bytes(empty(slot), phase);
@@ -365,21 +410,33 @@ template <class Pass> struct TwoFactors {
   };
   using Left = u32[PIECES][kStepsA][4];
 
-  DEVICE void consume(float scale_b, float unscale_a, float unscale_b) const {
+  DEVICE void consume(float scale_a, float scale_b) const {
+    const float unscale_a = 1 / scale_a, unscale_b = 1 / scale_b;
     const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
     u32 held[HELD][kStepsB][4];
+    if constexpr (kHoldsPieces) ask_for_pieces(held[0], first + lane.g);
+    load_weights(scale_a);
+    fence_copy_engine();
+    sync_group<kConsumers * 4, 2>(1);
+    if (Pass::MAPPED && threadIdx.x == 0) arrive(weights_there());
+    if constexpr (kHoldsPieces)
+      hold_pieces(held[0]);
+    else
 #pragma unroll
-    for (int s = 0; s < kStepsB; ++s)
+      for (int s = 0; s < kStepsB; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
+        for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
     u32 position = kMixes ? 0 : group * kChunks;
     [[maybe_unused]] int buffer = 0;
     const i64 step = i64(gridDim.x) * (kMixes ? 1 : Pass::GROUPS);
+    [[maybe_unused]] u32 turn = part;  // the first part waits for the second one's half of the unit before
 #pragma unroll 1
     for (i64 unit = blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x); unit < units; unit += step) {
+      if constexpr (Pass::MAPPED) wait_for_bytes(halfway(1 - part), ++turn & 1);
       Sums<kN> y[kShare];
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
+        if (Pass::MAPPED && chunk == kChunks / 2 && thread == 0) arrive(halfway(part));
         const u32 slot = position % SLOTS;
         wait_for_bytes(full(slot), position / SLOTS & 1);
 #pragma unroll
@@ -414,6 +471,32 @@ template <class Pass> struct TwoFactors {
   // Which mixture; the last one again where groups do not divide them.
   static DEVICE int mixed(int group, int share) { return min(group * kShare + share, Q - 1); }
 
+  // Of rows of whole 64 bytes a lane asks for 16, and gets, of what its quad has, every fourth word.
+  static constexpr bool kHoldsPieces = Pass::FACTOR_B >= 0 && PIECES == 1 && P1 * kSize % 64 == 0;
+  template <class Do> static DEVICE void each_64_bytes(u32 (&held)[kStepsB][4], Do act) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int s = 0; s < kStepsB; s += 2) {
+        u32 words[4] = {held[s][half], held[s][half + 2], held[s + 1][half], held[s + 1][half + 2]};
+        act(words, half, s / 2);
+        held[s][half] = words[0], held[s][half + 2] = words[1], held[s + 1][half] = words[2], held[s + 1][half + 2] = words[3];
+      }
+  }
+  DEVICE void ask_for_pieces(u32 (&held)[kStepsB][4], int q) const {
+    const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + q * P1 + lane.t * (16 / kSize);
+    each_64_bytes(held, [&](u32 (&words)[4], int half, int at) {
+      load_global(factor + half * 8 * P1 + at * (64 / kSize), words, Q1 % 64 == 0 || q + half * 8 < Q1);
+    });
+  }
+  static DEVICE void hold_pieces(u32 (&held)[kStepsB][4]) {
+    each_64_bytes(held, [](u32 (&words)[4], int, int) {
+      exchange_in_quad(words);
+      if constexpr (kUnit == 4)
+#pragma unroll
+        for (u32& word : words) word = tf32_of(word);
+    });
+  }
   // The word of operand B in register i of step s
   DEVICE void hold(u32 (&held)[HELD][kStepsB][4], int s, int i, int q, float scale) const {
     const int p = s * kStep + i / 2 * (kStep / 2) + lane.t * (4 / kUnit);

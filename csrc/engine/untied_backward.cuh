@@ -147,22 +147,6 @@ template <class Pass> struct UntiedBackward {
     commit_products();
   }
 
-  // Of four lanes that have two columns of each of four tiles, each gets a tile: 16 bytes.
-  static DEVICE void exchange(u32 (&words)[4]) {
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const u32 given = __shfl_xor_sync(0xffffffff, t & 1 ? words[i] : words[i + 1], 1);
-      words[i] = t & 1 ? given : words[i];
-      words[i + 1] = t & 1 ? words[i + 1] : given;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 given = __shfl_xor_sync(0xffffffff, t & 2 ? words[i] : words[i + 2], 2);
-      words[i] = t & 2 ? given : words[i];
-      words[i + 2] = t & 2 ? words[i + 2] : given;
-    }
-  }
   // Where a group's p lies in a row of dX.
   static DEVICE int place(int group, int p) {
     const int k = group / Pass::INNER * P + p;
@@ -180,7 +164,7 @@ template <class Pass> struct UntiedBackward {
         u32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = Pair<Element>(back[(n + i) * 4 + half * 2], back[(n + i) * 4 + half * 2 + 1]).bits;
-        exchange(words);
+        exchange_in_quad(words);  // of two columns of each of four tiles, a tile
         if (row + half * 8 < params.batch && p + n * 8 < P) store_global<16>(y + half * 8 * kRowX + at, words);
       }
     }

@@ -37,3 +37,20 @@ DEVICE void four_columns(const float* sums, u32 (&words)[4]) {
     words[i] = odd ? given : near, words[2 + i] = odd ? next : given;
   }
 }
+
+// Of four lanes that have a word for each other, each gets what is its own, in the lanes' order.
+DEVICE void exchange_in_quad(u32 (&words)[4]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 given = __shfl_xor_sync(0xffffffff, t & 1 ? words[i] : words[i + 1], 1);
+    words[i] = t & 1 ? given : words[i];
+    words[i + 1] = t & 1 ? words[i + 1] : given;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 given = __shfl_xor_sync(0xffffffff, t & 2 ? words[i] : words[i + 2], 2);
+    words[i] = t & 2 ? given : words[i];
+    words[i + 2] = t & 2 ? words[i + 2] : given;
+  }
+}

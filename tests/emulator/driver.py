@@ -306,7 +306,7 @@ def for_the_cpu(text: str) -> str:
     sections = re.split(r'(?=^#line 1 ")', text, flags=re.MULTILINE)
     kept = [section for section in sections if not re.match(r'#line 1 "(instructions\.cuh|Wgmma<.*>)"', section)]
     assert len(kept) < len(sections) and not any(re.search(r"\basm\b", section) for section in kept)
-    maps = ", *static_cast<const Maps*>(maps)" if "struct Maps {" in text else ""
+    maps = ", *static_cast<const Maps*>(maps)" if "Maps maps)" in text else ""
     entry = "void run_kernel(const void* params, const void* maps) "
     entry += f"{{ kernel(*static_cast<const Params*>(params){maps}); }}\n"
     return '#include "instructions.cuh"\n' + "".join(kept) + '#line 1 "entry"\n' + entry
