@@ -21,10 +21,10 @@
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
 //       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers; RESULTS that a warpgroup stages; registers of a thread,
-//       COPY_REGISTERS of who copies and REGISTERS of the others, or 0; weight_m(params, q, p) of the mixtures, weight_a and
-//       weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these are, or -1 where they are products, and what those
-//       are scaled by, scale_m, scale_a and scale_b
+//       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
+//       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
+//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b
 #pragma once
 #include "mixing.cuh"
 #include "mma.cuh"
@@ -77,13 +77,15 @@ template <class Pass> struct TwoFactors {
 
   DEVICE TwoFactors(const Params& p, const Maps& m) : TwoFactors(p, &m) {}
   DEVICE TwoFactors(const Params& p, const Maps* m = nullptr)
-      : params(p), maps(m), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), memory(shared_address(shared_memory)),
-        a(memory + kBarrierBytes), b(a + PIECES * kBytesA), slots(b + (PIECES - HELD) * kBytesB),
-        behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE), activation(p) {}
+      : params(p), maps(m), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128),
+        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + PIECES * kBytesA),
+        slots(b + (PIECES - HELD) * kBytesB), behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE),
+        activation(p) {}
 
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE u32 arrived(u32 stage) const { return memory + (2 * SLOTS + stage) * 8; }
+  // Mapped: that weights have come, and that a part has half of a unit behind it
   DEVICE u32 weights_there() const { return memory + kMixture; }
   DEVICE u32 halfway(int part) const { return memory + kMixture + 8 + part * 8; }
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
@@ -239,8 +241,10 @@ template <class Pass> struct TwoFactors {
       if (kStages && ++ready_stage == Pass::STAGES) ready_stage = 0;
     }
   }
+  // The same by the copy engine, for one thread. Others ask L2 for what else fills the ring while weights come.
   DEVICE void produce_by_map() const {
-    constexpr int kFirst = 2, kUnitBytes = P0 * P1 * 4, kUnits = ceil_div(SLOTS, kChunks);  // what goes before weights, what fills the ring
+    constexpr int kFirst = 2;  // chunks before weights
+    constexpr int kUnitBytes = P0 * P1 * 4, kUnits = ceil_div(SLOTS, kChunks);
     if (thread >= 32) {
 #pragma unroll 1
       for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < kUnits * kUnitBytes; at += 96 * 128) {
