@@ -1788,6 +1788,7 @@ PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
 MONARCH = Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=2)
 STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
+PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
 STRIPS_IN_TURN = Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
@@ -1798,7 +1799,8 @@ PLANTED = {
     "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::STAGES - 2>();", "", "has not landed"),
     "no-sync-of-chunks": (STREAMED, "__syncthreads();\n          multiply", "multiply", "race"),
     "no-fence-of-copies": (PAIR, "fence_copy_engine();\n      arrive", "arrive", "no fence: a matrix unit"),
-    "no-wait-for-a-slot": (PAIR, "wait_for_bytes(empty(slot), phase);", "", "race: a copy"),
+    "no-wait-for-a-slot": (PAIR, "wait_for_bytes(empty(slot), phase);", "", "nobody goes on"),
+    "no-wait-for-a-slot-of-a-map": (PAIR_BY_MAP, "wait_for_bytes(empty(slot), phase);", "", "race: a"),
     "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
     "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
     "no-wait-for-a-chunk": (STRIP, "wait_for_copies<SLOTS - 2>();", ";", "has not landed"),
