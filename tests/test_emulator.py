@@ -109,6 +109,7 @@ CASES = [
     Case(kronecker((32, 24), (40, 24)), "tf32", 30, MEDIUM),
     Case(kronecker((48, 128), (40, 126)), "tf32", 7, MEDIUM),
     Case(kronecker((41, 100), (72, 68)), "tf32", 5, MEDIUM),
+    Case(kronecker((600, 128), (24, 96)), "tf32", 3, MEDIUM),
     Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM),
     Case(kronecker((48, 64), (64, 48)), "float16", 30, MEDIUM),
     Case(kronecker((48, 64), (64, 48)), "bfloat16", 2, MEDIUM),

@@ -55,6 +55,8 @@ template <class Pass> struct TwoFactors {
   static constexpr int kSlotBytes = kStates * kPitch;
   static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
   static_assert(!Pass::MAPPED || (!kMixes && !kStages && kUnit == 4 && Pass::GROUPS == 1 && Pass::PARTS == 2));
+  // Of a unit; what the first part has behind it by then, the second one has not freed yet.
+  static constexpr int kHalf = kChunks / 2 < SLOTS / 2 ? kChunks / 2 : SLOTS / 2;
   // A group that waits for a slot has to have seen what was there before.
   static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
   static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
@@ -440,7 +442,7 @@ template <class Pass> struct TwoFactors {
       Sums<kN> y[kShare];
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
-        if (Pass::MAPPED && chunk == kChunks / 2 && thread == 0) arrive(halfway(part));
+        if (Pass::MAPPED && chunk == kHalf && thread == 0) arrive(halfway(part));
         const u32 slot = position % SLOTS;
         wait_for_bytes(full(slot), position / SLOTS & 1);
 #pragma unroll
