@@ -60,7 +60,8 @@ def kernel(
 ) -> str:
     """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
     which waits for the kernel before, or does so by itself, and may have maps of tensors. Before that it `asks` for
-    what it will read first, and behind it `starts` the next one, which may then ask as early; with `asks` it does."""
+    what it will read first, and for x's map, and behind it `starts` the next one, which may then ask as early; with
+    `asks` it does."""
     struct = "\n  ".join(lines)
     asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
     asked += "if (threadIdx.x == 0) prefetch_map(maps.x);\n  " if maps and waits else ""

@@ -6,8 +6,8 @@
 // share q1.
 //
 // MAPPED, the copy engine fills the ring, and rounds to tf32 on the way. All blocks begin with the same weights: their first
-// chunks but two come behind these, and are only asked for into L2 before. Two parts go half a unit apart, so that one stores
-// while the other multiplies.
+// chunks but two come behind these, and are only asked for into L2 before. Two parts go half a unit apart, or half of the ring,
+// so that one stores while the other multiplies.
 //
 // float as accurate as FMA: an operand is the sum of three bf16 pieces, which hold all its bits, and the six largest of
 // their nine products count. Those of the first pieces are summed apart from the rest: small numbers lose nothing to
@@ -55,7 +55,7 @@ template <class Pass> struct TwoFactors {
   static constexpr int kSlotBytes = kStates * kPitch;
   static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
   static_assert(!Pass::MAPPED || (!kMixes && !kStages && kUnit == 4 && Pass::GROUPS == 1 && Pass::PARTS == 2));
-  // Of a unit; what the first part has behind it by then, the second one has not freed yet.
+  // Chunks between the parts. Those that the first one has behind it fill the ring until the second one has read them, too.
   static constexpr int kHalf = kChunks / 2 < SLOTS / 2 ? kChunks / 2 : SLOTS / 2;
   // A group that waits for a slot has to have seen what was there before.
   static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
@@ -87,7 +87,7 @@ template <class Pass> struct TwoFactors {
   DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE u32 arrived(u32 stage) const { return memory + (2 * SLOTS + stage) * 8; }
-  // Mapped: that weights have come, and that a part has half of a unit behind it
+  // Mapped: that weights have come, and that a part has so much of a unit behind it that the other one may go on
   DEVICE u32 weights_there() const { return memory + kMixture; }
   DEVICE u32 halfway(int part) const { return memory + kMixture + 8 + part * 8; }
   DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
@@ -98,7 +98,8 @@ template <class Pass> struct TwoFactors {
       init_barrier(full(threadIdx.x), Pass::MAPPED ? 1 : 128);
       init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
     }
-    if (Pass::MAPPED && threadIdx.x < 3) init_barrier(weights_there() + threadIdx.x * 8, 1);  // and halfway
+    if (Pass::MAPPED && threadIdx.x == 0) init_barrier(weights_there(), 1);
+    if (Pass::MAPPED && threadIdx.x < 2) init_barrier(halfway(threadIdx.x), 4);
     if constexpr (kMixesByProducts) {
       if (threadIdx.x < Pass::STAGES) init_barrier(arrived(threadIdx.x), 1);
       if (threadIdx.x < 4) store_shared(memory + kMixture + threadIdx.x * 4, 0u);
@@ -246,10 +247,10 @@ template <class Pass> struct TwoFactors {
   // The same by the copy engine, for one thread. Others ask L2 for what else fills the ring while weights come.
   DEVICE void produce_by_map() const {
     constexpr int kFirst = 2;  // chunks before weights
-    constexpr int kUnitBytes = P0 * P1 * 4, kUnits = ceil_div(SLOTS, kChunks);
+    constexpr int kUnitBytes = P0 * P1 * 4, kRing = SLOTS * CHUNK * P1 * 4, kWhole = ceil_div(SLOTS, kChunks) * kUnitBytes;
     if (thread >= 32) {
 #pragma unroll 1
-      for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < kUnits * kUnitBytes; at += 96 * 128) {
+      for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < (kRing < kWhole ? kRing : kWhole); at += 96 * 128) {
         const i64 unit = blockIdx.x + i64(at / kUnitBytes) * gridDim.x;
         if (unit < units) prefetch(static_cast<const char*>(params.x) + unit * kUnitBytes + at % kUnitBytes);
       }
@@ -442,7 +443,10 @@ template <class Pass> struct TwoFactors {
       Sums<kN> y[kShare];
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
-        if (Pass::MAPPED && chunk == kHalf && thread == 0) arrive(halfway(part));
+        if (Pass::MAPPED && chunk == kHalf) {  // each warp: none may still wait here for what is two phases ago by then
+          __syncwarp();
+          if (lane.index == 0) arrive(halfway(part));
+        }
         const u32 slot = position % SLOTS;
         wait_for_bytes(full(slot), position / SLOTS & 1);
 #pragma unroll

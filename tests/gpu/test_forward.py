@@ -33,6 +33,7 @@ CASES = [
     Case(kronecker((112, 128), (112, 128)), 2100, False),
     Case(kronecker((41, 100), (72, 68)), 1100, True, "gelu"),
     Case(kronecker((600, 128), (24, 96)), 300, False),
+    Case(kronecker((32, 128), (32, 128)), 3000, False),
     Case(kronecker((40, 32), (56, 48)), 300, True, "gelu"),
     Case(kronecker((4, 40, 32), (6, 56, 48)), 700, True, "silu"),
     Case(kronecker((1, 40, 32), (1, 56, 48)), 700),
