@@ -681,7 +681,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
             asked = texts(replace(case.chain, tf32=True).text, has_plan_in_float32, case.batch)
             found |= {"by slabs" for text, _ in asked if "backward; slabs" in text}
         for each in (case.chain, all_gradients_of(case.spec)) if case.trained else (case.chain,):
-            planned_for = BATCHES[0 if case.batch <= 64 else 1]
+            planned_for = BATCHES[runtime.class_of_batch(case.batch)]
             try:
                 plans = [plan(each, case.dtype, planned_for, Gpu.of(90))]
             except PlanError:  # these gradients are made one by one

@@ -62,7 +62,7 @@ DONE = "cases ran and were right"
 
 # in x out of every mode, samples, dtypes, and the rank if it is not 1
 LAYERS = [
-    ("kronecker", "40x32 128x96", 300, "tf32"),
+    ("kronecker", "32x24 96x72", 170, "tf32"),
     ("kronecker", "3x5 4x2 6x7", 9, "float16"),
     ("kronecker", "4x6 9x5", 7, "float32", 2),
     ("kronecker", "3 1000", 2, "float32"),
@@ -74,7 +74,7 @@ LAYERS = [
     ("monarch", "4 192", 70, "float32", 4),
     ("monarch", "16 104x64", 70, "bfloat16", 4),
     ("monarch", "8x16 24x64", 140, "tf32", 4),
-    ("monarch", "8x64 64x8", 2060, "bfloat16", 16),
+    ("monarch", "4x56 56x4", 2060, "bfloat16", 16),
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
 TRAINED = [
