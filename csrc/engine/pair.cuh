@@ -483,29 +483,32 @@ template <class Pass> struct TwoFactors {
 
   // Of rows of whole 64 bytes a lane asks for 16, and gets, of what its quad has, every fourth word.
   static constexpr bool kHoldsPieces = Pass::FACTOR_B >= 0 && PIECES == 1 && P1 * kSize % 64 == 0;
-  template <class Do> static DEVICE void each_64_bytes(u32 (&held)[kStepsB][4], Do act) {
+  DEVICE void ask_for_pieces(u32 (&held)[kStepsB][4], int q) const {
+    const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + q * P1 + lane.t * (16 / kSize);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int s = 0; s < kStepsB; s += 2) {
+        u32 words[4];
+        load_global(factor + half * 8 * P1 + s * (32 / kSize), words, Q1 % 64 == 0 || q + half * 8 < Q1);
+        put_words(held, half, s, words);
+      }
+  }
+  static DEVICE void hold_pieces(u32 (&held)[kStepsB][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int s = 0; s < kStepsB; s += 2) {
         u32 words[4] = {held[s][half], held[s][half + 2], held[s + 1][half], held[s + 1][half + 2]};
-        act(words, half, s / 2);
-        held[s][half] = words[0], held[s][half + 2] = words[1], held[s + 1][half] = words[2], held[s + 1][half + 2] = words[3];
+        exchange_in_quad(words);
+        if constexpr (kUnit == 4)
+#pragma unroll
+          for (u32& word : words) word = tf32_of(word);
+        put_words(held, half, s, words);
       }
   }
-  DEVICE void ask_for_pieces(u32 (&held)[kStepsB][4], int q) const {
-    const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + q * P1 + lane.t * (16 / kSize);
-    each_64_bytes(held, [&](u32 (&words)[4], int half, int at) {
-      load_global(factor + half * 8 * P1 + at * (64 / kSize), words, Q1 % 64 == 0 || q + half * 8 < Q1);
-    });
-  }
-  static DEVICE void hold_pieces(u32 (&held)[kStepsB][4]) {
-    each_64_bytes(held, [](u32 (&words)[4], int, int) {
-      exchange_in_quad(words);
-      if constexpr (kUnit == 4)
-#pragma unroll
-        for (u32& word : words) word = tf32_of(word);
-    });
+  static DEVICE void put_words(u32 (&held)[kStepsB][4], int half, int s, const u32 (&words)[4]) {
+    held[s][half] = words[0], held[s][half + 2] = words[1], held[s + 1][half] = words[2], held[s + 1][half + 2] = words[3];
   }
   // The word of operand B in register i of step s
   DEVICE void hold(u32 (&held)[HELD][kStepsB][4], int s, int i, int q, float scale) const {
