@@ -17,6 +17,7 @@ from factorlayer.dense import Dense
 from factorlayer.dense_streamed import WeightChunks
 from factorlayer.double_backward import DoubleBackward
 from factorlayer.double_pair import DoublePair
+from factorlayer.eights import Eights
 from factorlayer.emit import source
 from factorlayer.few import Few, FewPass
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -63,6 +64,7 @@ Pass = (
     | Dense
     | DoubleBackward
     | DoublePair
+    | Eights
     | Few
     | FewPass
     | Gradient
@@ -220,7 +222,7 @@ def _output_bytes(p: Pass) -> int:
     """For one sample."""
     if isinstance(p, Columns | Dense | DoublePair | Few | Mapped | Monarch | Pair | Slopes | Small | Streamed | Strip):
         return p.output_bytes
-    if isinstance(p, MonarchMapped | MonarchThrough | Triple | Turn | Wide):
+    if isinstance(p, Eights | MonarchMapped | MonarchThrough | Triple | Turn | Wide):
         return p.output_bytes
     assert isinstance(p, Resident)
     return p.work.outer * math.prod(p.work.states[-1]) * p.work.inner * ELEMENT_BYTES[p.work.dtype]

@@ -22,6 +22,7 @@ from factorlayer import (
     dense_streamed,
     double_backward,
     double_pair,
+    eights,
     few,
     gradient,
     large_backward,
@@ -424,7 +425,7 @@ def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times. Those of resident passes with large or padded modes are too short, but they
     start faster than pairs."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
-    others = (family.tile(work, batch, gpu) for family in (small, strip, double_pair, triple))
+    others = (family.tile(work, batch, gpu) for family in (small, eights, strip, double_pair, triple))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
     by_columns = columns.tile(work, batch, gpu)
     if by_columns:

@@ -14,6 +14,7 @@ from factorlayer import (
     columns,
     dense,
     dense_streamed,
+    eights,
     monarch,
     monarch_mapped,
     monarch_through,
@@ -24,6 +25,7 @@ from factorlayer import (
 )
 from factorlayer.chain import Chain
 from factorlayer.columns import Columns
+from factorlayer.eights import Eights
 from factorlayer.gpu import Gpu
 from factorlayer.mapped import Mapped
 from factorlayer.pair import Pair
@@ -93,7 +95,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         clustered = triple.tile(work, batch, gpu)
         if clustered:
             yield of(CLUSTER, RESIDENT, _samples(clustered), clustered)
-        for few in (family.tile(work, batch, gpu) for family in (small, columns)):
+        for few in (family.tile(work, batch, gpu) for family in (small, eights, columns)):
             if few:
                 yield of(SHARED, RESIDENT, _samples(few), few)
         for _, fields in tiling.candidates(work, batch, gpu):
@@ -108,7 +110,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     for at_once in both:
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
-    if len(best) > 1 and all(isinstance(p, Columns | Pair | Resident | Small) for p in best):
+    if len(best) > 1 and all(isinstance(p, Columns | Eights | Pair | Resident | Small) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)
     yield of(MEMORY, STREAMED, _samples(each[0]), *each)
 

@@ -14,7 +14,6 @@ from factorlayer.resident import Mode, Work
 
 SIZES = (4, 8)
 MOST_THREADS, REGISTERS = 512, 128
-BARRIER_BYTES = 8
 START_US = 4.0
 OTHER = 1.25  # instructions for each multiply-add
 HIDDEN = 0.7  # of what takes less time, memory or instructions
@@ -107,17 +106,9 @@ class Small:
         """At once on a multiprocessor."""
         return min((self.gpu.shared + 1024) // (self.sizes.shared + 1024), 65536 // (self.threads * REGISTERS))
 
-    @functools.cached_property
-    def staged(self) -> int:
-        """Of a's and b's elements, what the copy engine brings: of several blocks, another works meanwhile."""
-        room = self.gpu.shared - self.sizes.shared - BARRIER_BYTES
-        most = self.sizes.a * self.sizes.b
-        return min(room // (4 * self.sizes.columns), most) if self.gpu.arch >= 90 and self.blocks == 1 else 0
-
     @property
     def shared(self) -> int:
-        staged = 4 * self.staged * self.sizes.columns
-        return self.sizes.shared + (staged + BARRIER_BYTES if staged else 0)
+        return self.sizes.shared
 
     @property
     def units_per_sample(self) -> int:
@@ -136,7 +127,6 @@ class Small:
         work = self.work
         first = dict(work.steps)[0].parts[0][0]
         lines = ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads)]
-        lines += [f"static constexpr int STAGED = {self.staged};"]
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
         return kernel(headers("sums.cuh", "small.cuh"), name, "SmallFactors", lines, self.threads, self.blocks)
 

@@ -149,10 +149,13 @@ CASES = [
     Case(monarch((5, 120), (40, 8), rank=16), "float16", 150, LARGE, processors=4, activation="gelu"),
     Case(monarch((2, 136), (72, 4), rank=48), "bfloat16", 130, LARGE, activation=LEARNED),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
-    Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
+    Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, 80),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
     Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
+    # Eights: several units of a block, and of a sample
+    Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
+    Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, activation=LEARNED),
     # Columns: one warp of a group and several, modes that are contracted in another order
     Case(kronecker((5, 6, 5), (7, 5, 6)), "float64", 9, LARGE),
     Case(kronecker((7, 7, 7, 7), (7, 7, 7, 7)), "float64", 5, LARGE, activation=LEARNED),
@@ -258,6 +261,30 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     assert np.isnan(found[sick]).all()
     others = np.arange(case.batch) != sick
     np.testing.assert_array_equal(found[others], y[others])
+
+
+def test_eights_let_infinities_through(emulator: Emulator) -> None:
+    """And make large numbers of large ones; samples beside them have the same bits."""
+    run = prepare(Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM), emulator)
+    run = replace(run, weights=[weight / 8 for weight in run.weights])
+    without, errors = run(run.x, seed=1)
+    x, weights = run.x.copy(), [weight.copy() for weight in run.weights]
+    x[0, 5], x[2, 32767], x[3] = np.inf, -np.inf, x[3] * 1e36
+    x[3, ::7] = 3.4028e38
+    y, more = run(x, seed=2)
+    assert not errors + more
+    with np.errstate(invalid="ignore"):
+        right = replace(run, x=x).right()
+    np.testing.assert_array_equal(y[[0, 2]], right[[0, 2]])
+    assert np.linalg.norm(y[3] - right[3]) <= 10 * EPS["float32"] * np.linalg.norm(right[3])
+    np.testing.assert_array_equal(y[[1, 4]], without[[1, 4]])
+    weights[2][3, 4] = np.inf
+    y, errors = replace(run, weights=weights)(run.x, seed=3)
+    sick = np.zeros((8,) * 5, dtype=bool)
+    sick[:, :, 3] = True
+    assert not errors
+    np.testing.assert_array_equal(~np.isfinite(y), np.broadcast_to(sick.ravel(), y.shape))
+    assert np.linalg.norm((y - without)[:, ~sick.ravel()]) <= 10 * EPS["float32"] * np.linalg.norm(without)
 
 
 def test_floats_in_halves_have_any_scale(emulator: Emulator) -> None:
@@ -1760,6 +1787,7 @@ def test_cases_cover_the_families() -> None:
     assert learned == {
         "Columns",
         "DoublePair",
+        "Eights",
         "Few",
         "Monarch",
         "MonarchMapped",
@@ -1789,7 +1817,7 @@ STREAMED = Case(monarch((8, 9), (6, 10)), "bfloat16", 70, MEDIUM)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 70, MEDIUM, processors=4)
 MONARCH = Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, MEDIUM, processors=2)
-STAGED = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
+EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
 STRIPS_IN_TURN = Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL)
@@ -1811,8 +1839,11 @@ PLANTED = {
     "no-sync-of-strips-in-turn": (STRIPS_IN_TURN, "__syncthreads();  // the chunk", "// the chunk", "race"),
     "no-sync-before-columns": (FEW, "if (first + 4 == B) __syncthreads();", "", "race: a write"),
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
-    "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::template", "Base::template", "race: a read"),
-    "no-wait-for-what-is-staged": (STAGED, "wait_for_bytes(barrier, phase);", "", "race: a read"),
+    "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::load", "Base::load", "race: a read"),
+    "no-wait-for-what-is-staged": (EIGHTS, "wait_for_bytes(barrier, phase);", "", "race: a read"),
+    "no-sync-of-what-was-staged": (EIGHTS, "__syncwarp();\n        if", "if", "race: a"),
+    "no-sync-of-two-warps": (EIGHTS, "sync_threads<64>(1 + warp / 2);", "", "race: a read"),
+    "no-sync-behind-slabs": (EIGHTS, "__syncthreads();\n    }", "}", "race: a write"),
     "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
     "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
     "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),

@@ -21,6 +21,7 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
 from factorlayer import (
     dense,
+    eights,
     few,
     monarch_mapped,
     monarch_through,
@@ -681,10 +682,9 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
             assert (
                 few.blocks * few.threads * 128 <= 65536 and few.blocks * (few.sizes.shared + 1024) <= gpu.shared + 1024
             )
-            assert few.staged <= sizes[0] * sizes[1] and (few.staged > 0) == (few.blocks == 1 and gpu.arch == 90)
             floor = batch * 2 * spec.in_features * 4 / gpu.sms / gpu.memory_bytes
             assert floor < few.us < 6 * floor + 5
-    found = plan(chain_of(spec), "float32", 1024, Gpu.of(90))
+    found = plan(chain_of(spec), "float32", 1024, Gpu.of(80 if sizes == (8,) * 5 else 90))
     assert [type(p) for p in found.passes] == [Small] and "small: " in str(found)
     lanes = [lane * few.sizes.row_bytes for lane in range(32)]
     assert conflicts(lanes, 16) == 1, "lanes meet in a bank"
@@ -695,6 +695,29 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
         back = plan(chain, "float32", 1024, Gpu.of(90))
         assert [type(p) for p in back.passes] == [SmallBackward, Reduction]
         assert back.scratch == (0, 0, 132 * 5 * 64 * 4) and back.us < 5 * floor / 16 + 5
+
+
+@pytest.mark.parametrize("outer", [1, 3])
+def test_five_eights_of_floats_go_by_products(outer: int) -> None:
+    """Where the copy engine brings most of what they read; no two lanes of an access meet in a bank."""
+    sizes = (8,) * 5
+    work = Work(outer, sizes, 1, tuple((i, Mode(((i, 8, 8),))) for i in reversed(range(5))), "float32")
+    for architecture in (90, 100):
+        gpu = Gpu.of(architecture)
+        tiled = eights.tile(work, 1024, gpu)
+        assert tiled is not None and 16 < tiled.staged < eights.ROWS and tiled.shared <= gpu.shared
+        assert tiled.shared + eights.WARPS * eights.ROW_BYTES > gpu.shared, "there is room for more"
+        by_fma = small.tile(work, 1024, gpu)
+        assert by_fma is not None and tiled.us < by_fma.us
+    for architecture in (80, 120):
+        assert eights.tile(work, 1024, Gpu.of(architecture)) is None
+    assert eights.tile(replace(work, dtype="tf32"), 1024, Gpu.of(90)) is None
+    row, slab = eights.SIZES.row_bytes, 64 * eights.SIZES.row_bytes
+    for second in (0, 1):  # of a lane's two k's
+        of_slab = [(g * 8 + (2 * t + second ^ g % 2)) * row for _, g, t in LANES]
+        assert conflicts(of_slab, 16) == 1, "lanes meet in a bank"
+        of_slabs = [(2 * t + second) * slab + t * 16 + (g // 2 + g % 2 * 4) * 16 for _, g, t in LANES]
+        assert conflicts(of_slabs, 16) == 1, "lanes meet in a bank"
 
 
 @pytest.mark.parametrize(

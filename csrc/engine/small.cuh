@@ -4,11 +4,9 @@
 //     memory -> [a, b] of each (c, d, e) -> shared memory -> [d, e] of each (a, b, c) -> c -> bias, activation -> memory
 //
 // so the state passes through shared memory twice. There it is rows (a, b, c) of all (d, e), padded by 16 bytes. A warp's rows
-// have all c of their (a, b): behind [a, b] a warp needs no other. Of the next unit, the copy engine brings as much as shared
-// memory has room for meanwhile, and threads ask for the rest before they store this one.
+// have all c of their (a, b): behind [a, b] a warp needs no other. Threads ask for the next unit before they store this one.
 //
-// Pass: A, B, C (1: there is no such mode), D, E; FIRST (the weight of a), UNITS_PER_SAMPLE, THREADS; STAGED (how many of [a, b]
-//       the copy engine brings); BIAS, Activation
+// Pass: A, B, C (1: there is no such mode), D, E; FIRST (the weight of a), UNITS_PER_SAMPLE, THREADS; BIAS, Activation
 #pragma once
 #include "params.cuh"
 #include "pointwise.cuh"
@@ -95,15 +93,14 @@ template <class Pass> struct SmallState {
     }
   }
 
-  // [a, b] of a column (c, d, e), but for the FIRST ones. Behind the last unit zeros: what x was before must not stay in
-  // registers until here.
-  template <int FIRST = 0> DEVICE void load(float (&x)[A][B], i64 unit, int column) const {
+  // [a, b] of a column (c, d, e). Behind the last unit zeros: what x was before must not stay in registers until here.
+  DEVICE void load(float (&x)[A][B], i64 unit, int column) const {
     const float* from = static_cast<const float*>(params.x) + unit * kSize + column;
 #pragma unroll
-    for (int i = FIRST; i < kOuter; ++i) x[i / B][i % B] = 0;
+    for (int i = 0; i < kOuter; ++i) x[i / B][i % B] = 0;
     if (unit < units)
 #pragma unroll
-      for (int i = FIRST; i < kOuter; ++i) x[i / B][i % B] = from[i * kColumns];
+      for (int i = 0; i < kOuter; ++i) x[i / B][i % B] = from[i * kColumns];
   }
   static DEVICE u32 place(int column) { return column / kInner * kRow + column % kInner * 4; }  // of its first element
   // b of a column, to shared memory
@@ -154,33 +151,19 @@ template <class Pass> struct SmallFactors : SmallState<Pass> {
   using Base = SmallState<Pass>;
   using Base::A, Base::B, Base::C, Base::kRow, Base::kSlab, Base::kSlabs, Base::kLanes, Base::kInner, Base::kColumns, Base::kSize;
   using Base::params, Base::warp, Base::lane, Base::state, Base::units;
-  static constexpr int STAGED = Pass::STAGED, kStagedBytes = STAGED * kColumns * 4;
   static_assert(kColumns == Base::kRows && Base::kRows == Pass::THREADS);
 
-  const u32 staged, barrier;
-  DEVICE SmallFactors(const Params& given)
-      : Base(given), staged(state + Base::kRows * kRow), barrier(staged + kStagedBytes) {}
+  DEVICE SmallFactors(const Params& given) : Base(given) {}
 
   DEVICE void run() const {
     float x[A][B];
-    u32 phase = 0;
     i64 unit = blockIdx.x;
-    if constexpr (STAGED > 0)
-      if (threadIdx.x == 0) init_arrivals(barrier), ask_for(unit);
-    Base::template load<STAGED>(x, unit, threadIdx.x);
+    Base::load(x, unit, threadIdx.x);
     Base::load_weights();
     __syncthreads();
 #pragma unroll 1
-    for (; unit < units; unit += gridDim.x, phase ^= 1) {
-      if constexpr (STAGED > 0) {
-        wait_for_bytes(barrier, phase);
-#pragma unroll
-        for (int i = 0; i < STAGED; ++i)
-          x[i / B][i % B] = __uint_as_float(load_u32(staged + (i * kColumns + threadIdx.x) * 4));
-      }
+    for (; unit < units; unit += gridDim.x) {
       contract_a(x);
-      if constexpr (STAGED > 0)
-        if (threadIdx.x == 0) ask_for(unit + gridDim.x);  // all have read this one
       Base::put_column(x, threadIdx.x);
       __syncthreads();
       {
@@ -190,15 +173,9 @@ template <class Pass> struct SmallFactors : SmallState<Pass> {
         Base::put_row(y, row);
       }
       __syncwarp();
-      Base::template load<STAGED>(x, unit + gridDim.x, threadIdx.x);
+      Base::load(x, unit + gridDim.x, threadIdx.x);
       store(unit);
     }
-  }
-  DEVICE void ask_for(i64 unit) const {
-    if (unit >= units) return;
-    fence_copy_engine();
-    expect_bytes(barrier, kStagedBytes);
-    load_run(staged, static_cast<const float*>(params.x) + unit * kSize, kStagedBytes, barrier);
   }
 
   // Where it lies, four columns at a time. Registers have no room for the whole weight: behind a barrier it is read again.

@@ -46,6 +46,7 @@ long come_to(Meeting& meeting, int wanted, const char* what) {
   const long count = meeting.count;
   if (++meeting.here == wanted) {
     meeting.here = 0, ++meeting.count;
+    meeting.any_then = meeting.any, meeting.any = false;
     meeting.done = meeting.gathered, meeting.gathered = Clock();
   }
   return count;
@@ -263,9 +264,12 @@ void wait_at_cluster() {
   self().arrived = -1;
 }
 void sync_cluster() { arrive_at_cluster(), wait_at_cluster(); }
-void sync_block(int barrier, int count) {
-  if (barrier < 0 || barrier > 15) return error("barrier %d of 16", barrier);
-  meet_at(blocks[current / block_threads].meetings[barrier], count ? count : block_threads, "a block's barrier");
+bool sync_block(int barrier, int count, bool here) {
+  if (barrier < 0 || barrier > 15) return error("barrier %d of 16", barrier), false;
+  Meeting& meeting = blocks[current / block_threads].meetings[barrier];
+  meeting.any |= here;
+  meet_at(meeting, count ? count : block_threads, "a block's barrier");
+  return meeting.any_then;
 }
 void sync_warp() { meet_at(warp_meetings[current / 32], 32, "a warp's barrier"); }
 

@@ -42,7 +42,7 @@ uint32_t in_other_block(uint32_t address);
 void arrive_at_cluster();
 void wait_at_cluster();
 void sync_cluster();
-void sync_block(int barrier, int threads);
+bool sync_block(int barrier, int threads, bool here = false);  // whether any was
 void sync_warp();
 
 // What the lanes of a warp do at once: the last one to come does it for all, given what each of them brought.

@@ -43,6 +43,7 @@ constexpr bool kStartsEarly = true;
 inline void wait_for_kernel_before() {}
 inline void start_next_kernel() {}
 inline void __syncthreads() { emulator::sync_block(0, 0); }
+inline bool __syncthreads_or(bool here) { return emulator::sync_block(0, 0, here); }
 inline void __syncwarp() { emulator::sync_warp(); }
 inline bool __all_sync(u32, bool here) {
   emulator::together("__all_sync", &here, [](void* const* lanes) {

@@ -157,6 +157,7 @@ struct Barrier {
 };
 struct Meeting {
   int here = 0, wanted = 0;
+  bool any = false, any_then = false;  // of those here, and of the last meeting
   long count = 0;
   Clock gathered, done;
 };

@@ -78,6 +78,7 @@ FEW = [
     Case(monarch((16, 64), (40, 16), rank=4), 37),
     Case(monarch((16, 64), (16, 64), rank=4), 70),
     Case(monarch((4, 3, 5), (2, 6, 3)), 37),
+    Case(kronecker((8,) * 5, (8,) * 5), 300),
 ]
 few = pytest.mark.parametrize("case", FEW, ids=str)
 PROGRAMS = [*(trace(module)[0].program for module in (torch.nn.Mish(), torch.nn.Hardswish())), PRELU, SINE]
@@ -231,14 +232,13 @@ def assert_same_specials(found: Tensor, right: Tensor) -> None:
         assert torch.equal(found == infinity, right == infinity)
 
 
-@pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16"])
-def test_overflow_becomes_infinite(bias_dtype: str) -> None:
-    case = Case(kronecker((32, 32), (32, 32)), 16, False)
-    inputs = on_gpu(case, bias_dtype)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("factors", [(32, 32), (8,) * 5], ids=str)
+def test_overflow_becomes_infinite(factors: tuple[int, ...], dtype: str) -> None:
+    case = Case(kronecker(factors, factors), 16, False)
+    inputs = on_gpu(case, dtype)
     huge = replace(inputs, x=torch.full_like(inputs.x, 3e38), weights=[w.abs() + 1 for w in inputs.weights])
-    assert torch.equal(
-        forward(case, huge, "fused"), torch.full((16, 1024), float("inf"), device="cuda", dtype=huge.x.dtype)
-    )
+    assert torch.equal(forward(case, huge, "fused"), torch.full_like(huge.x, float("inf")))
 
 
 # Memory
