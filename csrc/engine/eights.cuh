@@ -1,17 +1,17 @@
 // A pass of five factors of 8 x 8 in float, a sample's state at a time, by mma.sync in tf32. Operand A is a weight, the high
 // parts of its eight rows and the low ones, and operand B is 8 x 8 of the state: one product for its high parts and one for its
-// low ones, and the sums' lower rows added to the upper ones. Lane 4g + t holds, of B, k's 2t and 2t + 1 of column g, and of the
-// sums columns 2t and 2t + 1 of row g: as they stand these are B of the next contraction, of the mode that was across. So two
-// modes are contracted in registers:
+// low ones, and the sums' lower rows added to the upper ones. Lane 4g + t holds, of B, k's 2t and 2t + 1 of column g, and of
+// the sums columns 2t and 2t + 1 of row g: as they stand these are B of the next contraction, of the mode that was across. So
+// two modes are contracted in registers:
 //
-//     memory -> e, d of each (a, b, c) -> shared memory -> c, b of each (a, d, e) -> where it was -> a -> bias, activation -> memory
+//     memory -> e, d of each (a, b, c) -> shared memory -> c, b of each (a, d, e) -> there again -> a -> bias, activation -> memory
 //
 // In shared memory a slab has the rows (b, c) of an a, each of all (d, e) and padded by 16 bytes. A pair of warps has a slab up
 // to its last contraction. Of the next unit, the copy engine brings as many of a warp's rows as shared memory has room for
 // meanwhile, and lanes ask for the rest before they store this one.
 //
-// Infinities and NaNs are not what they should be once they are split. A unit of numbers so large that one could be met is made
-// carefully: with sums of low parts by themselves, which count where they are finite.
+// Infinities and NaNs are not what they should be once they are split. Rows with numbers so large that one could be met, and
+// all that comes of these, are made carefully: with sums of low parts by themselves, which count where they are finite.
 //
 // Pass: FIRST (the weight of a), UNITS_PER_SAMPLE, STAGED (rows of a warp that the copy engine brings); BIAS, Activation
 #pragma once
@@ -138,7 +138,7 @@ template <class Pass> struct Eights {
     if (unit >= units) return;
     fence_copy_engine();
     expect_bytes(barrier, kStaged);
-    load_run(copies, rows_of(unit), kStaged, barrier);
+    load_run_once(copies, rows_of(unit), kStaged, barrier);
   }
   DEVICE void prefetch_rest(i64 unit) const {
     constexpr int kLine = 32, kLines = (kRows - Pass::STAGED) * kRowSize / kLine;
@@ -155,11 +155,12 @@ template <class Pass> struct Eights {
     }
   }
 
-  // e and d of the warp's rows, some at a time, to shared memory: a lane has e's 2t and 2t + 1 of d = g, and then again. Once the
-  // copied ones have been read, the next ones are asked for.
+  // e and d of the warp's rows, some at a time, to shared memory: a lane has e's 2t and 2t + 1 of d = g, and then again. Once
+  // the copied ones have been read, the next ones are asked for.
   DEVICE void put_rows(const float (&rest)[kRows - Pass::STAGED][2], float largest, i64 next) const {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 8;  // with c: of one b
     const Weight e = weight(4), d = weight(3);
+    const u32 to = slab + warp % 2 * (kRows * kRow) + lane.index * 8;
     bool sure = true;
 #pragma unroll
     for (int first = 0; first < kRows; first += kAtOnce) {
@@ -188,7 +189,7 @@ template <class Pass> struct Eights {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        store_f32x2(slab + (warp % 2 * kRows + place_of((first + i) / 8, (first + i) % 8)) * kRow + lane.index * 8, x[i][0], x[i][1]);
+        store_f32x2(to + place_of(first / 8, i) * kRow, x[i][0], x[i][1]);
     }
     if (lane.index == 0) store_shared(memory + kUnsure + warp * 4, u32(!sure));
   }
@@ -221,7 +222,7 @@ template <class Pass> struct Eights {
     }
   }
 
-  // a, of halves of rows, four neighbours at a time: columns 2t and 2t + 1 of the sums are to be the t'th and the (t + 4)th four.
+  // a, of halves of rows, four neighbours at a time: columns 2t and 2t + 1 of the sums are the t'th and the (t + 4)th four.
   template <bool CAREFUL> DEVICE void store(i64 unit) const {
     const typename Pass::Activation activation(params);
     const Weight a = weight(0);

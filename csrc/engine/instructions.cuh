@@ -278,6 +278,12 @@ DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// The same of what nobody is expected to read again soon: of what L2 has, this goes first, before what waits to be written.
+DEVICE void load_run_once(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], first; }"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 // The same to those blocks of a cluster whose bits are set, at the same place, each of which counts the bytes.
 DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 blocks) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"

@@ -178,6 +178,7 @@ inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier) { emulato
 inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 blocks) {
   emulator::load_run(to, from, bytes, barrier, blocks);
 }
+inline void load_run_once(u32 to, const void* from, u32 bytes, u32 barrier) { load_run(to, from, bytes, barrier); }
 using TensorMap = emulator::TensorMap;
 inline void prefetch_map(const TensorMap&) {}
 inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
