@@ -14,7 +14,7 @@ from factorlayer.small import Sizes
 SIZES = Sizes(8, 8, 8, 8, 8)
 WARPS, ROWS = 16, 32  # of a warp
 ROW_BYTES = 8 * 8 * 4
-# Weights in parts, a state, what a warp says of its numbers, what weights can make of these
+# Weights in parts, a state, what lies between its slabs, what warps say of their numbers, what weights make of these
 FIXED_BYTES = 5 * 32 * 16 + SIZES.rows * SIZES.row_bytes + 48 + 4 * WARPS + 5 * 4
 BARRIER_BYTES = 8
 MULTIPLY_ADDS = 23  # of an element, that would take as long as its products
