@@ -14,6 +14,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("factorlayer")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """What `-n auto` is: one process where there is a GPU, whose memory and times tests measure."""
+    return 0 if torch.cuda.is_available() else None
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     """Every test starts with the same seed and one thread, whatever the test before it did."""
