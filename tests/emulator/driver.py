@@ -51,7 +51,7 @@ from factorlayer.wide import Wide
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
-SECONDS = 60  # for a kernel
+SECONDS = 180  # for a kernel
 Array = NDArray[np.float64]
 
 
