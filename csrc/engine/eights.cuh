@@ -78,7 +78,7 @@ template <class Pass> struct Eights {
     float norm = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float low = split<true>(from[i], words[i * 2]);
+      const float low = split_with_care(from[i], words[i * 2]);
       words[i * 2 + 1] = fabsf(low) <= kLargest ? tf32_of(__float_as_uint(low)) : 0;
       norm += fabsf(from[i]);
     }
@@ -101,10 +101,10 @@ template <class Pass> struct Eights {
     load_u32x4(memory + mode * kWeight + lane.index * 16, w.rows);
     return w;
   }
-  // The low part, and the high one: the nearest one, or carefully one that is never infinite by itself.
-  template <bool CAREFUL> static DEVICE float split(float x, u32& high) {
+  // The low part, and a high one that is never infinite by itself
+  static DEVICE float split_with_care(float x, u32& high) {
     const u32 bits = __float_as_uint(x);
-    high = !CAREFUL ? tf32_of(bits) : fabsf(x) <= kLargest ? bits & ~0x1fffu : bits;
+    high = fabsf(x) <= kLargest ? bits & ~0x1fffu : bits;
     return x - __uint_as_float(high);
   }
 
@@ -112,7 +112,11 @@ template <class Pass> struct Eights {
     u32 high[2], low[2];
     float y[4] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) low[i] = __float_as_uint(split<CAREFUL>(x[i], high[i]));
+    for (int i = 0; i < 2; ++i)
+      if constexpr (CAREFUL)
+        low[i] = __float_as_uint(split_with_care(x[i], high[i]));
+      else
+        Split3::split(__float_as_uint(x[i]), high[i], low[i]);
     multiply_tf32(y, w.rows, low);
     if constexpr (CAREFUL) {
       float large[4] = {};
@@ -126,6 +130,16 @@ template <class Pass> struct Eights {
       multiply_tf32(y, w.rows, high);
 #pragma unroll
       for (int i = 0; i < 2; ++i) x[i] = y[i] + y[i + 2];
+    }
+  }
+
+  // Four neighbours, of each k's 2t and 2t + 1, by one weight after the other
+  template <bool CAREFUL, class... Weights> static DEVICE void contract_fours(u32 (&x)[2][4], const Weights&... weights) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float two[2] = {__uint_as_float(x[0][i]), __uint_as_float(x[1][i])};
+      (contract<CAREFUL>(two, weights), ...);
+      x[0][i] = __float_as_uint(two[0]), x[1][i] = __float_as_uint(two[1]);
     }
   }
 
@@ -211,13 +225,7 @@ template <class Pass> struct Eights {
     for (int at = 0; at < kRowSize * 2; at += 16) {
       u32 x[2][4];
       load_u32x4(first + at, x[0]), load_u32x4(second + at, x[1]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float two[2] = {__uint_as_float(x[0][i]), __uint_as_float(x[1][i])};
-        contract<CAREFUL>(two, c);
-        contract<CAREFUL>(two, b);
-        x[0][i] = __float_as_uint(two[0]), x[1][i] = __float_as_uint(two[1]);
-      }
+      contract_fours<CAREFUL>(x, c, b);
       store_u32x4(first + at, x[0]), store_u32x4(second + at, x[1]);
     }
   }
@@ -237,12 +245,7 @@ template <class Pass> struct Eights {
       const int from = row * kRow + at * 4, to = place_of(row / 8, row % 8) * kRowSize + at;
       u32 x[2][4];
       load_u32x4(first + from, x[0]), load_u32x4(second + from, x[1]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float two[2] = {__uint_as_float(x[0][j]), __uint_as_float(x[1][j])};
-        contract<CAREFUL>(two, a);
-        x[0][j] = __float_as_uint(two[0]), x[1][j] = __float_as_uint(two[1]);
-      }
+      contract_fours<CAREFUL>(x, a);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         u32 more[4] = {};
