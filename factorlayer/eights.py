@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factorlayer import small
 from factorlayer.device import headers, kernel
 from factorlayer.expression import cuda_type
 from factorlayer.gpu import Gpu
 from factorlayer.resident import Work
-from factorlayer.small import Sizes
+from factorlayer.small import Sizes, sizes_in, time_of
 
 SIZES = Sizes(8, 8, 8, 8, 8)
 WARPS, ROWS = 16, 32  # of a warp
 ROW_BYTES = 8 * 8 * 4
+FEWEST_STAGED = ROWS // 2  # a warp's lanes ask for a line each of the others
 # Weights in parts, a state, what lies between its slabs, what warps say of their numbers, what weights make of these
 FIXED_BYTES = 5 * 32 * 16 + SIZES.rows * SIZES.row_bytes + 48 + 4 * WARPS + 5 * 4
 BARRIER_BYTES = 8
@@ -66,8 +66,7 @@ class Eights:
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Eights | None:
     """None where this family has no kernel."""
-    by_fma = small.tile(work, batch, gpu)
-    if by_fma is None or by_fma.sizes != SIZES or gpu.arch < 90:
+    if gpu.arch < 90 or sizes_in(work) != SIZES:
         return None
-    plan = Eights(work, gpu, small.time_of(SIZES, MULTIPLY_ADDS, 2, 1, batch * work.outer, gpu))
-    return plan if plan.staged > 0 else None
+    plan = Eights(work, gpu, time_of(SIZES, MULTIPLY_ADDS, 2, 1, batch * work.outer, gpu))
+    return plan if plan.staged >= FEWEST_STAGED else None

@@ -85,6 +85,14 @@ def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
     return found if 32 // found.c * (d * e // 4) % 32 == 0 else None
 
 
+def sizes_in(work: Work) -> Sizes | None:
+    """None where a pass has others, or something else to do."""
+    if work.dtype != "float32" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
+        return None
+    modes = dict(work.steps)
+    return sizes_of([modes[at] for at in range(len(work.sizes))])
+
+
 @dataclass(frozen=True)
 class Small:
     """A pass, tiled. `us` is the time predicted."""
@@ -133,10 +141,7 @@ class Small:
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:
     """None where this family has no kernel."""
-    if work.dtype != "float32" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
-        return None
-    modes = dict(work.steps)
-    sizes = sizes_of([modes[at] for at in range(len(work.sizes))])
+    sizes = sizes_in(work)
     if sizes is None or sizes.shared > gpu.shared:
         return None
     plan = Small(work, sizes, gpu)
