@@ -155,6 +155,7 @@ CASES = [
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
     # Eights: several units of a block, and of a sample
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
+    Case(kronecker((4, *(8,) * 5), (4, *(8,) * 5)), "float32", 2, MEDIUM),
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, activation=LEARNED),
     # Columns: one warp of a group and several, modes that are contracted in another order
     Case(kronecker((5, 6, 5), (7, 5, 6)), "float64", 9, LARGE),
@@ -278,8 +279,11 @@ def test_eights_let_infinities_through(emulator: Emulator) -> None:
     np.testing.assert_array_equal(y[[0, 2]], right[[0, 2]])
     assert np.linalg.norm(y[3] - right[3]) <= 10 * EPS["float32"] * np.linalg.norm(right[3])
     np.testing.assert_array_equal(y[[1, 4]], without[[1, 4]])
+    huge = replace(run, weights=[abs(weight) + 1 for weight in weights])
+    y, errors = huge(np.full_like(x, 3e38), seed=3)
+    assert not errors and (y == np.inf).all()
     weights[2][3, 4] = np.inf
-    y, errors = replace(run, weights=weights)(run.x, seed=3)
+    y, errors = replace(run, weights=weights)(run.x, seed=4)
     sick = np.zeros((8,) * 5, dtype=bool)
     sick[:, :, 3] = True
     assert not errors
@@ -1843,6 +1847,7 @@ PLANTED = {
     "no-wait-for-what-is-staged": (EIGHTS, "wait_for_bytes(barrier, phase);", "", "race: a read"),
     "no-sync-of-what-was-staged": (EIGHTS, "__syncwarp();\n        if", "if", "race: a"),
     "no-sync-of-two-warps": (EIGHTS, "sync_threads<64>(1 + warp / 2);", "", "race: a read"),
+    "no-sync-of-slabs": (EIGHTS, "__syncthreads_or(unsure[0] | unsure[1])", "unsure[0] | unsure[1]", "race: a read"),
     "no-sync-behind-slabs": (EIGHTS, "__syncthreads();\n    }", "}", "race: a write"),
     "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
     "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
