@@ -18,6 +18,7 @@ from factorlayer.dense_streamed import WeightChunks
 from factorlayer.double_backward import DoubleBackward
 from factorlayer.double_pair import DoublePair
 from factorlayer.eights import Eights
+from factorlayer.eights_backward import EightsBackward
 from factorlayer.emit import source
 from factorlayer.few import Few, FewPass
 from factorlayer.gpu import ELEMENT_BYTES, Gpu
@@ -65,6 +66,7 @@ Pass = (
     | DoubleBackward
     | DoublePair
     | Eights
+    | EightsBackward
     | Few
     | FewPass
     | Gradient

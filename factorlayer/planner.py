@@ -23,6 +23,7 @@ from factorlayer import (
     double_backward,
     double_pair,
     eights,
+    eights_backward,
     few,
     gradient,
     large_backward,
@@ -380,8 +381,8 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
                 whole = all(len(mode.parts) == 1 for mode in found.modes)
                 parts = () if whole else (Parts(found.modes, dtype),)
                 yield found, Reduction(found, in_place=not whole), *parts
-        for by_fma in (small_backward, columns_backward):
-            if made := by_fma.tile(modes, outer, dtype, batch, gpu):
+        for of_small in (eights_backward, small_backward, columns_backward):
+            if made := of_small.tile(modes, outer, dtype, batch, gpu):
                 yield made, Reduction(made)
         if both := double_backward.tile(modes, outer, dtype, batch, gpu):
             yield *both, Reduction(both[-1])

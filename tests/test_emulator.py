@@ -23,6 +23,7 @@ from factorlayer import (
     cluster_backward,
     columns,
     columns_backward,
+    eights_backward,
     gradient,
     slab_backward,
     small_backward,
@@ -277,7 +278,7 @@ def test_eights_let_infinities_through(emulator: Emulator) -> None:
     with np.errstate(invalid="ignore"):
         right = replace(run, x=x).right()
     np.testing.assert_array_equal(y[[0, 2]], right[[0, 2]])
-    assert np.linalg.norm(y[3] - right[3]) <= 10 * EPS["float32"] * np.linalg.norm(right[3])
+    assert np.linalg.norm(y[3] - right[3]) <= 3 * EPS["float32"] * np.linalg.norm(right[3])
     np.testing.assert_array_equal(y[[1, 4]], without[[1, 4]])
     huge = replace(run, weights=[abs(weight) + 1 for weight in weights])
     y, errors = huge(np.full_like(x, 3e38), seed=3)
@@ -288,7 +289,7 @@ def test_eights_let_infinities_through(emulator: Emulator) -> None:
     sick[:, :, 3] = True
     assert not errors
     np.testing.assert_array_equal(~np.isfinite(y), np.broadcast_to(sick.ravel(), y.shape))
-    assert np.linalg.norm((y - without)[:, ~sick.ravel()]) <= 10 * EPS["float32"] * np.linalg.norm(without)
+    assert np.linalg.norm((y - without)[:, ~sick.ravel()]) <= 3 * EPS["float32"] * np.linalg.norm(without)
 
 
 def test_floats_in_halves_have_any_scale(emulator: Emulator) -> None:
@@ -1034,6 +1035,15 @@ def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: i
     spec = kronecker(sizes, sizes)
     found = Plan(all_gradients_of(spec), "float32", LARGE, few.gpu, (few, Reduction(few)))
     check_gradients_of_any(spec, found, batch, emulator)
+
+
+def test_all_gradients_of_eights_at_once(emulator: Emulator) -> None:
+    modes = tuple(Mode(((i, 8, 8),)) for i in range(5))
+    both = eights_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
+    assert both is not None
+    spec = kronecker((8,) * 5, (8,) * 5)
+    found = Plan(all_gradients_of(spec), "float32", LARGE, both.gpu, (both, Reduction(both)))
+    check_gradients_of_any(spec, found, 5, emulator)
 
 
 def check_gradients_of_any(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:

@@ -664,7 +664,7 @@ def has_plan_in_float32(chain: Chain) -> bool:
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
-    assert len(cases) <= 40
+    assert len(cases) <= 41
     found = set()
     for case in cases:
         assert case.batch * max(case.shapes[0][1], case.out_features) <= 1 << 19, f"{case} takes long"
@@ -705,7 +705,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     } <= found
     assert {"PairBackward Reduction", "PairBackward Reduction Parts", "UnitBackward Reduction Parts"} <= found
     assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found
-    assert {f"{way}Backward Reduction" for way in ("Columns", "Large", "Small", "SplitPair")} <= found
+    assert {f"{way}Backward Reduction" for way in ("Columns", "Eights", "Large", "Small", "SplitPair")} <= found
     assert {"Gradient", "Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found

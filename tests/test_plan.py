@@ -22,6 +22,7 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 from factorlayer import (
     dense,
     eights,
+    eights_backward,
     few,
     monarch_mapped,
     monarch_through,
@@ -37,6 +38,7 @@ from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.double_backward import DoubleBackward
 from factorlayer.double_pair import DoublePair
+from factorlayer.eights_backward import EightsBackward
 from factorlayer.few import Few
 from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.gradient import Gradient, Reduction
@@ -691,10 +693,10 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
     chain = replace(chain_of(spec, False, "identity"), backward=True)
     roomy = max(sizes) ** 2 <= sizes[-1] * sizes[-2]
     assert (small_backward.tile(modes, 1, "float32", 1024, Gpu.of(90)) is not None) == roomy
-    if sizes == (8,) * 5:
+    if sizes == (8, 8, 4, 8, 8):
         back = plan(chain, "float32", 1024, Gpu.of(90))
         assert [type(p) for p in back.passes] == [SmallBackward, Reduction]
-        assert back.scratch == (0, 0, 132 * 5 * 64 * 4) and back.us < 5 * floor / 16 + 5
+        assert back.scratch == (0, 0, 132 * (4 * 64 + 16) * 4) and back.us < 5 * floor / 16 + 5
 
 
 @pytest.mark.parametrize("outer", [1, 3])
@@ -718,6 +720,48 @@ def test_five_eights_of_floats_go_by_products(outer: int) -> None:
         assert conflicts(of_slab, 16) == 1, "lanes meet in a bank"
         of_slabs = [(2 * t + second) * slab + t * 16 + (g // 2 + g % 2 * 4) * 16 for _, g, t in LANES]
         assert conflicts(of_slabs, 16) == 1, "lanes meet in a bank"
+
+
+@pytest.mark.parametrize("outer", [1, 3])
+def test_five_eights_of_floats_go_back_by_products(outer: int) -> None:
+    """At one visit; no two lanes of an access meet in a bank."""
+    modes = tuple(Mode(((i, 8, 8),)) for i in range(5))
+    for architecture in (90, 100):
+        gpu = Gpu.of(architecture)
+        tiled, by_fma = (f.tile(modes, outer, "float32", 1024, gpu) for f in (eights_backward, small_backward))
+        assert tiled is not None and tiled.shared <= gpu.shared
+        assert by_fma is not None and tiled.us < by_fma.us and tiled.output_bytes == by_fma.output_bytes
+    for architecture in (80, 120):
+        assert eights_backward.tile(modes, outer, "float32", 1024, Gpu.of(architecture)) is None
+    assert eights_backward.tile(modes, outer, "tf32", 1024, Gpu.of(90)) is None
+    back = plan(replace(chain_of(kronecker((8,) * 5, (8,) * 5), False, "identity"), backward=True), "float32", 300, gpu)
+    assert [type(p) for p in back.passes] == [EightsBackward, Reduction]
+    assert back.scratch == (0, 0, gpu.sms * 5 * 64 * 4) and "eights, backward: " in str(back)
+
+    def place(c: int, d: int, e: int) -> int:
+        """In a cube"""
+        mixed = (c ^ d) ^ (c ^ d) >> 2
+        return c * 256 + (mixed * 32 ^ e * 4)
+
+    def column(a: int, b: int, four: int) -> int:
+        return (a * 8 + b) * 2048 + (a ^ b ^ four) * 16
+
+    def held(a: int, b: int, four: int) -> int:
+        return (a * 8 + b) // 2 * 128 + ((a ^ b) % 2 * 64 ^ (a ^ b) // 2 * 16 ^ four * 16)
+
+    for second, other in itertools.product((0, 1), range(8)):  # of a lane's two, and of a mode that lanes share
+        accesses = [
+            ([place(other, g, 2 * t) for _, g, t in LANES], 8),
+            ([place(g, other, 2 * t) for _, g, t in LANES], 8),
+            ([place(other, 2 * t + second, g) for _, g, t in LANES], 4),
+            ([place(2 * t + second, other // 4 * 4 + g // 2, g % 2 * 4) for _, g, t in LANES], 16),
+            ([place(other // 4 * 4 + g // 2, 2 * t + second, g % 2 * 4) for _, g, t in LANES], 16),
+        ]
+        for at in (column, held):
+            accesses += [([at(2 * t + second, g, other % 4) for _, g, t in LANES], 16)]
+            accesses += [([at(g, 2 * t + second, other % 4) for _, g, t in LANES], 16)]
+        for i, (addresses, size) in enumerate(accesses):
+            assert conflicts(addresses, size) == 1, f"{i}, {second}, {other}: lanes meet in a bank"
 
 
 @pytest.mark.parametrize(

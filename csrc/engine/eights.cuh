@@ -101,10 +101,14 @@ template <class Pass> struct Eights {
     load_u32x4(memory + mode * kWeight + lane.index * 16, w.rows);
     return w;
   }
-  // The low part, and a high one that is never infinite by itself
+  // The low part, and the high one, which is to the nearest unless that is infinite; a NaN's has the bits that make it one
   static DEVICE float split_with_care(float x, u32& high) {
     const u32 bits = __float_as_uint(x);
-    high = fabsf(x) <= kLargest ? bits & ~0x1fffu : bits;
+    high = tf32_of(bits);
+    if (!(fabsf(x) <= kLargest))
+      high = __float_as_uint(x + x);
+    else if (!(fabsf(__uint_as_float(high)) <= kLargest))
+      high = bits & ~0x1fffu;
     return x - __uint_as_float(high);
   }
 
@@ -123,7 +127,7 @@ template <class Pass> struct Eights {
       multiply_tf32(large, w.rows, high);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float small = y[i] + large[i + 2];
+        const float small = y[i] + y[i + 2] + large[i + 2];
         x[i] = large[i] + (fabsf(small) <= kLargest ? small : 0.f);
       }
     } else {

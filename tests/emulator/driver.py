@@ -24,6 +24,7 @@ from factorlayer.columns_backward import ColumnsBackward
 from factorlayer.dense import Dense
 from factorlayer.dense_streamed import DenseStreamed, WeightChunks
 from factorlayer.double_backward import DoubleBackward
+from factorlayer.eights_backward import EightsBackward
 from factorlayer.emit import source
 from factorlayer.few import FewPass
 from factorlayer.gpu import ELEMENT_BYTES
@@ -162,7 +163,7 @@ class Kernel:
             return p.weights * ELEMENT_BYTES[p.dtype]
         if isinstance(p, SingleBackward | SplitSingleBackward):
             return batch * p.contraction.outer * p.contraction.p * p.contraction.inner * p.size
-        if isinstance(p, ColumnsBackward | MixedBackward | SmallBackward):
+        if isinstance(p, ColumnsBackward | EightsBackward | MixedBackward | SmallBackward):
             return batch * p.output_bytes
         if isinstance(p, DoubleBackward) and not p.returns:
             return 0

@@ -132,6 +132,7 @@ template <int BYTES> inline void store_global(void* to, const u32* x) {
   memcpy(&words, x, BYTES);
   store_to_memory(to, words);
 }
+inline void store_global_once(void* to, const u32 (&x)[2]) { store_global<8>(to, x); }
 inline void load_global(const void* from, u32 (&x)[4]) {
   emulator::read_global(from, 16);
   memcpy(x, from, 16);
