@@ -1038,12 +1038,30 @@ def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: i
 
 
 def test_all_gradients_of_eights_at_once(emulator: Emulator) -> None:
-    modes = tuple(Mode(((i, 8, 8),)) for i in range(5))
-    both = eights_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
-    assert both is not None
-    spec = kronecker((8,) * 5, (8,) * 5)
-    found = Plan(all_gradients_of(spec), "float32", LARGE, both.gpu, (both, Reduction(both)))
-    check_gradients_of_any(spec, found, 5, emulator)
+    """Of three samples and of three units of one; x's does not know x."""
+    modes, spec = tuple(Mode(((i, 8, 8),)) for i in range(5)), kronecker((8,) * 5, (8,) * 5)
+    plans = []
+    for outer in (1, 3):
+        both = eights_backward.tile(modes, outer, "float32", LARGE, replace(Gpu.of(90), sms=2))
+        assert both is not None
+        plans.append(Plan(all_gradients_of(spec), "float32", LARGE, both.gpu, (both, Reduction(both))))
+    check_gradients_of_any(spec, plans[0], 5, emulator)
+
+    draw = drawing("float32")
+    x, grad, *weights = draw(3, spec.in_features), draw(3, spec.out_features), *(draw(8, 8) for _ in modes)
+    outputs = []
+    for found in plans:
+        shape = (3 // found.passes[0].units_per_sample, -1)
+        kernels = emulator.compile(found)
+        made, errors = emulator.run(found, kernels, x.reshape(shape), [*weights, grad.reshape(shape)], None, blocks=2)
+        assert not errors
+        outputs.append(made)
+    for of_samples, of_units in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(of_samples.ravel(), of_units.ravel())
+    x[1, 5] = np.inf
+    made, errors = emulator.run(found, kernels, x.reshape(shape), [*weights, grad.reshape(shape)], None, blocks=2)
+    assert not errors and not np.isfinite(made[-1]).all()
+    np.testing.assert_array_equal(made[0].ravel(), outputs[0][0].ravel())
 
 
 def check_gradients_of_any(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:

@@ -731,12 +731,13 @@ def test_five_eights_of_floats_go_back_by_products(outer: int) -> None:
         tiled, by_fma = (f.tile(modes, outer, "float32", 1024, gpu) for f in (eights_backward, small_backward))
         assert tiled is not None and tiled.shared <= gpu.shared
         assert by_fma is not None and tiled.us < by_fma.us and tiled.output_bytes == by_fma.output_bytes
+        chain = replace(chain_of(kronecker((8,) * 5, (8,) * 5), False, "identity"), backward=True)
+        back = plan(chain, "float32", 300, gpu)
+        assert [type(p) for p in back.passes] == [EightsBackward, Reduction]
+        assert back.scratch == (0, 0, gpu.sms * 5 * 64 * 4) and "eights, backward: " in str(back)
     for architecture in (80, 120):
         assert eights_backward.tile(modes, outer, "float32", 1024, Gpu.of(architecture)) is None
     assert eights_backward.tile(modes, outer, "tf32", 1024, Gpu.of(90)) is None
-    back = plan(replace(chain_of(kronecker((8,) * 5, (8,) * 5), False, "identity"), backward=True), "float32", 300, gpu)
-    assert [type(p) for p in back.passes] == [EightsBackward, Reduction]
-    assert back.scratch == (0, 0, gpu.sms * 5 * 64 * 4) and "eights, backward: " in str(back)
 
     def place(c: int, d: int, e: int) -> int:
         """In a cube"""

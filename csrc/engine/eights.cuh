@@ -101,14 +101,12 @@ template <class Pass> struct Eights {
     load_u32x4(memory + mode * kWeight + lane.index * 16, w.rows);
     return w;
   }
-  // The low part, and the high one, which is to the nearest unless that is infinite; a NaN's has the bits that make it one
+  // The low part, and the high one, which is to the nearest unless that is infinite; a NaN's has the bits that make it one.
+  // Within 2^-10 of the largest number, products of high parts may be infinite all the same.
   static DEVICE float split_with_care(float x, u32& high) {
     const u32 bits = __float_as_uint(x);
     high = tf32_of(bits);
-    if (!(fabsf(x) <= kLargest))
-      high = __float_as_uint(x + x);
-    else if (!(fabsf(__uint_as_float(high)) <= kLargest))
-      high = bits & ~0x1fffu;
+    if (!(fabsf(__uint_as_float(high)) <= kLargest)) high = fabsf(x) <= kLargest ? bits & ~0x1fffu : __float_as_uint(x + x);
     return x - __uint_as_float(high);
   }
 

@@ -9,7 +9,8 @@
 // operand of m's contraction, and one of the sum over m that is the gradient of n's weight. What is needed both ways is read both
 // ways. A state as operand A, two at once, makes three products of high parts and low ones, whose sums are to the lanes as it
 // was (`contract`); a weight as operand A, of high parts and low ones (eights.cuh), has sums that are n's 2t and 2t + 1 of m = g
-// (`turn`). Infinities, and finite numbers that tf32 has none for, make NaNs.
+// (`turn`). Infinities, and finite numbers so large that tf32 has none for them, make NaNs, of what depends on them and of
+// nothing else; below 2^-115 low parts are lost.
 //
 // In shared memory a state is in order, but for the fours of rows (d, e): what is exclusive-ored to their places keeps lanes of
 // an access from meeting in a bank. Half of a warp's columns of G stay there until they are needed again, then the other half
@@ -366,7 +367,6 @@ template <class Pass> struct EightsBackward {
 
   // All warps' sums, to where this block's belong
   DEVICE void store(const Sums& sums) const {
-    wait_for_copies<0>();
     __syncthreads();
 #pragma unroll
     for (int mode = 0; mode < kModes; ++mode)
