@@ -1,16 +1,16 @@
-// The backward pass of five factors of 8 x 8 in float from sm_90 on, in one, by mma.sync in tf32: all weights' gradients and that
-// of x. A sample's state lies in shared memory three times over, each time in the place of the one before:
+// The backward pass of five factors of 8 x 8 in float from sm_90 on, in one, by mma.sync in tf32: gradients of all weights and of
+// x. A sample's state lies in shared memory three times over, each time in the place of the one before:
 //
 //     G, back through a and b, by columns (a, b)
 //     by cubes (c, d, e): that, back through c, d and e -> memory, while x meets it: dC, dD, dE
 //     what x has come to behind c, d and e: with G once more, by columns, dA and dB
 //
-// A warp has 32 columns, and then four cubes. Lane 4g + t holds, of 8 x 8, m's 2t and 2t + 1 of n = g. As they stand these are an
-// operand of m's contraction, and one of the sum over m that is the gradient of n's weight. What is needed both ways is read both
-// ways. A state as operand A, two at once, makes three products of high parts and low ones, whose sums are to the lanes as it
-// was (`contract`); a weight as operand A, of high parts and low ones (eights.cuh), has sums that are n's 2t and 2t + 1 of m = g
-// (`turn`). Infinities, and finite numbers so large that tf32 has none for them, make NaNs, of what depends on them and of
-// nothing else; below 2^-115 low parts are lost.
+// A warp has 32 columns, and then four cubes. Lane 4g + t holds, of 8 x 8, m's 2t and 2t + 1 of n = g. As they stand these are
+// an operand of m's contraction, and one of the sum over m that is the gradient of n's weight. What is needed both ways is read
+// both ways. A state as operand A, two at once, makes three products of high parts and low ones, whose sums are to the lanes as
+// it was (`contract`); a weight as operand A, of high parts and low ones (eights.cuh), has sums that are n's 2t and 2t + 1 of
+// m = g (`turn`). Infinities, and finite numbers so large that tf32 has none for them, make NaNs, of what depends on them and
+// of nothing else; below 2^-115 low parts are lost.
 //
 // In shared memory a state is in order, but for the fours of rows (d, e): what is exclusive-ored to their places keeps lanes of
 // an access from meeting in a bank. Half of a warp's columns of G stay there until they are needed again, then the other half
@@ -58,6 +58,8 @@ template <class Pass> struct EightsBackward {
   DEVICE u32 two_d() const { return mixed(lane.t * 2) ^ lane.g * 4; }
   DEVICE u32 four() const { return mixed(lane.t * 2 ^ lane.g / 2) ^ lane.g % 2 * 16; }
   DEVICE u32 held() const { return memory + kHeld + warp * kHalf; }
+  DEVICE u32 copies() const { return memory + kCopies + warp * kRow; }
+  static DEVICE u32 mix_of(int row) { return (row / 8 ^ row % 8) * 16; }  // exclusive-ored to places in an (a, b)'s row
 
   DEVICE void run() {
     load_weights();
@@ -210,13 +212,22 @@ template <class Pass> struct EightsBackward {
 #pragma unroll
     for (int a = 0; a < 8; a += 2) copy_async<16>((to ^ a * 8) + a * 512, from + a * 4096, true);
   }
+  DEVICE void copy_cube(int unit, int cube) const {
+    if (unit >= units) return;
+    const int i = lane.index, row = warp * kCubes + cube;
+    const float* from = static_cast<const float*>(params.x) + i64(unit) * kSize + row * 512 + i * 4;
+    const u32 to = i / 16 * 256 + (mixed(i / 2 % 8 ^ i / 16) ^ i % 2 * 16), mix = mix_of(row);
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) copy_async<16>(copies() + (to ^ mix ^ mixed(c)) + c * 256, from + c * 64, true);
+  }
 
   // Places of four columns, in the state and where G is held: of a's 2t and 2t + 1 (b = g), or of two b's
   struct Columns {
     u32 by_a, by_b, held_by_a, held_by_b;
     DEVICE Columns(const EightsBackward& the, int half) {
       const int t = the.lane.t, g = the.lane.g, x = t * 2 ^ g;
-      const u32 mix = mixed(the.warp % 2 * 4 ^ the.warp / 2) ^ (x ^ half * 4) * 16, from = the.memory + the.warp / 2 * 256 + mix;
+      const u32 mix = mixed(the.warp % 2 * 4 ^ the.warp / 2) ^ (x ^ half * 4) * 16;
+      const u32 from = the.memory + the.warp / 2 * 256 + mix;
       by_a = from + t * (16 * kRow) + g * kRow, by_b = from + g * (8 * kRow) + t * (2 * kRow);
       const u32 held = the.held() + (x % 2 * 64 ^ x / 2 * 16);
       held_by_a = held + t * 1024 + g / 2 * 128, held_by_b = held + g * 512 + t * 128;
@@ -254,17 +265,6 @@ template <class Pass> struct EightsBackward {
     load_u32x4(first, y[0]), load_u32x4(second, y[1]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = y[i % 2][i / 2];
-  }
-
-  DEVICE u32 copies() const { return memory + kCopies + warp * kRow; }
-  static DEVICE u32 mix_of(int row) { return (row / 8 ^ row % 8) * 16; }
-  DEVICE void copy_cube(int unit, int cube) const {
-    if (unit >= units) return;
-    const int i = lane.index, row = warp * kCubes + cube;
-    const float* from = static_cast<const float*>(params.x) + i64(unit) * kSize + row * 512 + i * 4;
-    const u32 to = i / 16 * 256 + (mixed(i / 2 % 8 ^ i / 16) ^ i % 2 * 16), mix = mix_of(row);
-#pragma unroll
-    for (int c = 0; c < 8; c += 2) copy_async<16>(copies() + (to ^ mix ^ mixed(c)) + c * 256, from + c * 64, true);
   }
 
   // What came back to an (a, b), by x: c's of all d; c's gradient waits for x to pass d and e.
@@ -337,6 +337,8 @@ template <class Pass> struct EightsBackward {
       to += 4 * 64, cube += 4 * 256, from += 4 * 256, mix ^= mixed(4);
     }
   }
+  DEVICE u32 of_two_e(int i, u32 mix) const { return i * 256 + (two_e() ^ mix ^ mixed(i)); }
+  DEVICE u32 of_two_d(int i, u32 mix) const { return i / 2 * 256 + (two_d() ^ mix ^ mixed(i / 2) ^ i % 2 * 32); }
   DEVICE void load_pairs(Four& x, u32 from, u32 mix) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) load_u32x2(from + of_two_e(i, mix), x[i]);
@@ -345,8 +347,6 @@ template <class Pass> struct EightsBackward {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = load_u32(from + of_two_d(i, mix));
   }
-  DEVICE u32 of_two_e(int i, u32 mix) const { return i * 256 + (two_e() ^ mix ^ mixed(i)); }
-  DEVICE u32 of_two_d(int i, u32 mix) const { return i / 2 * 256 + (two_d() ^ mix ^ mixed(i / 2) ^ i % 2 * 32); }
 
   // Eight columns of what x came to, and of G, by fours
   DEVICE void meet_by_column(const Columns& at, int first, Sums& sums) const {
