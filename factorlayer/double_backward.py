@@ -34,8 +34,6 @@ class DoubleBackward(OfTwoModes, BlockSums):
     dtype = "float64"
     threads = 384
     size = 8
-    split = 1
-    units_per_block = 1
 
     @property
     def products(self) -> tuple[int, int, int, int]:

@@ -26,8 +26,6 @@ class EightsBackward(BlockSums):
     us: float = 0.0
 
     dtype = "float32"
-    split = 1
-    units_per_block = 1
     threads = 32 * WARPS
     shared = SHARED
     weights = sum(SIZES.weights)

@@ -206,6 +206,15 @@ class BlockSums:
     weights: Any
 
     @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def units_per_block(self) -> int:
+        """One, so that few units have a multiprocessor each."""
+        return 1
+
+    @property
     def folds(self) -> int:
         return 1
 

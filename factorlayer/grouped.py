@@ -29,9 +29,6 @@ class Grouped(BlockSums):
     shared: Any
     units_per_sample: Any
 
-    split = 1
-    units_per_block = 1  # so that few units have a multiprocessor each
-
     @property
     def size(self) -> int:
         return ELEMENT_BYTES[self.dtype]

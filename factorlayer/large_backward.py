@@ -32,8 +32,6 @@ class LargeBackward(OfTwoModes, BlockSums):
     slots = 2
     threads = 384
     shared = BARRIER_BYTES + (3 + 2 * slots) * STATE_BYTES
-    split = 1
-    units_per_block = 1
 
     @property
     def size(self) -> int:

@@ -38,8 +38,6 @@ class MixedBackward(BlockSums):
     slots = 4  # of G
     copy_registers, registers = 56, 224  # of a thread, by what its warpgroup does
     size = 2
-    split = 1
-    units_per_block = 1
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int]:

@@ -33,8 +33,6 @@ class ScaledBackward(OfTwoModes, BlockSums):
     threads = 384
     shared = BARRIER_BYTES + 7 * STATE_BYTES  # two on their way
     size = 4
-    split = 1
-    units_per_block = 1
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes

@@ -24,8 +24,6 @@ class SmallBackward(BlockSums):
     us: float = 0.0
 
     dtype = "float32"
-    split = 1
-    units_per_block = 1
 
     @property
     def weights(self) -> int:

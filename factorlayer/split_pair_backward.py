@@ -36,8 +36,6 @@ class SplitPairBackward(OfTwoModes, BlockSums):
     groups = 2
     copy_registers, registers = 104, 200  # of a thread, by what its warpgroup does
     size = 4
-    split = 1
-    units_per_block = 1
 
     @property
     def threads(self) -> int:

@@ -29,8 +29,6 @@ class SplitSingleBackward(BlockSums):
     threads = 384
     copy_registers, registers = 88, 208  # of a thread, by what its warpgroup does
     size = 4
-    split = 1
-    units_per_block = 1
 
     @property
     def by_columns(self) -> bool:

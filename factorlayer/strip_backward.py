@@ -36,7 +36,6 @@ class StripBackward(OfTwoModes, BlockSums):
     us: float = 0.0
 
     warps = 8  # two for each quarter of a multiprocessor: with one, doubles take 14 % longer, others the same
-    units_per_block = 1
 
     @property
     def split(self) -> int:

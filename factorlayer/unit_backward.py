@@ -36,8 +36,6 @@ class UnitBackward(OfTwoModes, BlockSums):
     ahead = 2  # units on their way from memory; more are slower
     copy_registers, registers = 32, 160  # of a thread, by what its warpgroup does
     size = 2
-    split = 1
-    units_per_block = 1
 
     @property
     def threads(self) -> int:
