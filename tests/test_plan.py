@@ -761,6 +761,7 @@ def test_five_eights_of_floats_go_back_by_products(outer: int) -> None:
         for at in (column, held):
             accesses += [([at(2 * t + second, g, other % 4) for _, g, t in LANES], 16)]
             accesses += [([at(g, 2 * t + second, other % 4) for _, g, t in LANES], 16)]
+        accesses += [([held(other, g, t) for _, g, t in LANES], 16)]  # the copy of a half
         for i, (addresses, size) in enumerate(accesses):
             assert conflicts(addresses, size) == 1, f"{i}, {second}, {other}: lanes meet in a bank"
 

@@ -1,5 +1,5 @@
-// The backward pass of five factors of 8 x 8 in float from sm_90 on, in one, by mma.sync in tf32: gradients of all weights and of
-// x. A sample's state lies in shared memory three times over, each time in the place of the one before:
+// The backward pass of five factors of 8 x 8 in float from sm_90 on, in one, by mma.sync in tf32: gradients of all weights and
+// of x. A sample's state lies in shared memory three times over, each time in the place of the one before:
 //
 //     G, back through a and b, by columns (a, b)
 //     by cubes (c, d, e): that, back through c, d and e -> memory, while x meets it: dC, dD, dE
@@ -36,47 +36,43 @@ template <class Pass> struct EightsBackward {
   struct Sums { float of[kModes][2]; };
 
   const Params& params;
-  Lane lane;
-  const int warp;
-  const u32 memory;
-  const int units;  // of 128 KB: fewer than memory has
+  u32 t = threadIdx.x % 4, g = threadIdx.x / 4 % 8;  // of a lane
+  const u32 warp, memory;
+  const u32 units;  // of 128 KB: memory has no 2^26 of them
 
   DEVICE EightsBackward(const Params& given)
       : params(given), warp(uniform(threadIdx.x / 32)), memory(shared_address(shared_memory)),
-        units(int(given.batch * Pass::UNITS_PER_SAMPLE)) {}
+        units(u32(given.batch * Pass::UNITS_PER_SAMPLE)) {}
 
   // What is exclusive-ored to places in rows, of c and d: so even numbers, as odd ones, are in four places of 32 bytes
-  static constexpr DEVICE u32 mixed(int i) { return (i ^ i >> 2) * 32; }
+  static constexpr DEVICE u32 mixed(u32 i) { return (i ^ i >> 2) * 32; }
 
   // What follows from these is computed anew, not kept in registers through the loop.
-  DEVICE void forget() {
-    stay_here(lane.t, lane.g);
-    lane.index = lane.g * 4 + lane.t;
-  }
+  DEVICE void forget() { stay_here(t, g); }
+  DEVICE u32 lane() const { return g * 4 + t; }
   // Where a lane's part of a row begins: e's 2t (and 2t + 1) of d = g; d's 2t of e = g; the g'th four, of two rows
-  DEVICE u32 two_e() const { return mixed(lane.g) ^ lane.t * 8; }
-  DEVICE u32 two_d() const { return mixed(lane.t * 2) ^ lane.g * 4; }
-  DEVICE u32 four() const { return mixed(lane.t * 2 ^ lane.g / 2) ^ lane.g % 2 * 16; }
+  DEVICE u32 two_e() const { return mixed(g) ^ t * 8; }
+  DEVICE u32 two_d() const { return mixed(t * 2) ^ g * 4; }
+  DEVICE u32 four() const { return mixed(t * 2 ^ g / 2) ^ g % 2 * 16; }
   DEVICE u32 held() const { return memory + kHeld + warp * kHalf; }
   DEVICE u32 copies() const { return memory + kCopies + warp * kRow; }
-  static DEVICE u32 mix_of(int row) { return (row / 8 ^ row % 8) * 16; }  // exclusive-ored to places in an (a, b)'s row
+  static DEVICE u32 mix_of(u32 cube) { return (cube / 8 ^ cube) % 8 * 16; }  // exclusive-ored to places in its row
 
   DEVICE void run() {
     load_weights();
     Sums sums = {};
-    int unit = blockIdx.x;
-    copy_cube(unit, 0);
-    commit_copies();
+    u32 unit = blockIdx.x;
     copy_columns(unit, 0);
     commit_copies();
-    hold_columns(unit, 1, 0), hold_columns(unit, 1, 2);
+    copy_cube(first_cube(unit));
+    hold_half(unit, 1);
     commit_copies();
     __syncthreads();
-    int half = 0;  // of columns, which lies where the state will
+    u32 half = 0;  // of columns, which lies where the state will
 #pragma unroll 1
     for (; unit < units; unit += gridDim.x, half ^= 1) {
       forget();
-      const int next = unit + gridDim.x;
+      const u32 next = unit + gridDim.x;
       wait_for_copies<1>();
       __syncwarp();
       bring_back<false>(half);
@@ -85,29 +81,25 @@ template <class Pass> struct EightsBackward {
       bring_back<true>(half ^ 1);
       __syncthreads();
 #pragma unroll 1
-      for (int i = 0; i < kCubes; ++i) meet_in_cube(unit, i, sums);
+      for (u32 i = 0; i < kCubes; ++i)
+        meet_in_cube(first_cube(unit) + i, i + 1 < kCubes ? first_cube(unit) + i + 1 : first_cube(next), sums);
       __syncthreads();
       Columns at(*this, half ^ 1);
 #pragma unroll 1
       for (int i = 0; i < 4; ++i) {
-        if (i == 2) {
-          at.other_half();
-          copy_columns(next, half ^ 1);
-          commit_copies();
-          wait_for_copies<2>();
-          __syncwarp();
-        } else if (i == 3) {
+        if (i >= 2) {
           wait_for_copies<1>();
           __syncwarp();
         }
-        meet_by_column(at, i % 2 * 2, sums);
+        if (i == 2) at.other_half();
+        meet_by_column(at, i % 2 * 2, sums, [&](u32 four) {
+          if (i == 2) copy_columns<4>(next, half ^ 1, four * 4);
+        });
         __syncwarp();
-        if (i < 2) {
-          hold_columns(unit, half, i * 2);
-          commit_copies();
-        }
+        if (i < 2) hold_eight(unit, half, i * 2);
+        if (i < 3) commit_copies();
       }
-      hold_columns(next, half, 0), hold_columns(next, half, 2);
+      hold_half(next, half);
       commit_copies();
     }
     store(sums);
@@ -126,7 +118,7 @@ template <class Pass> struct EightsBackward {
       }
   }
   template <bool BACK = false> DEVICE Pairs weight(int mode) const {
-    const u32 from = memory + kWeights + mode * (2 * kWeight * 4) + (BACK ? lane.t * 64 + lane.g * 4 : lane.index * 8);
+    const u32 from = memory + kWeights + mode * (2 * kWeight * 4) + (BACK ? t * 64 + g * 4 : lane() * 8);
     Pairs made;
     if constexpr (BACK) {
 #pragma unroll
@@ -192,40 +184,50 @@ template <class Pass> struct EightsBackward {
     for (int i = 0; i < 2; ++i) sums[i] += more[i] + more[i + 2];
   }
 
-  // G's columns, 16 for a warp at once, to where the state will be; 8 of them beside it; and a cube of x
-  DEVICE const float* grad_of(int unit) const {
-    return static_cast<const float*>(params.weights[kModes]) + i64(unit) * kSize;
+  // G's columns, 16 for a warp at once, to where the state will be; 8 of them beside it, or 16; and a cube of x. Behind copies,
+  // which ask for a line at a time, other warps' loads from shared memory wait: 64 bytes of an (a, b)'s row are one line, as 32
+  // are, and a few copies between products keep loads waiting for less than all at once.
+  DEVICE const float* grad_of(u32 unit) const {
+    return static_cast<const float*>(params.weights[kModes]) + u64(unit) * kSize;
   }
-  DEVICE void copy_columns(int unit, int half) const {
+  template <int COUNT = 8> DEVICE void copy_columns(u32 unit, u32 half, u32 first = 0) const {
     if (unit >= units) return;
-    const int b = lane.index / 4, four = half * 4 + lane.index % 4;
-    const float* from = grad_of(unit) + b * 512 + warp * 32 + four * 4;
-    const u32 to = memory + b * kRow + warp / 2 * 256 + (mixed(warp % 2 * 4 ^ warp / 2) ^ (b ^ four) * 16);
+    const u32 four = half * 4 + t;
+    const float* from = grad_of(unit) + g * 512 + warp * 32 + four * 4;
+    const u32 to = memory + first * (8 * kRow) + g * kRow + warp / 2 * 256 +
+                   (mixed(warp % 2 * 4 ^ warp / 2) ^ (g ^ four) * 16);
 #pragma unroll
-    for (int a = 0; a < 8; ++a) copy_async<16>((to ^ a * 16) + a * (8 * kRow), from + a * 4096, true);
+    for (u32 a = 0; a < COUNT; ++a) copy_async<16>((to ^ (first ^ a) * 16) + a * (8 * kRow), from + (first + a) * 4096, true);
   }
-  DEVICE void hold_columns(int unit, int half, int first) const {
+  DEVICE void hold_eight(u32 unit, u32 half, u32 first) const {
     if (unit >= units) return;
-    const int odd = lane.index / 16, b = lane.index / 2 % 8, four = first + lane.index % 2;  // of a
+    const u32 odd = g / 4, b = g % 4 * 2 + t / 2, four = first + t % 2;  // of a
     const float* from = grad_of(unit) + odd * 4096 + b * 512 + warp * 32 + half * 16 + four * 4;
     const u32 to = held() + odd * 512 + b / 2 * 128 + ((odd ^ b) % 2 * 64 ^ b / 2 * 16 ^ four * 16);
 #pragma unroll
     for (int a = 0; a < 8; a += 2) copy_async<16>((to ^ a * 8) + a * 512, from + a * 4096, true);
   }
-  DEVICE void copy_cube(int unit, int cube) const {
+  DEVICE void hold_half(u32 unit, u32 half) const {
     if (unit >= units) return;
-    const int i = lane.index, row = warp * kCubes + cube;
-    const float* from = static_cast<const float*>(params.x) + i64(unit) * kSize + row * 512 + i * 4;
-    const u32 to = i / 16 * 256 + (mixed(i / 2 % 8 ^ i / 16) ^ i % 2 * 16), mix = mix_of(row);
+    const float* from = grad_of(unit) + g * 512 + warp * 32 + half * 16 + t * 4;
+    const u32 to = held() + g / 2 * 128 + (g % 2 * 64 ^ g / 2 * 16 ^ t * 16);
 #pragma unroll
-    for (int c = 0; c < 8; c += 2) copy_async<16>(copies() + (to ^ mix ^ mixed(c)) + c * 256, from + c * 64, true);
+    for (int a = 0; a < 8; ++a) copy_async<16>((to ^ a % 2 * 64 ^ a / 2 * 16) + a * 512, from + a * 4096, true);
+  }
+  DEVICE u32 first_cube(u32 unit) const { return unit * 64 + warp * kCubes; }
+  DEVICE void copy_cube(u32 cube) const {
+    if (cube >= units * 64) return;
+    const char* from = static_cast<const char*>(params.x) + lane() * 16 + u64(cube) * kRow;
+    const u32 to = copies() + g / 4 * 256 + (mixed(g % 4 * 2 ^ t / 2 ^ g / 4) ^ t % 2 * 16 ^ mix_of(cube));
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) copy_async<16>((to ^ mixed(c)) + c * 256, from + c * 256, true);
   }
 
   // Places of four columns, in the state and where G is held: of a's 2t and 2t + 1 (b = g), or of two b's
   struct Columns {
     u32 by_a, by_b, held_by_a, held_by_b;
-    DEVICE Columns(const EightsBackward& the, int half) {
-      const int t = the.lane.t, g = the.lane.g, x = t * 2 ^ g;
+    DEVICE Columns(const EightsBackward& the, u32 half) {
+      const u32 t = the.t, g = the.g, x = t * 2 ^ g;
       const u32 mix = mixed(the.warp % 2 * 4 ^ the.warp / 2) ^ (x ^ half * 4) * 16;
       const u32 from = the.memory + the.warp / 2 * 256 + mix;
       by_a = from + t * (16 * kRow) + g * kRow, by_b = from + g * (8 * kRow) + t * (2 * kRow);
@@ -242,7 +244,7 @@ template <class Pass> struct EightsBackward {
   };
 
   // G's columns back through a and b
-  template <bool HELD> DEVICE void bring_back(int half) const {
+  template <bool HELD> DEVICE void bring_back(u32 half) const {
     const Pairs split = weight<kBack>(kA), b = weight<kBack>(kB);
     const Rows a = {split.high[0], split.low[0], split.high[1], split.low[1]};
     const Columns at(*this, half);
@@ -268,9 +270,8 @@ template <class Pass> struct EightsBackward {
   }
 
   // What came back to an (a, b), by x: c's of all d; c's gradient waits for x to pass d and e.
-  DEVICE void meet_in_cube(int unit, int i, Sums& sums) const {
-    const int row = warp * kCubes + i;
-    const u32 cube = memory + row * kRow, mix = mix_of(row), one_c = two_e() + lane.g * 256;
+  DEVICE void meet_in_cube(u32 index, u32 next, Sums& sums) const {
+    const u32 cube = memory + index % 64 * kRow, mix = mix_of(index), one_c = two_e() + g * 256;
     Four back[2];
 #pragma unroll
     for (int d = 0; d < 8; ++d) load_u32x2(cube + (one_c ^ mix ^ mixed(d)), back[d / 4][d % 4]);
@@ -278,9 +279,9 @@ template <class Pass> struct EightsBackward {
     through_c<kBack>(cube, mix);
     wait_for_copies<0>();
     __syncwarp();
-    through_d_and_e(cube, mix, static_cast<float*>(params.y) + i64(unit) * kSize + row * 512 + lane.index * 2, sums);
+    through_d_and_e(cube, mix, static_cast<char*>(params.y) + lane() * 8 + u64(index) * kRow, sums);
     __syncwarp();
-    copy_cube(i + 1 < kCubes ? unit : unit + gridDim.x, (i + 1) % kCubes);
+    copy_cube(next);
     commit_copies();
 #pragma unroll
     for (int first = 0; first < 8; first += 4) {
@@ -294,7 +295,7 @@ template <class Pass> struct EightsBackward {
   }
   template <bool BACK> DEVICE void through_c(u32 cube, u32 mix) const {
     const Pairs c = weight<BACK>(kC);
-    const u32 from = four() + lane.t * 512;
+    const u32 from = four() + t * 512;
     Four x[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) load(x[i], cube + (from ^ mix ^ mixed(i * 4)), cube + (from ^ mix ^ mixed(i * 4) ^ 32) + 256);
@@ -304,7 +305,7 @@ template <class Pass> struct EightsBackward {
     for (int i = 0; i < 2; ++i) store(x[i], cube + (from ^ mix ^ mixed(i * 4)), cube + (from ^ mix ^ mixed(i * 4) ^ 32) + 256);
   }
   // Four c's at a time
-  DEVICE void through_d_and_e(u32 cube, u32 mix, float* to, Sums& sums) const {
+  DEVICE void through_d_and_e(u32 cube, u32 mix, char* to, Sums& sums) const {
     const Pairs d = weight(kD), e = weight(kE), d_back = weight<kBack>(kD), e_back = weight<kBack>(kE);
     u32 from = copies();
 #pragma unroll 1
@@ -326,15 +327,15 @@ template <class Pass> struct EightsBackward {
       add(sums.of[kE], by_d, grad_by_d);
       __syncwarp();
       load_pairs(grad, cube, mix);
-      const u32 fours = four() + lane.g / 2 * 256;
+      const u32 fours = four() + g / 2 * 256;
       load(x, from + (fours ^ mix), from + (fours ^ mix ^ 32));
       __syncwarp();
       contract(x, d);
       store(x, cube + (fours ^ mix), cube + (fours ^ mix ^ 32));
       contract(grad, e_back);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) store_global_once(to + i * 64, grad[i]);
-      to += 4 * 64, cube += 4 * 256, from += 4 * 256, mix ^= mixed(4);
+      for (int i = 0; i < 4; ++i) store_global_once(to + i * 256, grad[i]);
+      to += 4 * 256, cube += 4 * 256, from += 4 * 256, mix ^= mixed(4);
     }
   }
   DEVICE u32 of_two_e(int i, u32 mix) const { return i * 256 + (two_e() ^ mix ^ mixed(i)); }
@@ -348,13 +349,14 @@ template <class Pass> struct EightsBackward {
     for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = load_u32(from + of_two_d(i, mix));
   }
 
-  // Eight columns of what x came to, and of G, by fours
-  DEVICE void meet_by_column(const Columns& at, int first, Sums& sums) const {
+  // Eight columns of what x came to, and of G, by fours; behind each, `then`
+  template <class Then> DEVICE void meet_by_column(const Columns& at, u32 first, Sums& sums, const Then& then) const {
     const Pairs a = weight(kA), b = weight(kB);
 #pragma unroll 1
-    for (int four = first; four < first + 2; ++four) {
-      meet<false>(a, at, four, sums.of[kB]);
-      meet<true>(b, at, four, sums.of[kA]);
+    for (u32 four = 0; four < 2; ++four) {
+      meet<false>(a, at, first + four, sums.of[kB]);
+      meet<true>(b, at, first + four, sums.of[kA]);
+      then(four);
     }
   }
   template <bool B> DEVICE void meet(const Pairs& weight, const Columns& at, int four, float (&sums)[2]) const {
@@ -372,7 +374,7 @@ template <class Pass> struct EightsBackward {
     for (int mode = 0; mode < kModes; ++mode)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        store_shared(memory + ((warp * kModes + mode) * kWeight + (lane.t * 2 + i) * 8 + lane.g) * 4,
+        store_shared(memory + ((warp * kModes + mode) * kWeight + (t * 2 + i) * 8 + g) * 4,
                      __float_as_uint(sums.of[mode][i]));
     __syncthreads();
     const int i = threadIdx.x;

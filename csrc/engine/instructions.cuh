@@ -93,7 +93,7 @@ DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 // No instructions at all: the compiler is told that these values change here. So it does not keep in registers, through a
 // loop, what it could compute from them before; makes operands here and not where they are used, where they may not be
 // written any more; and moves no use of sums across the wait for them.
-DEVICE void stay_here(int& x, int& y) { asm volatile("" : "+r"(x), "+r"(y)); }
+template <class Int> DEVICE void stay_here(Int& x, Int& y) { asm volatile("" : "+r"(x), "+r"(y)); }
 DEVICE void settle(u32 (&x)[4]) { asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory"); }
 DEVICE void touch(double& x) { asm volatile("" : "+d"(x)::"memory"); }
 template <int N> DEVICE void touch(float (&x)[N]) {

@@ -73,7 +73,7 @@ inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_reciprocal(float x) { return 1.f / x; }
 inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline int uniform(int x) { return x; }
-inline void stay_here(int&, int&) {}
+template <class Int> inline void stay_here(Int&, Int&) {}
 inline void settle(u32 (&)[4]) {}
 inline void touch(double&) {}
 template <int N> inline void touch(float (&)[N]) {}
