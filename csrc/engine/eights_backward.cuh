@@ -184,9 +184,8 @@ template <class Pass> struct EightsBackward {
     for (int i = 0; i < 2; ++i) sums[i] += more[i] + more[i + 2];
   }
 
-  // G's columns, 16 for a warp at once, to where the state will be; 8 of them beside it, or 16; and a cube of x. Behind copies,
-  // which ask for a line at a time, other warps' loads from shared memory wait: 64 bytes of an (a, b)'s row are one line, as 32
-  // are, and a few copies between products keep loads waiting for less than all at once.
+  // G's columns, 16 for a warp at once, to where the state will be; 8 of them beside it, or 16; and a cube of x. A few copies
+  // between products keep other warps' loads from shared memory waiting for less than all at once.
   DEVICE const float* grad_of(u32 unit) const {
     return static_cast<const float*>(params.weights[kModes]) + u64(unit) * kSize;
   }
