@@ -1,10 +1,12 @@
 // Parsing of the text of a chain or a stack, with a table of those seen so far.
 #include "chain.h"
 
+#include <algorithm>
 #include <initializer_list>
-#include <sstream>
+#include <iterator>
 #include <stdexcept>
 
+#include "shown.h"
 #include "table.h"
 
 namespace factorlayer {
@@ -27,31 +29,135 @@ int64_t Chain::state_features() const {
   return sum;
 }
 
-constexpr int64_t most_elements = int64_t(1) << 48;  // few enough that no offset into memory overflows
+// Activations that have a name: csrc/cpu/pointwise.h and csrc/engine/pointwise.cuh have a row for each.
+constexpr const char* kActivations[] = {"identity", "relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu",
+                                        "sigmoid", "tanh", "sine", "softplus", "square", "relu_squared"};
+
+// The words of a stage, each with one blank before it but for the first; numbers are whole and written as Python does.
+class Words {
+ public:
+  explicit Words(const std::string& stage) {
+    for (size_t at = 0, end = 0; end != std::string::npos; at = end + 1) {
+      end = stage.find(' ', at);
+      words_.push_back(stage.substr(at, end == std::string::npos ? end : end - at));
+      if (words_.back().empty())
+        throw std::invalid_argument("words stand with one blank between them, and stages with \"; \"");
+    }
+  }
+
+  bool at_end() const { return at_ == words_.size(); }
+  explicit operator bool() const { return fine_; }
+
+  std::string next() { return at_end() ? "" : words_[at_++]; }
+
+  template <class Integer> Words& operator>>(Integer& number) {
+    const std::string word = next();
+    fine_ = fine_ && !word.empty() && word.size() < 17 && (word[0] != '0' || word.size() == 1) &&
+            word.find_first_not_of("0123456789") == std::string::npos;
+    const long long value = fine_ ? std::stoll(word) : 0;
+    number = Integer(value);
+    fine_ = fine_ && number == value;
+    return *this;
+  }
+
+ private:
+  std::vector<std::string> words_;
+  size_t at_ = 0;
+  bool fine_ = true;
+};
+
+static std::vector<std::string> split(const std::string& text, const std::string& between) {
+  std::vector<std::string> parts;
+  for (size_t at = 0, end = 0; end != std::string::npos; at = end + between.size()) {
+    end = text.find(between, at);
+    parts.push_back(text.substr(at, end == std::string::npos ? end : end - at));
+  }
+  return parts;
+}
+
+// Of letters that texts have, and not too long.
+static void check_letters(const std::string& text) {
+  if (text.size() > kMostText)
+    throw std::invalid_argument("it should have " + std::to_string(kMostText) + " bytes at most, it has " +
+                                std::to_string(text.size()));
+  const size_t at = text.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_ ;|,:/.+-");
+  if (at != std::string::npos)
+    throw std::invalid_argument("byte " + std::to_string(at) + " is no letter that chains and stacks are written with");
+}
+
+static bool is_program(const std::string& activation) { return activation.find('/') != std::string::npos; }
+
+static void check_activation(const std::string& name) {
+  if (is_program(name))
+    parse_program(name);
+  else if (std::find(std::begin(kActivations), std::end(kActivations), name) == std::end(kActivations))
+    throw std::invalid_argument("unknown stage " + shown(name));
+}
+
+// How many numbers stand behind the name of a stage, or -1 behind that of none.
+static int numbers_behind(const std::string& name) {
+  static const struct {
+    const char* name;
+    int numbers;
+  } known[] = {{"tied", 5}, {"untied", 5}, {"rank", 1}, {"turned", 0}, {"bias", 0}, {"slope", 1}, {"through", 1}, {"sums", 1},
+               {"gradient", 0}, {"backward", 0}, {"turn", 3}, {"mixed", 3}, {"slabs", 1}, {"tf32", 0}};
+  for (const auto& each : known)
+    if (name == each.name) return each.numbers;
+  return -1;
+}
+
+static void check_stage(const std::string& stage) {
+  Words words(stage);
+  const std::string name = words.next();
+  const int numbers = std::max(0, numbers_behind(name));
+  if (numbers_behind(name) < 0) check_activation(name);
+  int64_t number = 0;
+  for (int i = 0; i < numbers; ++i) words >> number;
+  if (!words || !words.at_end())
+    throw std::invalid_argument("\"" + shown(name) + "\" should have " + std::to_string(numbers) + " whole numbers behind it");
+}
+
+void check_words(const std::string& text) {
+  try {
+    check_letters(text);
+    const std::vector<std::string> layers = split(text, " | ");
+    if (layers.size() > kMostLayers + 1)
+      throw std::invalid_argument("a stack should have " + std::to_string(kMostLayers) + " layers at most");
+    for (const std::string& layer : layers) {
+      const std::vector<std::string> stages = split(layer, "; ");
+      if (&layer == &layers.back() && layers.size() > 1 && (layer == "states" || layer == "frozen")) continue;
+      for (const std::string& stage : stages) check_stage(stage);
+    }
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument("factorlayer: chain \"" + shown(text) + "\": " + error.what());
+  }
+}
 
 // Whether the product is positive and not too large.
 static bool is_size(std::initializer_list<int64_t> factors) {
   int64_t product = 1;
   for (int64_t factor : factors)
-    if (factor < 1 || __builtin_mul_overflow(product, factor, &product) || product > most_elements) return false;
+    if (factor < 1 || __builtin_mul_overflow(product, factor, &product) || product > kMostElements) return false;
   return true;
 }
 
-static Contraction parse_contraction(bool tied, std::istringstream& words, const Chain& chain) {
+static Contraction parse_contraction(bool tied, Words& words, const Chain& chain) {
   Contraction c{tied, -1, 0, 0, 0, 0};
   words >> c.weight >> c.outer >> c.p >> c.q >> c.inner;
-  if (!words || c.weight < 0 || !is_size({c.outer, c.p, c.inner}) || !is_size({c.outer, c.q, c.inner}) ||
+  if (!words || c.weight < 0 || c.weight >= int(kMostContractions) || !is_size({c.outer, c.p, c.inner}) || !is_size({c.outer, c.q, c.inner}) ||
       !is_size({tied ? 1 : c.outer * c.inner, c.q, c.p, chain.rank}))
     throw std::invalid_argument("a contraction needs a weight index and four positive sizes that memory can hold");
   if (!chain.contractions.empty() && chain.out_features() != c.outer * c.p * c.inner)
     throw std::invalid_argument("neighbouring contractions disagree about the size of the state");
   for (const Contraction& earlier : chain.contractions)
     if (earlier.weight == c.weight) throw std::invalid_argument("two contractions share a weight");
+  if (chain.contractions.size() == kMostContractions)
+    throw std::invalid_argument("it should have " + std::to_string(kMostContractions) + " contractions at most");
   return c;
 }
 
 // Of matrices, in all of the chain's y; of gradients, in x; what comes "mixed", in y.
-static int64_t parse_turn(const std::string& name, std::istringstream& words, const Chain& chain) {
+static int64_t parse_turn(const std::string& name, Words& words, const Chain& chain) {
   int64_t outer = 0, rows = 0, columns = 0;
   words >> outer >> rows >> columns;
   if (!words || !is_size({outer, rows, columns}))
@@ -63,7 +169,7 @@ static int64_t parse_turn(const std::string& name, std::istringstream& words, co
 }
 
 // Of "slope", "through" and "sums".
-static int64_t parse_features(const std::string& name, std::istringstream& words, const Chain& chain) {
+static int64_t parse_features(const std::string& name, Words& words, const Chain& chain) {
   int64_t features = 0;
   words >> features;
   if (!words || !is_size({features}))
@@ -85,12 +191,13 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 // mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both may be all. sums stands
 // alone.
 static Chain parse(const std::string& text) {
+  check_letters(text);
+  if (text.empty()) throw std::invalid_argument("there is no contraction in it");
   Chain chain;
   bool has_activation = false;
-  std::istringstream stages(text);
-  for (std::string stage, name; std::getline(stages, stage, ';');) {
-    std::istringstream words(stage);
-    words >> name;
+  for (const std::string& stage : split(text, "; ")) {
+    Words words(stage);
+    const std::string name = words.next();
     if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
@@ -131,22 +238,23 @@ static Chain parse(const std::string& text) {
       chain.backward = true;
     } else if ((name == "untied" || (name == "tied" && !chain.x_turned)) && !finishing) {
       chain.contractions.push_back(parse_contraction(name == "tied", words, chain));
-      if (chain.state_features() > most_elements)
+      if (chain.state_features() > kMostElements)
         throw std::invalid_argument("its states are more than memory can hold");
     } else if (name == "rank" && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !chain.turned) {
       words >> chain.rank;
       if (!words || chain.rank < 1) throw std::invalid_argument("rank must be a positive integer");
     } else if (name == "bias" && !finishing && !chain.contractions.empty()) {
       chain.bias = true;
-    } else if (!has_activation && !chain.gradient && !chain.backward && !chain.turned && !chain.slabs &&
+    } else if (numbers_behind(name) < 0 && !has_activation && !chain.gradient && !chain.backward && !chain.turned && !chain.slabs &&
                !(chain.x_turned && chain.contractions.empty())) {
+      check_activation(name);
       chain.activation = name;
-      if (name.find('/') != std::string::npos) chain.program = std::make_shared<const Program>(parse_program(name));
+      if (is_program(name)) chain.program = std::make_shared<const Program>(parse_program(name));
       has_activation = true;
     } else {
       throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     }
-    if (words >> name) throw std::invalid_argument("\"" + name + "\" is one word too many");
+    if (!words.at_end()) throw std::invalid_argument("\"" + words.next() + "\" is one word too many");
   }
   if (chain.contractions.empty() && (!chain.in_features() || chain.x_turned))
     throw std::invalid_argument("there is no contraction in it");
@@ -166,13 +274,14 @@ static std::vector<int64_t> places_of(const std::vector<Chain>& layers) {
     }
     for (int64_t size : sizes) add(size);
     if (layer.bias) add(layer.out_features());
-    if (places.back() > most_elements) throw std::invalid_argument("its weights are more than memory can hold");
+    if (places.back() > kMostElements) throw std::invalid_argument("its weights are more than memory can hold");
   }
   return places;
 }
 
 // Neighbouring layers have to agree about the features between them.
 static Stack parse_stack(const std::string& text) {
+  check_letters(text);
   const std::string between = " | ";
   Stack stack;
   int64_t features = 0;  // of all states, which may be in memory at a time
@@ -193,8 +302,10 @@ static Stack parse_stack(const std::string& text) {
                                   " inputs stands behind one with " +
                                   std::to_string(stack.layers.back().out_features()) + " outputs");
     features += layer.state_features();
-    if (features > most_elements) throw std::invalid_argument("its states are more than memory can hold");
+    if (features > kMostElements) throw std::invalid_argument("its states are more than memory can hold");
     stack.layers.push_back(layer);
+    if (stack.layers.size() > kMostLayers)
+      throw std::invalid_argument("it should have " + std::to_string(kMostLayers) + " layers at most");
   }
   if (stack.frozen) stack.places = places_of(stack.layers);
   return stack;
@@ -205,7 +316,7 @@ const Chain& find_chain(const std::string& text) {
   try {
     return chains.find_or_add(text, [&] { return parse(text); });
   } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument("factorlayer: chain \"" + text + "\": " + error.what());
+    throw std::invalid_argument("factorlayer: chain \"" + shown(text) + "\": " + error.what());
   }
 }
 
@@ -214,7 +325,7 @@ const Stack& find_stack(const std::string& text) {
   try {
     return stacks.find_or_add(text, [&] { return parse_stack(text); });
   } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument("factorlayer: stack \"" + text + "\": " + error.what());
+    throw std::invalid_argument("factorlayer: stack \"" + shown(text) + "\": " + error.what());
   }
 }
 

@@ -32,6 +32,12 @@
 
 namespace factorlayer {
 
+// What a text may have: factorlayer/chain.py has the same numbers. More is refused before anything is made of it.
+constexpr size_t kMostText = size_t(1) << 22;  // bytes
+constexpr size_t kMostContractions = 4096;     // of a chain
+constexpr size_t kMostLayers = 4096;           // of a stack
+constexpr int64_t kMostElements = int64_t(1) << 48;  // of a tensor or state: few enough that no offset into memory overflows
+
 struct Contraction {
   bool tied;
   int weight;
@@ -68,6 +74,10 @@ struct Stack {
   bool backward = false, states = false, frozen = false;
   std::vector<int64_t> places;  // if frozen: elements before each tensor, and before the end
 };
+
+// Whether words, numbers and activations of a chain or a stack are those that there are; what stands where is for those who
+// read it. For texts that Python reads. Throws std::invalid_argument.
+void check_words(const std::string& text);
 
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
 const Chain& find_chain(const std::string& text);

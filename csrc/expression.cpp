@@ -7,11 +7,14 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "shown.h"
+
 namespace factorlayer {
 namespace {
 
 constexpr size_t kMostSteps = 1000;
 constexpr int kMostParameters = 16;
+constexpr size_t kLongestStep = 80;  // letters; factorlayer/expression.py has the same numbers
 
 struct Node {
   enum Kind { x, parameter, number, operation } kind;
@@ -72,7 +75,7 @@ class Parser {
       const int node = read(word);
       if (node < 0)
         throw std::invalid_argument("step " + std::to_string(steps_.size()) + " of the expression, \"" +
-                                    word.substr(0, 80) + "\", cannot be read");
+                                    shown(word.substr(0, 80)) + "\", cannot be read");
       steps_.push_back(node);
       if (end == text.size() || text[end] == '/') results.push_back(node);
     }
@@ -83,6 +86,7 @@ class Parser {
 
   // As factorlayer/expression.py reads it. The node, or -1.
   int read(const std::string& word) {
+    if (word.size() > kLongestStep) return -1;
     Node node{Node::operation};
     const size_t colon = std::min(word.find(':'), word.size());
     const std::string name = word.substr(0, colon);

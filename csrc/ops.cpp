@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -23,6 +24,7 @@
 #include "runtime/cache.h"
 #include "runtime/kernels.h"
 #include "runtime/nvrtc.h"
+#include "shown.h"
 #include "table.h"
 
 namespace factorlayer {
@@ -72,7 +74,7 @@ DType dtype_of(const Tensor& x) {
 DType dtype_named(const std::string& name) {
   for (DType dtype : {DType::float64, DType::float32, DType::bfloat16, DType::float16})
     if (name == name_of(dtype)) return dtype;
-  STD_TORCH_CHECK(false, "factorlayer: a dtype should be float64, float32, bfloat16 or float16, it is \"", name, "\"");
+  STD_TORCH_CHECK(false, "factorlayer: a dtype should be float64, float32, bfloat16 or float16, it is \"", shown(name), "\"");
 }
 
 // Where a tensor is, and of what: asked of x once for all tensors that are compared with it.
@@ -307,9 +309,13 @@ Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::o
 }
 
 // `wanted` has a bit for each gradient: 1 for x, 2 for the bias, 4 << i for weight i. They come in that order.
+constexpr size_t kMostWanted = 61;  // weights: bit 63 would be its sign. factorlayer/fused.py has the same number
+
 std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
                              const std::optional<Tensor>& bias, const Text& chain, int64_t wanted) {
   const Call call(x, weights, bias, find_chain(chain.value));
+  STD_TORCH_CHECK(weights.size() <= kMostWanted, "factorlayer: `wanted` has bits for ", kMostWanted, " weights at most, the ",
+                  "chain has ", weights.size(), "; factorlayer::stack_backward takes places in their stead");
   STD_TORCH_CHECK(wanted >= 0 && wanted >> (weights.size() + 2) == 0 && (bias || !(wanted & 2)),
                   "factorlayer: a gradient is wanted of something that was not given");
   std::vector<int64_t> places;
@@ -387,9 +393,29 @@ std::string plan_of(const std::string& chain, DType dtype, int batch_class, int 
   return plan;
 }
 
+// The planner, or what the cache keeps of it, is asked nothing but this.
+void check_question(const std::string& chain, const std::string& dtype, int64_t batch_class, int64_t capability,
+                    int64_t processors, int64_t shared_bytes) {
+  check_words(chain);
+  dtype_named(dtype);
+  auto check_number = [](const char* what, int64_t number, int64_t least, int64_t most) {
+    STD_TORCH_CHECK(number >= least && number <= most, "factorlayer: ", what, " should be from ", least, " to ", most,
+                    ", it is ", number);
+  };
+  check_number("a batch class", batch_class, 0, 2);
+  check_number("a compute capability", capability, 10, 999);
+  check_number("the number of multiprocessors", processors, 1, 1 << 16);
+  check_number("the bytes of shared memory", shared_bytes, 0, 1 << 24);
+}
+
 // What else the planner is asked, has_plan for one: it may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
                         int64_t shared_bytes) {
+  const char* const questions[] = {"has_plan", "has_plan_of_few", "predicted", "cut", "cut_backward"};
+  STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
+                  "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, cut or cut_backward, not \"",
+                  shown(question.value), "\"");
+  check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes);
   const std::string name = question.value + " of " + chain.value + " in " + dtype.value;
   const std::string gpu = limits_of(int(capability), int(processors), int(shared_bytes));
   const cache::Key key{"plan", name, gpu, "", "", python::planner()};
@@ -764,6 +790,7 @@ std::vector<std::string> in_parts(const cuda::Failure& failure) {
 cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
   STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
                   batch_class);
+  STD_TORCH_CHECK(device >= 0 && device < 1 << 16, "factorlayer: a device should be its index, from 0 on, it is ", device);
   const bool several = chain.value.find('|') != std::string::npos;
   const void* described = several ? static_cast<const void*>(&find_stack(chain.value)) : &find_chain(chain.value);
   return {described, dtype_named(dtype.value), int(batch_class), int(device)};
@@ -773,6 +800,7 @@ int64_t batch_class(int64_t batch) { return cuda::batch_class(batch); }
 
 std::string plan(const Text& chain, const Text& dtype, int64_t batch_class, int64_t capability, int64_t processors,
                  int64_t shared_bytes) {
+  check_question(chain.value, dtype.value, batch_class, capability, processors, shared_bytes);
   return plan_of(chain.value, dtype_named(dtype.value), int(batch_class), int(capability), int(processors),
                  int(shared_bytes));
 }
@@ -816,9 +844,23 @@ std::vector<std::string> fill_cache(const Text& plan) {
   return {};
 }
 
+constexpr size_t MOST_OPTIONS = 64;
+
 // The cubin (empty if there is none), the log, and what went wrong.
 std::tuple<Tensor, std::string, std::string> compile(const Text& source, const Text& kernel, const Text& architecture,
                                                      const std::vector<Text>& options) {
+  STD_TORCH_CHECK(is_kernel_name(kernel.value), "factorlayer: a kernel's name should be at most ", MOST_NAME,
+                  " letters, digits and underscores, it is \"", shown(kernel.value), "\"");
+  STD_TORCH_CHECK(is_architecture(architecture.value), "factorlayer: an architecture should be such as sm_90 or sm_90a, it is \"",
+                  shown(architecture.value), "\"");
+  STD_TORCH_CHECK(int64_t(source.value.size()) <= MOST_SOURCE && options.size() <= MOST_OPTIONS,
+                  "factorlayer: a kernel's source should have ", MOST_SOURCE, " bytes at most, with ", MOST_OPTIONS,
+                  " options, it has ", source.value.size(), " and ", options.size());
+  auto check_text = [](const std::string& text) {
+    STD_TORCH_CHECK(text.find('\0') == std::string::npos, "factorlayer: source and options should be text, there is a byte that is 0");
+  };
+  check_text(source.value);
+  for (const Text& option : options) check_text(option.value);
   locate_compiler();
   std::vector<std::string> words;
   for (const Text& option : options) words.push_back(option.value);
@@ -1063,7 +1105,7 @@ std::vector<eager::Handle> eager::gradients(const std::string& text, const std::
   if (site.is_cpu) {
     made = gradients_on_cpu(chain, site, tensors.data(), tensors.size(), wanted);
   } else {
-    const bool of_bias = wanted & 2, of_weights = wanted >> 2 == (1 << chain.weights()) - 1;
+    const bool of_bias = wanted & 2, of_weights = wanted >> 2 == (int64_t(1) << chain.weights()) - 1;
     const Back& back = back_of(text);
     const Chain* const found = back.chains[of_bias];
     if (of_weights && found && has_kernels(*found, site, x.sizes[0]))

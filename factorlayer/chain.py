@@ -7,11 +7,24 @@ that an engine has to know.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from factorlayer.expression import check_activation
 from factorlayer.spec import Contraction, LayerSpec
+
+# What a text may have, as csrc/chain.h says, too.
+MOST_TEXT = 1 << 22  # bytes
+MOST_CONTRACTIONS = 4096  # of a chain
+MOST_LAYERS = 4096  # of a stack
+MOST_ELEMENTS = 1 << 48  # of a tensor or state
+NUMBERS = {
+    "tied": 5, "untied": 5, "rank": 1, "turned": 0, "bias": 0, "slope": 1, "through": 1, "sums": 1,
+    "gradient": 0, "backward": 0, "turn": 3, "mixed": 3, "slabs": 1, "tf32": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,15 +81,31 @@ class Chain:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Chain:
+        """Of a text that anyone may have written: ValueError if it is another than the chain's own."""
+        if len(text) > MOST_TEXT or not _TEXT.fullmatch(text):
+            raise ValueError(
+                f"chain {_shown(text)} should have {MOST_TEXT} letters at most, small ones, digits and _;,:/.+- alone"
+            )
+        try:
+            chain = Chain._read(text)
+        except ValueError as error:
+            raise ValueError(f"chain {_shown(text)} cannot be read: {error}") from None
+        if chain.text != text:
+            raise ValueError(f"chain {_shown(text)} should be written as {_shown(chain.text)}")
+        return chain
+
+    @staticmethod
+    def _read(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         gradient = backward = x_turned = tf32 = False
         turn, mixed, slabs, slope, through, sums = None, None, 0, 0, 0, 0
-        for name, *numbers in map(str.split, text.split(";")):
+        for name, *words in (stage.split(" ") for stage in text.split("; ")):
+            numbers = _numbers(name, words)
             if name in ("tied", "untied"):
-                weight, outer, p, q, inner = map(int, numbers)
+                weight, outer, p, q, inner = numbers
                 contractions.append(Contraction(weight, outer, p, q, inner, tied=name == "tied"))
             elif name == "rank":
-                rank = int(numbers[0])
+                rank = numbers[0]
             elif name == "bias":
                 bias = True
             elif name == "gradient":
@@ -86,23 +115,25 @@ class Chain:
             elif name == "turned":
                 x_turned = True
             elif name == "turn":
-                outer, rows, columns = map(int, numbers)
+                outer, rows, columns = numbers
                 turn = outer, rows, columns
             elif name == "mixed":
-                outer, rows, columns = map(int, numbers)
+                outer, rows, columns = numbers
                 mixed = outer, rows, columns
             elif name == "slabs":
-                slabs = int(numbers[0])
+                slabs = numbers[0]
             elif name == "slope":
-                slope = int(numbers[0])
+                slope = numbers[0]
             elif name == "through":
-                through = int(numbers[0])
+                through = numbers[0]
             elif name == "sums":
-                sums = int(numbers[0])
+                sums = numbers[0]
             elif name == "tf32":
                 tf32 = True
             else:
+                check_activation(name)
                 activation = name
+        _check_sizes(contractions, rank)
         stages = (rank, bias, activation, gradient, backward, x_turned, turn, mixed, slabs, tf32, slope, through, sums)
         return Chain(tuple(contractions), *stages)
 
@@ -156,3 +187,46 @@ class Chain:
             multiply_adds += c.multiply_adds * (wants_weights[c.weight] + reaches_back)
             reaches_back = reaches_back or wants_weights[c.weight]
         return 2 * batch * self.rank * multiply_adds
+
+
+def parse_layers(text: str) -> tuple[Chain, ...]:
+    """Of a chain or a stack."""
+    layers = text.split(" | ", MOST_LAYERS)
+    if len(layers) > MOST_LAYERS or len(text) > MOST_TEXT:
+        raise ValueError(f"stack {_shown(text)} should have {MOST_LAYERS} layers and {MOST_TEXT} letters at most")
+    return tuple(map(Chain.parse, layers))
+
+
+_TEXT = re.compile("[a-z0-9_ ;,:/.+-]+", re.ASCII)
+_NUMBER = re.compile("0|[1-9][0-9]{0,15}", re.ASCII)
+
+
+def _shown(text: str) -> str:
+    """What an error shows of a text from anywhere."""
+    return repr(text) if len(text) <= 200 else f"{text[:200]!r}... ({len(text)} letters)"
+
+
+def _numbers(name: str, words: Sequence[str]) -> list[int]:
+    count = NUMBERS.get(name, 0)
+    if len(words) != count or not all(map(_NUMBER.fullmatch, words)):
+        raise ValueError(f"{_shown(name)} should have {count} whole numbers behind it")
+    numbers = list(map(int, words))
+    if any(n > MOST_ELEMENTS for n in numbers) or 0 in numbers[name in ("tied", "untied") :]:
+        raise ValueError(f"the sizes behind {name!r} should be from 1 to {MOST_ELEMENTS}")
+    return numbers
+
+
+def _check_sizes(contractions: Sequence[Contraction], rank: int) -> None:
+    """Whether contractions are of a chain that memory can hold."""
+    if len(contractions) > MOST_CONTRACTIONS:
+        raise ValueError(f"it should have {MOST_CONTRACTIONS} contractions at most, it has {len(contractions)}")
+    if len({c.weight for c in contractions}) < len(contractions):
+        raise ValueError("two contractions share a weight")
+    for c in contractions:
+        if c.weight >= MOST_CONTRACTIONS:
+            raise ValueError(f"its weights should be from 0 to {MOST_CONTRACTIONS - 1}, one is {c.weight}")
+        weight = rank * c.p * c.q * (1 if c.tied else c.outer * c.inner)
+        if max(weight, c.outer * c.p * c.inner, c.outer * c.q * c.inner) > MOST_ELEMENTS:
+            raise ValueError(f"its weights and states should have {MOST_ELEMENTS} elements at most")
+    if any(a.outer * a.q * a.inner != b.outer * b.p * b.inner for a, b in itertools.pairwise(contractions)):
+        raise ValueError("neighbouring contractions disagree about the size of the state")

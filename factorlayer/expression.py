@@ -23,6 +23,7 @@ OPERATIONS = {
 }  # fmt: skip
 COMPARISONS = ("lt", "le", "eq")
 MOST_STEPS, MOST_PARAMETERS = 1000, 16  # of a program
+LONGEST_STEP = 80  # letters
 
 
 class Expression:
@@ -230,20 +231,22 @@ def _word(node: Expression, at: dict[Expression, int]) -> str:
 def parse(text: str) -> tuple[Expression, ...]:
     steps: list[Expression] = []
     outputs = []
+    if text.count(",") + text.count("/") >= MOST_STEPS:
+        raise ValueError(f"an expression should have {MOST_STEPS} steps at most, this one has more")
     for part in text.split("/"):
         for word in part.split(","):
-            if len(steps) == MOST_STEPS:
-                raise ValueError(f"an expression should have {MOST_STEPS} steps at most, this one has more")
             try:
                 steps.append(_parse_word(word, steps))
             except (ValueError, IndexError):
-                raise ValueError(f"step {len(steps)} of expression {text[:200]!r} cannot be read: {word!r}") from None
+                raise ValueError(
+                    f"step {len(steps)} of expression {text[:200]!r} cannot be read: {word[:80]!r}"
+                ) from None
         outputs.append(steps[-1])
     return tuple(outputs)
 
 
 def _parse_word(word: str, steps: list[Expression]) -> Expression:
-    if not word:
+    if not word or not word.isascii() or len(word) > LONGEST_STEP:
         raise ValueError
     op, *places = word.split(":")
     if not all(place.isdecimal() for place in places):
@@ -410,9 +413,23 @@ def name_of(expression: Expression) -> str | None:
     return _NAMES.get(expression)
 
 
+def check_activation(activation: str) -> None:
+    """ValueError unless it is one of the names, or a program of operations that there are."""
+    if "/" not in activation:
+        if activation not in NAMED:
+            raise ValueError(f"unknown stage {activation[:200]!r}")
+        return
+    count = len(parts := parse(activation)) - 2
+    if not 0 <= count <= MOST_PARAMETERS or any(part.parameters > count for part in parts):
+        raise ValueError(
+            f"an expression should come with its derivatives by x and by its parameters, {MOST_PARAMETERS} at most"
+        )
+
+
 def cuda_type(activation: str, first: int) -> str:
     """A chain's activation, a name or a program, as the type Activation of a kernel's constants. Its parameters are
     weights from the `first` on."""
+    check_activation(activation)  # it becomes code here
     if "/" in activation:
         return Expression.parse(activation).cuda("Activation", first)
     return f"using Activation = struct {activation};"

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from factorlayer.activations import activate
 from factorlayer.backward import IN_SLABS, Ops, gradients, slope_texts, texts, visits
 from factorlayer.batched import batched
-from factorlayer.chain import Chain
+from factorlayer.chain import MOST_CONTRACTIONS, Chain
 from factorlayer.runtime import (
     MAX_WEIGHTS,
     class_of_batch,
@@ -33,6 +33,7 @@ from factorlayer.runtime import (
     why_not_on_gpu,
 )
 
+MOST_WANTED = 61  # weights that the op `backward` has bits for
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
@@ -55,6 +56,8 @@ def why_not_fused(x: Tensor, chain: Chain | None = None) -> str | None:
         return "it has no forward-mode derivative"
     if transforms_active() and is_compiling():
         return "torch.compile cannot trace its autograd rule under torch.func"
+    if chain is not None and chain.weights > MOST_WANTED and x.is_cuda and is_compiling():
+        return f"torch.compile takes its gradients of {MOST_WANTED} weights at most, this layer has {chain.weights}"
     return None
 
 
@@ -67,6 +70,8 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
         )
     if x.dtype not in DTYPES:
         return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
+    if chain is not None and len(chain.contractions) > MOST_CONTRACTIONS:
+        return f"its kernels take {MOST_CONTRACTIONS} factors at most, this layer has {len(chain.contractions)}"
     if x.is_cuda:
         if chain is not None and chain.weights > MAX_WEIGHTS:
             return f"its CUDA kernels take {MAX_WEIGHTS} weights at most, this layer has {chain.weights}"
@@ -322,8 +327,23 @@ def _gradients(
 
 def _raw_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
     grad_y, x, bias, *weights = tensors
+    if len(weights) > MOST_WANTED and not x.is_cuda:
+        return _backward_by_places(grad_y, x, weights, bias, text, wanted)
     backward = _backward_on_cuda if x.is_cuda and not is_compiling() else _backward  # without a round by the dispatcher
     return tuple(backward(grad_y, x, weights, bias, text, wanted))
+
+
+def _backward_by_places(
+    grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, wanted: int
+) -> tuple[Tensor, ...]:
+    """Of more tensors than an integer has bits for: as a stack of one layer, whose bias stands behind its weights."""
+    tensors = [*weights] if bias is None else [*weights, bias]
+    last = len(weights) + 1
+    at = [0, last, *range(1, last)]  # the place of what each bit stands for
+    places = [place for bit, place in enumerate(at) if wanted >> bit & 1]
+    found = torch.ops.factorlayer.stack_backward(grad_y, x, tensors, text, sorted(places))
+    by_place = dict(zip(sorted(places), found, strict=True))
+    return tuple(by_place[place] for place in places)
 
 
 def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -485,6 +505,26 @@ def _backward_vmap(
     return gradients, [0] * len(gradients)
 
 
+def _places_vmap(
+    info: Any, in_dims: Any, grad_y: Tensor, x: Tensor, tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> Any:
+    """The same of stack_backward."""
+    grad_y_dim, x_dim, dims, _, _ = in_dims
+    op = torch.ops.factorlayer.stack_backward
+    per_index = [
+        op(
+            _pick(grad_y, grad_y_dim, i),
+            _pick(x, x_dim, i),
+            [_pick(t, d, i) for t, d in zip(tensors, dims, strict=True)],
+            stack,
+            wanted,
+        )
+        for i in range(info.batch_size)
+    ]
+    gradients = [torch.stack(of_one) for of_one in zip(*per_index, strict=True)]
+    return gradients, [0] * len(gradients)
+
+
 def _pick(tensor: Any, dim: int | None, index: int) -> Any:
     """The part of a mapped tensor that belongs to one index."""
     return tensor if dim is None else tensor.select(dim, index)
@@ -495,6 +535,7 @@ if missing_extension is None:
     torch.library.register_fake("factorlayer::backward")(_backward_fake)
     torch.library.register_vmap("factorlayer::forward")(_forward_vmap)
     torch.library.register_vmap("factorlayer::backward")(_backward_vmap)
+    torch.library.register_vmap("factorlayer::stack_backward")(_places_vmap)
     register_flop_formula(torch.ops.factorlayer.forward)(_forward_flops)
     register_flop_formula(torch.ops.factorlayer.backward)(_backward_flops)
     _cuda = torch.library.Library("factorlayer", "IMPL")

@@ -53,7 +53,7 @@ from factorlayer import (
     wide_gradient,
     wide_resident,
 )
-from factorlayer.chain import Chain
+from factorlayer.chain import Chain, parse_layers
 from factorlayer.cluster_backward import ClusterBackward
 from factorlayer.column_sums import ColumnSums
 from factorlayer.dense import Dense
@@ -128,7 +128,7 @@ def cut(
 ) -> tuple[tuple[int, int], ...]:
     """Runs of a stack's layers, from one number up to another, each of which one pass takes. Backward, it makes all
     gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
-    layers, gpu = stack.split(" | "), Gpu(arch, sms, shared)
+    layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared)
     runs: dict[tuple[int, int], float] = {}
     for begin, end in itertools.combinations(range(len(layers) + 1), 2):
         if not backward and end == begin + 1:
@@ -153,7 +153,7 @@ def cut(
 
 
 def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
-    *parts, last = (part.strip() for part in text.split("|"))
+    *parts, last = text.split(" | ")
     layers, dtype = parsed(" | ".join(parts) if last in WORDS and parts else text, dtype)
     if parts:
         return plan_stack(layers, dtype, BATCHES[batch_class], gpu, *(last == word for word in WORDS))
@@ -162,7 +162,7 @@ def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
 
 def parsed(text: str, dtype: str) -> tuple[tuple[Chain, ...], str]:
     """The layers of a chain or stack, and what they are computed in."""
-    layers = tuple(Chain.parse(part.strip()) for part in text.split("|"))
+    layers = parse_layers(text)
     return layers, "tf32" if dtype == "float32" and layers[0].tf32 else dtype
 
 

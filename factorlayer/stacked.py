@@ -9,8 +9,8 @@ what each makes, or one takes the gradient back through the activation of the on
 
 from __future__ import annotations
 
-import ast
 import functools
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import activate
 from factorlayer.batched import batched
-from factorlayer.chain import Chain
+from factorlayer.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
 from factorlayer.fused import (
     ask_planner,
     has_kernel,
@@ -112,6 +112,8 @@ def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple
     """What goes through layers at once, if anything does; layers between runs are left to themselves, but if `joined`
     only where they are no faster together."""
     text = stack.text_for(x)
+    if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
+        return ()
     if x.is_cuda:
         return _runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined)
     return ((0, len(stack.layers), text),)
@@ -128,13 +130,26 @@ def known(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def _read_cut(answer: str, count: int) -> list[tuple[int, int]]:
+    """Of the planner, or of the cache: from which of so many layers up to which, in their order."""
+    if not _CUT.fullmatch(answer):
+        raise RuntimeError(f"factorlayer: a cut of {count} layers cannot be read: {answer[:200]!r}; empty the cache")
+    ends = list(map(int, re.findall("[0-9]+", answer)))
+    if ends != sorted(ends) or any(end > count for end in ends):
+        raise RuntimeError(f"factorlayer: {answer[:200]!r} is no cut of {count} layers; empty the cache")
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+_CUT = re.compile(r"\(((\([0-9]{1,6}, [0-9]{1,6}\), )*\([0-9]{1,6}, [0-9]{1,6}\),?)?\)", re.ASCII)
+
+
 @known
 def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
     layers = text.split(" | ")
     if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
         return ((0, len(layers), text),)
     found: list[Run] = []
-    for begin, end in ast.literal_eval(ask_planner("cut_backward" if recorded else "cut", text, dtype, device)):
+    for begin, end in _read_cut(ask_planner("cut_backward" if recorded else "cut", text, dtype, device), len(layers)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]
             longer = " | ".join(layers[first:end]) + STATES
@@ -300,7 +315,7 @@ _tensors = known(tensors_of)
 
 
 def _layers(text: str) -> tuple[Chain, ...]:
-    return tuple(Chain.parse(part.strip()) for part in text.split("|"))
+    return parse_layers(text)
 
 
 # What PyTorch asks of an op

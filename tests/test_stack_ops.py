@@ -459,7 +459,7 @@ WRONG_CALLS = {
     "no-layer": (dict(stack=""), "there is no contraction in it"),
     "an-empty-layer": (dict(stack=TEXT + " | "), "there is no contraction in it"),
     "an-empty-layer-between": (dict(stack=f"{FIRST} |  | {LAST}"), "there is no contraction in it"),
-    "joined-without-spaces": (dict(stack=f"{FIRST}|{LAST}"), "one word too many|wrong place"),
+    "joined-without-spaces": (dict(stack=f"{FIRST}|{LAST}"), "unknown stage|one word too many|wrong place"),
     "unknown-stage": (dict(stack=TEXT + "; gelo"), "unknown stage gelo"),
     "layers-disagree": (
         dict(stack=f"{FIRST} | tied 0 1 21 3 1"),

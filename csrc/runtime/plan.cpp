@@ -6,6 +6,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "../shown.h"
+
 namespace factorlayer {
 namespace {
 
@@ -27,7 +29,7 @@ class Reader {
     for (std::string word; stream >> word;) words.push_back(word);
     at_ = end + 1;
     if (words.empty() || words[0] != name)
-      fail("it should begin with \"" + name + "\", it is \"" + stream.str().substr(0, 80) + "\"");
+      fail("it should begin with \"" + name + "\", it is \"" + shown(stream.str().substr(0, 80)) + "\"");
     if (words.size() != count + 1)
       fail("\"" + name + "\" has " + std::to_string(count) + " words behind it, " + std::to_string(words.size() - 1) +
            " came");
@@ -44,7 +46,7 @@ class Reader {
     }
     if (!fine || value < least || value > most)
       fail(std::string(what) + " should be a whole number from " + std::to_string(least) + " to " +
-           std::to_string(most) + ", it is \"" + word + "\"");
+           std::to_string(most) + ", it is \"" + shown(word) + "\"");
     return value;
   }
 
@@ -53,6 +55,7 @@ class Reader {
       fail("a source of " + std::to_string(bytes) + " bytes and a newline should follow");
     std::string found = text_.substr(at_, bytes);
     at_ += bytes + 1;
+    if (found.find('\0') != std::string::npos) fail("a source should be text, this one has a byte that is 0");
     for (char c : found) line_ += c == '\n';
     ++line_;
     return found;
@@ -76,7 +79,7 @@ Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& 
   if (word == "w" && outside == "y") return Pass::second;
   if (word == "none" && outside == "x") return Pass::none;
   if (word != "s0" && word != "s1" && word != "s2")
-    reader.fail("a buffer should be " + outside + (outside == "y" ? ", w" : ", none") + ", s0, s1 or s2, it is \"" + word + "\"");
+    reader.fail("a buffer should be " + outside + (outside == "y" ? ", w" : ", none") + ", s0, s1 or s2, it is \"" + shown(word) + "\"");
   return Pass::Buffer(Pass::s0 + word[1] - '0');
 }
 
@@ -87,7 +90,7 @@ TensorMap parse_map(Reader& reader) {
   if (words[1].back() == '*') words[1].pop_back();
   map.weight = words[1] == "x" ? -1 : int(reader.number(words[1], "a weight's number", 0, 61));
   map.is_tf32 = words[2] == "tf32";
-  if (!map.is_tf32 && words[2] != "u16") reader.fail("a map's elements should be tf32 or u16, they are \"" + words[2] + "\"");
+  if (!map.is_tf32 && words[2] != "u16") reader.fail("a map's elements should be tf32 or u16, they are \"" + shown(words[2]) + "\"");
   for (int i = 0; i < 5; ++i) map.sizes[i] = reader.number(words[3 + i], "a size", 1, int64_t(1) << 31);
   for (int i = 0; i < 4; ++i) map.strides[i] = reader.number(words[8 + i], "bytes from one to the next", 16, MANY);
   for (int i = 0; i < 5; ++i) map.box[i] = reader.number(words[12 + i], "a size of a box", 1, 256);
@@ -107,9 +110,18 @@ Pass parse_pass(Reader& reader) {
   pass.grid_y = reader.number(words[8], "grid y", 1, 65535);
   pass.architecture = words[9];
   pass.kernel = words[10];
-  pass.source = reader.source(size_t(reader.number(words[11], "the source's length", 1, 1 << 30)));
+  if (!is_architecture(pass.architecture))
+    reader.fail("an architecture should be such as sm_90 or sm_90a, it is \"" + shown(pass.architecture) + "\"");
+  if (!is_kernel_name(pass.kernel))
+    reader.fail("a kernel's name should be at most " + std::to_string(MOST_NAME) +
+                " letters, digits and underscores, and begin with none of the digits; it is \"" + shown(pass.kernel) + "\"");
+  pass.source = reader.source(size_t(reader.number(words[11], "the source's length", 1, MOST_SOURCE)));
   const size_t cluster = pass.source.find(CLUSTER);
-  pass.cluster = cluster == std::string::npos ? 1 : std::max(1, std::atoi(pass.source.c_str() + cluster + CLUSTER.size()));
+  pass.cluster = 1;
+  if (cluster != std::string::npos) {
+    const size_t at = cluster + CLUSTER.size(), end = pass.source.find_first_not_of("0123456789", at);
+    pass.cluster = reader.number(pass.source.substr(at, std::min(end, pass.source.size()) - at), "a cluster's blocks", 1, 16);
+  }
   pass.waits = pass.architecture.compare(0, 3, "sm_") == 0 && std::atoi(pass.architecture.c_str() + 3) >= 90 &&
                pass.source.find("wait_for_kernel_before();") != std::string::npos;
   while (reader.is_next("map")) {
@@ -119,7 +131,23 @@ Pass parse_pass(Reader& reader) {
   return pass;
 }
 
+bool are_digits(const std::string& word, size_t from, size_t to) {
+  return from < to && std::all_of(word.begin() + long(from), word.begin() + long(to), [](char c) { return c >= '0' && c <= '9'; });
+}
+
 }  // namespace
+
+bool is_kernel_name(const std::string& word) {
+  const auto is_letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; };
+  const auto is_fine = [&](char c) { return is_letter(c) || (c >= '0' && c <= '9'); };
+  return !word.empty() && word.size() <= size_t(MOST_NAME) && is_letter(word[0]) && std::all_of(word.begin(), word.end(), is_fine);
+}
+
+bool is_architecture(const std::string& word) {
+  if (word.compare(0, 3, "sm_") != 0) return false;
+  const size_t end = word.size() - (word.back() == 'a' || word.back() == 'f');
+  return end <= 6 && are_digits(word, 3, end);
+}
 
 Plan parse_plan(const std::string& text) {
   Reader reader(text);
@@ -131,6 +159,7 @@ Plan parse_plan(const std::string& text) {
   bool written[] = {true, false, false, plan.scratch[2] > 0, false, true};  // sums are written beside what a pass says
   bool writes_y = false;
   while (!reader.at_end()) {
+    if (plan.passes.size() == MOST_PASSES) reader.fail("a plan has " + std::to_string(MOST_PASSES) + " passes at most");
     plan.passes.push_back(parse_pass(reader));
     const Pass& pass = plan.passes.back();
     if (!written[pass.in]) reader.fail("this pass reads a buffer that no pass before it wrote");

@@ -32,6 +32,9 @@ struct TensorMap {
 };
 
 constexpr size_t MOST_MAPS = 3;
+constexpr size_t MOST_PASSES = 256;
+constexpr int64_t MOST_SOURCE = int64_t(1) << 24;  // bytes: ours have a hundredth
+constexpr int MOST_NAME = 100;                     // letters
 
 struct Pass {
   enum Buffer { outside, s0, s1, s2, second, none };  // outside: x as input, y as output; second: w, another output
@@ -50,7 +53,12 @@ struct Plan {
   std::vector<Pass> passes;
 };
 
-// Throws std::invalid_argument, which names the line.
+// What compiler and driver take for names: of a kernel, letters, digits and "_"; of an architecture, sm_90 or sm_90a.
+bool is_kernel_name(const std::string& word);
+bool is_architecture(const std::string& word);
+
+// Its words and numbers are read strictly; its sources are what they are, and whoever gives the plan is trusted with them
+// (docs/trust.md). Throws std::invalid_argument, which names the line.
 Plan parse_plan(const std::string& text);
 
 }  // namespace factorlayer
