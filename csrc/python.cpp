@@ -289,6 +289,7 @@ PyObject* record(PyObject*, PyObject* given) {
 PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyObject *const saved = given[2], *const needs = given[3];
   const Py_ssize_t count = PyTuple_Size(saved);
+  if (count > kMostBits) return none();
   int64_t wanted = 0;
   for (Py_ssize_t i = 0; i < count; ++i) wanted |= int64_t(PyObject_IsTrue(PyTuple_GetItem(needs, i + 1)) > 0) << i;
   std::vector<PyObject*> tensors{given[1], PyTuple_GetItem(saved, 0)};
