@@ -169,6 +169,21 @@ def run_program(program: str, x: Tensor, *parameters: Tensor) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+def test_a_parameters_gradient_has_every_term(dtype: torch.dtype) -> None:
+    """Of 1 to 40 terms, which are summed up by eight: powers of two, of which none can stand in for another."""
+    program = trace(nn.PReLU())[0].program
+    for count in range(1, 41):
+        for first in range(0, count, 20):  # as many as float32 has bits for
+            x = torch.zeros(count, 1, dtype=dtype)
+            place = torch.arange(first, min(count, first + 20))
+            x[place, 0] = -(2.0 ** (place - first).to(dtype))
+            weights = [torch.ones(1, 1, dtype=dtype), torch.full((), 0.25, dtype=dtype)]
+            chain = f"tied 0 1 1 1 1; {program}"
+            (slope,) = torch.ops.factorlayer.backward(torch.ones_like(x), x, weights, None, chain, 8)
+            assert slope.item() == 1 - 2.0 ** len(place), (count, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_programs_are_as_accurate_as_torch(name: str, dtype: torch.dtype) -> None:
     """To 4 times the error of torch's operations, one by one in that dtype; with NaN and infinities where those are."""

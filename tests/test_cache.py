@@ -6,6 +6,7 @@ are equal whoever made it, so every test compares bytes. Plans are kept by the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -148,6 +149,41 @@ def test_everything_that_matters_is_in_the_key(cache: Path) -> None:
         assert len(list(cache.iterdir())) == i + 1
     runtime.fill_cache(plan_of("a").replace(" 32 0 1 1 0 1 ", " 64 128 2 2 1 3 "))  # a launch is not compiled
     assert len(list(cache.iterdir())) == len(variants)
+
+
+def test_the_key_of_a_kernel(cache: Path) -> None:
+    """Word by word: what another process, another version or another compiler would have to agree about."""
+    runtime.fill_cache(plan_of("a"))
+    (path,) = cache.iterdir()
+    version, nvrtc = torch.ops.factorlayer.compiler()
+    source = plan_of("a").splitlines()[-1]
+    identity = (
+        f"factorlayer kernel 1\npackage {factorlayer.__version__}\ncompiler {version}\narchitecture sm_90\n"
+        "options --std=c++17 --device-as-default-execution-space\nname a\n"
+        f"source {hashlib.sha256(source.encode()).hexdigest()}\n"
+    )
+    cubin = path.read_bytes().split(b"\n\n", 1)[1]
+    proof = f"contents {len(cubin)} {hashlib.sha256(cubin).hexdigest()}\n\n"
+    assert path.read_bytes() == (identity + proof).encode() + cubin
+    assert path.name == hashlib.sha256(identity.encode()).hexdigest()[:40] + ".kernel"
+    assert version.endswith(f" ({Path(nvrtc).stat().st_size} bytes)")  # which tells builds of one version apart
+
+
+@linux
+def test_a_file_is_on_disk_before_it_has_its_name(cache: Path, plan: Path, tmp_path: Path) -> None:
+    """Else a machine that goes down could leave an empty file under a name that is right."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library, log = tmp_path / "sync.so", tmp_path / "log"
+    source = Path(__file__).parent / "native" / "sync.c"
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    assert run_once(plan, cache, LD_PRELOAD=str(library), SYNC_LOG=str(log)) == ""
+    lines = log.read_text().splitlines()
+    drafts = [line.split()[1] for line in lines if line.startswith("rename ") and ".kernel." in line]
+    assert len(drafts) == 3
+    for draft in drafts:
+        assert f"fsync {draft}" in lines[: lines.index(f"rename {draft}")]
 
 
 # Damage
@@ -412,8 +448,8 @@ def check_warned_once(err: str, folder: Path, reason: str) -> None:
     assert "set FACTORLAYER_CACHE to a folder that can be written" in err
 
 
-def run_once(plan: Path, folder: Path, code: str = FILL) -> str:
-    process = start(plan, folder, code)
+def run_once(plan: Path, folder: Path, code: str = FILL, **environment: str) -> str:
+    process = start(plan, folder, code, **environment)
     go(process)
     return finish(process)
 

@@ -36,6 +36,7 @@ from oracle import (
 )
 from torch import Tensor
 
+from factorlayer import fused
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.functional import run
 from factorlayer.spec import LayerSpec
@@ -291,6 +292,7 @@ def test_forward_allocates_its_output_only(case: Case, dtype: torch.dtype) -> No
 RESIDENT = """
 import sys, torch
 from oracle import Case, draw_inputs, kronecker, monarch
+from factorlayer import fused
 from factorlayer.functional import run
 
 def status(name):
@@ -453,6 +455,14 @@ WRONG_CALLS = {
         dict(weights=[torch.ones(5, 3), torch.ones(4, 2)]),
         "a weight must be .* 15 elements; it has 8",
     ),
+    "another-last-dimension": (  # with as many elements, and as many rows
+        dict(weights=[torch.ones(2, 4, 1), torch.ones(5, 3)]),
+        r"a weight must be \[..., 4, 2\]",
+    ),
+    "another-dimension-before-the-last": (
+        dict(weights=[torch.ones(2, 2, 2), torch.ones(5, 3)]),
+        r"a weight must be \[..., 4, 2\]",
+    ),
     "bias-not-in-the-chain": (dict(bias=torch.ones(20)), "bias and chain disagree"),
     "bias-missing": (dict(chain=TEXT + "; bias"), "bias and chain disagree"),
     "bias-too-short": (
@@ -477,6 +487,16 @@ WRONG_CALLS = {
     "rank-missing": (dict(chain="rank; " + TEXT), "rank must be a positive integer"),
     "rank-not-in-the-weights": (dict(chain="rank 2; " + TEXT), "a weight must be .* 30 elements; it has 15"),
 }
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1), (2, 2, 2), (8,), (4, 2, 1)], ids=str)
+def test_weights_of_other_dimensions_are_not_taken_at_once(shape: tuple[int, ...]) -> None:
+    """Past the dispatcher: such a call is left to the raw ops, which say what is wrong with it."""
+    if fused.layer_at_once is fused.not_at_once:
+        pytest.skip("this PyTorch has other names for what it takes")
+    x, last = torch.ones(7, 6), torch.ones(5, 3)
+    assert fused.layer_at_once(TEXT, TEXT, False, x, None, (torch.ones(4, 2), last)) is not None
+    assert fused.layer_at_once(TEXT, TEXT, False, x, None, (torch.ones(shape), last)) is None
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)

@@ -6,6 +6,7 @@ was asked for.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -135,6 +136,7 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
         (plan_text() + "\n", 'line 6 cannot be read: it should begin with "pass", it is ""'),
         (plan_text() + "pass x y 1\n", 'line 6 cannot be read: "pass" has 11 words behind it, 3 came'),
         (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, w, s0, s1 or s2, it is "z"'),
+        (plan_text().replace(" 128 ", f" {2**64 + 128} "), "the number of threads should be a whole number"),
         (plan_text().replace(" 128 ", " 0 "), "the number of threads should be a whole number from 1 to 1024"),
         (plan_text().replace(" 128 ", " 2048 "), 'the number of threads should be .*, it is "2048"'),
         (plan_text()[:-1], "line 4 cannot be read: a source of .* bytes and a newline should follow"),
@@ -187,6 +189,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["-x", "c", "-shared", "-fPIC", NATIVE / "driver.c", "-o", folder / "libcuda.so.1"],
         ["-std=c++17", f"-D{VERSION}", NATIVE / "launch.cpp", *sources, "-ldl", "-lpthread", "-o", folder / "launch"],
         ["-std=c++17", NATIVE / "load.cpp", "-ldl", "-o", folder / "load"],
+        ["-std=c++17", NATIVE / "sha256.cpp", ROOT / "csrc" / "runtime" / "sha256.cpp", "-o", folder / "sha256"],
     ]
     for command in commands:
         subprocess.run([compiler, *map(str, command)], check=True)
@@ -219,6 +222,12 @@ def launches(lines: list[str]) -> Iterator[dict[str, str]]:
                 "grid": " ".join(words[2:5]),
                 **dict(zip(words[9::2], words[10::2], strict=True)),
             }
+
+
+def test_digests_of_every_length(native: Path) -> None:
+    """Whatever is left for the last block or two: 55 and 56 letters, 63 and 64, and all others."""
+    lines = subprocess.run([native / "sha256", "300"], capture_output=True, text=True, check=True).stdout.split()
+    assert lines == [hashlib.sha256(b"a" * length).hexdigest() for length in range(301)]
 
 
 def test_one_pass(native: Path) -> None:
