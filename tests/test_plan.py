@@ -395,9 +395,12 @@ def test_less_shared_memory_than_any_gpu_of_today() -> None:
 
 
 def test_a_chain_that_is_no_layer_is_refused() -> None:
-    """The second contraction has another state than the first one leaves; the raw ops take such a text from anyone."""
+    """The second contraction has another state than the first one leaves, or takes it apart otherwise; the raw ops take
+    such a text from anyone."""
+    with pytest.raises(ValueError, match="disagree about the size of the state"):
+        Chain.parse("tied 1 2 3 3 1; tied 0 1 2 2 4")
     with pytest.raises(PlanError, match="Kronecker"):
-        plan(Chain.parse("tied 1 2 3 3 1; tied 0 1 2 2 4"), "float32", 16, Gpu.of(90))
+        plan(Chain.parse("tied 1 2 3 3 1; tied 0 2 3 3 1"), "float32", 16, Gpu.of(90))
 
 
 def test_a_state_that_fits_stays_on_chip() -> None:
