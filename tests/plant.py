@@ -87,14 +87,6 @@ FAULTS = (
     fault("long-number-in-a-plan", "runtime/plan.cpp", "word.size() < 18", "word.size() < 38", PLANS),
     fault("number-beyond-in-a-plan", "runtime/plan.cpp", "value < least || value > most", "value < least", PLANS),
     fault(
-        "source-length",
-        "runtime/plan.cpp",
-        "text_.size() - at_ <= bytes",
-        "text_.size() - at_ < bytes",
-        PLANS,
-        f"{HOSTILE}::test_plans",
-    ),
-    fault(
         "nul-in-a-source",
         "runtime/plan.cpp",
         r"found.find('\0') != std::string::npos",
