@@ -896,6 +896,12 @@ std::string cache_folder() { return cache::folder(); }
 
 int64_t remove_cache_entries(bool all) { return cache::remove_entries(all); }
 
+int64_t cache_occupied() { return cache::occupied(); }
+
+int64_t cache_limit() { return cache::limit(); }
+
+std::string set_cache_limit(int64_t bytes) { return cache::set_limit(bytes); }
+
 // Eager mode, past the dispatcher
 
 using eager::Given;
@@ -1143,6 +1149,9 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("cache_entries() -> str[]");
   m.def("cache_folder() -> str");
   m.def("remove_cache_entries(bool all) -> int");
+  m.def("cache_occupied() -> int");
+  m.def("cache_limit() -> int");
+  m.def("set_cache_limit(int bytes) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
@@ -1179,4 +1188,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("cache_entries", TORCH_BOX(&factorlayer::cache_entries));
   m.impl("cache_folder", TORCH_BOX(&factorlayer::cache_folder));
   m.impl("remove_cache_entries", TORCH_BOX(&factorlayer::remove_cache_entries));
+  m.impl("cache_occupied", TORCH_BOX(&factorlayer::cache_occupied));
+  m.impl("cache_limit", TORCH_BOX(&factorlayer::cache_limit));
+  m.impl("set_cache_limit", TORCH_BOX(&factorlayer::set_cache_limit));
 }

@@ -42,7 +42,7 @@ class Version(str, Enum):
 
 
 class CacheAction(str, Enum):
-    list, verify, clear = "list", "verify", "clear"
+    list, verify, clear, limit = "list", "verify", "clear", "limit"
 
 
 class CommandAnywhere(TyperGroup):

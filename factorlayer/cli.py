@@ -176,27 +176,53 @@ def cache(
     action: Annotated[
         CacheAction, typer.Argument(help="What to do; verify exits with 1 if there are damaged files.")
     ] = CacheAction.list,
+    size: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SIZE",
+            show_default=False,
+            help="Of limit: the most that your files may take, in bytes, or as 500M or 2G.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List, verify or clear the CUDA kernels and plans that are kept on disk."""
+    """List, verify, clear or limit the CUDA kernels and plans that are kept on disk. Past the limit, 1 GiB by default,
+    those used least recently are removed."""
     from factorlayer import runtime
 
-    folder, entries = runtime.cache_folder(), runtime.cache_entries()
+    if size is not None and action is not CacheAction.limit:
+        refuse("SIZE", f"it is what the cache is limited to, {action.value} takes none; {size} came")
+    if size is not None:
+        set_cache_limit(size)
+    folder, entries, room = runtime.cache_folder(), runtime.cache_entries(), runtime.cache_room()
     damaged = [entry for entry in entries if not entry.whole]
     if action is CacheAction.clear:
         summary = f"{runtime.clear_cache()} of {len(entries)} kernels and plans removed from {folder}"
     elif action is CacheAction.verify:
-        summary = f"{len(entries)} kernels and plans in {folder}, {len(damaged)} damaged"
-        summary += "; those are made again when they are needed" if damaged else ""
+        summary = f"{len(entries)} kernels and plans in {folder}, {len(damaged)} damaged; {room}"
+        summary += "; damaged ones are made again when they are needed" if damaged else ""
     else:
-        summary = f"{len(entries)} kernels and plans in {folder}, {sum(entry.bytes for entry in entries)} bytes"
-    for entry in {CacheAction.list: entries, CacheAction.verify: damaged, CacheAction.clear: []}[action]:
+        summary = f"{len(entries)} kernels and plans in {folder}; {room}"
+    for entry in {CacheAction.list: entries, CacheAction.verify: damaged}.get(action, []):
         typer.echo(entry.line(), err=as_json)
     typer.echo(summary, err=as_json)
     if as_json:
-        found = {"folder": str(folder), "entries": [asdict(entry) for entry in entries]}
+        found = {"folder": str(folder), **asdict(room), "entries": [asdict(entry) for entry in entries]}
         typer.echo(json.dumps({"command": "cache", "action": action.value, **found}))
     raise typer.Exit(1 if action is CacheAction.verify and damaged else 0)
+
+
+def set_cache_limit(size: str) -> None:
+    """From what a user writes: 500M are 500 times 1024²."""
+    from factorlayer import runtime
+
+    number, unit = (size[:-1], size[-1].upper()) if size[-1:].upper() in ("K", "M", "G", "T") else (size, "")
+    if not (number.isascii() and number.isdigit()):
+        refuse("SIZE", f"it should be a number of bytes, or one with K, M, G or T behind it; {size!r} came")
+    try:
+        runtime.set_cache_limit(int(number) << 10 * " KMGT".index(unit or " "))
+    except (ValueError, RuntimeError) as error:
+        refuse("SIZE", str(error))
 
 
 def problem_of(case: "Case") -> "Problem":

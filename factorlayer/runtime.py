@@ -191,6 +191,31 @@ def cache_entries() -> list[CacheEntry]:
     return entries
 
 
+@dataclass(frozen=True)
+class CacheRoom:
+    """Bytes that this user's files take in the cache, in whole pages of 4096, and the most they may."""
+
+    occupied: int
+    limit: int
+
+    def __str__(self) -> str:
+        return f"{self.occupied} of at most {self.limit} bytes are taken"
+
+
+def cache_room() -> CacheRoom:
+    ops = torch.ops.factorlayer
+    return CacheRoom(int(ops.cache_occupied()), int(ops.cache_limit()))
+
+
+def set_cache_limit(limit: int) -> None:
+    """Kept in the cache's folder, for all who share it. The next process that writes removes what is too much: of its
+    user's files those that were used least recently."""
+    if not 0 < limit < 10**18:
+        raise ValueError(f"the cache's limit should be a number of bytes from 1 to 10^18 - 1; it is {limit}")
+    if trouble := torch.ops.factorlayer.set_cache_limit(limit):
+        raise RuntimeError(f"the cache's limit cannot be kept in {cache_folder()}: {trouble}")
+
+
 def clear_cache() -> int:
     """Removes the cache's files, and no others in its folder. Returns how many."""
     return int(torch.ops.factorlayer.remove_cache_entries(True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -528,28 +529,39 @@ def test_a_file_where_the_folder_should_be(plan: Path, tmp_path: Path) -> None:
 # The command line
 
 
+def size_on_disk(folder: Path) -> int:
+    """Of the entries and drafts, in pages."""
+    ours = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{40}\.(kernel|plan)(\..*tmp)?", path.name)]
+    return sum(-(-path.lstat().st_size // 4096) * 4096 for path in ours)
+
+
 def test_the_cache_command(cache: Path) -> None:
+    def room() -> str:
+        return f"{size_on_disk(cache)} of at most 1073741824 bytes are taken"
+
     def run(arguments: str) -> tuple[int, list[str]]:
         result = CliRunner().invoke(app, arguments.split(), prog_name="test.py")
         return result.exit_code, result.stdout.splitlines()
 
-    assert run("cache list") == (0, [f"0 kernels and plans in {cache}, 0 bytes"])
+    assert run("cache list") == (0, [f"0 kernels and plans in {cache}; 0 of at most 1073741824 bytes are taken"])
     runtime.fill_cache(plan_of("a", "b"))
     mine = ["0" * 40 + ".plan.txt", "0" * 40 + ".txt", "mine.plan"]
     for name in mine:
         (cache / name).write_text("neither a kernel nor a plan")
     code, lines = run("cache")
-    assert code == 0 and len(lines) == 3
+    assert code == 0 and len(lines) == 3 and lines[2] == f"2 kernels and plans in {cache}; {room()}"
     for name in "ab":
         assert any(f"{name} for sm_90 by NVRTC 13." in line for line in lines)
-    assert run("cache verify") == (0, [f"2 kernels and plans in {cache}, 0 damaged"])
+    assert run("cache verify") == (0, [f"2 kernels and plans in {cache}, 0 damaged; {room()}"])
     damaged = runtime.cache_entries()[0].file
     (cache / damaged).write_bytes(b"factorlayer kernel 1\n")
     code, lines = run("cache verify")
     assert code == 1
     assert lines[0].split() == [damaged, "21", "damaged"]
-    assert lines[1] == f"2 kernels and plans in {cache}, 1 damaged; those are made again when they are needed"
+    summary = f"2 kernels and plans in {cache}, 1 damaged; {room()}"
+    assert lines[1] == f"{summary}; damaged ones are made again when they are needed"
     found = json.loads(run("cache list --json")[1][0])
+    assert (found["occupied"], found["limit"]) == (size_on_disk(cache), 1 << 30)
     assert [entry["whole"] for entry in found["entries"]] == [False, True]
     assert run("cache clear") == (0, [f"2 of 2 kernels and plans removed from {cache}"])
     assert sorted(path.name for path in cache.iterdir()) == mine

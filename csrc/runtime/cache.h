@@ -3,6 +3,10 @@
 // A file is named by the hash of all that can change its contents. It begins with these as text (the source as its
 // hash), so that `factorlayer cache list` can tell what it holds, then has the contents' size and hash, then the
 // contents. Files are written whole or not at all; what cannot be read back whole counts as missing and is made again.
+//
+// What one user's files take has a limit, which the folder holds in a file of its own, so that all who share it agree. A
+// file's time is that of its last use, to the hour: only who writes looks whether there is room, and removes those of his
+// own files that were used least recently. Reading costs no more for it.
 #pragma once
 #include <optional>
 #include <string>
@@ -37,5 +41,12 @@ std::vector<Entry> entries();
 
 // Removes the entries that are not whole, or all. Returns how many.
 int remove_entries(bool all);
+
+// Bytes of this user's files, in whole pages, and the most there may be.
+long long occupied();
+long long limit();
+
+// Returns what went wrong, or nothing. Below 10^18; the next who writes keeps to it.
+std::string set_limit(long long bytes);
 
 }  // namespace factorlayer::cache
