@@ -118,7 +118,7 @@ def with_layout(tensor: Tensor, layout: str) -> Tensor:
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.mT.contiguous().mT
     if layout == "strided":
-        spread = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype)
+        spread = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype, device=tensor.device)
         spread[..., 0] = tensor
         return spread[..., 0]
     if layout == "expanded" and tensor.shape[0]:

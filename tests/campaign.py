@@ -1,0 +1,253 @@
+"""Cases drawn at random, one after the other, as long as one likes: python tests/campaign.py --seed 1 --seconds 600
+
+Fused is compared with naive in float64 by the rule of oracle.py, for y and every gradient, measured by batched in the
+same dtype; it is run twice for equal bits; where a NaN or an infinity is planted, it is where batched has it. On
+`--device emulator` kernels for GPUs are drawn and run on the CPU by tests/emulator. Every fault is printed with the
+command that draws it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from drawn import Call, Drawn, draw, inputs
+from oracle import relative_errors
+from torch import Tensor, nn
+
+from factorlayer import FactorLinear
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.float32}
+DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+EPS = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2.0**-10}
+MOST_FAULTS = 10  # of a run
+Results = dict[str, Tensor]
+Inputs = tuple[nn.Module, Tensor, Tensor]
+
+
+class FaultError(AssertionError):
+    """What a case shows to be wrong."""
+
+
+@contextlib.contextmanager
+def arithmetic(name: str) -> Iterator[None]:
+    """PyTorch's switch for float32 products on a GPU."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def results(module: nn.Module, x: Tensor, grad_y: Tensor, implementation: str) -> Results:
+    """y and every gradient, by name."""
+    module.implementation = implementation
+    x = x.detach().requires_grad_()
+    leaves = {"x": x, **dict(module.named_parameters())}
+    y = module(x)
+    gradients = torch.autograd.grad(y, list(leaves.values()), grad_y, materialize_grads=True)
+    return {"y": y.detach()} | {f"grad_{name}": g.detach() for name, g in zip(leaves, gradients, strict=True)}
+
+
+def reference(given: Inputs) -> Results:
+    module, x, grad_y = given
+    with arithmetic("float64"):
+        return results(copy.deepcopy(module).double(), x.double(), grad_y.double(), "naive")
+
+
+def poison(device: str) -> None:
+    """What fresh memory may hold."""
+    for size in (1 << 10, 1 << 14, 1 << 18, 1 << 21):
+        torch.full((size,), math.nan, device=device)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def longest_sum(module: nn.Module, batch: int) -> int:
+    """Behind any value, as in oracle.py: along a contraction, or of a gradient over samples and positions."""
+    longest = 1
+    for layer in module.modules():
+        if isinstance(layer, (FactorLinear, Call)):
+            for c in layer.spec.contractions:
+                longest = max(longest, c.p * layer.spec.terms, batch * (c.outer * c.inner if c.tied else 1))
+            longest = max(longest, batch * layer.spec.out_features)  # of a learned number of its activation
+        elif isinstance(layer, nn.Linear):
+            longest = max(longest, layer.in_features, batch * layer.out_features)
+    return longest
+
+
+def moved_references(draws: Sequence[Inputs], eps: float) -> Iterator[list[Results]]:
+    """Of four tries in which every number given moves by eps, one way or the other."""
+    generator = torch.Generator().manual_seed(0)
+
+    def move(tensor: Tensor) -> Tensor:
+        signs = 2 * torch.randint(0, 2, tensor.shape, generator=generator).double() - 1
+        return tensor.double() * (1 + eps * signs.to(tensor.device))
+
+    for _ in range(4):
+        moved = []
+        for module, x, grad_y in draws:
+            module = copy.deepcopy(module).double()
+            for parameter in module.parameters():
+                parameter.data = move(parameter.data)
+            moved.append(reference((module, move(x), move(grad_y))))
+        yield moved
+
+
+def check(drawn: Drawn, device: str) -> str:
+    """What was compared, or a FaultError."""
+    torch.set_num_threads(drawn.threads)
+    dtype = DTYPES[drawn.dtype]
+    first = inputs(drawn, dtype, device, 0)
+    fewest = min([first[1].numel(), first[2].numel(), *(p.numel() for p in first[0].parameters())])
+    count = 1 if drawn.plant or not drawn.batch else max(1, min(12, 64 // max(1, fewest)))
+    draws = [first, *(inputs(drawn, dtype, device, i) for i in range(1, count))]
+    with arithmetic(drawn.dtype):
+        fused, again, batched = [], [], []
+        for given in draws:
+            poison(device)
+            fused.append(results(*given, "fused"))
+            again.append(results(*given, "fused"))
+            batched.append(results(*given, "batched"))
+    for one, other in zip(fused, again, strict=True):
+        for name, value in one.items():
+            if not torch.equal(bits(value), bits(other[name])):
+                raise FaultError(f"{name} has other bits in a second run")
+    right = [reference(given) for given in draws]
+    for one, other, exact in zip(fused, batched, right, strict=True):
+        for name, value in one.items():
+            if (value.shape, value.dtype, value.device) != (exact[name].shape, dtype, first[1].device):
+                raise FaultError(f"{name} is {value.dtype} {tuple(value.shape)} on {value.device}")
+            check_special(name, value, other[name], bool(drawn.plant))
+    if drawn.plant:
+        return "planted"
+    return check_errors(drawn, draws, fused, batched, right)
+
+
+def check_special(name: str, value: Tensor, other: Tensor, planted: bool) -> None:
+    """Where something is planted, the same as in batched; elsewhere nothing that batched has not."""
+    if not planted:
+        if not bool((value.isfinite() | ~other.isfinite()).all()):
+            raise FaultError(f"{name} is not finite where batched is")
+        return
+    for has in (torch.isnan, torch.isposinf, torch.isneginf):
+        if not torch.equal(has(value), has(other)):
+            places = (has(value) != has(other)).nonzero()
+            raise FaultError(
+                f"{has.__name__} of {name} is not as in batched at {len(places)} places, "
+                f"the first {places[0].tolist()}: {value[tuple(places[0])]}, batched {other[tuple(places[0])]}"
+            )
+
+
+def check_errors(
+    drawn: Drawn, draws: Sequence[Inputs], fused: list[Results], batched: list[Results], right: list[Results]
+) -> str:
+    """The rule, where batched does not overflow."""
+    kept = [{name: value.isfinite() for name, value in one.items()} for one in batched]
+
+    def compared(results: Sequence[Results]) -> list[Results]:
+        return [
+            {name: torch.where(keep[name], value, 0) for name, value in one.items()}
+            for one, keep in zip(results, kept, strict=True)
+        ]
+
+    exact = compared(right)
+    of_fused, of_batched = relative_errors(compared(fused), exact), relative_errors(compared(batched), exact)
+    uncertain = math.sqrt(longest_sum(draws[0][0], drawn.batch)) if drawn.dtype == "float64" else 1.0
+    allowed = {name: 2 * error + 4 * uncertain * EPS[drawn.dtype] for name, error in of_batched.items()}
+    if all(of_fused[name] <= allowed[name] for name in allowed):
+        return "by the rule"
+    eps = EPS[drawn.dtype] if drawn.dtype in ("float64", "tf32") else EPS["float32"]
+    errors = [relative_errors(compared(moved), exact) for moved in moved_references(draws, eps)]
+    moves = {name: max(error[name] for error in errors) for name in exact[0]}
+    wrong = {
+        name: f"fused is off by {of_fused[name]:.2e}, batched by {of_batched[name]:.2e}, "
+        f"inputs move it by {moves[name]:.2e}"
+        for name in of_fused
+        if not of_fused[name] <= max(allowed[name], 2 * uncertain * moves[name])
+    }
+    if wrong:
+        raise FaultError(f"{wrong}")
+    return "by how far inputs move it"
+
+
+def cases(seed: int, device: str, bytes: int | None) -> Callable[[int], tuple[str, Callable[[], str]]]:
+    """What a number stands for: its words, and what checks it."""
+    if device == "emulator":
+        from emulated import Emulated
+
+        return Emulated(seed, Path(tempfile.mkdtemp(prefix="emulated"))).case
+
+    def case(number: int) -> tuple[str, Callable[[], str]]:
+        drawn = draw(seed, number, device, bytes)
+        return str(drawn), lambda: check(drawn, device)
+
+    return case
+
+
+def campaign(
+    seed: int,
+    seconds: float,
+    device: str = "cpu",
+    only: int | None = None,
+    bytes: int | None = None,
+    say: Callable[[str], None] = print,
+) -> tuple[Counter[str], list[str]]:
+    """How many cases ended in which way, and the faults in words."""
+    draw_case, counts, faults = cases(seed, device, bytes), Counter[str](), list[str]()
+    end, number = time.monotonic() + seconds, only or 0
+    threads = torch.get_num_threads()
+    while True:
+        words = f"case {number}"
+        try:
+            words, run = draw_case(number)
+            counts[run()] += 1
+        except Exception as error:  # any at all is a fault, and the next case is another one
+            reason = str(error) if isinstance(error, FaultError) else traceback.format_exc()
+            again = f"python tests/campaign.py --seed {seed} --case {number} --device {device}"
+            again += "" if bytes is None else f" --bytes {bytes}"
+            faults.append(f"{words}\n  {reason}\n  again: {again}")
+            say(faults[-1])
+            counts["faults"] += 1
+        number += 1
+        if only is not None or time.monotonic() >= end or len(faults) >= MOST_FAULTS:
+            break
+    torch.set_num_threads(threads)
+    return counts, faults
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="What all cases are drawn from.")],
+    seconds: Annotated[float, typer.Option(help="How long to go on.")] = 60,
+    device: Annotated[str, typer.Option(help="cpu, cuda or emulator.")] = "cpu",
+    case: Annotated[int | None, typer.Option(help="Only the case of this number.")] = None,
+    bytes: Annotated[int | None, typer.Option(help="Of the largest state; by default 4 MiB, on a GPU 64.")] = None,
+) -> None:
+    """Draw cases and check them. Exits with 1 if there are faults."""
+    if device not in ("cpu", "cuda", "emulator"):
+        raise typer.BadParameter(f"cpu, cuda or emulator; it is {device}", param_hint="--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("this PyTorch finds no GPU", param_hint="--device")
+    start = time.monotonic()
+    counts, faults = campaign(seed, seconds, device, case, bytes)
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    print(f"seed {seed} on {device}: {counts.total()} cases in {time.monotonic() - start:.0f} s: {ends}")
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
