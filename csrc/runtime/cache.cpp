@@ -244,7 +244,8 @@ int write_whole(const std::string& where, const std::string& name, const std::st
   if (file < 0) return errno;
   flock(file, LOCK_EX | LOCK_NB);
   struct stat known;
-  if (most && !fstat(file, &known)) make_room(where, known, File{"", known}.bytes() + (text.size() + PAGE - 1) / PAGE * PAGE, most);
+  const long long pages = (static_cast<long long>(text.size()) + PAGE - 1) / PAGE;
+  if (most && !fstat(file, &known)) make_room(where, known, pages * PAGE, most);
   const bool fine = write_all(file, text) && !rename(draft.c_str(), path.c_str());
   const int error = fine ? 0 : errno;
   if (!fine) unlink(draft.c_str());
