@@ -170,11 +170,16 @@ class Problem:
         module = self.modules["v3"]
         if not isinstance(module, Fused | FactorMLP):
             return [str(call.layer) for call in self.calls]
-        lines = module.explain().splitlines()
+        lines = _lines(module.understood())
         for name, part in module.named_modules():
             if name and isinstance(part, Fused | FactorMLP):
-                lines += f"{name}: {part.explain()}".splitlines()
+                lines += _lines([f"{name}: {line}" if i == 0 else line for i, line in enumerate(part.understood())])
         return lines
+
+
+def _lines(told: list[str]) -> list[str]:
+    """One of what is told, as an error's message, may have several."""
+    return "\n".join(told).splitlines()
 
 
 def run_by(module: nn.Module, implementation: str) -> nn.Module:

@@ -13,7 +13,9 @@ from torch.compiler import is_dynamo_compiling
 from factorlayer.activations import activate
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
+from factorlayer.formula import formula
 from factorlayer.fused import (
+    DTYPES,
     any_requires_grad,
     fused,
     layer_at_once,
@@ -33,7 +35,7 @@ IMPLEMENTATIONS |= {"v1": "naive", "v2": "batched", "v3": "fused"}
 
 
 def implementation_name(implementation: str) -> str:
-    if implementation not in IMPLEMENTATIONS:
+    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation should be one of {', '.join(IMPLEMENTATIONS)}; it is {implementation!r}")
     return IMPLEMENTATIONS[implementation]
 
@@ -82,6 +84,8 @@ def run(
         y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", x, bias, weights)
         if y is not None:
             return y
+    if any_complex(x, weights, bias):
+        x, weights, bias = all_complex(x, weights, bias, implementation, who)
     if any_autocast():
         x, weights, bias = autocast(x, weights, bias)
     shape = x.shape
@@ -102,12 +106,12 @@ def run(
             _check(who, spec, x, weights, bias)
             if implementation == "auto":
                 _warn_if_never_fused(chain, x)
-            y = _run_in_torch(chosen, spec, chain, rows, weights, bias)
+            y = _run_in_torch(chosen, spec, chain, rows, weights, bias, who)
     except CompileError as error:
         if implementation == "fused":
             raise
         _give_up(chain, x, error)
-        y = _run_in_torch("batched", spec, chain, rows, weights, bias)
+        y = _run_in_torch("batched", spec, chain, rows, weights, bias, who)
     except RuntimeError:
         _check(who, spec, x, weights, bias)  # has better words for it
         raise
@@ -115,7 +119,7 @@ def run(
 
 
 def _run_in_torch(
-    chosen: str, spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
+    chosen: str, spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, who: str
 ) -> Tensor:
     count = len(weights) - chain.parameters
     if chosen == "batched":
@@ -123,7 +127,15 @@ def _run_in_torch(
     else:
         y = naive(spec, x, weights[:count])
         y = y if bias is None else y + bias
-    return activate(chain.activation, y, weights[count:])
+    try:
+        return activate(chain.activation, y, weights[count:])
+    except (NotImplementedError, RuntimeError) as error:
+        if not y.is_complex():
+            raise
+        raise TypeError(
+            f"{who}: activation {formula(chain.activation)} is one that PyTorch does not have for complex numbers: "
+            f"{error}; x is {x.dtype}, use another, as 'tanh', or a function of both parts behind the layer"
+        ) from None
 
 
 def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -181,7 +193,7 @@ _given_up: dict[tuple[Chain, torch.dtype], str] = {}
 
 
 def _warn_if_never_fused(chain: Chain, x: Tensor) -> None:
-    reason = why_never_fused(x, chain)
+    reason = None if x.is_complex() else why_never_fused(x, chain)  # nobody expects kernels for complex numbers
     if reason is not None and x.device.type in ("cpu", "cuda"):
         _warn_once(f"factorlayer runs the batched implementation, not the fused one: {reason}")
 
@@ -198,6 +210,34 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def any_complex(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
+    if x.is_complex() or (bias is not None and bias.is_complex()):
+        return True
+    for weight in weights:  # noqa: SIM110 (any() takes three times as long)
+        if weight.is_complex():
+            return True
+    return False
+
+
+def all_complex(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, implementation: str, who: str
+) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
+    """Real tensors beside complex ones become complex, in their own precision; their gradients are real, as PyTorch
+    makes them. The fused kernels have no complex numbers."""
+    if implementation == "fused":
+        named = [("x", x), *((f"weight_{i}", weight) for i, weight in enumerate(weights)), ("bias", bias)]
+        name, dtype = next((name, t.dtype) for name, t in named if t is not None and t.is_complex())
+        raise RuntimeError(
+            f"{who}: implementation='fused' cannot run: it has kernels for {', '.join(map(str, DTYPES))}, {name} is "
+            f"{dtype}; or use implementation='auto'"
+        )
+
+    def convert(t: Tensor) -> Tensor:
+        return t.to(t.dtype.to_complex()) if t.is_floating_point() and t.dtype != torch.bfloat16 else t
+
+    return convert(x), [convert(weight) for weight in weights], None if bias is None else convert(bias)
 
 
 any_autocast = torch._C._is_any_autocast_enabled  # on whatever device: asked in half the time that one's name takes
@@ -225,9 +265,8 @@ def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias
         raise ValueError(
             f"{who}: the last dimension of x should be in_features={spec.in_features}, x has the shape {tuple(shape)}"
         )
-    if not x.is_floating_point():
-        advice = "give its real and imaginary parts one by one" if x.is_complex() else "convert it with x.float()"
-        raise TypeError(f"{who}: x should be a floating-point tensor, it is {dtype}; {advice}")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"{who}: x should be a floating-point tensor, it is {dtype}; convert it with x.float()")
     for weight in weights:
         if weight.dtype != dtype or weight.device != device:
             i = next(i for i, other in enumerate(weights) if other is weight)

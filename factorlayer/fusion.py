@@ -109,7 +109,7 @@ class Fused(RunsAsStacks):
         for name, stack in self._stacks.items():
             stack.frozen = frozen[name]
 
-    def explain(self) -> str:
+    def understood(self) -> list[str]:
         """What runs as stacks, what stays as it was, and why."""
         lines = [f"fuse({type(self.module).__name__}){', frozen' * self.is_frozen}:"]
         for node in self._calls[0].graph.nodes:
@@ -120,7 +120,7 @@ class Fused(RunsAsStacks):
             elif node.op not in ("placeholder", "output", "get_attr"):
                 name = node.target if isinstance(node.target, str) else node.target.__name__
                 lines.append(f"  {name}: as it was{self._why_not(node)}")
-        return "\n".join(lines)
+        return lines
 
     def _why_not(self, node: fx.Node) -> str:
         if node.op != "call_module":

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from factorlayer.chain import Chain
 from factorlayer.expression import Expression
-from factorlayer.functional import autocast, choose, implementation_name, run, warm_up, why_auto_is_batched
+from factorlayer.functional import (
+    IMPLEMENTATIONS,
+    autocast,
+    choose,
+    implementation_name,
+    run,
+    warm_up,
+    why_auto_is_batched,
+)
 from factorlayer.fused import explain_fused
 from factorlayer.project import project, to_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
@@ -59,11 +67,11 @@ class FactorLinear(nn.Module):
             self.spec: LayerSpec = resolve(in_features, out_features, structure, factors, blocks, rank)
             stage, self._scalar_names = activation_of(activation)
             self.chain = Chain.of(self.spec, bool(bias), stage)
-            self.implementation = implementation_name(implementation)
         except (TypeError, ValueError) as error:
             raise type(error)(f"FactorLinear: {error}") from None
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"FactorLinear: dtype should be a floating-point type, it is {dtype}")
+        self.implementation = implementation
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(f"FactorLinear: dtype should be a floating-point or complex type, it is {dtype}")
         self._weight_names = [f"weight_{i}" for i in range(len(self.spec.weight_shapes))]
         for name, shape in zip(self._weight_names, self.spec.weight_shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -71,7 +79,8 @@ class FactorLinear(nn.Module):
         self.register_parameter("bias", parameter)
         self.activation: str | Expression | nn.Module | None
         if isinstance(activation, nn.Module):
-            self.activation = activation.to(device=device, dtype=dtype)
+            kept = dtype is not None and dtype.is_complex  # its parameters stay real: they are p0 of p0 * x
+            self.activation = activation.to(device=device, dtype=None if kept else dtype)
         elif self.chain.activation == "identity":
             self.activation = None
         else:  # what a function computes, not the function: that can be pickled
@@ -82,13 +91,25 @@ class FactorLinear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "activation" and hasattr(self, name):
             raise AttributeError("FactorLinear: activation is traced when the layer is built; build another layer")
+        if name == "implementation":
+            try:
+                value = implementation_name(value)
+            except ValueError as error:
+                raise ValueError(f"FactorLinear: {error}") from None
         super().__setattr__(name, value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of older layers, too, whose implementation could be assigned any name: an unknown one ran naive."""
+        super().__setstate__(state)
+        self.implementation = IMPLEMENTATIONS.get(self.implementation, "naive")
+
     def reset_parameters(self) -> None:
-        """Uniform weights, so scaled that the outputs have nn.Linear's variance: a third of the inputs'."""
-        share = (1 / (3 * self.spec.terms)) ** (1 / len(self.spec.contractions))
+        """Uniform weights, so scaled that the outputs have nn.Linear's variance: a third of the inputs'. Of complex
+        ones, twice that: there, each of the two parts is drawn as a real weight is."""
+        parts = 2 if self.weights[0].is_complex() else 1
+        share = (parts / (3 * self.spec.terms)) ** (1 / len(self.spec.contractions))
         for c in self.spec.contractions:
-            bound = math.sqrt(3 * share / c.p)  # the variance is share / p, over p summands
+            bound = math.sqrt(3 * share / (parts * c.p))  # the variance is share / p, over p summands
             nn.init.uniform_(self.weights[c.weight], -bound, bound)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)

@@ -103,13 +103,16 @@ class FactorMLP(RunsAsStacks):
             y = stack(y) if gate is None else gate(y) * stack(y)
         return x + y if self.residual else y
 
-    def explain(self) -> str:
-        """Its layers, as they were understood."""
+    def _own_layers(self) -> list[FactorLinear]:
+        return [layer for layer in (*self.layers, *(self.gates or ())) if isinstance(layer, FactorLinear)]
+
+    def understood(self) -> list[str]:
+        """Its layers, one line each."""
         lines = ["FactorMLP, frozen:" if self.is_frozen else "FactorMLP:"]
         for stack, gate in self._stacks:
             lines += [f"  {line}" for line in stack.explain()]
             lines += [f"  multiplied by {line}" for line in (gate.explain() if gate else [])]
-        return "\n".join([*lines, "  plus the input"] if self.residual else lines)
+        return [*lines, "  plus the input"] if self.residual else lines
 
     def extra_repr(self) -> str:
         activations = {"activation": self.activation, "output_activation": self.output_activation}

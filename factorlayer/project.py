@@ -22,16 +22,20 @@ SWEEPS = 200  # of alternating least squares at most; it stops when a sweep chan
 
 
 def project(spec: LayerSpec, dense: Tensor) -> list[Tensor]:
-    """The weights whose structured matrix is nearest to dense [out, in], computed in float64."""
+    """The weights whose structured matrix is nearest to dense [out, in], computed in float64 or complex128."""
     if dense.shape != (spec.out_features, spec.in_features):
         raise ValueError(
             f"the dense weight should be [out_features, in_features] = {(spec.out_features, spec.in_features)}, "
             f"it is {tuple(dense.shape)}"
         )
-    W = dense.detach().to(torch.float64)
+    W = in_double(dense)
     weights = _project_kronecker(spec, W) if spec.tied else _project_monarch(spec, W)
     shaped = zip(weights, spec.weight_shapes, strict=True)
     return [weight.reshape(shape).to(dense.dtype).contiguous() for weight, shape in shaped]
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def to_dense(spec: LayerSpec, weights: list[Tensor]) -> Tensor:

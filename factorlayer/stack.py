@@ -92,7 +92,9 @@ def run_stack(
             except (CompileError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                _one_by_one(layers, x, tensors, implementation, who)  # which has better words for it
+                y = _one_by_one(layers, x, tensors, implementation, who)  # which has better words for it
+                if y.is_complex():  # for weights that are complex, which x is not, there are no kernels
+                    return y
                 raise
     return _one_by_one(layers, x, tensors, implementation, who)
 
@@ -164,6 +166,11 @@ class LayerStack(nn.Module):
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
         self.frozen: Frozen | None = None
         self._look()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "implementation":
+            value = implementation_name(value)
+        super().__setattr__(name, value)
 
     def _look(self) -> None:
         """Finds where forward looks, which stays where it is: to ask the modules at every call would take longer than
@@ -285,9 +292,26 @@ class RunsAsStacks(nn.Module):
 
     @implementation.setter
     def implementation(self, name: str) -> None:
-        self._implementation = implementation_name(name)
+        try:
+            self._implementation = implementation_name(name)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from None
         for stack in self.stacks:
             stack.implementation = self._implementation
+        for layer in self._own_layers():
+            layer.implementation = self._implementation
+
+    def _own_layers(self) -> Sequence[FactorLinear]:
+        """Those that nobody else runs: they are called one by one where one of them has a hook."""
+        return ()
+
+    def understood(self) -> list[str]:
+        raise NotImplementedError
+
+    def explain(self) -> str:
+        """What it runs, as it was understood, and by which implementation if one was asked for."""
+        asked = [] if self.implementation == "auto" else [f"  stacks run by {self.implementation}, as asked"]
+        return "\n".join([*self.understood(), *asked])
 
     def freeze(self) -> Self:
         """Its stacks, and those of all modules in it, run from now on with what their weights are now, for inference.
