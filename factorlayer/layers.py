@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from factorlayer.functional import (
 )
 from factorlayer.fused import explain_fused
 from factorlayer.project import project, to_dense
+from factorlayer.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
 from factorlayer.stages import UserActivation, activation_of, scalars
 
 
-class FactorLinear(nn.Module):
+class FactorLinear(Recorded):
     """y = activation(x Wᵀ + bias), where W [out_features, in_features] is a Kronecker product or a Monarch matrix.
 
     Args:
@@ -42,7 +43,8 @@ class FactorLinear(nn.Module):
         implementation: "auto", "naive" (v1), "batched" (v2) or "fused" (v3).
 
     The parameters are weight_0 … weight_{k-1} (shapes: factorlayer/spec.py) and bias. A fresh layer's outputs have the
-    variance that a fresh nn.Linear's have.
+    variance that a fresh nn.Linear's have. dtype may be complex, which naive and batched run. load_state_dict refuses
+    what is of another structure, and, if strict, of another activation (factorlayer/record.py).
     """
 
     bias: nn.Parameter | None
@@ -211,6 +213,16 @@ class FactorLinear(nn.Module):
             if layer.bias is not None:
                 layer.bias.copy_(linear.bias)
         return layer
+
+    def what_it_is(self) -> Record:
+        return record_of(self.spec) | {"activation": self.chain.activation}
+
+    def record_of_given(self, found: Record | None, given: Mapping[str, Any]) -> Record | None:
+        own = [parameter for name in self._weight_names if (parameter := self._parameters.get(name)) is not None]
+        if tuple(tuple(parameter.shape) for parameter in own) != self.spec.weight_shapes:
+            return None  # somebody else has cut them, or taken their place, and knows how to load them
+        warn_of_dense(self.spec, given)
+        return record_of_weights(self.spec, found, given)
 
     def warmup(self, batch: int) -> None:
         """Compiles and loads what calls with `batch` samples run: before a CUDA graph captures one, or a first request.

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from factorlayer.expression import Expression
 from factorlayer.functional import implementation_name
 from factorlayer.layers import FactorLinear
+from factorlayer.record import Record, Recorded
 from factorlayer.stack import Activation, LayerStack, RunsAsStacks
 from factorlayer.stages import UserActivation, activation_of
 
 Width = int | Sequence[int]
 
 
-class FactorMLP(RunsAsStacks):
+class FactorMLP(Recorded, RunsAsStacks):
     """Layers one behind another: activation(x Wᵀ + b) for all but the last, which ends in output_activation.
 
     Args:
@@ -102,6 +103,10 @@ class FactorMLP(RunsAsStacks):
         for stack, gate in self._stacks:
             y = stack(y) if gate is None else gate(y) * stack(y)
         return x + y if self.residual else y
+
+    def what_it_is(self) -> Record:
+        activations = [layer.chain.activation for stack in self.stacks for layer in stack.layers]
+        return {"activations": activations, "residual": self.residual}
 
     def _own_layers(self) -> list[FactorLinear]:
         return [layer for layer in (*self.layers, *(self.gates or ())) if isinstance(layer, FactorLinear)]
