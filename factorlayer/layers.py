@@ -21,7 +21,7 @@ from factorlayer.functional import (
     why_auto_is_batched,
 )
 from factorlayer.fused import explain_fused
-from factorlayer.project import project, to_dense
+from factorlayer.project import ProjectionError, project, projection_error, to_dense
 from factorlayer.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.spec import Factors, LayerSpec, resolve
 from factorlayer.stages import UserActivation, activation_of, scalars
@@ -48,6 +48,7 @@ class FactorLinear(Recorded):
     """
 
     bias: nn.Parameter | None
+    projection_error: ProjectionError | None = None  # of from_linear
 
     def __init__(
         self,
@@ -99,6 +100,9 @@ class FactorLinear(Recorded):
             except ValueError as error:
                 raise ValueError(f"FactorLinear: {error}") from None
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "projection_error"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of older layers, too, whose implementation could be assigned any name: an unknown one ran naive."""
@@ -186,8 +190,14 @@ class FactorLinear(Recorded):
         rank: int = 1,
         activation: UserActivation = None,
         implementation: str = "auto",
+        inputs: Tensor | None = None,
     ) -> FactorLinear:
-        """The layer nearest to a dense one: its W is the projection of linear.weight (factorlayer/project.py)."""
+        """The layer nearest to a dense one: its W is the projection of linear.weight (factorlayer/project.py).
+
+        What that leaves is its `projection_error`, which explain() shows: of W, and of the outputs on `inputs`
+        [..., in_features] if they are given, both before an activation. It belongs to this object, and to no copy,
+        pickle or state_dict of it; training does not change it.
+        """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FactorLinear.from_linear: linear should be an nn.Linear, it is {type(linear).__name__}")
         layer = cls(
@@ -205,8 +215,10 @@ class FactorLinear(Recorded):
         )
         try:
             weights = project(layer.spec, linear.weight)
-        except ValueError as error:
-            raise ValueError(f"FactorLinear.from_linear: {error}") from None
+            if not linear.weight.is_meta:  # which has no numbers to compare
+                layer.projection_error = projection_error(layer.spec, weights, linear.weight, linear.bias, inputs)
+        except ValueError as wrong:
+            raise ValueError(f"FactorLinear.from_linear: {wrong}") from None
         with torch.no_grad():
             for weight, projected in zip(layer.weights, weights, strict=True):
                 weight.copy_(projected)
@@ -251,6 +263,8 @@ class FactorLinear(Recorded):
             f"{batch} samples: {spec.flops(batch):.3e} FLOPs, {2 * batch * spec.in_features * spec.out_features:.3e} "
             f"dense; {spec.elements_moved(batch) * weight.element_size():.3e} bytes moved at least",
         ]
+        if self.projection_error is not None:
+            lines.append(f"projected: {self.projection_error}")
         for c in spec.contractions:
             shared = "one weight" if c.tied else f"{c.outer * c.inner} weights"
             lines.append(

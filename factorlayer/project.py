@@ -11,6 +11,8 @@ Monarch of two modes: every block (l, k) of W is approximated on its own, by its
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,6 +34,42 @@ def project(spec: LayerSpec, dense: Tensor) -> list[Tensor]:
     weights = _project_kronecker(spec, W) if spec.tied else _project_monarch(spec, W)
     shaped = zip(weights, spec.weight_shapes, strict=True)
     return [weight.reshape(shape).to(dense.dtype).contiguous() for weight, shape in shaped]
+
+
+@dataclass(frozen=True)
+class ProjectionError:
+    """What a projection leaves: ‖W - W'‖ / ‖W‖ in the Frobenius norm, and the same of outputs if inputs were given."""
+
+    weight: float
+    outputs: float | None = None
+
+    def __str__(self) -> str:
+        of_outputs = "" if self.outputs is None else f", and outputs by {self.outputs:.2e} of theirs"
+        return f"W differs by {self.weight:.2e} of its norm from the dense one it was projected from{of_outputs}"
+
+
+def projection_error(
+    spec: LayerSpec, weights: Sequence[Tensor], dense: Tensor, bias: Tensor | None, inputs: Tensor | None
+) -> ProjectionError:
+    """Of weights in the place of dense [out, in], in float64; outputs are those of inputs [..., in], with the bias."""
+    W, found = in_double(dense), to_dense(spec, [in_double(weight) for weight in weights])
+    if inputs is None:
+        return ProjectionError(_relative(found - W, W))
+    if inputs.dim() == 0 or inputs.shape[-1] != spec.in_features:
+        raise ValueError(
+            f"the last dimension of inputs should be in_features={spec.in_features}, they have the shape "
+            f"{tuple(inputs.shape)}"
+        )
+    x = in_double(inputs).to(W.device, torch.promote_types(in_double(inputs).dtype, W.dtype)).flatten(0, -2)
+    y = x @ W.T.to(x.dtype)
+    left = x @ (found - W).T.to(x.dtype)
+    return ProjectionError(_relative(found - W, W), _relative(left, y if bias is None else y + in_double(bias)))
+
+
+def _relative(left: Tensor, whole: Tensor) -> float:
+    """Zero of nothing is nothing."""
+    norm, of = float(left.norm()), float(whole.norm())
+    return norm / of if of else norm
 
 
 def in_double(tensor: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import re
 
 import pytest
@@ -226,3 +228,72 @@ def test_errors(name: str) -> None:
     with pytest.raises(kind, match=re.escape(message)) as error:
         call()
     assert str(error.value) == message
+
+
+# What a projection leaves
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    return float((found - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [dict(), dict(rank=3), dict(factors=3), dict(structure="monarch", blocks=4), dict(structure="monarch", rank=2)],
+    ids=str,
+)
+def test_the_error_is_that_of_the_weights_and_of_outputs(arguments: dict[str, object], dtype: torch.dtype) -> None:
+    linear = nn.Linear(16, 24, dtype=dtype).requires_grad_(False)
+    x = torch.randn(3, 5, 16, dtype=dtype)
+    layer = FactorLinear.from_linear(linear, activation="tanh", inputs=x, **arguments)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    W, bias, x = linear.weight.to(wide), linear.bias.to(wide), x.to(wide)
+    found = to_dense(layer.spec, [weight.detach().to(wide) for weight in layer.weights])
+    assert layer.projection_error.weight == pytest.approx(relative(found, W), rel=1e-9)
+    assert layer.projection_error.outputs == pytest.approx(relative(x @ found.T + bias, x @ W.T + bias), rel=1e-9)
+    assert layer.projection_error.weight > 0.1
+    assert FactorLinear.from_linear(linear, **arguments).projection_error.outputs is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("spec", EXACT_SPECS, ids=spec_id)
+def test_the_error_of_what_has_the_structure_is_a_rounding(spec: LayerSpec, bias: bool) -> None:
+    linear = nn.Linear(spec.in_features, spec.out_features, bias, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.copy_(structured(spec))
+    error = FactorLinear.from_linear(
+        linear, structure=spec.structure, factors=(spec.in_factors, spec.out_factors), rank=spec.rank,
+        inputs=torch.randn(7, spec.in_features),
+    ).projection_error  # fmt: skip
+    assert error.weight < 1e-10 and error.outputs < 1e-10
+
+
+def test_the_error_is_explained_and_kept_by_nothing_else() -> None:
+    linear, x = nn.Linear(16, 24), torch.randn(5, 16)
+    layer = FactorLinear.from_linear(linear, inputs=x)
+    line = f"projected: {layer.projection_error}"
+    assert line in layer.explain().splitlines() and re.fullmatch(
+        r"projected: W differs by \d\.\d\de[-+]\d\d of its norm from the dense one it was projected from, and outputs "
+        r"by \d\.\d\de[-+]\d\d of theirs",
+        line,
+    )
+    assert "projected" not in FactorLinear(16, 24).explain()
+    assert list(layer.state_dict()) == ["weight_0", "weight_1", "bias"]
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again.projection_error is None and torch.equal(again(x), layer(x))
+    assert b"ProjectionError" not in pickle.dumps(layer)
+
+
+def test_the_error_of_zero_and_of_wrong_inputs() -> None:
+    linear = nn.Linear(16, 24)
+    with torch.no_grad():
+        linear.weight.zero_()
+        linear.bias.zero_()
+    error = FactorLinear.from_linear(linear, inputs=torch.ones(2, 16)).projection_error
+    assert (error.weight, error.outputs) == (0, 0)
+    message = (
+        "FactorLinear.from_linear: the last dimension of inputs should be in_features=16, they have the shape (2, 15)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        FactorLinear.from_linear(linear, inputs=torch.ones(2, 15))
