@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from factorlayer.activations import activate
+from factorlayer.batch import LARGE_MEMBER, batch_of, mapped, of_no_members, one_by_one
 from factorlayer.batched import batched
 from factorlayer.chain import Chain
 from factorlayer.formula import formula
@@ -47,25 +48,109 @@ def factor_linear(
     activation: UserActivation = None,
     structure: str = "kronecker",
     implementation: str = "auto",
+    *,
+    rank: int | None = None,
+    batch_dims: int = 0,
 ) -> Tensor:
     """activation(x Wᵀ + bias), where W is the structured matrix that the weights stand for.
 
     Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of
-    them [L, s, K·rank] and [K, rank·L, p]: factorlayer/spec.py has the definitions.
+    them [L, s, K·rank] and [K, rank·L, p]: factorlayer/spec.py has the definitions. `rank`, if given, is what theirs
+    should be.
+
+    With batch_dims, so many axes stand before these, and each member of the batch has a W of its own: weights [*batch,
+    Qi, Pi], x [*batch, …, in], y [*batch, …, out], and bias [*batch, out], or [out] for all. Axes of 1 are expanded.
+    Without it, a leading axis of Kronecker weights is the rank: W is a sum. Where x has as many along its first axis,
+    so that a batch may be meant, a warning asks for one of the two.
 
     An activation is None, a name, or a module or function of one tensor. Those are traced at every call, which takes a
     few milliseconds; FactorLinear does so once.
     """
     try:
-        spec = spec_of_weights(structure, [weight.shape for weight in weights])
+        _check_batch_dims(batch_dims, x, weights, bias)
+        spec = spec_of_weights(structure, [weight.shape[batch_dims:] for weight in weights])
+        if rank not in (None, spec.rank):
+            raise ValueError(f"rank={rank} was given, the weights are of rank {spec.rank}: {_shapes(weights)}")
         stage, names = activation_of(activation)
         chain = Chain.of(spec, bias is not None, stage)
         implementation = implementation_name(implementation)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"factor_linear: {error}") from None
-    if names:
-        weights = [*weights, *scalars(activation, names)]
-    return run(spec, chain, x, weights, bias, implementation, "factor_linear")
+        raise type(error)(f"factor_linear: {error}{_hint(weights, batch_dims)}") from None
+    parameters = scalars(activation, names) if names else []
+    if batch_dims:
+        return _run_batch(spec, chain, x, weights, bias, parameters, implementation, batch_dims)
+    if rank is None and spec.terms > 1 and len(x.shape) > 2 and x.shape[0] == spec.rank and not is_dynamo_compiling():
+        warnings.warn(
+            f"factor_linear: W is the sum of {spec.rank} products, as the weights are {_shapes(weights)}; x "
+            f"{tuple(x.shape)} has as many along its first axis: say batch_dims=1 if each of these has a W of its own, "
+            f"or rank={spec.rank} if not",
+            UserWarning,
+            stacklevel=2,
+        )
+    return run(spec, chain, x, [*weights, *parameters], bias, implementation, "factor_linear")
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
+def _hint(weights: Sequence[Tensor], batch_dims: int) -> str:
+    """For who means a batch, and has not said so."""
+    (dims, *others) = {len(weight.shape) for weight in weights} or {0}
+    more = not others and (dims > 3 or (dims == 3 and {weight.shape[0] for weight in weights} == {1}))
+    return "; a batch of them is said by batch_dims" if more and not batch_dims else ""
+
+
+def _check_batch_dims(batch_dims: int, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    if not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0:
+        raise ValueError(f"batch_dims should be how many axes of a batch there are, it is {batch_dims!r}")
+    if not batch_dims:
+        return
+    if len(x.shape) <= batch_dims:
+        raise ValueError(f"batch_dims={batch_dims}: x should be [*batch, …, in_features], it is {tuple(x.shape)}")
+    if any(len(weight.shape) < batch_dims + 2 for weight in weights):
+        raise ValueError(
+            f"batch_dims={batch_dims}: weights should be [*batch, Qi, Pi] or more, they are {_shapes(weights)}"
+        )
+    if bias is not None and len(bias.shape) not in (1, batch_dims + 1):
+        raise ValueError(
+            f"batch_dims={batch_dims}: bias should be [*batch, out_features] or [out_features], it is "
+            f"{tuple(bias.shape)}"
+        )
+
+
+def _run_batch(
+    spec: LayerSpec,
+    chain: Chain,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    parameters: Sequence[Tensor],
+    implementation: str,
+    dims: int,
+) -> Tensor:
+    """Each member of the batch by its own weights; the activation's parameters are those of all."""
+    who, tensors, biases = "factor_linear", [x, *weights], []
+    if bias is not None:
+        biases = [bias if len(bias.shape) > 1 else bias.reshape(*[1] * dims, -1)]
+    named = [("x", x), *((f"weight_{i}", weight) for i, weight in enumerate(weights)), *(("bias", b) for b in biases)]
+    try:
+        batch = batch_of(named, dims)
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from None
+    if 0 in batch:
+        return of_no_members([*tensors, *biases], (*batch, *x.shape[dims:-1], spec.out_features))
+    chosen = implementation
+    if implementation == "auto":
+        first = x[(0,) * dims]
+        is_large = first.numel() >= LARGE_MEMBER and not any_complex(x, weights, bias)
+        chosen = "fused" if is_large and choose(chain, first, "auto", who) == "fused" else "batched"
+
+    def member(x: Tensor, *given: Tensor) -> Tensor:
+        own = given[: len(weights)]
+        return run(spec, chain, x, [*own, *parameters], given[len(weights)] if biases else None, chosen, who)
+
+    return (one_by_one if chosen == "fused" else mapped)(member, [*tensors, *biases], batch)
 
 
 def run(

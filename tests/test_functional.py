@@ -364,7 +364,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "weights-of-rank-one": (
         call(weights=[torch.ones(1, 4, 2), torch.ones(1, 5, 3)]), ValueError,
         "factor_linear: kronecker weights of rank 1 should be [Qi, Pi], without a leading axis; "
-        "they are (1, 4, 2), (1, 5, 3)",
+        "they are (1, 4, 2), (1, 5, 3); a batch of them is said by batch_dims",
     ),
     "vectors": (
         call(weights=[torch.ones(4), torch.ones(5)]), ValueError,
