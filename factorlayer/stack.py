@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
@@ -92,8 +93,10 @@ def run_stack(
             except (CompileError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                y = _one_by_one(layers, x, tensors, implementation, who)  # which has better words for it
-                if y.is_complex():  # for weights that are complex, which x is not, there are no kernels
+                y = None
+                with contextlib.suppress(RuntimeError):  # as this one is: a hook's, or checkpointing's
+                    y = _one_by_one(layers, x, tensors, implementation, who)  # which has better words for what is wrong
+                if y is not None and y.is_complex():  # for weights that are complex, which x is not, there are no kernels
                     return y
                 raise
     return _one_by_one(layers, x, tensors, implementation, who)

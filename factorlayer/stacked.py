@@ -265,7 +265,8 @@ class _Stack(Function):
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
         many = not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad_y)  # vectors at once
-        states, given = ctx.saved_tensors[: ctx.states], ctx.saved_tensors[ctx.states :]
+        saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
+        states, given = saved[: ctx.states], saved[ctx.states :]
         if torch.is_grad_enabled() or many:
             found = iter(_differentiable_backward(ctx.text.removesuffix(STATES), wanted, grad_y, *given))
         elif states:
