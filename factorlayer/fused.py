@@ -32,6 +32,7 @@ from factorlayer.runtime import (
     tf32_allowed,
     why_not_on_gpu,
 )
+from factorlayer.vectors import are_vectors, as_samples, one_by_one
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -190,7 +191,7 @@ class _Chain(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        backward = _ChainBackward.apply if torch.is_grad_enabled() else _raw_backward
+        backward = _recorded_backward if torch.is_grad_enabled() else _raw_backward
         return _gradients(ctx.text, ctx.needs_input_grad, grad_y, ctx.saved_tensors, backward)
 
 
@@ -221,7 +222,7 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     """What autograd's engine calls, in place of what would look for backward and call that."""
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     if torch.is_grad_enabled():
-        return _gradients(ctx.text, needs, grad_y, saved, _ChainBackward.apply)
+        return _gradients(ctx.text, needs, grad_y, saved, _recorded_backward)
     made = _gradients_at_once(ctx.text, grad_y, saved, needs)
     if made is None and not grad_y.is_contiguous():  # as that of a sum
         made = _gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
@@ -321,15 +322,33 @@ def _gradients(
     wanted = 0
     for bit, need in enumerate(needs[1:]):  # x, bias, weights
         wanted |= need << bit
-    found = iter(backward(text, wanted, grad_y, *saved))
+    if are_vectors(grad_y):
+        found = iter(_of_vectors(text, wanted, grad_y, saved, backward))
+    else:
+        found = iter(backward(text, wanted, grad_y, *saved))
     return None, *(next(found) if need else None for need in needs[1:])
+
+
+def _of_vectors(
+    text: str,
+    wanted: int,
+    grad_y: Tensor,
+    saved: Sequence[Tensor | None],
+    backward: Callable[..., tuple[Tensor, ...]],
+) -> Sequence[Tensor]:
+    """By one call if only x has a gradient, as in a Jacobian; that of a weight is a sum over samples, of one vector."""
+    x, *rest = saved
+    if wanted == 1 and x is not None:
+        return [as_samples(lambda grad_y, x: backward(text, wanted, grad_y, x, *rest)[0], grad_y, x)]
+    return one_by_one(lambda grad_y: backward(text, wanted, grad_y, *saved), grad_y)
 
 
 def _raw_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
     grad_y, x, bias, *weights = tensors
     if len(weights) > MOST_WANTED and not x.is_cuda:
         return _backward_by_places(grad_y, x, weights, bias, text, wanted)
-    backward = _backward_on_cuda if x.is_cuda and not is_compiling() else _backward  # without a round by the dispatcher
+    at_once = x.is_cuda and not is_compiling() and not transforms_active()  # without a round by the dispatcher
+    backward = _backward_on_cuda if at_once else _backward
     return tuple(backward(grad_y, x, weights, bias, text, wanted))
 
 
@@ -346,6 +365,14 @@ def _backward_by_places(
     return tuple(by_place[place] for place in places)
 
 
+def _recorded_backward(text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Which can be differentiated again, of a forward pass that no transform of torch.func has seen; one may still map
+    its backward pass."""
+    backward = _TransformableChainBackward if transforms_active() else _ChainBackward
+    made: tuple[Tensor, ...] = backward.apply(text, wanted, *tensors)
+    return made
+
+
 def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
 
@@ -355,7 +382,10 @@ def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any,
         return _differentiable_backward(ctx.text, ctx.wanted, *given)
 
     vjp = torch.func.vjp(first_gradients, *(t for t in tensors if t is not None))[1]
-    found = iter(vjp(grad_gradients))
+    if are_vectors(*grad_gradients):
+        found = iter(one_by_one(lambda *of_one: vjp(of_one), *grad_gradients))
+    else:
+        found = iter(vjp(grad_gradients))
     return None, None, *(None if t is None else next(found) for t in tensors)
 
 
@@ -490,6 +520,10 @@ def _backward_vmap(
 ) -> Any:
     """One call for each index: a gradient of a weight is a sum over samples, which must not mix them."""
     grad_y_dim, x_dim, weight_dims, bias_dim, _, _ = in_dims
+    if wanted == 1 and bias_dim is None and all(dim is None for dim in weight_dims):  # of x alone: more samples
+        rows = [_first(t, dim, info.batch_size).flatten(0, 1) for t, dim in ((grad_y, grad_y_dim), (x, x_dim))]
+        (grad_x,) = torch.ops.factorlayer.backward(*rows, weights, bias, chain, wanted)
+        return [grad_x.unflatten(0, (info.batch_size, -1))], [0]
     per_index = [
         torch.ops.factorlayer.backward(
             _pick(grad_y, grad_y_dim, i),
@@ -523,6 +557,11 @@ def _places_vmap(
     ]
     gradients = [torch.stack(of_one) for of_one in zip(*per_index, strict=True)]
     return gradients, [0] * len(gradients)
+
+
+def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """With the mapped dimension in front."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _pick(tensor: Any, dim: int | None, index: int) -> Any:

@@ -35,6 +35,7 @@ from factorlayer.fused import (
 )
 from factorlayer.layerwise import all_at_once, backward_by_layers, handed_back, prepare_layers, tensors_of
 from factorlayer.runtime import class_of_batch
+from factorlayer.vectors import are_vectors
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -264,7 +265,7 @@ class _Stack(Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[1:]
         wanted = tuple(place for place, need in enumerate(needs) if need)
-        many = not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad_y)  # vectors at once
+        many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
         saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
         states, given = saved[: ctx.states], saved[ctx.states :]
         if torch.is_grad_enabled() or many:

@@ -141,10 +141,14 @@ def test_it_chooses_as_auto_does() -> None:
 
 
 def test_gradients_of_many_at_once_are_left_to_the_ops() -> None:
-    """Which have no rule for them outside of torch.func."""
-    layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for factorlayer::backward"):
-        torch.autograd.grad(layer(x), x, torch.randn(3, 5, 20), is_grads_batched=True)
+    """One call of an op makes them, of all vectors as samples."""
+    layer, x = FactorLinear(12, 20).requires_grad_(False), torch.randn(5, 12, requires_grad=True)
+    y, vectors = layer(x), torch.randn(3, 5, 20)
+    with Watching() as watching:
+        (found,) = torch.autograd.grad(y, x, vectors, retain_graph=True, is_grads_batched=True)
+    assert watching.seen.count("factorlayer.backward.default") == 1
+    each = [torch.autograd.grad(y, x, vector, retain_graph=True)[0] for vector in vectors]
+    torch.testing.assert_close(found, torch.stack(each))
 
 
 def test_numbers_that_are_negated_in_name_only() -> None:
