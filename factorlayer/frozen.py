@@ -73,21 +73,24 @@ class Frozen:
     def run(self, x: Tensor, implementation: str) -> Tensor | None:
         """x [..., in] -> [..., out] by one call, or None where something else has to be done: gradients, say."""
         # A microsecond in here is a tenth of a call: no look at a thing that costs more than what follows from it.
-        if (x.requires_grad and torch.is_grad_enabled()) or type(x) is not Tensor:
+        if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
             return None
         if transforms_active() or forward_ad._current_level >= 0:
             return None
         casting = any_autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if casting:
             x, _, _ = autocast(x, (), None)
-        shape, compiling = x.shape, is_compiling()
+        compiling = is_compiling()
         try:
+            shape = x.shape
             found = self._packed[x.dtype, x.device, runs_in_tf32(x), casting, implementation]
         except KeyError:
             if compiling:
                 return None
             found = self._pack(x, casting, implementation)
             self._packed[x.dtype, x.device, runs_in_tf32(x), casting, implementation] = found
+        except RuntimeError:  # a nested tensor has no shape
+            return None
         if found is None or not shape or shape[-1] != self.features:
             return None
         text, packed = found
@@ -102,6 +105,8 @@ class Frozen:
             else:
                 y = _frozen(rows, packed, text)
         except RuntimeError as error:
+            if x.layout != torch.strided:
+                return None
             raise_better(error, text, rows)
             raise
         return y if is_matrix else y.reshape(*shape[:-1], y.shape[-1])

@@ -19,6 +19,7 @@ from factorlayer.fused import (
     DTYPES,
     any_requires_grad,
     fused,
+    is_sharded,
     layer_at_once,
     prepare_fused,
     runs_in_tf32,
@@ -27,6 +28,7 @@ from factorlayer.fused import (
     why_not_fused,
 )
 from factorlayer.naive import naive
+from factorlayer.nested import through
 from factorlayer.runtime import CompileError, is_hopper
 from factorlayer.spec import LayerSpec, spec_of_weights
 from factorlayer.stages import UserActivation, activation_of, scalars
@@ -169,21 +171,24 @@ def run(
         y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", x, bias, weights)
         if y is not None:
             return y
-    if any_complex(x, weights, bias):
-        x, weights, bias = all_complex(x, weights, bias, implementation, who)
-    if any_autocast():
-        x, weights, bias = autocast(x, weights, bias)
-    shape = x.shape
-    if not shape or shape[-1] != spec.in_features:
-        _check(who, spec, x, weights, bias)
-    is_matrix = len(shape) == 2  # reshape costs a microsecond, even where it changes nothing
-    rows = x if is_matrix else x.reshape(-1, spec.in_features)
+    try:
+        if any_complex(x, weights, bias):
+            x, weights, bias = all_complex(x, weights, bias, implementation, who)
+        if any_autocast():
+            x, weights, bias = autocast(x, weights, bias)
+        shape = x.shape
+        if not shape or shape[-1] != spec.in_features:
+            _check(who, spec, x, weights, bias)
+        is_matrix = len(shape) == 2  # reshape costs a microsecond, even where it changes nothing
+        rows = x if is_matrix else x.reshape(-1, spec.in_features)
+    except (AttributeError, RuntimeError):
+        return _of_no_rows(spec, chain, x, weights, bias, implementation, who)
     if eager and not is_matrix:
         y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights)
         if y is not None:
             return y.reshape(*shape[:-1], spec.out_features)
-    recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
     try:
+        recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
         chosen = choose(chain, rows, implementation, who)
         if chosen == "fused":
             y = fused(chain, rows, weights, bias, recorded)  # which checks the tensors itself, in less time
@@ -197,10 +202,30 @@ def run(
             raise
         _give_up(chain, x, error)
         y = _run_in_torch("batched", spec, chain, rows, weights, bias, who)
-    except RuntimeError:
-        _check(who, spec, x, weights, bias)  # has better words for it
+    except (AttributeError, RuntimeError):
+        _check_kinds(who, x, weights, bias)  # which have better words for it
+        _check(who, spec, x, weights, bias)
         raise
     return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
+
+
+def _of_no_rows(
+    spec: LayerSpec,
+    chain: Chain,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    implementation: str,
+    who: str,
+) -> Tensor:
+    """Of an x that cannot be a matrix of samples: it is nested, or something is wrong with it."""
+    _check_kinds(who, x, weights, bias)
+    if not x.is_nested:
+        return x.reshape(-1, spec.in_features)  # which says what is wrong
+    try:
+        return through(lambda rows: run(spec, chain, rows, weights, bias, implementation, who), x)
+    except ValueError as error:
+        raise error if str(error).startswith(who) else ValueError(f"{who}: {error}") from None
 
 
 def _run_in_torch(
@@ -365,6 +390,23 @@ def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias
             raise ValueError(
                 f"{who}: bias should have the shape ({spec.out_features},), out_features; it has {tuple(bias.shape)}"
             )
+
+
+def _check_kinds(who: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    """Raises what is wrong with the kind of the tensors, if anything is: what few callers give, so that it is asked for
+    only where something has failed."""
+    if not isinstance(x, Tensor):
+        given = type(x).__name__
+        raise TypeError(f"{who}: x should be a tensor, it is of the type {given}; convert it with torch.as_tensor")
+    if x.layout not in (torch.strided, torch.jagged):
+        raise TypeError(f"{who}: x should be a dense tensor, its layout is {x.layout}; convert it with x.to_dense()")
+    parameters = [*weights, *([] if bias is None else [bias])]
+    if any(is_sharded(parameter) != is_sharded(x) for parameter in parameters):
+        some = "a weight or the bias is none" if is_sharded(x) else "x is none"
+        raise TypeError(
+            f"{who}: x and the parameters should all be DTensors, or none of them, {some}; give x to distribute_tensor "
+            "and the layer to distribute_module, both of torch.distributed.tensor"
+        )
 
 
 def _refuse_mixture(who: str, name: str, tensor: Tensor, x: Tensor) -> NoReturn:

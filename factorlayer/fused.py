@@ -69,6 +69,8 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
             f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
             "`pip install --no-build-isolation .` in factorlayer's source folder"
         )
+    if type(x) is not Tensor and is_sharded(x):
+        return "nobody has said how its kernels are sharded, and x is a DTensor"
     if x.dtype not in DTYPES:
         return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
     if chain is not None and len(chain.contractions) > MOST_CONTRACTIONS:
@@ -80,6 +82,10 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
     if not (x.is_cpu or x.is_meta):
         return f"it has kernels for CPU and CUDA tensors, x is on {x.device}"
     return None
+
+
+def is_sharded(x: Tensor) -> bool:
+    return type(x).__name__ == "DTensor"  # by name: to import it takes seconds
 
 
 def text_for(chain: Chain, x: Tensor) -> str:

@@ -19,6 +19,7 @@ from factorlayer.frozen import Frozen
 from factorlayer.functional import any_autocast, autocast, implementation_name, run
 from factorlayer.fused import any_requires_grad, runs_in_tf32
 from factorlayer.layers import FactorLinear
+from factorlayer.nested import through
 from factorlayer.runtime import CompileError, is_hopper
 from factorlayer.spec import LayerSpec
 from factorlayer.stacked import (
@@ -75,30 +76,33 @@ def run_stack(
     stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
 ) -> Tensor:
     """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
-    if len(layers) > 1 and x.dim() and implementation in ("auto", "fused"):
-        cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
-        recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
-        left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-        joined = recorded and (implementation == "fused" or is_measured(cast))
-        found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
-        if found:
-            is_matrix = len(cast.shape) == 2
-            rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
-            try:
-                if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
-                    y = fused_stack(found[0][2], rows, given, recorded)
-                else:
-                    y = _run_by_run(found, layers, rows, given, implementation, who)
-                return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
-            except (CompileError, torch.OutOfMemoryError):
-                raise
-            except RuntimeError:
-                y = None
-                with contextlib.suppress(RuntimeError):  # as this one is: a hook's, or checkpointing's
-                    y = _one_by_one(layers, x, tensors, implementation, who)  # which has better words for what is wrong
-                if y is not None and y.is_complex():  # for weights that are complex, which x is not, there are no kernels
-                    return y
-                raise
+    if len(layers) > 1 and implementation in ("auto", "fused"):
+        try:
+            if x.dim():
+                cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
+                recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+                left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
+                joined = recorded and (implementation == "fused" or is_measured(cast))
+                found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
+                if found:
+                    is_matrix = len(cast.shape) == 2
+                    rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
+                    if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
+                        y = fused_stack(found[0][2], rows, given, recorded)
+                    else:
+                        y = _run_by_run(found, layers, rows, given, implementation, who)
+                    return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+        except (CompileError, torch.OutOfMemoryError):
+            raise
+        except (AttributeError, RuntimeError):
+            if isinstance(x, Tensor) and x.is_nested:
+                return through(lambda rows: run_stack(stack, layers, rows, tensors, implementation, who), x)
+            y = None
+            with contextlib.suppress(RuntimeError):  # as this one is: a hook's, or checkpointing's
+                y = _one_by_one(layers, x, tensors, implementation, who)  # which has better words for what is wrong
+            if y is not None and y.is_complex():  # for weights that are complex, which x is not, there are no kernels
+                return y
+            raise
     return _one_by_one(layers, x, tensors, implementation, who)
 
 

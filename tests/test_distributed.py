@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from modules import module, sample
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from factorlayer import FactorLinear
 
@@ -41,3 +48,79 @@ def train_one_rank(rank: int, store: str) -> None:
 
 def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
     mp.spawn(train_one_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)
+
+
+# DTensors
+
+
+def sharded(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Module:
+    def shard(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            part.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement])))
+
+    return distribute_module(layer, mesh, shard)
+
+
+def run_dtensors(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for kind in ("layer", "block", "fuse"):
+            for of_x, of_parameters in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
+                compare_dtensors(kind, mesh, of_x, of_parameters)
+            refuse_dtensors(kind, mesh)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def compare_dtensors(kind: str, mesh: DeviceMesh, of_x: Placement, of_parameters: Placement) -> None:
+    """auto runs the batched implementation, of PyTorch's operations, which know how they are sharded; and says so."""
+    plain, x = module(kind, "naive"), sample(6)
+    y = plain(x)
+    y.square().sum().backward()
+    for implementation in ("auto", "batched"):
+        model = sharded(module(kind, implementation), mesh, of_parameters)
+        found = model(distribute_tensor(x, mesh, [of_x]))
+        torch.testing.assert_close(found.full_tensor(), y)
+        found.square().sum().backward()
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    with pytest.raises(RuntimeError, match="nobody has said how its kernels are sharded, and x is a DTensor; or use"):
+        sharded(module(kind, "fused"), mesh, of_parameters)(distribute_tensor(x, mesh, [of_x]))
+
+
+def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
+    x = sample(6)
+    for implementation in ("auto", "naive", "batched"):
+        with pytest.raises(TypeError, match="should all be DTensors, or none of them, x is none; give x to distribute"):
+            sharded(module(kind, implementation), mesh, Replicate())(x)
+        with pytest.raises(TypeError, match="should all be DTensors, or none of them, a weight or the bias is none"):
+            module(kind, implementation)(distribute_tensor(x, mesh, [Replicate()]))
+    with pytest.raises(NotImplementedError, match="ColwiseParallel currently only support nn"):
+        parallelize_module(module(kind, "auto"), mesh, ColwiseParallel())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_dtensors(tmp_path: Path) -> None:
+    mp.spawn(run_dtensors, args=(str(tmp_path / "store"),), nprocs=RANKS)
+
+
+def checkpoint_in_parallel(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        for kind in ("layer", "block", "fuse"):
+            alone = module(kind, "fused")
+            for r in range(RANKS):
+                (alone(batch(r)[:, :12]).square().sum() / RANKS).backward()
+            wrapped = DistributedDataParallel(module(kind, "fused"))
+            checkpoint(wrapped, batch(rank)[:, :12], use_reentrant=False).square().sum().backward()
+            for parameter, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, expected.grad)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_checkpointing_in_parallel(tmp_path: Path) -> None:
+    mp.spawn(checkpoint_in_parallel, args=(str(tmp_path / "store"),), nprocs=RANKS)
