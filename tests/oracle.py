@@ -153,6 +153,17 @@ def relative_errors(found: Sequence[dict[str, Tensor]], right: Sequence[dict[str
     return errors
 
 
+def nearly(found: Tensor, right: Tensor) -> bool:
+    """Equal but for roundings. What PyTorch itself computes may differ in its last bits from one call to the next: the
+    order of its sums depends on the processor and on where the numbers lie in memory."""
+    off, size = (found.double() - right.double()).norm(), right.double().norm()
+    return (
+        found.shape == right.shape
+        and found.dtype == right.dtype
+        and bool(off <= 64 * torch.finfo(right.dtype).eps * size)
+    )
+
+
 def longest_sum_root(case: Case) -> float:
     """√N, N the longest sum behind a value: along a contraction, or of a weight gradient over samples and positions."""
     longest = max(c.p for c in case.spec.contractions)

@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
@@ -22,7 +23,7 @@ import factorlayer.fused
 from factorlayer import ACTIVATIONS, FactorLinear, factor_linear, fuse
 from factorlayer.activations import evaluate
 from factorlayer.chain import Chain
-from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, parameter
+from factorlayer.expression import OPERATIONS, Expression, X, apply, in_order, number_steps, parameter
 from factorlayer.functional import choose
 from factorlayer.fused import explain_fused, why_never_fused
 from factorlayer.tracing import trace
@@ -135,7 +136,7 @@ def test_rows_are_the_torch_functions() -> None:
     assert set(modules) == set(ACTIVATIONS)
     x = sweep(torch.float64)
     for name, module in modules.items():
-        torch.testing.assert_close(ACTIVATIONS[name](x), module(x), rtol=0, atol=0)
+        torch.testing.assert_close(ACTIVATIONS[name](x), module(x), rtol=1e-15, atol=1e-300)
 
 
 @pytest.mark.parametrize("nothing", [None, "none", "identity"])
@@ -186,12 +187,13 @@ def test_a_parameters_gradient_has_every_term(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_programs_are_as_accurate_as_torch(name: str, dtype: torch.dtype) -> None:
-    """To 4 times the error of torch's operations, one by one in that dtype; with NaN and infinities where those are."""
+    """To 4 times the error of torch's operations, one by one in that dtype; with NaN and infinities where those are, or
+    where they are in float64: torch's vectors do not make them alike on all processors."""
     expression = trace(FUNCTIONS[name])[0]
     x = SWEEP[SWEEP.abs().nan_to_num(0, 0) < 1e5].to(dtype)
     for found, e in zip(run_program(expression.program, x), (expression, expression.derivative()), strict=False):
         right, torchs = evaluate(e, x.double()), evaluate(e, x)
-        same = (found == torchs) | (found.isnan() & torchs.isnan())
+        same = (found == torchs) | (found.isnan() & (torchs.isnan() | right.isnan())) | (found == right.to(dtype))
         scale = right.abs() + 1 + x.double().abs() + (1 / x.double().abs() if name == "sinc" else 0)
         allowed = 4 * (torchs.double() - right).abs() + 8 * torch.finfo(dtype).eps * scale
         wrong = ~(same | ((found.double() - right).abs() <= allowed))
@@ -212,7 +214,23 @@ def test_every_operation(op: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, right.to(dtype), rtol=ulps, atol=0 if op != "log1p" else ulps, equal_nan=True)
 
 
-EXACT = {"neg", "abs", "sign", "floor", "sqrt", "add", "sub", "mul", "div", "min", "max", "lt", "le", "eq", "select"}
+# What is rounded correctly, as NumPy has it on all processors; of PyTorch's square root the last bit differs with them.
+EXACT = {
+    "neg": np.negative, "abs": np.abs, "sign": lambda x: 1.0 * (x > 0) - (x < 0), "floor": np.floor, "sqrt": np.sqrt,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "min": np.minimum, "max": np.maximum,
+    "lt": np.less, "le": np.less_equal, "eq": np.equal, "select": lambda c, a, b: np.where(c != 0, a, b),
+}  # fmt: skip
+
+
+def exactly(e: Expression, x: Tensor, p: Tensor) -> Tensor:
+    """Step by step in float64."""
+    kept: list[np.ndarray] = []
+    with np.errstate(all="ignore"):
+        for op, value, args in number_steps(e):
+            given = {"x": x.numpy(), "p": p.numpy(), "number": value}
+            step = given[op] if op in given else EXACT[op](*(kept[i] for i in args))
+            kept.append(np.broadcast_to(np.asarray(step, dtype=np.float64), x.shape))
+    return torch.from_numpy(kept[-1].copy())
 
 
 @given(expressions(), st.lists(st.sampled_from(SPECIAL) | st.floats(-30, 30), min_size=3, max_size=3))
@@ -223,9 +241,9 @@ def test_programs_are_run_step_by_step(e: Expression, values: list[float]) -> No
     e = exact[-1] + parameter(0) * 0
     x, p = torch.tensor(values, dtype=torch.float64), torch.tensor(0.75, dtype=torch.float64)
     y, slope, (of_parameter,) = run_program(e.program, x, p)
-    torch.testing.assert_close(y, evaluate(e, x, [p]), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(slope, evaluate(e.derivative(), x, [p]), rtol=0, atol=0, equal_nan=True)
-    right = evaluate(e.derivative(0), x, [p])
+    torch.testing.assert_close(y, exactly(e, x, p), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(slope, exactly(e.derivative(), x, p), rtol=0, atol=0, equal_nan=True)
+    right = exactly(e.derivative(0), x, p)
     if right.isfinite().all():
         torch.testing.assert_close(of_parameter, right.sum(), rtol=1e-14, atol=1e-14 * right.abs().max().item())
 

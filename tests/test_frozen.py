@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracle import nearly
 from test_fusion import model
 from test_mlp import block, each_block
 from torch import Tensor, nn
@@ -49,16 +50,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @each_block
 @pytest.mark.parametrize("implementation", ["auto", "v1", "v2", "v3"])
 def test_parameters_count_as_they_were(kind: str, implementation: str) -> None:
+    """To the bit where our own kernels run."""
     mlp = block(kind, implementation=implementation)
+    same = torch.equal if implementation == "v3" else nearly
     x = inputs(mlp, 7)
     before = mlp(x)
     assert mlp.freeze() is mlp and mlp.is_frozen and mlp.explain().startswith("FactorMLP, frozen:")
     change(mlp)
-    assert torch.equal(mlp(x), before)
+    assert same(mlp(x), before)
     live = copy.deepcopy(mlp).unfreeze()
-    assert not live.is_frozen and not torch.equal(live(x), before)
-    assert torch.equal(mlp.freeze()(x), live(x))
-    assert torch.equal(mlp.unfreeze()(x), live(x))
+    assert not live.is_frozen and not nearly(live(x), before)
+    assert same(mlp.freeze()(x), live(x))
+    assert same(mlp.unfreeze()(x), live(x))
 
 
 def test_one_call_takes_all_layers(calls: list[str]) -> None:
@@ -78,10 +81,10 @@ def test_a_model_between_whose_stacks_others_stand(calls: list[str]) -> None:
     right = fast(x)
     assert fast.freeze().explain().startswith("fuse(Sequential), frozen:")
     calls.clear()
-    assert torch.equal(fast(x), right) and len(calls) == 2
+    assert nearly(fast(x), right) and len(calls) == 2
     with torch.no_grad():
         plain[0].weight.zero_()  # of a stack
-    assert torch.equal(fast(x), right)
+    assert nearly(fast(x), right)
     with torch.no_grad():
         plain[9].bias.add_(1)  # by itself
     torch.testing.assert_close(fast(x), right + 1)
@@ -94,9 +97,9 @@ def test_blocks_in_a_model_are_frozen_with_it() -> None:
     right = fast(x)
     fast.freeze()
     change(inner)
-    assert inner.is_frozen and torch.equal(fast(x), right)
+    assert inner.is_frozen and nearly(fast(x), right)
     fast.unfreeze()
-    assert not inner.is_frozen and not torch.equal(fast(x), right)
+    assert not inner.is_frozen and not nearly(fast(x), right)
 
 
 # What may be done to a frozen block
