@@ -1,0 +1,27 @@
+"""The source distribution: whoever unpacks it can build the package, run its tests and read its documents."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MADE = {"__pycache__", ".hypothesis"}  # by running
+
+
+def test_it_holds_all_that_the_tests_need(tmp_path: Path) -> None:
+    made_here = ["egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *made_here], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    wanted = {"README.md", "pyproject.toml", "setup.py", "test.py", ".ci/run"}
+    for folder in ("factorlayer", "csrc", "tests", "benches", "examples", "docs"):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and not MADE & set(path.parts)]
+        wanted |= {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".so"}
+    assert wanted - names == set()
