@@ -46,6 +46,7 @@ def train_one_rank(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.feature("DistributedDataParallel and fully_shard", result="works")
 def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
     mp.spawn(train_one_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)
 

@@ -101,6 +101,7 @@ def onlookers() -> Iterator[Any]:
     yield forward_ad.dual_level()
 
 
+@pytest.mark.feature("dispatch and function modes, the profiler, torch.jit.trace", result="works")
 def test_who_looks_on_is_shown_the_ops() -> None:
     layer, x = FactorLinear(12, 20), torch.randn(5, 12)
     for onlooker in onlookers():
@@ -130,6 +131,7 @@ def test_who_looks_on_is_shown_the_ops() -> None:
     ],
     ids=["subclass", "meta", "dtype", "features", "dimensions", "samples", "sparse", "zeros"],
 )
+@pytest.mark.feature("tensor subclasses, sparse tensors and others past the fast path", result="falls back")
 def test_what_is_special_is_left_to_the_ops(x: Tensor) -> None:
     assert call(FactorLinear(12, 20), x) is None
 
@@ -140,6 +142,7 @@ def test_it_chooses_as_auto_does() -> None:
     assert call(dense, x, choose=False) is not None
 
 
+@pytest.mark.feature("torch.autograd.grad(is_grads_batched=True)", result="refused")
 def test_gradients_of_many_at_once_are_left_to_the_ops() -> None:
     """One call of an op makes them, of all vectors as samples."""
     layer, x = FactorLinear(12, 20).requires_grad_(False), torch.randn(5, 12, requires_grad=True)
@@ -167,6 +170,7 @@ def test_one_number_that_is_negated_in_name_only() -> None:
     assert torch.equal(layer(x), layer(x.resolve_neg()))
 
 
+@pytest.mark.feature("saved_tensors_hooks", result="works")
 def test_saved_tensors_are_asked_for_once() -> None:
     """Whoever keeps them elsewhere may bring them back only once."""
     layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)

@@ -120,6 +120,7 @@ def test_x_has_the_gradients_of_what_was_frozen(kind: str) -> None:
     assert not mlp(x.detach()).requires_grad
 
 
+@pytest.mark.feature("frozen blocks: torch.func and second derivatives", result="works")
 def test_torch_func_and_second_derivatives() -> None:
     mlp = block("dense", activation="tanh", implementation="auto")
     x = inputs(mlp, 4)
@@ -135,6 +136,7 @@ def test_torch_func_and_second_derivatives() -> None:
     torch.testing.assert_close(transforms(), right)
 
 
+@pytest.mark.feature("frozen blocks: torch.inference_mode", result="works")
 def test_an_inference_mode_that_ends() -> None:
     mlp = block("mixed")
     x = inputs(mlp, 4)
@@ -197,6 +199,7 @@ def test_copies_and_pickles_are_frozen(make: Callable[[], nn.Module], again: Cal
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.feature("frozen blocks: autocast", result="works")
 def test_autocast(dtype: torch.dtype, calls: list[str]) -> None:
     mlp = block("learned", implementation="v3").float()
     x = inputs(mlp, 3).float()
@@ -222,6 +225,7 @@ def test_parametrizations_are_evaluated_once() -> None:
 
 
 @each_block
+@pytest.mark.feature("frozen blocks: torch.compile as a whole graph", result="works")
 def test_compiles_as_a_whole(kind: str) -> None:
     torch._dynamo.reset()
     mlp = block(kind, implementation="fused").freeze()
@@ -248,6 +252,7 @@ def test_a_compiled_graph_calls_the_op_that_is_frozen() -> None:
     assert "stack_frozen" in graphs[0]
 
 
+@pytest.mark.feature("frozen blocks: torch.export", result="works")
 def test_exports_what_any_gpu_can_prepare() -> None:
     mlp = block("mixed").freeze()
     x = inputs(mlp, 5)
@@ -270,6 +275,7 @@ def test_flops_are_those_of_the_layers() -> None:
 # What is refused
 
 
+@pytest.mark.feature("frozen blocks: layers with hooks", result="refused")
 def test_hooks_are_refused() -> None:
     mlp = block("gated")
     mlp.gates[0].register_forward_hook(lambda *_: None)

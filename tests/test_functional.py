@@ -96,6 +96,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.feature("without the compiled extension", result="falls back")
 def test_without_the_extension() -> None:
     """auto runs batched and warns once; fused is refused; both say how to build it."""
     done = subprocess.run(

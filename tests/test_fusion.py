@@ -112,6 +112,7 @@ def test_what_changes_after_fusing_counts(change: Callable[[nn.Module], object])
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.feature("fuse: copy.deepcopy and pickle", result="works")
 def test_copies_are_whole_and_apart(again: Callable[[nn.Module], nn.Module]) -> None:
     fused = fuse(model().eval())
     x = torch.randn(4, 12).double()
@@ -132,6 +133,7 @@ def test_training_mode_reaches_what_is_between() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.feature("fuse: torch.compile as a whole graph", result="works")
 def test_compiles_as_a_whole(dynamic: bool) -> None:
     torch._dynamo.reset()
     fused = fuse(model().eval())
@@ -142,6 +144,7 @@ def test_compiles_as_a_whole(dynamic: bool) -> None:
         torch.testing.assert_close(gradients(compiled, parameters, x), gradients(fused, parameters, x))
 
 
+@pytest.mark.feature("fuse: torch.export", result="works")
 def test_export() -> None:
     fused = fuse(model().eval())
     program = torch.export.export(fused, (torch.randn(4, 12).double(),), dynamic_shapes=({0: torch.export.Dim("n")},))
@@ -202,6 +205,7 @@ def test_modes_that_a_graph_would_fix_are_left_alone() -> None:
     assert nearly(fused(x), fused(x))
 
 
+@pytest.mark.feature("fuse: layers with hooks", result="falls back")
 def test_hooks_keep_a_layer_out() -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5), nn.ReLU())
     seen = []

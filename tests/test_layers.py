@@ -141,6 +141,7 @@ def test_meta_device(implementation: str) -> None:
 @pytest.mark.parametrize("shape", [(12,), (0, 12), (5, 12), (2, 0, 12), (2, 3, 4, 12)], ids=str)
 @pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
 @pytest.mark.parametrize("name", ["default", "rank", "blocks", "untied-chain", "one-factor"])
+@pytest.mark.feature("leading dimensions: none, several, of size zero", result="works")
 def test_leading_dimensions_are_those_of_linear(name: str, implementation: str, shape: tuple[int, ...]) -> None:
     layer = build(name)
     layer.implementation = implementation
@@ -195,6 +196,7 @@ def same(layer: FactorLinear, other: FactorLinear) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "meta"])
+@pytest.mark.feature("copy.deepcopy, pickle, state_dict, safetensors", result="works")
 def test_copies(name: str, tmp_path: Path) -> None:
     layer = build(name)
     deep = copy.deepcopy(layer)

@@ -101,6 +101,7 @@ def test_layers_and_names() -> None:
 
 
 @each_block
+@pytest.mark.feature("FactorMLP: copy.deepcopy, pickle, state_dict", result="works")
 def test_copies_pickles_and_moves(kind: str) -> None:
     mlp = block(kind)
     x = torch.randn(3, mlp.layers[0].in_features, dtype=torch.float64)
@@ -116,6 +117,7 @@ def test_copies_pickles_and_moves(kind: str) -> None:
 
 
 @each_block
+@pytest.mark.feature("FactorMLP: torch.compile as a whole graph", result="works")
 def test_compiles_as_a_whole(kind: str) -> None:
     torch._dynamo.reset()
     mlp = block(kind, implementation="fused")
@@ -203,6 +205,7 @@ def test_explain() -> None:
     assert learning[2] == "  layers.1: 8 -> 2"
 
 
+@pytest.mark.feature("FactorMLP: second derivatives", result="works")
 def test_gradgradcheck() -> None:
     mlp = block("learned", implementation="fused")
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
@@ -218,6 +221,7 @@ def test_a_weight_of_another_shape_is_refused(implementation: str) -> None:
         mlp(torch.randn(2, 5).double())
 
 
+@pytest.mark.feature("FactorMLP: torch.autograd.functional.jacobian(vectorize=True)", result="works")
 def test_jacobians_of_many_vectors_at_once() -> None:
     mlp = block("dense")
     x = torch.randn(3, 5, dtype=torch.float64)

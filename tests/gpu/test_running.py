@@ -84,6 +84,7 @@ def test_the_same_bits_every_time_and_on_every_stream(kind: str, dtype: str) -> 
 
 
 @each_layer
+@pytest.mark.feature("any CUDA stream", result="works")
 def test_runs_on_the_current_stream(kind: str) -> None:
     """x is written right before the call, behind long work of that stream: any other would read it too early."""
     layer = layer_of(kind, torch.float32)
@@ -105,6 +106,7 @@ def test_runs_on_the_current_stream(kind: str) -> None:
 
 
 @each_layer
+@pytest.mark.feature("CUDA graphs", result="works")
 def test_graphs_replay_with_other_inputs(kind: str) -> None:
     layer = layer_of(kind)
     x, other = sample(layer, 48), sample(layer, 48, seed=2)
@@ -200,6 +202,7 @@ def test_warmup_is_enough_for_a_capture() -> None:
 
 @each_layer
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.feature("on a GPU: torch.compile as a whole graph", result="works")
 def test_compile(kind: str, dynamic: bool) -> None:
     layer = layer_of(kind)
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -210,6 +213,7 @@ def test_compile(kind: str, dynamic: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # what Inductor says of its surroundings
+@pytest.mark.feature("on a GPU: torch.compile by Inductor", result="works")
 def test_inductor() -> None:
     layer = layer_of("on-chip", torch.float32)
     pytest.importorskip("triton")
@@ -221,6 +225,7 @@ def test_inductor() -> None:
 
 @each_layer
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.feature("on a GPU: torch.export", result="works")
 def test_export(kind: str, dynamic: bool) -> None:
     """Also at batches of classes that nobody planned."""
     layer = layer_of(kind, activation="relu")
@@ -236,6 +241,7 @@ def test_export(kind: str, dynamic: bool) -> None:
 
 @each_layer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.feature("on a GPU: autocast", result="works")
 def test_autocast(kind: str, dtype: torch.dtype) -> None:
     layer = layer_of(kind, torch.float32)
     x = sample(layer, 50)
@@ -287,6 +293,7 @@ def test_threads_with_kernels_that_are_not_there_yet() -> None:
 
 
 @each_layer
+@pytest.mark.feature("any device index", result="works")
 def test_a_device_that_is_not_the_current_one(kind: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -336,6 +343,7 @@ def test_calls_leave_no_memory_behind(kind: str) -> None:
 
 
 @each_layer
+@pytest.mark.feature("on a GPU: calls after running out of memory", result="works")
 def test_out_of_memory_leaves_the_next_call_working(kind: str) -> None:
     layer = layer_of(kind)
     x = sample(layer, 100)
