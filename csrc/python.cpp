@@ -14,6 +14,8 @@
 #pragma weak PyList_New
 #pragma weak PyList_SetItem
 #pragma weak PyLong_AsLong
+#pragma weak PyModule_AddIntConstant
+#pragma weak PyModule_AddStringConstant
 #pragma weak PyModule_Create2
 #pragma weak PyObject_CallFunctionObjArgs
 #pragma weak PyObject_CallMethod
@@ -322,9 +324,16 @@ PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
 }  // namespace
 }  // namespace factorlayer::eager
 
-// Importing the module registers the ops.
+// Importing the module registers the ops. factorlayer/build.py asks it what it was built for.
 PyMODINIT_FUNC PyInit__C() {
   using factorlayer::eager::methods;
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+  PyObject* const module = PyModule_Create(&definition);
+  if (!module) return nullptr;
+  if (PyModule_AddStringConstant(module, "version", FACTORLAYER_VERSION) ||
+      PyModule_AddIntConstant(module, "interface", factorlayer::python::interface)) {
+    Py_DecRef(module);
+    return nullptr;
+  }
+  return module;
 }

@@ -7,6 +7,9 @@
 
 namespace factorlayer::python {
 
+// Of what the extension and the Python package call of each other: one higher with every change, as in factorlayer/build.py.
+constexpr int interface = 1;
+
 // An exception that Python code raised; `lasting` if the same call would raise it again.
 struct Error : std::runtime_error {
   Error(const std::string& message, bool lasting) : std::runtime_error(message), lasting(lasting) {}

@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 import factorlayer.stacked  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
 from factorlayer.activations import ACTIVATIONS
+from factorlayer.build import VERSION
 from factorlayer.expression import Expression
 from factorlayer.functional import factor_linear
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["ACTIVATIONS", "CompileError", "Expression", "FactorLinear", "FactorMLP", "factor_linear", "fuse"]
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from factorlayer.activations import activate
 from factorlayer.backward import IN_SLABS, Ops, gradients, slope_texts, texts, visits
 from factorlayer.batched import batched
+from factorlayer.build import check_build
 from factorlayer.chain import MOST_CONTRACTIONS, Chain
 from factorlayer.runtime import (
     MAX_WEIGHTS,
@@ -39,6 +40,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
     _C = importlib.import_module("factorlayer._C")  # registers the ops
+    check_build(_C)
 except ImportError as error:
     missing_extension: ImportError | None = error
 else:
@@ -67,7 +69,8 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
     if missing_extension is not None:
         return (
             f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
-            "`pip install --no-build-isolation .` in factorlayer's source folder"
+            "`pip install --no-build-isolation .` in factorlayer's source folder (with `-e .` if that is how it was "
+            "installed)"
         )
     if type(x) is not Tensor and is_sharded(x):
         return "nobody has said how its kernels are sharded, and x is a DTensor"

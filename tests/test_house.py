@@ -14,7 +14,7 @@ from factorlayer.expression import OPERATIONS
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
 FLOORS = {
-    "_C": 0, "device": 0, "expression": 0, "gpu": 0, "nested": 0, "spec": 0, "vectors": 0,
+    "_C": 0, "build": 0, "device": 0, "expression": 0, "gpu": 0, "nested": 0, "spec": 0, "vectors": 0,
     "activations": 1, "batch": 1, "chain": 1, "elementwise": 1, "formula": 1, "naive": 1, "record": 1, "resident": 1,
     "results": 1, "states": 1,
     "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "project": 2, "runtime": 2, "slopes": 2,

@@ -1,0 +1,115 @@
+"""A build beside the source it was not made from, and setup.py where it cannot build."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import factorlayer
+from factorlayer.build import INTERFACE, VERSION, check_build
+
+ROOT = Path(__file__).parents[1]
+
+# What the extension and the package call of each other: a digest for the number that both sides have.
+INTERFACES = {1: "01fb7be4ca029279"}
+
+
+def extension(**attributes: object) -> types.ModuleType:
+    module = types.ModuleType("factorlayer._C")
+    module.__dict__.update(attributes)
+    return module
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+# A stale extension
+
+
+def test_the_version_is_said_once() -> None:
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert project is not None
+    assert factorlayer.__version__ == VERSION == project[1]
+
+
+def test_this_build_is_of_this_source() -> None:
+    check_build(pytest.importorskip("factorlayer._C"))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"version": "0.0.9", "interface": INTERFACE}, rf"was built from factorlayer 0\.0\.9, and this is {VERSION}"),
+        ({}, "it was built from factorlayer before 0\\.1\\.0, and this is"),
+        ({"version": VERSION, "interface": INTERFACE + 1}, f"its interface is {INTERFACE + 1}, this one's {INTERFACE}"),
+        ({"version": VERSION}, f"its interface is 0, this one's {INTERFACE}"),
+    ],
+    ids=["another version", "none", "another interface", "no interface"],
+)
+def test_a_stale_build_is_refused(attributes: dict[str, object], words: str) -> None:
+    with pytest.raises(ImportError, match=words):
+        check_build(extension(**attributes))
+
+
+def test_auto_runs_batched_beside_a_stale_build_and_says_so() -> None:
+    done = run_python(
+        "import sys, types, warnings\n"
+        "stale = types.ModuleType('factorlayer._C')\n"
+        "stale.version, stale.interface = '0.0.9', 1\n"
+        "sys.modules['factorlayer._C'] = stale\n"
+        "import torch\n"
+        "from factorlayer import FactorLinear, FactorMLP\n"
+        "layer, x = FactorLinear(16, 36), torch.randn(5, 16)\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    y = layer(x)\n"
+        "    y.sum().backward()\n"
+        "    block = FactorMLP([4, 8, 3])(x[:, :4])\n"
+        "torch.testing.assert_close(y, x @ layer.to_dense().t() + layer.bias)\n"
+        "assert block.shape == (5, 3)\n"
+        "print(caught[0].message)\n"
+        "layer.implementation = 'fused'\n"
+        "try:\n"
+        "    layer(x)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    warned, refused = done.stdout.splitlines()
+    for words in (warned, refused):
+        assert f"(it was built from factorlayer 0.0.9, and this is {VERSION}); build it with `pip install" in words
+    assert warned.startswith("factorlayer runs the batched implementation, not the fused one")
+    assert refused.startswith("FactorLinear: implementation='fused' cannot run")
+
+
+def test_a_changed_interface_has_a_new_number() -> None:
+    """So that a build from before the change is refused, not called in the wrong way."""
+    assert re.search(rf"constexpr int interface = {INTERFACE};", (ROOT / "csrc" / "python.h").read_text())
+    ops, python = ((ROOT / "csrc" / name).read_text() for name in ("ops.cpp", "python.cpp"))
+    schemas = re.findall(r'm\.def\(\s*("[^;]*")\);', ops)
+    methods = re.findall(r'\{"(\w+)", (?:reinterpret_cast<PyCFunction>\()?\w+\)?, METH_', python)
+    given = re.findall(r"for \(PyObject\*\* place : \{(.*?)\}\)", python, re.DOTALL)
+    called = re.findall(r'\bcall\(("factorlayer\.\w+", [^)]*?),? *"(\w*)"', python)
+    assert len(schemas) > 20 and len(methods) == 4 and len(given) == 1 and len(called) >= 4
+    interface = re.sub(r"\s+", " ", repr((schemas, methods, given, called)))
+    digest = hashlib.sha256(interface.encode()).hexdigest()[:16]
+    assert INTERFACES.get(INTERFACE) == digest, (
+        "what the extension and the package call of each other has changed: make the number in csrc/python.h and in "
+        f"factorlayer/build.py one higher, build again, and write it here with {digest!r}"
+    )
