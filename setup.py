@@ -9,7 +9,22 @@ from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:
+    raise SystemExit(
+        "factorlayer is built against the PyTorch that is installed, and here there is none (an isolated build does "
+        "not see it): install PyTorch 2.11 or later, setuptools, wheel and ninja, then add --no-build-isolation to the "
+        "command, as in `pip install --no-build-isolation .`"
+    ) from None
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
+    raise SystemExit(
+        f"factorlayer needs PyTorch 2.11 or later, whose stable ABI it is built for, and here is {torch.__version__}: "
+        "update it with `pip install --upgrade torch`, then run the command again"
+    )
 
 os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
 PYTHON_ABI = "0x030A0000"  # 3.10
@@ -51,6 +66,7 @@ extension = CppExtension(
 )
 
 setup(
+    license="MIT",
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPy},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

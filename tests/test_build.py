@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import types
 from pathlib import Path
 
@@ -113,3 +115,66 @@ def test_a_changed_interface_has_a_new_number() -> None:
         "what the extension and the package call of each other has changed: make the number in csrc/python.h and in "
         f"factorlayer/build.py one higher, build again, and write it here with {digest!r}"
     )
+
+
+# setup.py
+
+
+HIDDEN = (
+    "import sys\n"
+    "class Hide:\n"
+    "    def find_spec(self, name, path=None, target=None):\n"
+    "        if name.split('.')[0] == 'torch':\n"
+    "            raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+    "sys.meta_path.insert(0, Hide())\n"
+)
+OLD = "import sys, torch\ntorch.__version__ = '2.10.1+cu128'\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (HIDDEN, "here there is none .* `pip install --no-build-isolation .`"),
+        (OLD, r"needs PyTorch 2\.11 or later, .* here is 2\.10\.1\+cu128: update it with `pip install --upgrade torch`"),
+    ],
+    ids=["no torch", "old torch"],
+)
+@pytest.mark.parametrize(
+    "build",
+    [
+        "import runpy\nsys.argv = ['setup.py', '--version']\nrunpy.run_path('setup.py', run_name='__main__')\n",
+        "from setuptools import build_meta\nbuild_meta.get_requires_for_build_wheel()\n",  # what pip calls
+    ],
+    ids=["setup.py", "pip"],
+)
+def test_a_build_that_cannot_be_ends_in_one_sentence(before: str, words: str, build: str) -> None:
+    done = run_python(before + build)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if "factorlayer" in line]
+    assert re.search(words, sentence)
+
+
+def test_metadata_names_the_licence_and_the_sdist_has_what_a_build_needs(tmp_path: Path) -> None:
+    """Without compiling: setup.py's own commands, in a copy of what they read."""
+    copied = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "csrc", "factorlayer")
+    for name in copied:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        files = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
+        metadata = sdist.extractfile(f"factorlayer-{VERSION}/PKG-INFO").read().decode()
+    assert {"LICENSE", "CHANGELOG.md", "setup.py", "pyproject.toml", "factorlayer/py.typed"} <= files
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "factorlayer").glob("*.py")}
+    assert sources | modules <= files
+    assert re.search(r"^License(-Expression)?: MIT$", metadata, re.MULTILINE)
+    assert "License-File: LICENSE" in metadata
+    assert "Author: The factorlayer authors" in metadata
