@@ -135,7 +135,7 @@ OLD = "import sys, torch\ntorch.__version__ = '2.10.1+cu128'\n"
     ("before", "words"),
     [
         (HIDDEN, "here there is none .* `pip install --no-build-isolation .`"),
-        (OLD, r"needs PyTorch 2\.11 or later, .* here is 2\.10\.1\+cu128: update it with `pip install --upgrade torch`"),
+        (OLD, r"PyTorch 2\.11 or later, .* here is 2\.10\.1\+cu128: update it with `pip install --upgrade torch`"),
     ],
     ids=["no torch", "old torch"],
 )
@@ -157,8 +157,8 @@ def test_a_build_that_cannot_be_ends_in_one_sentence(before: str, words: str, bu
 
 def test_metadata_names_the_licence_and_the_sdist_has_what_a_build_needs(tmp_path: Path) -> None:
     """Without compiling: setup.py's own commands, in a copy of what they read."""
-    copied = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "csrc", "factorlayer")
-    for name in copied:
+    files = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+    for name in (*files, "csrc", "factorlayer"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
@@ -169,12 +169,12 @@ def test_metadata_names_the_licence_and_the_sdist_has_what_a_build_needs(tmp_pat
     assert done.returncode == 0, done.stderr
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as sdist:
-        files = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
+        found = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
         metadata = sdist.extractfile(f"factorlayer-{VERSION}/PKG-INFO").read().decode()
-    assert {"LICENSE", "CHANGELOG.md", "setup.py", "pyproject.toml", "factorlayer/py.typed"} <= files
+    assert {*files, "factorlayer/py.typed"} <= found
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "factorlayer").glob("*.py")}
-    assert sources | modules <= files
+    assert sources | modules <= found
     assert re.search(r"^License(-Expression)?: MIT$", metadata, re.MULTILINE)
     assert "License-File: LICENSE" in metadata
     assert "Author: The factorlayer authors" in metadata
