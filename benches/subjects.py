@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from benches import peers
 from benches.floor import DTYPES
 from benches.workloads import Block, Workload
+from factorlayer.functional import Implementation
 from factorlayer.fused import why_not_fused
 
 OURS = ("v1", "v2", "v3")
@@ -84,7 +85,7 @@ def build(name: str, workload: Workload, tensors: Tensors) -> Call:
             raise UnavailableError("for dense layers it is the same as v2")
         if name == "v3" and (reason := why_not_fused(x)) is not None:
             raise UnavailableError(reason)
-        function = _holding(workload.make(name), weights)
+        function = _holding(workload.make(cast(Implementation, name)), weights)
     elif name == "compile":
         compiled = _compiled(workload, x.dtype)
         function = functools.partial(_apply_compiled, compiled, weights)

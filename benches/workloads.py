@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from factorlayer import FactorLinear, FactorMLP
+from factorlayer import FactorLinear, FactorMLP, Implementation, Structure
 from factorlayer.spec import LayerSpec, resolve
 from factorlayer.stacked import LARGEST_DENSE
 
@@ -39,7 +39,7 @@ class Layer:
     """A structured layer without bias on `batch` samples. tf32 is float32 with PyTorch's TF32 switch on."""
 
     name: str
-    structure: str
+    structure: Structure
     batch: int
     in_factors: Factors
     out_factors: Factors
@@ -79,7 +79,7 @@ class Layer:
         size = self.spec.in_features * self.spec.out_features
         return size, 2 * self.batch * size
 
-    def make(self, implementation: str) -> nn.Module:
+    def make(self, implementation: Implementation) -> nn.Module:
         """On the meta device, as dense() does."""
         spec = self.spec
         return FactorLinear(
@@ -143,7 +143,7 @@ class Block:
     def dense_costs(self) -> tuple[int, int]:
         return self.costs
 
-    def make(self, implementation: str) -> nn.Module:
+    def make(self, implementation: Implementation) -> nn.Module:
         return FactorMLP(self.widths, activation=self.activation, implementation=implementation, device="meta")
 
     def dense(self) -> nn.Sequential:

@@ -9,13 +9,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
 from torch import Tensor, nn
 
-from factorlayer import fuse
+from factorlayer import Implementation, fuse
 
 
 class Sine(nn.Module):
@@ -90,7 +90,7 @@ def main(
     torch.manual_seed(0)
     places, colours = (tensor.to(device) for tensor in draw(size))
     plain = sine_network(width, hidden).to(device)
-    networks = {"PyTorch": plain, "fused": fuse(copy.deepcopy(plain), implementation)}
+    networks = {"PyTorch": plain, "fused": fuse(copy.deepcopy(plain), cast(Implementation, implementation))}
     images = {"the image": colours}
     taken = fit(list(networks.values()), places, colours, steps, batch, rate)
     for (name, network), step in zip(networks.items(), taken, strict=True):

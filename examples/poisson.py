@@ -7,13 +7,13 @@ python examples/poisson.py --picture poisson.png
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
 from torch import Tensor, pi
 
-from factorlayer import FactorMLP
+from factorlayer import FactorMLP, Implementation
 
 TERMS = [(1.0, 1, 2), (0.5, 3, 1)]  # amplitude, and half waves along x and y
 
@@ -62,7 +62,8 @@ def main(
 ) -> None:
     """Solve Poisson's equation with a network: its error against the known solution."""
     torch.manual_seed(0)
-    network = FactorMLP([2, *[width] * hidden, 1], activation="tanh", implementation=implementation, device=device)
+    way = cast(Implementation, implementation)
+    network = FactorMLP([2, *[width] * hidden, 1], activation="tanh", implementation=way, device=device)
     optimizer = torch.optim.Adam(network.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     begin = time.perf_counter()

@@ -6,12 +6,23 @@ import factorlayer.stacked  # noqa: F401 (its import tells PyTorch what it has t
 from factorlayer.activations import ACTIVATIONS
 from factorlayer.build import VERSION
 from factorlayer.expression import Expression
-from factorlayer.functional import factor_linear
+from factorlayer.functional import Implementation, factor_linear
 from factorlayer.layers import FactorLinear
 from factorlayer.runtime import CompileError
+from factorlayer.spec import Structure
 
 __version__ = VERSION
-__all__ = ["ACTIVATIONS", "CompileError", "Expression", "FactorLinear", "FactorMLP", "factor_linear", "fuse"]
+__all__ = [
+    "ACTIVATIONS",
+    "CompileError",
+    "Expression",
+    "FactorLinear",
+    "FactorMLP",
+    "Implementation",
+    "Structure",
+    "factor_linear",
+    "fuse",
+]
 
 if TYPE_CHECKING:
     from factorlayer.fusion import fuse

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from factorlayer import spec
     from factorlayer.case import Case
     from factorlayer.subject import Subject
 
@@ -161,7 +162,7 @@ def case_of(
 
 
 def layer_or_block(
-    factors: list[str], mlp: bool, structure: str, rank: int, activation: str | None, bias: bool | None
+    factors: list[str], mlp: bool, structure: "spec.Structure", rank: int, activation: str | None, bias: bool | None
 ) -> "Subject":
     from factorlayer.subject import Block, Single, parse_activation, parse_factor, parse_width, spec_of_factors
 

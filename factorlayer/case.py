@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from factorlayer.functional import Implementation
 from factorlayer.fused import why_not_fused
 from factorlayer.fusion import Fused, fuse
 from factorlayer.layers import FactorLinear
@@ -21,7 +22,7 @@ from factorlayer.mlp import FactorMLP
 from factorlayer.stack import Layer, LayerStack, layer_of
 from factorlayer.subject import Own, Subject
 
-VERSIONS = {"v1": "naive", "v2": "batched", "v3": "fused"}
+VERSIONS: dict[str, Implementation] = {"v1": "naive", "v2": "batched", "v3": "fused"}
 DTYPES = {"f": torch.float32, "d": torch.float64, "h": torch.float16, "b": torch.bfloat16}
 
 
@@ -182,7 +183,7 @@ def _lines(told: list[str]) -> list[str]:
     return "\n".join(told).splitlines()
 
 
-def run_by(module: nn.Module, implementation: str) -> nn.Module:
+def run_by(module: nn.Module, implementation: Implementation) -> nn.Module:
     """The module with the same parameters, its layers run by one implementation."""
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     twin = fuse(copy.deepcopy(module, shared), implementation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ from factorlayer.fused import (
 from factorlayer.naive import naive
 from factorlayer.nested import through
 from factorlayer.runtime import CompileError, is_hopper
-from factorlayer.spec import LayerSpec, spec_of_weights
+from factorlayer.spec import LayerSpec, Structure, spec_of_weights
 from factorlayer.stages import UserActivation, activation_of, scalars
 
-IMPLEMENTATIONS = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
+Implementation = Literal["auto", "naive", "batched", "fused", "v1", "v2", "v3"]
+IMPLEMENTATIONS: dict[str, Implementation] = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
 IMPLEMENTATIONS |= {"v1": "naive", "v2": "batched", "v3": "fused"}
 
 
-def implementation_name(implementation: str) -> str:
+def implementation_name(implementation: str) -> Implementation:
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation should be one of {', '.join(IMPLEMENTATIONS)}; it is {implementation!r}")
     return IMPLEMENTATIONS[implementation]
@@ -48,8 +49,8 @@ def factor_linear(
     weights: Sequence[Tensor],
     bias: Tensor | None = None,
     activation: UserActivation = None,
-    structure: str = "kronecker",
-    implementation: str = "auto",
+    structure: Structure = "kronecker",
+    implementation: Implementation = "auto",
     *,
     rank: int | None = None,
     batch_dims: int = 0,
@@ -75,12 +76,12 @@ def factor_linear(
             raise ValueError(f"rank={rank} was given, the weights are of rank {spec.rank}: {_shapes(weights)}")
         stage, names = activation_of(activation)
         chain = Chain.of(spec, bias is not None, stage)
-        implementation = implementation_name(implementation)
+        chosen = implementation_name(implementation)
     except (TypeError, ValueError) as error:
         raise type(error)(f"factor_linear: {error}{_hint(weights, batch_dims)}") from None
     parameters = scalars(activation, names) if names else []
     if batch_dims:
-        return _run_batch(spec, chain, x, weights, bias, parameters, implementation, batch_dims)
+        return _run_batch(spec, chain, x, weights, bias, parameters, chosen, batch_dims)
     if rank is None and spec.terms > 1 and len(x.shape) > 2 and x.shape[0] == spec.rank and not is_dynamo_compiling():
         warnings.warn(
             f"factor_linear: W is the sum of {spec.rank} products, as the weights are {_shapes(weights)}; x "
@@ -89,7 +90,7 @@ def factor_linear(
             UserWarning,
             stacklevel=2,
         )
-    return run(spec, chain, x, [*weights, *parameters], bias, implementation, "factor_linear")
+    return run(spec, chain, x, [*weights, *parameters], bias, chosen, "factor_linear")
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

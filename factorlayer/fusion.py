@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from factorlayer.expression import Expression
-from factorlayer.functional import implementation_name
+from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP
 from factorlayer.stack import Activation, Layer, LayerStack, RunsAsStacks, is_hooked, layer_of
@@ -23,7 +23,7 @@ from factorlayer.stages import activation_of
 from factorlayer.tracing import Proxy
 
 
-def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
+def fuse(module: nn.Module, implementation: Implementation = "auto") -> nn.Module:
     """The module, run as stacks of its Linear and FactorLinear layers with the activations behind them.
 
     The parameters are the module's own, under their names: optimizers and checkpoints go on with either. What cannot be
@@ -33,7 +33,7 @@ def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
     try:
-        implementation = implementation_name(implementation)
+        chosen = implementation_name(implementation)
     except ValueError as error:
         raise ValueError(f"fuse: {error}") from None
     if isinstance(module, Fused):
@@ -45,7 +45,7 @@ def fuse(module: nn.Module, implementation: str = "auto") -> nn.Module:
         )
     if isinstance(module, FactorLinear | FactorMLP) or not list(module.children()):
         return module  # which runs as stacks already, or is one layer, or nothing to fuse
-    return Fused(module, implementation)
+    return Fused(module, chosen)
 
 
 class Fused(RunsAsStacks):

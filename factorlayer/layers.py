@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from factorlayer.chain import Chain
 from factorlayer.expression import Expression
 from factorlayer.functional import (
     IMPLEMENTATIONS,
+    Implementation,
     autocast,
     choose,
     implementation_name,
@@ -23,8 +24,15 @@ from factorlayer.functional import (
 from factorlayer.fused import explain_fused
 from factorlayer.project import ProjectionError, project, projection_error, to_dense
 from factorlayer.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
-from factorlayer.spec import Factors, LayerSpec, resolve
+from factorlayer.spec import Factors, LayerSpec, Structure, resolve
 from factorlayer.stages import UserActivation, activation_of, scalars
+
+
+def refuse_script(who: str) -> NoReturn:
+    raise RuntimeError(
+        f"{who}: torch.jit.script cannot compile this module; use torch.export or torch.compile, or, where it has to "
+        "be TorchScript, torch.jit.trace under torch.no_grad()"
+    )
 
 
 class FactorLinear(Recorded):
@@ -56,12 +64,12 @@ class FactorLinear(Recorded):
         out_features: int,
         bias: bool = True,
         *,
-        structure: str = "kronecker",
+        structure: Structure = "kronecker",
         factors: Factors = None,
         blocks: int | Sequence[int] | None = None,
         rank: int = 1,
         activation: UserActivation = None,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -108,6 +116,10 @@ class FactorLinear(Recorded):
         """Of older layers, too, whose implementation could be assigned any name: an unknown one ran naive."""
         super().__setstate__(state)
         self.implementation = IMPLEMENTATIONS.get(self.implementation, "naive")
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks every module for."""
+        refuse_script("FactorLinear")
 
     def reset_parameters(self) -> None:
         """Uniform weights, so scaled that the outputs have nn.Linear's variance: a third of the inputs'. Of complex
@@ -184,12 +196,12 @@ class FactorLinear(Recorded):
         cls,
         linear: nn.Linear,
         *,
-        structure: str = "kronecker",
+        structure: Structure = "kronecker",
         factors: Factors = None,
         blocks: int | Sequence[int] | None = None,
         rank: int = 1,
         activation: UserActivation = None,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         inputs: Tensor | None = None,
     ) -> FactorLinear:
         """The layer nearest to a dense one: its W is the projection of linear.weight (factorlayer/project.py).

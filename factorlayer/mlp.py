@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.expression import Expression
-from factorlayer.functional import implementation_name
+from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
 from factorlayer.record import Record, Recorded
+from factorlayer.spec import Structure
 from factorlayer.stack import Activation, LayerStack, RunsAsStacks
 from factorlayer.stages import UserActivation, activation_of
 
@@ -41,9 +42,9 @@ class FactorMLP(Recorded, RunsAsStacks):
         gated: bool = False,
         residual: bool = False,
         bias: bool = True,
-        structure: str = "kronecker",
+        structure: Structure = "kronecker",
         rank: int = 1,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import Literal, TypeGuard, get_args
 
-STRUCTURES = ("kronecker", "monarch")
+Structure = Literal["kronecker", "monarch"]
+STRUCTURES: tuple[Structure, ...] = get_args(Structure)
 Factors = int | Sequence[int] | Sequence[Sequence[int]] | None
 
 
@@ -48,7 +49,7 @@ class Contraction:
 class LayerSpec:
     """One structured layer's sizes. Two specs with equal fields are the same layer."""
 
-    structure: str
+    structure: Structure
     in_factors: tuple[int, ...]
     out_factors: tuple[int, ...]
     rank: int = 1
@@ -160,7 +161,7 @@ def _is_int(value: object) -> TypeGuard[int]:
 def resolve(
     in_features: int,
     out_features: int,
-    structure: str = "kronecker",
+    structure: Structure = "kronecker",
     factors: Factors = None,
     blocks: int | Sequence[int] | None = None,
     rank: int = 1,
@@ -185,7 +186,7 @@ def resolve(
     return LayerSpec(structure, in_factors, out_factors, rank)
 
 
-def spec_of_weights(structure: str, shapes: Sequence[Sequence[int]]) -> LayerSpec:
+def spec_of_weights(structure: Structure, shapes: Sequence[Sequence[int]]) -> LayerSpec:
     """The spec whose weights have these shapes: what the functional form is called with."""
     shapes = [tuple(shape) for shape in shapes]
     _check_structure(structure)

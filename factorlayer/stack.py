@@ -16,7 +16,7 @@ from factorlayer.chain import Chain
 from factorlayer.expression import Expression
 from factorlayer.formula import formula
 from factorlayer.frozen import Frozen
-from factorlayer.functional import any_autocast, autocast, implementation_name, run
+from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name, run
 from factorlayer.fused import any_requires_grad, runs_in_tf32
 from factorlayer.layers import FactorLinear
 from factorlayer.nested import through
@@ -283,7 +283,7 @@ class LayerStack(nn.Module):
 class RunsAsStacks(nn.Module):
     """A module whose implementation is that of its stacks, and which is frozen as they are."""
 
-    _implementation: str
+    _implementation: Implementation
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,11 +294,11 @@ class RunsAsStacks(nn.Module):
         raise NotImplementedError
 
     @property
-    def implementation(self) -> str:
+    def implementation(self) -> Implementation:
         return self._implementation
 
     @implementation.setter
-    def implementation(self, name: str) -> None:
+    def implementation(self, name: Implementation) -> None:
         try:
             self._implementation = implementation_name(name)
         except ValueError as error:

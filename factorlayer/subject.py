@@ -22,7 +22,7 @@ from factorlayer.activations import activation_name
 from factorlayer.formula import formula
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP, Width
-from factorlayer.spec import LayerSpec
+from factorlayer.spec import LayerSpec, Structure
 from factorlayer.stack import layer_of
 from factorlayer.stages import activation_of
 
@@ -78,7 +78,7 @@ class Block:
     """A FactorMLP."""
 
     widths: tuple[Width, ...]
-    structure: str = "kronecker"
+    structure: Structure = "kronecker"
     rank: int = 1
     activation: Activation = "identity"
     bias: bool = True
@@ -140,7 +140,7 @@ def parse_factor(text: str) -> tuple[int, int]:
     return sizes
 
 
-def spec_of_factors(structure: str, factors: Sequence[tuple[int, int]], rank: int) -> LayerSpec:
+def spec_of_factors(structure: Structure, factors: Sequence[tuple[int, int]], rank: int) -> LayerSpec:
     """The layer that FACTOR… means on the command line."""
     in_factors, out_factors = zip(*factors, strict=True)
     return LayerSpec(structure, in_factors, out_factors, rank)

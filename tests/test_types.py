@@ -1,0 +1,79 @@
+"""What type checkers say of programs that use the package: README's pass, and a wrong name does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHECKERS = {
+    "mypy": ["--check-untyped-defs", "--no-incremental", "--cache-dir=/dev/null", "."],
+    "basedpyright": ["--pythonpath", sys.executable, "."],
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+WRONG = """
+import torch
+from factorlayer import FactorLinear, FactorMLP, Implementation, Structure, factor_linear, fuse
+from torch import nn
+
+right: Implementation = "v3"
+structure: Structure = "monarch"
+layer = FactorLinear(16, 16, structure=structure, implementation=right)
+reveal: int = layer.out_features
+FactorLinear(16, 16, implementation="v9")  # wrong
+FactorLinear(16, 16, structure="butterfly")  # wrong
+FactorMLP([4, 4], implementation="fast")  # wrong
+FactorLinear.from_linear(nn.Linear(4, 4), structure="kron")  # wrong
+fuse(nn.Sequential(nn.Linear(4, 4)), "triton")  # wrong
+factor_linear(torch.randn(4, 16), layer.weights, implementation="v0")  # wrong
+"""
+
+
+Errors = dict[str, list[tuple[int, str]]]
+
+
+def errors_by_file(checker: str, folder: Path) -> Errors:
+    """Of programs away from the source, as in a user's folder, all at once: reading PyTorch is what takes the time."""
+    (folder / "readme.py").write_text("\n\n".join(blocks(ROOT / "README.md", "python")))
+    (folder / "wrong.py").write_text(WRONG)
+    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')  # pyright's own default
+    environment = os.environ | {"MYPYPATH": str(ROOT)}  # where the source lies, if it is installed as editable
+    command = [sys.executable, "-m", checker, *CHECKERS[checker]]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    found: Errors = {"readme.py": [], "wrong.py": []}
+    for name, line, words in re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -|:) error:? (.*)", done.stdout):
+        found[name].append((int(line), words))
+    return found
+
+
+@pytest.fixture(scope="module", params=CHECKERS)
+def errors(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[int, str]]]:
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed: pip install {request.param}")
+    return errors_by_file(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_readme_has_no_errors(errors: Errors) -> None:
+    assert errors["readme.py"] == []
+
+
+def test_a_wrong_name_is_an_error(errors: Errors) -> None:
+    wrong = {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
+    assert len(wrong) == 6
+    assert {line for line, _ in errors["wrong.py"]} == wrong
