@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations import activate
@@ -61,6 +61,8 @@ def why_not_fused(x: Tensor, chain: Chain | None = None) -> str | None:
         return "torch.compile cannot trace its autograd rule under torch.func"
     if chain is not None and chain.weights > MOST_WANTED and x.is_cuda and is_compiling():
         return f"torch.compile takes its gradients of {MOST_WANTED} weights at most, this layer has {chain.weights}"
+    if is_exporting() and torch.onnx.is_in_onnx_export():
+        return "ONNX has no operation like it"
     return None
 
 
@@ -158,8 +160,11 @@ def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | Non
             y = _TransformableChain.apply(text, x, bias, *weights)
         elif is_compiling():
             y = _Chain.apply(text, x, bias, *weights) if recorded else _forward(x, weights, bias, text)
+        elif recorded:
+            refuse_traced_gradients()
+            y = _apply_chain(text, x, bias, *weights)
         else:
-            y = _apply_chain(text, x, bias, *weights) if recorded else _forward_now(x, weights, bias, text)
+            y = _forward_now(x, weights, bias, text)
     except RuntimeError as error:  # PyTorch hands on a C++ exception's message only
         raise_better(error, text, x)
         raise
@@ -184,6 +189,15 @@ def any_requires_grad(x: Tensor, bias: Tensor | None, weights: Sequence[Tensor])
 
 
 transforms_active = torch._C._are_functorch_transforms_active  # whether a transform of torch.func is at work
+
+
+def refuse_traced_gradients() -> None:
+    """torch.jit.trace records a Function as a call of this process's Python, which is neither saved nor loaded."""
+    if torch._C._is_tracing():
+        raise RuntimeError(
+            "factorlayer: torch.jit.trace cannot keep the gradients of the fused implementation; trace under "
+            "torch.no_grad(), or with implementation='batched' where gradients are needed"
+        )
 
 
 # Autograd. The forward op and the backward op have a Function each, in two forms: one that saves through ctx, fast in

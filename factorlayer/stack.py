@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from factorlayer.formula import formula
 from factorlayer.frozen import Frozen
 from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name, run
 from factorlayer.fused import any_requires_grad, runs_in_tf32
-from factorlayer.layers import FactorLinear
+from factorlayer.layers import FactorLinear, refuse_script
 from factorlayer.nested import through
 from factorlayer.runtime import CompileError, is_hopper
 from factorlayer.spec import LayerSpec
@@ -288,6 +288,10 @@ class RunsAsStacks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_freeze_again)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks every module for."""
+        refuse_script("FactorMLP" if type(self).__name__ == "FactorMLP" else "fuse")
 
     @property
     def stacks(self) -> list[LayerStack]:

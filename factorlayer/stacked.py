@@ -29,6 +29,7 @@ from factorlayer.fused import (
     has_kernel,
     missing_extension,
     raise_better,
+    refuse_traced_gradients,
     runs_in_tf32,
     transforms_active,
     why_not_fused,
@@ -201,8 +202,11 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
         tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
     y: Tensor
     try:
-        if recorded:
-            y = _Stack.apply(text, x, *tensors) if compiling else _apply_stack(text, x, *tensors)
+        if recorded and compiling:
+            y = _Stack.apply(text, x, *tensors)
+        elif recorded:
+            refuse_traced_gradients()
+            y = _apply_stack(text, x, *tensors)
         elif text.endswith(STATES):
             y = _made_by_layers(text.removesuffix(STATES), x, tensors, stored=False)[-1]
         else:
