@@ -105,7 +105,8 @@ def test_without_the_extension() -> None:
     assert done.returncode == 0, done.stderr
     reason = (
         "the compiled extension factorlayer._C cannot be imported (import of factorlayer._C halted; None in "
-        "sys.modules); build it with `pip install --no-build-isolation .` in factorlayer's source folder"
+        "sys.modules); build it with `pip install --no-build-isolation .` in factorlayer's source folder (with `-e .` "
+        "if that is how it was installed)"
     )
     assert done.stdout.splitlines() == [
         f"RuntimeWarning: factorlayer runs the batched implementation, not the fused one: {reason}",
