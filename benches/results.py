@@ -46,9 +46,9 @@ class Row:
         """The best that PyTorch alone does. Of a block, nn.Linear: unlike v2, it adds the bias as it multiplies."""
         return "dense" if self.is_block else "v2"
 
-    def speedup(self, of_pass: str) -> float | None:
-        """Of v3 over its rival."""
-        rival, v3 = self.us(self.rival, of_pass), self.us("v3", of_pass)
+    def speedup(self, of_pass: str, over: str | None = None) -> float | None:
+        """Of v3 over its rival, or over another subject."""
+        rival, v3 = self.us(over or self.rival, of_pass), self.us("v3", of_pass)
         return None if rival is None or v3 is None else rival / v3
 
     def lead(self, of_pass: str) -> float | None:

@@ -77,10 +77,14 @@ def markdown(rows: list[Row]) -> list[str]:
 def _layers(rows: list[Row]) -> list[str]:
     has_published = any(row.published for row in rows)
     headings = ["v2 µs", "v3 µs", "speed-up fwd", "speed-up fwd+bwd", "efficiency"]
+    said = "Forward unless a column says fwd+bwd, or has both; medians."
     if has_published:
         headings = ["floor µs", "best published µs", *headings[:2], "v3 fwd+bwd µs", "over published", *headings[2:]]
         headings.append("kernels")
-    lines = ["Forward unless a column says fwd+bwd, or has both; medians.", "", *_heading(rows, [], headings)]
+    else:
+        headings = ["nn.Linear µs", *headings[:2], "over nn.Linear", *headings[2:]]
+        said += " nn.Linear is the dense layer of the same features; - where it was not timed, too large or too slow."
+    lines = [said, "", *_heading(rows, [], headings)]
     for row in rows:
         ours = [_us(row.us("v2", "forward")), _us(row.us("v3", "forward"))]
         speedups = [_times(row.speedup(of_pass)) for of_pass in PASS_NAMES]
@@ -90,7 +94,8 @@ def _layers(rows: list[Row]) -> list[str]:
             leads = " / ".join(_times(row.lead(of_pass)) for of_pass in PASS_NAMES)
             cells += [_us(row.us("v3", "forward_backward")), leads, *speedups, efficiency, str(row.kernels or "-")]
         else:
-            cells = [*ours, *speedups, efficiency]
+            over = " / ".join(_times(row.speedup(of_pass, "dense")) for of_pass in PASS_NAMES)
+            cells = [_us(row.us("dense", "forward")), *ours, over, *speedups, efficiency]
         name = f"{row.workload} ({row.shape})" if "blocks" in row.shape else row.workload
         lines.append(_line(row, name, cells))
     return lines

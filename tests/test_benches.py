@@ -406,6 +406,18 @@ def test_a_block_is_compared_with_the_dense_layers_and_the_published() -> None:
     assert row.speedup("forward") is None
 
 
+def test_layers_without_published_peers_stand_beside_nn_linear() -> None:
+    row = made_up()
+    row.times["dense"] = {of_pass: Timing(us, 1.0, 5) for of_pass, us in zip(PASSES, (600.0, 700.0), strict=True)}
+    ours = f"{row.us('v2', 'forward'):.0f} | {row.us('v3', 'forward'):.1f}"
+    over = " / ".join(f"{us / row.us('v3', of_pass):.2f}x" for of_pass, us in zip(PASSES, (600, 700), strict=True))
+    without = made_up()  # too large, too slow, or results of before it was timed
+    lines = markdown([row, without])
+    assert "| nn.Linear µs | v2 µs | v3 µs | over nn.Linear | speed-up fwd |" in lines[2]
+    assert f"| 16:32^2 | float32 | 1 | 600 | {ours} | {over} | " in lines[4]
+    assert f"| 16:32^2 | float32 | 1 | - | {ours} | - / - | " in lines[5]
+
+
 def test_results_of_before_blocks_are_read(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     made_up_results(made_up()).save(path)
@@ -429,7 +441,7 @@ def test_report_writes_a_section_and_check_sees_a_stale_one(tmp_path: Path) -> N
     assert CliRunner().invoke(report.app, options).exit_code == 0
     text = readme.read_text()
     assert text.startswith("# Title\n\n<!-- benches:begin cpu -->\na CPU, 2 cores, 1M L2, avx2 kernels")
-    assert "| 16:32^2 | float32 | 1 | 100 | 50.0 | 2.00x | 2.00x | 0.50 / 0.80 |" in text
+    assert "| 16:32^2 | float32 | 1 | - | 100 | 50.0 | - / - | 2.00x | 2.00x | 0.50 / 0.80 |" in text
     assert "](results/cpu.svg)" in text
     assert text.endswith("<!-- benches:end cpu -->\n\nThe end.\n")
     assert (folder / "cpu.svg").exists()
