@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor
 
 from factorlayer.expression import Expression, number_steps
+from factorlayer.nearest import did_you_mean, nearest
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -37,7 +38,8 @@ def activation_name(activation: str | None) -> str:
     if activation is None or activation == "none":
         return "identity"
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation should be None or one of {', '.join(ACTIVATIONS)}; it is {activation!r}")
+        meant = did_you_mean(nearest(activation, ACTIVATIONS))
+        raise ValueError(f"activation should be None or one of {', '.join(ACTIVATIONS)}; it is {activation!r}{meant}")
     return activation
 
 

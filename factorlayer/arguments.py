@@ -1,5 +1,5 @@
-"""How the command line is read: BATCH, FACTOR... and the options that every command shares, and where the
-command stands among them. cli.py declares the commands.
+"""The arguments that every command shares, BATCH, FACTOR... and options, and the case that they describe. grammar.py
+says in what order they may stand; cli.py declares the commands.
 
 torch is imported when a command runs, not before: --help needs none of it. Typer reads the
 annotations, so they are not deferred in this file and in cli.py.
@@ -7,21 +7,20 @@ annotations, so they are not deferred in this file and in cli.py.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+
+from factorlayer.grammar import EXAMPLE, complete_a_size, complete_an_activation
+from factorlayer.refusals import refuse, refuse_given, worded
 
 if TYPE_CHECKING:
     from factorlayer import spec
     from factorlayer.case import Case
     from factorlayer.subject import Subject
-
-T = TypeVar("T")
-EXAMPLE = "python test.py 16 32 32 check"
 
 
 class Dtype(str, Enum):
@@ -35,7 +34,7 @@ class Structure(str, Enum):
 class Version(str, Enum):
     v1, v2, v3 = "v1", "v2", "v3"
     naive, batched, fused = "naive", "batched", "fused"
-    model = "model"
+    model, dense = "model", "dense"
 
     @property
     def number(self) -> str:
@@ -46,37 +45,6 @@ class CacheAction(str, Enum):
     list, verify, clear, limit = "list", "verify", "clear", "limit"
 
 
-class CommandAnywhere(TyperGroup):
-    """A group whose command may stand behind its own arguments: its name is moved to the front."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        positional = list(self._positional(args))
-        found = [i for i in positional if args[i] in self.commands]
-        for i in positional:
-            if re.match(r"-[0-9]", args[i]):
-                ctx.fail(f"BATCH should be 0 or more and each FACTOR a positive size; {args[i]} came")
-        if len(found) > 1:
-            ctx.fail(f"one command at a time, {' and '.join(args[i] for i in found)} came")
-        if found:
-            args = [args[found[0]], *args[: found[0]], *args[found[0] + 1 :]]
-        elif {"--help", "-h"} & set(args):
-            args = ["--help"]
-        elif args:
-            words = [args[i] for i in positional if args[i][0].isalpha()]
-            came = f", there is no command {words[-1]!r}" if words else ""
-            ctx.fail(f"say what to do: check, profile or bench{came}. For example: {EXAMPLE}")
-        return super().parse_args(ctx, args)
-
-    def _positional(self, args: list[str]) -> Iterator[int]:
-        """Where no option and no option's value stands: `--trace check` names a file."""
-        options = [p for command in self.commands.values() for p in command.params if p.param_type_name == "option"]
-        with_value = {name for p in options if not getattr(p, "is_flag", False) for name in p.opts}
-        for i, arg in enumerate(args):
-            is_option = arg.startswith("-") and not re.match(r"-[0-9]", arg)
-            if arg and not is_option and not (i and args[i - 1] in with_value):
-                yield i
-
-
 def layer_option(help: str, **settings: Any) -> Any:
     return typer.Option(help=help, rich_help_panel="The layer", **settings)
 
@@ -85,13 +53,23 @@ def model_option(help: str, metavar: str, **settings: Any) -> Any:
     return typer.Option(help=help, metavar=metavar, rich_help_panel="The block or model", **settings)
 
 
+def batch_of(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise typer.BadParameter(f"BATCH should be a number of samples, 0 or more; it is {text!r}")
+    return int(text)
+
+
 def case_of(
-    batch: Annotated[int, typer.Argument(metavar="BATCH", min=0, help="Samples; 0 is allowed.")],
+    batch: Annotated[
+        int,
+        typer.Argument(metavar="BATCH", parser=batch_of, help="Samples; 0 is allowed.", autocompletion=complete_a_size),
+    ],
     factors: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="FACTOR",
             show_default=False,
+            autocompletion=complete_a_size,
             help="Sizes of the modes: 32, or 20x36 for in x out. With --mlp, the widths: 512, or 1024=32*32.",
         ),
     ] = None,
@@ -108,6 +86,7 @@ def case_of(
         layer_option(
             "relu, gelu, silu, tanh, sine …, or FILE.py:FUNCTION, of one tensor; by default none, in an MLP relu.",
             metavar="NAME",
+            autocompletion=complete_an_activation,
         ),
     ] = None,
     bias: Annotated[
@@ -183,24 +162,6 @@ def own_model(name: str, checkpoint: Path | None, input: str | None) -> "Subject
     given = None if input is None else worded("--input", lambda: parse_shape(input))
     shape = worded("--model", lambda: sample_shape(module, given))
     return Own(module, shape, name, None if checkpoint is None else str(checkpoint))
-
-
-def refuse_given(why: str, options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value is not None and value != []:
-            refuse(name, f"it was given where it has no meaning: {why}")
-
-
-def worded(hint: str, make: Callable[[], T]) -> T:
-    """What `make` returns; its ValueError becomes a message about wrong usage, without a traceback."""
-    try:
-        return make()
-    except ValueError as error:
-        refuse(hint, str(error))
-
-
-def refuse(hint: str, message: str) -> NoReturn:
-    raise typer.BadParameter(message, param_hint=f"'{hint}'")
 
 
 def takes_a_case(command: Callable[..., None]) -> Callable[..., None]:

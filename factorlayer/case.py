@@ -23,6 +23,7 @@ from factorlayer.stack import Layer, LayerStack, layer_of
 from factorlayer.subject import Own, Subject
 
 VERSIONS: dict[str, Implementation] = {"v1": "naive", "v2": "batched", "v3": "fused"}
+DENSE = "dense"  # nn.Linear in the place of the layers, which bench and profile may add to a problem's modules
 DTYPES = {"f": torch.float32, "d": torch.float64, "h": torch.float16, "b": torch.bfloat16}
 
 
@@ -136,15 +137,19 @@ class Problem:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """What has a gradient, by name."""
-        return {"x": self.x, **{name: p for name, p in self.module.named_parameters() if p.requires_grad}}
+        return self._inputs_of(self.module)
+
+    def _inputs_of(self, module: nn.Module) -> dict[str, Tensor]:
+        return {"x": self.x, **{name: p for name, p in module.named_parameters() if p.requires_grad}}
 
     def forward(self, version: str) -> Tensor:
         y: Tensor = self.modules[version](self.x)
         return y
 
-    def backward(self, y: Tensor) -> dict[str, Tensor]:
-        """The gradients, by the name of what they are gradients of; zero if y does not depend on it."""
-        inputs = self.inputs
+    def backward(self, y: Tensor, version: str = "") -> dict[str, Tensor]:
+        """The gradients, by the name of what they are gradients of; zero if y does not depend on it. The versions have
+        the same parameters, all but dense."""
+        inputs = self._inputs_of(self.modules[DENSE] if version == DENSE else self.module)
         found = torch.autograd.grad(y, list(inputs.values()), self.grad_y, materialize_grads=True)
         return dict(zip(inputs, found, strict=True))
 

@@ -4,58 +4,71 @@ call main().
 python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
 """
 
-import importlib.util
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factorlayer.arguments import (
-    EXAMPLE,
-    CacheAction,
-    CommandAnywhere,
-    Version,
+from factorlayer.arguments import CacheAction, Version, takes_a_case
+from factorlayer.grammar import EXAMPLE, INSTALLED, PROGRAM, Command, CommandAnywhere
+from factorlayer.progress import INTERRUPTED, gather, progress
+from factorlayer.refusals import (
     refuse,
     refuse_given,
-    takes_a_case,
-    worded,
+    require_available,
+    require_folder,
+    require_plot,
+    say_unavailable,
 )
+from factorlayer.views import sources_of, variants_of
 
 if TYPE_CHECKING:
     from factorlayer.case import Case, Problem
 
-T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout; the rest goes to stderr.")]
 
 app = typer.Typer(
     cls=CommandAnywhere,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     subcommand_metavar="BATCH FACTOR... check|profile|bench",
     epilog=(
         f"Example: {EXAMPLE}\n\n"
-        "Example: python test.py --dtype d --structure monarch 16 20x36 28x44 check\n\n"
-        "Example: python test.py 32 128 128 bench --plot out.png\n\n"
-        "Example: python test.py --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
-        "Example: python test.py --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
-        "Example: python test.py cache list\n\n"
-        "Options may stand anywhere; `check --help` and so on list them. Installed, this is `factorlayer`."
+        f"Example: {PROGRAM} --dtype d --structure monarch 16 20x36 28x44 check\n\n"
+        f"Example: {PROGRAM} 32 128 128 bench --plot out.png\n\n"
+        f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
+        f"Example: {PROGRAM} --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
+        f"Example: {PROGRAM} cache list\n\n"
+        "Options may stand anywhere; `check --help` and so on list them."
+        + ("" if PROGRAM == INSTALLED else f" Installed, this is `{INSTALLED}`.")
     ),
 )
 
 
+def print_version(ctx: typer.Context, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from factorlayer.about import version_lines
+
+        typer.echo("\n".join(version_lines()))
+        raise typer.Exit
+
+
 @app.callback()
-def group() -> None:
+def group(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Say what runs here, and exit."),
+    ] = False,
+) -> None:
     """Check, profile or time a structured linear layer: BATCH samples through the modes FACTOR... Or, with --mlp, a
     block of such layers, and with --model a model of your own."""
 
 
-@app.command(epilog="Example: python test.py --mlp --activation gelu 4096 48 512 1024=32*32 12 check")
+@app.command(cls=Command, epilog=f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check")
 @takes_a_case
 def check(
     case: "Case",
@@ -84,11 +97,13 @@ def check(
     raise typer.Exit(0 if report.passed else 1)
 
 
-@app.command(epilog="Example: python test.py 16 20x36 28x44 profile --implementation v3 --trace v3.json")
+@app.command(cls=Command, epilog=f"Example: {PROGRAM} 16 20x36 28x44 profile --implementation v3 --trace v3.json")
 @takes_a_case
 def profile(
     case: "Case",
-    implementation: Annotated[Version, typer.Option(help="v1 is naive, v2 batched, v3 fused.")] = Version.v3,
+    implementation: Annotated[
+        Version, typer.Option(help="v1 is naive, v2 batched, v3 fused, dense nn.Linear.")
+    ] = Version.v3,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", dir_okay=False, help="Where the trace goes; by default factorlayer_v3.json …"),
@@ -104,19 +119,29 @@ def profile(
     path = trace or Path(f"factorlayer_{version}.json")
     require_folder("--trace", path)
     problem = problem_of(case)
+    add_dense(problem, [implementation], as_json)
     require_available(problem, [version])
-    for _ in progress(measure.warm_up(problem, version, forward_only), "warming up", measure.WARM_UP_STEPS):
-        pass
-    profiler = measure.run_profiler(problem, version, forward_only, steps)
+    warm = gather(measure.warm_up(problem, version, forward_only), "warming up", measure.WARM_UP_STEPS)
+    if warm.interrupted:
+        say_interrupted("nothing was profiled yet, and no trace written", as_json)
+        raise typer.Exit(INTERRUPTED)
+    profiler, whole = measure.run_profiler(problem, version, forward_only, progress(range(steps), "profiling", steps))
     profiler.export_chrome_trace(str(path))
     typer.echo(measure.profile_table(profiler, case), err=as_json)
     typer.echo(f"The trace is in {path}: open it at https://ui.perfetto.dev or in chrome://tracing.", err=as_json)
+    interrupted = whole < steps
+    if interrupted:
+        say_interrupted(f"{whole} of {steps} calls were profiled whole", as_json)
     if as_json:
-        events = measure.profile_to_json(profiler)
-        print_json("profile", case, {"implementation": version, "trace": str(path), "events": events})
+        found = {"implementation": version, "trace": str(path), "interrupted": interrupted, "steps": whole}
+        print_json("profile", case, {**found, "events": measure.profile_to_json(profiler)})
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
-@app.command(epilog="Example: python test.py 32 128 128 bench --implementation v2 --implementation v3 --plot out.png")
+@app.command(
+    cls=Command, epilog=f"Example: {PROGRAM} 32 128 128 bench --implementation v2 --implementation v3 --plot out.png"
+)
 @takes_a_case
 def bench(
     case: "Case",
@@ -152,7 +177,8 @@ def bench(
         found = variants_of(problem, arch, min_run_time, as_json)
         if as_json:
             print_json("bench", case, found)
-        return
+        raise typer.Exit(INTERRUPTED if found["interrupted"] else 0)
+    add_dense(problem, implementation, as_json)
     versions = list(dict.fromkeys(version.number for version in implementation or ()))
     require_available(problem, versions)
     missing = problem.unavailable()
@@ -161,17 +187,22 @@ def bench(
         say_unavailable(missing, case, as_json)
     size, intensity = measure.state_size(problem), measure.arithmetic_intensity(problem)
     typer.echo(f"state size {size}, AI {intensity:.1e} (multiply-adds per element moved)", err=as_json)
-    timings = list(progress(measure.bench(problem, versions, min_run_time), "timing", 2 * len(versions)))
-    typer.echo(measure.table(timings), err=as_json)
-    if plot is not None:
-        measure.plot(timings, f"{case.subject}, state size {size}, batch {case.batch}", plot)
+    timed = gather(measure.bench(problem, versions, min_run_time), "timing", 2 * len(versions))
+    typer.echo(measure.table(timed.found), err=as_json)
+    if timed.interrupted:
+        say_interrupted(f"{len(timed.found)} of {2 * len(versions)} figures were measured", as_json)
+    if plot is not None and timed.found:
+        measure.plot(timed.found, f"{case.subject}, state size {size}, batch {case.batch}", plot)
         typer.echo(f"The plot is in {plot}.", err=as_json)
     if as_json:
         figures = {"state_size": size, "arithmetic_intensity": intensity, "unavailable": missing}
-        print_json("bench", case, {**figures, "timings": [timing.to_json() for timing in timings]})
+        figures |= {"interrupted": timed.interrupted, "timings": [timing.to_json() for timing in timed.found]}
+        print_json("bench", case, figures)
+    if timed.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
-@app.command(epilog="Example: python test.py cache list")
+@app.command(cls=Command, epilog=f"Example: {PROGRAM} cache list")
 def cache(
     action: Annotated[
         CacheAction, typer.Argument(help="What to do; verify exits with 1 if there are damaged files.")
@@ -238,89 +269,27 @@ def problem_of(case: "Case") -> "Problem":
         refuse(case.subject.option, message)
 
 
-def sources_of(problem: "Problem", arch: int | None, as_json: bool) -> dict[str, Any]:
-    """Prints what --source asks for, and returns it for --json."""
-    from factorlayer import fused
-    from factorlayer.source import gpu_of, sources, why_not_compiled
+def add_dense(problem: "Problem", implementations: Sequence[Version] | None, as_json: bool) -> None:
+    """Adds nn.Linear to what can be timed: if it was asked for, or if nothing else was."""
+    from factorlayer.case import DENSE
+    from factorlayer.linear import DenseUnavailableError, dense_of
 
-    if fused.missing_extension is not None:
-        refuse("--source", fused.why_never_fused(problem.x) or "")
-    gpu = worded("--arch", lambda: gpu_of(problem, arch))
-    reason = why_not_compiled()
-    typer.echo(
-        f"v3's forward kernels on a GPU of compute capability {gpu.arch / 10}, {gpu.sms} multiprocessors"
-        + ("" if problem.x.is_cuda else f" (here v3 runs on {problem.case.device})")
-        + (f"; not compiled: {reason}" if reason else ""),
-        err=as_json,
-    )
-    found = list(sources(problem, gpu))
-    for each in found:
-        typer.echo("\n".join(each.lines()), err=as_json)
-    return {"architecture": gpu.architecture, "source": [asdict(each) for each in found]}
+    if implementations and Version.dense not in implementations:
+        return
+    try:
+        dense = dense_of(problem.case)
+    except DenseUnavailableError as error:
+        if implementations:
+            refuse("--implementation", f"dense cannot run: {error}; choose another of v1, v2 and v3")
+        if "model" not in problem.modules:
+            typer.echo(f"dense is left out: {error}", err=as_json)
+        return
+    problem.modules[DENSE] = dense
+    typer.echo(f"dense is {dense}", err=as_json)
 
 
-def variants_of(problem: "Problem", arch: int | None, min_run_time: float, as_json: bool) -> dict[str, Any]:
-    """Prints what --variants asks for, and returns it for --json."""
-    from factorlayer.source import gpu_of
-    from factorlayer.variants import tables
-
-    require_available(problem, ["v3"])
-    if arch is not None and problem.x.is_cuda:
-        refuse("--arch", f"{problem.case.device} times its own kernels; leave it out, or give --device cpu")
-    gpu = worded("--arch", lambda: gpu_of(problem, arch))
-    timed = "" if problem.x.is_cuda else f"; predicted only, the case is on {problem.case.device}"
-    what = f"v3's ways on a GPU of compute capability {gpu.arch / 10}, {gpu.sms} multiprocessors"
-    typer.echo(what + timed, err=as_json)
-    found = []
-    for table in tables(problem, gpu, min_run_time):
-        typer.echo("\n".join(table.lines()), err=as_json)
-        found.append(asdict(table))
-    return {"architecture": gpu.architecture, "variants": found}
-
-
-def require_available(problem: "Problem", versions: Sequence[str]) -> None:
-    missing = problem.unavailable()
-    if "model" not in problem.modules:
-        missing["model"] = "it is a model of your own, for --model"
-    for version in versions:
-        if version in missing:
-            refuse(
-                "--implementation",
-                f"{version} cannot run: {missing[version]}; choose another of v1, v2 and v3",
-            )
-
-
-def say_unavailable(missing: Mapping[str, str], case: "Case", as_json: bool) -> None:
-    for version, reason in missing.items():
-        typer.echo(f"{version} is not available on {case.device} and left out: {reason}", err=as_json)
-
-
-def require_folder(option: str, path: Path) -> None:
-    """Before the work, not after it."""
-    if not path.parent.is_dir():
-        refuse(option, f"the file should be in a folder that exists; there is no {path.parent}")
-
-
-def require_plot(path: Path) -> None:
-    require_folder("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        refuse("--plot", "drawing needs matplotlib, which is not installed: pip install matplotlib")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:] not in formats:
-        refuse("--plot", f"the file's name should end in one of {', '.join(formats)}; it is {path}")
-
-
-def progress(steps: Iterable[T], what: str, total: int) -> Iterable[T]:
-    """The steps, with a bar on stderr if that is a terminal. It moves between steps only: no thread of its
-    own runs while something is timed."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    off = not console.is_terminal
-    return track(steps, what, total, auto_refresh=False, console=console, transient=True, disable=off)
+def say_interrupted(what_there_is: str, as_json: bool) -> None:
+    typer.echo(f"interrupted: {what_there_is}", err=as_json)
 
 
 def print_json(command: str, case: "Case", result: Mapping[str, Any]) -> None:
@@ -328,4 +297,4 @@ def print_json(command: str, case: "Case", result: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    app()
+    app(prog_name=PROGRAM)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from factorlayer.case import Case, Problem
+from factorlayer.case import Problem
+from factorlayer.comparison import Comparison, Report, summary
 from factorlayer.spec import LayerSpec
 from factorlayer.subject import Single
 
@@ -25,50 +25,10 @@ COMPARING = {"lt", "le", "gt", "ge", "maximum", "minimum"}
 FEW, SMALL = 32, 1e-6
 
 
-@dataclass(frozen=True)
-class Comparison:
-    left: str  # v1_y, v2_grad_x …
-    right: str
-    equal: bool
-    difference: float  # the largest absolute one
-    tolerance: float  # of the Frobenius norm of the difference, relative to the right side's
-
-
-@dataclass
-class Report:
-    case: Case
-    layers: list[str] = field(default_factory=list)  # as they were understood
-    norms: dict[str, float] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
-    unavailable: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """Everything compared is equal, and v3 is there where it should be, on a CPU."""
-        complete = not self.unavailable or self.case.device.type != "cpu"
-        return complete and all(comparison.equal for comparison in self.comparisons)
-
-    def lines(self) -> list[str]:
-        subject = self.case.subject
-        layers = [] if isinstance(subject, Single) and isinstance(subject.activation, str) else self.layers
-        norms = [f"||{name}|| = {norm:.6e}" for name, norm in self.norms.items()]
-        pairs = [f"{c.left} == {c.right}: {c.equal} ({c.difference:.1e})" for c in self.comparisons]
-        return layers + norms + pairs
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON has no NaN and no infinity: they become null."""
-        return {
-            "passed": self.passed,
-            "unavailable": self.unavailable,
-            "layers": self.layers,
-            "norms": {name: _finite(norm) for name, norm in self.norms.items()},
-            "comparisons": [{**asdict(c), "difference": _finite(c.difference)} for c in self.comparisons],
-        }
-
-
 def check(problem: Problem) -> Report:
     """Runs every implementation there is, forward and backward, and compares each pair."""
     report = Report(problem.case, problem.explain(), unavailable=problem.unavailable())
+    report.summary = summary(problem, report.unavailable)
     jumping = _steady(problem)
     values = {v: _values(problem, v) for v in problem.modules if v not in report.unavailable}
     for version, tensors in values.items():
@@ -77,8 +37,10 @@ def check(problem: Problem) -> Report:
     allowed = {name: t + (name != "y") * math.sqrt(jumping) for name, t in tolerances(problem).items()}
     for a, b in itertools.combinations(values, 2):
         for name, tolerance in allowed.items():
-            equal, difference = compare(values[a][name], values[b][name], tolerance)
-            report.comparisons.append(Comparison(f"{a}_{name}", f"{b}_{name}", equal, difference, tolerance))
+            left, right = values[a][name], values[b][name]
+            equal, difference = compare(left, right, tolerance)
+            size = relative(left, right), tuple(left.shape)
+            report.comparisons.append(Comparison(f"{a}_{name}", f"{b}_{name}", equal, difference, tolerance, *size))
     return report
 
 
@@ -89,6 +51,12 @@ def compare(a: Tensor, b: Tensor, tolerance: float) -> tuple[bool, float]:
     difference = a.double() - b.double()
     distance = _norm(difference)
     return math.isfinite(distance) and distance <= tolerance * _norm(b), _largest(difference)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / ‖b‖."""
+    distance, norm = _norm(a.double() - b.double()), _norm(b)
+    return 0.0 if distance == 0 else distance / norm if norm else math.inf
 
 
 def tolerances(problem: Problem) -> dict[str, float]:
@@ -242,7 +210,3 @@ def _largest(tensor: Tensor) -> float:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -51,7 +51,7 @@ def fuse(module: nn.Module, implementation: Implementation = "auto") -> nn.Modul
 class Fused(RunsAsStacks):
     """What fuse returns: the children of a module under their names, called by way of stacks."""
 
-    def __init__(self, module: nn.Module, implementation: str) -> None:
+    def __init__(self, module: nn.Module, implementation: Implementation) -> None:
         super().__init__()
         self.training, self._implementation = module.training, implementation
         self._parameters, self._buffers = module._parameters, module._buffers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.benchmark import Compare, Measurement, Timer, select_unit
 
-from factorlayer.case import Case, Problem
+from factorlayer.case import DENSE, Case, Problem
 
 WARM_UP_STEPS = 3
 
@@ -58,39 +58,47 @@ def arithmetic_intensity(problem: Problem) -> float:
 def bench(problem: Problem, versions: Sequence[str], min_run_time: float) -> Iterator[Timing]:
     """Times each version, forward without autograd and forward+backward, one figure at a time."""
     case = problem.case
-    forward, backward = forward_multiply_adds(problem), backward_multiply_adds(problem)
 
     def run_forward(version: str) -> None:
         with torch.no_grad():
             problem.forward(version)
 
     def run_both(version: str) -> None:
-        problem.backward(problem.forward(version))
+        problem.backward(problem.forward(version), version)
 
-    rows: list[tuple[str, int, Callable[[str], None]]]
-    rows = [("forward", forward, run_forward), ("forward+backward", forward + backward, run_both)]
-    for direction, multiply_adds, run in rows:
+    for direction, run in (("forward", run_forward), ("forward+backward", run_both)):
+        multiply_adds = _multiply_adds(problem, direction)
         for version in versions:
             timer = Timer(
                 "run(version)",
                 globals={"run": run, "version": version},
                 label=f"{case.subject}, {str(case.dtype).removeprefix('torch.')} on {case.device}",
-                sub_label=f"{direction}, {multiply_adds:.3e} multiply-adds",
+                sub_label=f"{direction}, {multiply_adds['']:.3e} multiply-adds",
                 description=version,
                 num_threads=torch.get_num_threads(),
             )
             for _ in range(WARM_UP_STEPS):
                 run(version)
             measurement = timer.blocked_autorange(min_run_time=min_run_time)
-            yield Timing(version, direction, multiply_adds, measurement)
+            yield Timing(version, direction, multiply_adds.get(version, multiply_adds[""]), measurement)
+
+
+def _multiply_adds(problem: Problem, direction: str) -> dict[str, int]:
+    """Of the layers, and of the dense ones in their place: those need as many for each of two gradients."""
+    forward, both = forward_multiply_adds(problem), direction != "forward"
+    counted = {"": forward + (backward_multiply_adds(problem) if both else 0)}
+    if DENSE in problem.modules:
+        dense = sum(p.numel() for p in problem.modules[DENSE].parameters() if p.dim() == 2)
+        counted[DENSE] = problem.case.batch * dense * (3 if both else 1)
+    return counted
 
 
 def table(timings: Sequence[Timing]) -> str:
-    return str(Compare([timing.measurement for timing in timings]))
+    return str(Compare([timing.measurement for timing in timings])) if timings else ""
 
 
 def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
-    """A bar for each version in each direction."""
+    """A bar for each version in each direction, as far as it was timed."""
     from matplotlib.figure import Figure  # an optional dependency; cli.py has looked for it
 
     directions = list(dict.fromkeys(timing.direction for timing in timings))
@@ -102,8 +110,9 @@ def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
     width = 0.8 / len(versions)
     for i, version in enumerate(versions):
         at = [x + (i - (len(versions) - 1) / 2) * width for x in range(len(directions))]
-        heights = [seconds[version, direction] / scale for direction in directions]
-        axes.bar_label(axes.bar(at, heights, width, label=version), fmt="%.3g")
+        timed = [place for place, direction in enumerate(directions) if (version, direction) in seconds]
+        heights = [seconds[version, directions[place]] / scale for place in timed]
+        axes.bar_label(axes.bar([at[place] for place in timed], heights, width, label=version), fmt="%.3g")
     axes.set_xticks(range(len(directions)), directions)
     axes.set_ylabel(f"median, {unit}")
     axes.set_title(title)
@@ -118,17 +127,23 @@ def warm_up(problem: Problem, version: str, forward_only: bool) -> Iterator[int]
         yield step
 
 
-def run_profiler(problem: Problem, version: str, forward_only: bool, steps: int) -> Any:
+def run_profiler(problem: Problem, version: str, forward_only: bool, steps: Iterable[int]) -> tuple[Any, int]:
+    """PyTorch's profiler of the steps, and how many of them it has seen whole: Ctrl-C ends them early."""
     activities = [ProfilerActivity.CPU]
     if problem.case.device.type == "cuda":
         torch.cuda.synchronize(problem.case.device)
         activities.append(ProfilerActivity.CUDA)
+    whole = 0
     with profile(activities=activities, acc_events=True) as profiler:
-        for _ in range(steps):
-            _step(problem, version, forward_only)
+        try:
+            for _ in steps:
+                _step(problem, version, forward_only)
+                whole += 1
+        except KeyboardInterrupt:
+            pass  # what was profiled before is worth having; the caller sees that steps are missing
         if problem.case.device.type == "cuda":
             torch.cuda.synchronize(problem.case.device)
-    return profiler
+    return profiler, whole
 
 
 def profile_table(profiler: Any, case: Case) -> str:
@@ -159,4 +174,4 @@ def _step(problem: Problem, version: str, forward_only: bool) -> None:
     with record_function(f"{version} forward"):
         y = problem.forward(version)
     with record_function(f"{version} backward"):
-        problem.backward(y)
+        problem.backward(y, version)

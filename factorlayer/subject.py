@@ -22,6 +22,7 @@ from factorlayer.activations import activation_name
 from factorlayer.formula import formula
 from factorlayer.layers import FactorLinear
 from factorlayer.mlp import FactorMLP, Width
+from factorlayer.nearest import did_you_mean, nearest
 from factorlayer.spec import LayerSpec, Structure
 from factorlayer.stack import layer_of
 from factorlayer.stages import activation_of
@@ -229,9 +230,11 @@ def _find(name: str) -> Callable[..., Any]:
     path, _, function = name.rpartition(":")
     if not path or not function:
         raise ValueError(f"a function of your own should be given as path/to/file.py:function; it is {name!r}")
-    found: Callable[..., Any] | None = getattr(_run_file(Path(path)), function, None)
+    module = _run_file(Path(path))
+    found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
-        raise ValueError(f"{path} should have a function {function}; it has none")
+        meant = did_you_mean(nearest(function, [name for name in vars(module) if not name.startswith("__")]))
+        raise ValueError(f"{path} should have a function {function}; it has none{meant}")
     return found
 
 

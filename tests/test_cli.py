@@ -25,6 +25,7 @@ from factorlayer.chain import Chain
 from factorlayer.cli import app
 from factorlayer.compare import Comparison, Report, compare, longest_sums, tolerances
 from factorlayer.fused import not_at_once
+from factorlayer.linear import dense_of
 from factorlayer.subject import Block, Single, parse_factor, spec_of_factors
 
 ROOT = Path(__file__).parents[1]
@@ -96,11 +97,47 @@ def test_check_prints_the_classic_lines() -> None:
     norms = [f"v{v}_{name}" for v in (1, 2, 3) for name in "yg"]
     names = ["y", "g", "grad_x", "grad_weight_0", "grad_weight_1", "grad_bias"]
     pairs = [f"v{a}_{name} == v{b}_{name}" for a, b in [(1, 2), (1, 3), (2, 3)] for name in names]
-    assert len(lines) == len(norms) + len(pairs)
+    before, verdict = lines[:3], lines[-1]
+    assert len(lines) == len(before) + len(norms) + len(pairs) + 1
+    assert before[0].startswith("kronecker: x [3, 35] -> y [3, 35], 109 parameters (dense: 1260), float64 on cpu, ")
+    assert before[1].startswith("compared: v1 naive, v2 batched, v3 fused (")
+    assert before[1].endswith("; y, the gradients of x, weight_0, weight_1, bias, and all of these as one, g")
+    assert (before[2], verdict) == ("auto runs fused", "all 18 comparisons True")
+    lines = lines[len(before) : -1]
     for name, line in zip(norms, lines, strict=False):
         assert re.fullmatch(rf"\|\|{name}\|\| = \d\.\d{{6}}e[+-]\d\d", line)
     for pair, line in zip(pairs, lines[len(norms) :], strict=True):
         assert re.fullmatch(rf"{pair}: True \(\d\.\de[+-]\d\d\)", line)
+
+
+def test_the_verdict_counts_what_differs_and_names_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = factorlayer.functional.batched
+    monkeypatch.setattr(factorlayer.functional, "batched", lambda *a: right(*a) * (1 + 1e-4))
+    result = run("16 8 8 check --json")
+    found = json.loads(result.stdout)
+    wrong = [c for c in found["comparisons"] if not c["equal"]]
+    assert result.exit_code == 1 and not found["passed"]
+    assert found["verdict"] == result.stderr.splitlines()[-1]
+    assert found["verdict"].startswith(f"{len(wrong)} of 18 False: ")
+    worst = max(wrong, key=lambda c: c["distance"] / c["tolerance"])
+    size = "x".join(map(str, worst["shape"]))
+    assert (
+        f"False: {worst['left']} == {worst['right']}, {size}, differs by {worst['distance']:.1e} " in found["verdict"]
+    )
+    assert next(c for c in wrong if c["left"] == "v1_y")["distance"] == pytest.approx(1e-4, rel=0.1)
+    assert found["verdict"].endswith(f"; and {len(wrong) - 5} more")
+
+
+def test_the_verdict_of_a_report_without_v3() -> None:
+    single = Single(spec_of_factors("kronecker", [(8, 8)], 1))
+    for device, said in (("cuda", ""), ("cpu", ", which a CPU should have: the check failed")):
+        report = Report(Case(single, 4, torch.float32, torch.device(device)), unavailable={"v3": "no kernels"})
+        report.comparisons.append(Comparison("v1_y", "v2_y", True, 0.0, 1e-6))
+        assert report.verdict == "all 1 comparisons True, without v3" + said
+        report.comparisons.append(Comparison("v1_g", "v2_g", False, math.nan, 1e-6, math.nan, (3, 4)))
+        named = "v1_g == v2_g, 3x4, differs by nan of its norm where 1.0e-06 is allowed"
+        assert report.verdict == f"1 of 2 False, without v3{said}: {named}"
+        assert report.to_json()["comparisons"][1]["distance"] is None
 
 
 def test_check_norms_are_alike_in_all_dtypes() -> None:
@@ -371,7 +408,7 @@ def differing(output: str) -> set[str]:
 def test_check_of_an_mlp(widths: str, activation: str, dtype: str) -> None:
     result = run(f"--mlp --dtype {dtype} --activation {activation} {widths} check")
     assert result.exit_code == 0, result.stdout
-    assert result.stdout.startswith("FactorMLP:\n  layers.0: ")
+    assert "\nFactorMLP:\n  layers.0: " in result.stdout
     assert "v2_grad_layers.0.bias == v3_grad_layers.0.bias: True" in result.stdout
 
 
@@ -455,7 +492,7 @@ def test_check_of_an_activation_of_the_users(activation: str, understood: str, d
     (models / "acts.py").write_text(ACTIVATIONS)
     result = run(f"--activation acts.py:{activation} 64 8x4 6 check --dtype {dtype}")
     assert result.exit_code == 0, result.stdout
-    assert result.stdout.startswith(f"8 x 6 -> 4 x 6, kronecker, {understood}\n||v1_y||")
+    assert f"\n8 x 6 -> 4 x 6, kronecker, {understood}\n||v1_y||" in result.stdout
     assert ("grad_activation.slope" in result.stdout) == (activation == "Leaking")
     result = run(f"--mlp --activation acts.py:{activation} 64 8 12=3*4 20=4*5 3 check --dtype {dtype}")
     assert result.exit_code == 0, result.stdout
@@ -540,6 +577,8 @@ def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
             "a Python file that exists should be given before the function; there is no nots",
         ),
         ("--model nets.py:Not 4 check", "'--model': nets.py should have a function Not; it has none"),
+        ("--model nets.py:Brancing 4 check", "have a function Brancing; it has none; did you mean 'Branching'?"),
+        ("--model nets.py:Net 4 bench --implementation dense", "dense cannot run: it stands beside a layer or --mlp"),
         ("--model nets.py:broken 4 check", "nets.py:broken() raised KeyError: 'boo' (line 68 of"),
         ("--model nets.py:number 4 check", "nets.py:number() should return an nn.Module; it returned int"),
         ("4 8 8 check --activation nets.py:Not", "'--activation': nets.py should have a function Not; it has none"),
@@ -678,6 +717,9 @@ def test_bench() -> None:
     assert result.exit_code == 0, result.output
     assert "state size 16384, AI 1.2e+02" in result.stdout
     assert re.search(r"v1 +\| +v2 +\| +v3", result.stdout)
+    assert (
+        "dense is left out: weights of nn.Linear 16384 -> 16384 would take 1.0 GiB, more than 256 MiB" in result.stdout
+    )
     assert re.search(r"forward, 1\.342e\+08 multiply-adds +\| +[\d.]+ +\| +[\d.]+ +\| +[\d.]+", result.stdout)
     assert re.search(r"forward\+backward, 4\.027e\+08 multiply-adds +\|", result.stdout)
 
@@ -694,6 +736,41 @@ def test_bench_as_json_with_a_plot(tmp_path: Path) -> None:
     assert found["configuration"]["structure"] == "monarch"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "multiply-adds" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layers", "weights"),
+    [
+        ("16 4x6 8x5 --activation gelu", "32 -> 30", 32 * 30),
+        ("--structure monarch 16 4 8 --no-bias --dtype b", "32 -> 32", 32 * 32),
+        ("--mlp 16 6 12=3*4 20=4*5 3", "6 -> 12 -> 20 -> 3", 6 * 12 + 12 * 20 + 20 * 3),
+    ],
+)
+def test_bench_has_nn_linear_beside_the_versions(arguments: str, layers: str, weights: int) -> None:
+    result = run(f"{arguments} bench --device cpu --min-run-time 0.001 --json")
+    timings = json.loads(result.stdout)["timings"]
+    assert [t["implementation"] for t in timings] == ["v1", "v2", "v3", "dense"] * 2
+    assert [t["multiply_adds"] for t in timings if t["implementation"] == "dense"] == [16 * weights, 3 * 16 * weights]
+    assert f"dense is nn.Linear {layers}, " in result.stderr
+    assert re.search(r"v1 +\| +v2 +\| +v3 +\| +dense", result.stderr)
+    only = run(f"{arguments} bench --device cpu --min-run-time 0.001 --json --implementation dense")
+    assert [t["implementation"] for t in json.loads(only.stdout)["timings"]] == ["dense"] * 2
+
+
+def test_dense_computes_what_pytorchs_own_modules_do() -> None:
+    block = Block((6, (3, 4), 3), activation="gelu")
+    dense = dense_of(Case(block, 5, torch.float64, CPU))
+    first, second = dense.layers
+    x = torch.randn(5, 6, dtype=torch.float64)
+    torch.testing.assert_close(dense(x), second(torch.nn.functional.gelu(first(x))))
+    single = dense_of(Case(Single(spec_of_factors("kronecker", [(2, 3), (3, 5)], 1), "relu"), 5, torch.float64, CPU))
+    torch.testing.assert_close(single(x), torch.relu(single.layers[0](x)))
+
+
+def test_profile_of_dense(tmp_path: Path) -> None:
+    result = run(f"4 8 8 profile --device cpu --json --steps 2 --implementation dense --trace {tmp_path}/t.json")
+    calls = {event["name"]: event["calls"] for event in json.loads(result.stdout)["events"]}
+    assert calls["dense forward"] == calls["dense backward"] == 2
 
 
 def test_variants_of_a_layer() -> None:
@@ -741,7 +818,29 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ("16 32 32", "say what to do: check, profile or bench. For example: python test.py 16 32 32 check"),
-        ("16 32 32 chek", "say what to do: check, profile or bench, there is no command 'chek'"),
+        (
+            "16 32 32 chek",
+            "say what to do: check, profile or bench, there is no command 'chek'; did you mean 'check'? For example",
+        ),
+        ("cahce list", "there is no command 'cahce'; did you mean 'cache'?"),
+        ("16 chek 32", "there is no command 'chek'; did you mean 'check'?"),
+        ("16 32 frobnicate", "there is no command 'frobnicate'. For example"),
+        ("16 frobnicate 32 check", "a FACTOR should be a positive size or two, such as 32 or 20x36 (in x out)"),
+        ("cache lst", "'lst' is not one of 'list', 'verify', 'clear'; did you mean 'list'?"),
+        ("16 8 check --dtype float64", "'float64' is not one of 'f', 'd', 'h', 'b'; did you mean 'd'?"),
+        ("16 8 check --dtype bf16", "did you mean 'b'?"),
+        ("16 8 check --structure Monrach", "is not one of 'kronecker', 'monarch'; did you mean 'monarch'?"),
+        ("16 8 bench --implementation fusd", "'dense'; did you mean 'fused'?"),
+        ("16 8 8 check --activation gleu", "it is 'gleu'; did you mean 'gelu'?"),
+        ("16 8 8 check --dtyp d", "No such option: --dtyp"),
+        ("bench", "Missing argument 'BATCH"),
+        ("1.5 8 check", "BATCH should be a number of samples, 0 or more; it is '1.5'"),
+        ("99999999999999999999 8 check", "BATCH should be a number of samples, 0 or more"),
+        ("--install-completion", "a shell completes the installed program only: `factorlayer --install-completion`"),
+        (
+            "16 128 256 bench --implementation dense",
+            "'--implementation': dense cannot run: weights of nn.Linear",
+        ),
         ("--dtype d 16 32", "say what to do"),
         ("16 8 check bench", "one command at a time, check and bench came"),
         (
