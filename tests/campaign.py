@@ -22,7 +22,7 @@ from typing import Annotated
 
 import torch
 import typer
-from drawn import Call, Drawn, draw, inputs
+from drawn import KINKED, Call, Drawn, draw, inputs
 from oracle import relative_errors
 from torch import Tensor, nn
 
@@ -91,14 +91,14 @@ def longest_sum(module: nn.Module, batch: int) -> int:
 
 
 def moved_references(draws: Sequence[Inputs], eps: float) -> Iterator[list[Results]]:
-    """Of four tries in which every number given moves by eps, one way or the other."""
+    """Of eight tries in which every number given moves by eps, one way or the other."""
     generator = torch.Generator().manual_seed(0)
 
     def move(tensor: Tensor) -> Tensor:
         signs = 2 * torch.randint(0, 2, tensor.shape, generator=generator).double() - 1
         return tensor.double() * (1 + eps * signs.to(tensor.device))
 
-    for _ in range(4):
+    for _ in range(8):
         moved = []
         for module, x, grad_y in draws:
             module = copy.deepcopy(module).double()
@@ -171,7 +171,10 @@ def check_errors(
     allowed = {name: 2 * error + 4 * uncertain * EPS[drawn.dtype] for name, error in of_batched.items()}
     if all(of_fused[name] <= allowed[name] for name in allowed):
         return "by the rule"
-    eps = EPS[drawn.dtype] if drawn.dtype in ("float64", "tf32") else EPS["float32"]
+    # Of 16 bits the arithmetic's, as in oracle.py, unless a slope jumps: there the rounding of a state, which every
+    # implementation does in its own way, decides on which side of a kink a number lies.
+    narrow = drawn.dtype in ("bfloat16", "float16") and not KINKED & set(drawn.activations)
+    eps = EPS["float32" if narrow else drawn.dtype]
     errors = [relative_errors(compared(moved), exact) for moved in moved_references(draws, eps)]
     moves = {name: max(error[name] for error in errors) for name in exact[0]}
     wrong = {

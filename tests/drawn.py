@@ -55,6 +55,7 @@ TRACED: dict[str, Callable[[], Any]] = {
     "learned_both": lambda: nn.Sequential(nn.PReLU(), Snake()),
     "bump": lambda: lambda x: torch.exp(-(x * x)) + 0.1 * torch.atan(x),
 }
+KINKED = {"relu", "leaky_relu", "prelu", "learned_both", "selu", "hardtanh", "hardswish"}  # whose slopes jump
 
 
 class Call(nn.Module):
