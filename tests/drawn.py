@@ -69,8 +69,9 @@ class Call(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return factor_linear(
-            x, list(self.weights), self.bias, self.activation, self.spec.structure, self.implementation
-        )
+            x, list(self.weights), self.bias, self.activation, self.spec.structure, self.implementation,
+            rank=self.spec.rank,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_it_is_the_layer(spec: LayerSpec, implementation: str) -> None:
         rank=spec.rank, activation="silu", implementation=implementation, dtype=torch.float64,
     )  # fmt: skip
     x = torch.randn(2, 3, spec.in_features, dtype=torch.float64)
-    y = factor_linear(x, layer.weights, layer.bias, "silu", spec.structure, implementation)
+    y = factor_linear(x, layer.weights, layer.bias, "silu", spec.structure, implementation, rank=spec.rank)
     assert nearly(y, layer(x))
     torch.testing.assert_close(y, nn.functional.silu(x @ layer.to_dense().T + layer.bias), rtol=1e-12, atol=1e-12)
 
