@@ -219,10 +219,11 @@ def _of_no_rows(
     implementation: str,
     who: str,
 ) -> Tensor:
-    """Of an x that cannot be a matrix of samples: it is nested, or something is wrong with it."""
+    """Of an x that cannot be a matrix of samples, called where the error that says so is handled: it is nested, or
+    something is wrong with it."""
     _check_kinds(who, x, weights, bias)
     if not x.is_nested:
-        return x.reshape(-1, spec.in_features)  # which says what is wrong
+        raise
     try:
         return through(lambda rows: run(spec, chain, rows, weights, bias, implementation, who), x)
     except ValueError as error:
