@@ -37,7 +37,7 @@ def dense(spec: LayerSpec, x: Tensor, bias: Tensor, weights: list[Tensor]) -> Te
 def test_outputs_and_gradients(spec: LayerSpec, implementation: str, kinds: tuple[torch.dtype, ...]) -> None:
     x, bias, weights = tensors(spec, *kinds)
     leaves = [t.requires_grad_() for t in (x, bias, *weights)]
-    y = factor_linear(x, weights, bias, structure=spec.structure, implementation=implementation)
+    y = factor_linear(x, weights, bias, structure=spec.structure, implementation=implementation, rank=spec.rank)
     right = dense(spec, x, bias, weights)
     torch.testing.assert_close(y, right)
     grad_y = torch.randn_like(y)
@@ -53,7 +53,7 @@ def test_gradcheck(spec: LayerSpec, implementation: str) -> None:
     leaves = [t.requires_grad_() for t in (x[0], bias, *weights)]
 
     def call(x: Tensor, bias: Tensor, *weights: Tensor) -> Tensor:
-        return factor_linear(x, weights, bias, "tanh", spec.structure, implementation)
+        return factor_linear(x, weights, bias, "tanh", spec.structure, implementation, rank=spec.rank)
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
