@@ -96,11 +96,11 @@ def is_plain(case: drawn.Drawn) -> bool:
 
 def test_a_planted_number_has_to_be_where_batched_has_it() -> None:
     value, other = torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.nan])
-    campaign.check_special("y", value, value, planted=True)
+    campaign.check_planted("y", value, value)
     with pytest.raises(
         FaultError, match=r"isnan of y is not as in batched at 1 places, the first \[1\]: inf, batched nan"
     ):
-        campaign.check_special("y", value, other, planted=True)
+        campaign.check_planted("y", value, other)
 
 
 def test_kernels_that_are_emulated(tmp_path: Path) -> None:
