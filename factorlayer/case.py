@@ -191,7 +191,8 @@ def _lines(told: list[str]) -> list[str]:
 def run_by(module: nn.Module, implementation: Implementation) -> nn.Module:
     """The module with the same parameters, its layers run by one implementation."""
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    twin = fuse(copy.deepcopy(module, shared), implementation)
+    copied = copy.deepcopy(module, shared)
+    twin = copied if not list(copied.children()) else fuse(copied, implementation)
     for part in twin.modules():
         if isinstance(part, FactorLinear | FactorMLP | Fused):
             part.implementation = implementation

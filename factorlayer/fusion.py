@@ -1,34 +1,37 @@
 """fuse: a model's layers and activations as stacks, with the model's own parameters.
 
-torch.fx finds what stands one behind another. What is no layer and no activation stays as it is, between stacks.
+torch.fx finds what stands one behind another. What is no layer and no activation stays as it is, between stacks. What
+torch.fx cannot trace runs its own forward, with what is fused in its parts.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
 
-import torch
-from torch import Tensor, fx, nn
+from torch import nn
+from torch.compiler import is_compiling
 
-from factorlayer.expression import Expression
 from factorlayer.functional import Implementation, implementation_name
-from factorlayer.layers import FactorLinear
+from factorlayer.graph import Reasons, signature
 from factorlayer.mlp import FactorMLP
-from factorlayer.stack import Activation, Layer, LayerStack, RunsAsStacks, is_hooked, layer_of
-from factorlayer.stages import activation_of
-from factorlayer.tracing import Proxy
+from factorlayer.pieces import InParts, Whole, piece_of
+from factorlayer.stack import LayerStack, RunsAsStacks, is_hooked
 
 
-def fuse(module: nn.Module, implementation: Implementation = "auto") -> nn.Module:
+@overload
+def fuse(module: FactorMLP, implementation: Implementation = "auto") -> FactorMLP: ...
+@overload
+def fuse(module: nn.Module, implementation: Implementation = "auto") -> RunsAsStacks: ...
+def fuse(module: nn.Module, implementation: Implementation = "auto") -> RunsAsStacks:
     """The module, run as stacks of its Linear and FactorLinear layers with the activations behind them.
 
     The parameters are the module's own, under their names: optimizers and checkpoints go on with either. What cannot be
-    in a stack is called as before; `explain()` of what is returned says what runs how. Python's numbers and decisions
-    are those of now, and so are the module's parts: to change these, change the module and fuse it again.
+    in a stack is called as before; a module that torch.fx cannot trace runs its own forward, with its parts fused.
+    `explain()` of what is returned says what runs how. Where arguments come that the trace left out, and where the
+    module has been changed since (an attribute, a part, a hook), its own forward runs, with a warning: fuse it again.
+    Python's globals are those of now.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
@@ -43,9 +46,7 @@ def fuse(module: nn.Module, implementation: Implementation = "auto") -> nn.Modul
             f"fuse: {type(module).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
             "and put them on what fuse returns"
         )
-    if isinstance(module, FactorLinear | FactorMLP) or not list(module.children()):
-        return module  # which runs as stacks already, or is one layer, or nothing to fuse
-    return Fused(module, chosen)
+    return module if isinstance(module, FactorMLP) else Fused(module, chosen)
 
 
 class Fused(RunsAsStacks):
@@ -53,7 +54,7 @@ class Fused(RunsAsStacks):
 
     def __init__(self, module: nn.Module, implementation: Implementation) -> None:
         super().__init__()
-        self.training, self._implementation = module.training, implementation
+        self._implementation = implementation
         self._parameters, self._buffers = module._parameters, module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         for name, child in module.named_children():
@@ -62,14 +63,37 @@ class Fused(RunsAsStacks):
         self._build()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module) and "_calls" in self.__dict__:
-            raise AttributeError(f"fuse: {name} cannot be set afterwards: set it in the module, and fuse that again")
+        if "_piece" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+            if isinstance(value, nn.Module):
+                raise AttributeError(
+                    f"fuse: {name} cannot be set afterwards: set it in the module, and fuse that again"
+                )
+            if name not in self._parameters and name not in self._buffers and hasattr(self.module, name):
+                return setattr(self.module, name, value)  # which notices
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_twin" not in self.__dict__:
+                raise
+        return getattr(self._twin[0], name)  # what the module has besides forward: settings, methods
 
     @property
     def module(self) -> nn.Module:
         """The module as it was given."""
-        return self._module[0]
+        given: nn.Module = self.__dict__["_module"][0]
+        return given
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_module" in self.__dict__:
+            self.module.training = mode
 
     @property
     def stacks(self) -> list[LayerStack]:
@@ -77,28 +101,16 @@ class Fused(RunsAsStacks):
         return list(self._stacks.values())
 
     def _build(self) -> None:
-        module = self.module
-        graph, self._reasons = _trace(module)
-        self._stacks: dict[str, LayerStack] = {}
-        for members in list(_runs(module, graph)):
-            name = f"stack_{len(self._stacks)}"
-            while hasattr(module, name):
-                name += "_"
-            self._stacks[name] = _replace(module, graph, members, name, self._implementation)
-        owner = nn.Module()
-        for name, part in (*module.named_children(), *self._stacks.items()):
-            owner.add_module(name, part)
-        owner._parameters, owner._buffers = module._parameters, module._buffers
-        calls = fx.GraphModule(owner, graph)
-        # Not copies of what lies on the way to a parameter, but the module's own parts: another may take its place.
-        calls._modules, calls._parameters, calls._buffers = owner._modules, owner._parameters, owner._buffers
-        calls.__dict__.update(self._stacks)  # where they are found at once
-        self._calls = [calls]
-        self.__dict__["forward"] = calls.forward  # with the module's own arguments
+        module, known = self.module, Reasons()
+        piece = piece_of(module, "", known, self._implementation)
+        self._stacks: dict[str, LayerStack] = piece.stacks
+        self._twin = [piece.twin()]
+        self.__dict__["forward"] = _forward(module, piece, self._twin[0])
+        self._piece = [piece]  # last: what is set from now on is the module's
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickle: without what can be built again."""
-        built = ("_calls", "_stacks", "_reasons", "forward")
+        built = ("_piece", "_stacks", "_twin", "forward")
         kept = {name: value for name, value in self.__dict__.items() if name not in built}
         return kept | {"_frozen": {name: stack.frozen for name, stack in self._stacks.items()}}
 
@@ -107,244 +119,26 @@ class Fused(RunsAsStacks):
         super().__setstate__(state)
         self._build()
         for name, stack in self._stacks.items():
-            stack.frozen = frozen[name]
+            stack.frozen = frozen.get(name)
 
     def understood(self) -> list[str]:
         """What runs as stacks, what stays as it was, and why."""
-        lines = [f"fuse({type(self.module).__name__}){', frozen' * self.is_frozen}:"]
-        for node in self._calls[0].graph.nodes:
-            stack = self._stacks.get(str(node.target))
-            if stack is not None:
-                lines.append(f"  {'a stack' if len(stack.layers) > 1 else 'one layer'}:")
-                lines += [f"    {line}" for line in stack.explain()]
-            elif node.op not in ("placeholder", "output", "get_attr"):
-                name = node.target if isinstance(node.target, str) else node.target.__name__
-                lines.append(f"  {name}: as it was{self._why_not(node)}")
-        return lines
-
-    def _why_not(self, node: fx.Node) -> str:
-        if node.op != "call_module":
-            return ""
-        member = self.module.get_submodule(str(node.target))
-        if is_hooked(member):
-            return ", because it has hooks"
-        return self._reasons.get(str(node.target), "")
+        first = f"fuse({type(self.module).__name__}){', frozen' * self.is_frozen}:"
+        (piece,) = self._piece
+        return [first, *piece.explain()]
 
 
-# From a module to a graph
+def _forward(module: nn.Module, piece: Whole | InParts, twin: nn.Module) -> Callable[..., Any]:
+    """With the module's own arguments."""
 
+    def forward(*given: Any, **named: Any) -> Any:
+        if whole is not None:
+            return whole.run(module, given, named)
+        return module(*given, **named) if is_compiling() else twin(*given, **named)
 
-class _Tracer(fx.Tracer):
-    """Calls of PyTorch's modules, of ours and of what cannot be traced are nodes; others are looked into."""
-
-    def __init__(self, opaque: dict[str, str]) -> None:
-        super().__init__()
-        self.opaque, self.switches = opaque, _switches()
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Proxy(node, self)
-
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if _switches() != self.switches:
-            raise ValueError("it switches gradients or autocast on or off, which a graph does not keep")
-        return super().create_node(kind, target, *args, **kwargs)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.opaque or isinstance(m, (FactorLinear, FactorMLP, Fused)):
-            return True
-        return super().is_leaf_module(m, module_qualified_name)
-
-
-def _trace(module: nn.Module) -> tuple[fx.Graph, dict[str, str]]:
-    """The graph of a module's calls, and why it does not look into a part: nothing, if that is an activation."""
-    opaque: dict[str, str] = {}
-    for name, part in reversed(list(module.named_modules())):  # the innermost first
-        if not name or _Tracer({}).is_leaf_module(part, name):
-            continue
-        if is_hooked(part) or _is_activation(part):
-            opaque[name] = ""
-            continue
-        inner = {key[len(name) + 1 :]: why for key, why in opaque.items() if key.startswith(f"{name}.")}
-        try:
-            _trace_in_both_modes(part, inner)
-        except Exception as error:  # whatever a model's code raises when it is called with proxies
-            opaque[name] = f", because torch.fx cannot trace it: {error}"
+    whole = piece if isinstance(piece, Whole) else None
     try:
-        return _trace_in_both_modes(module, opaque), opaque
-    except Exception as error:
-        raise ValueError(
-            f"fuse: torch.fx cannot trace {type(module).__name__}: {error}; fuse the parts of it that are sequences of "
-            "layers, and put them in their places"
-        ) from error
-
-
-def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str]) -> fx.Graph:
-    """For a graph knows one only."""
-    training, evaluation = _in_both_modes(module, lambda: _trace_once(module, opaque))
-    if str(training) != str(evaluation):
-        raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
-    return evaluation
-
-
-def _trace_once(module: nn.Module, opaque: dict[str, str]) -> fx.Graph:
-    """With arguments left out that may be. Raises ValueError if the module's code does what a graph does not keep; what
-    it has done to the module is undone."""
-    arguments = inspect.signature(type(module).forward).parameters.values()
-    left_out = {a.name: a.default for a in arguments if a.default is not a.empty and not isinstance(a.default, Tensor)}
-    parts = {part: (dict(part.__dict__), dict(part._buffers)) for part in module.modules()}
-    buffers = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
-    drawn = random.getstate(), torch.get_rng_state()
-    try:
-        graph = _Tracer(opaque).trace(module, left_out or None)
-    finally:
-        changed = {name for part, (own, _) in parts.items() for name in _changed(own, part.__dict__)}
-        changed |= {name for part, (_, own) in parts.items() for name in _changed(own, part._buffers)}
-        changed |= {"a buffer" for buffer, (version, _) in buffers.items() if buffer._version != version}
-        for part, (own, own_buffers) in parts.items():
-            part.__dict__.clear()
-            part.__dict__.update(own)
-            part._buffers.clear()
-            part._buffers.update(own_buffers)
-        for buffer, (_, values) in buffers.items():
-            buffer.data.copy_(values)
-        draws = random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1])
-        random.setstate(drawn[0])
-        torch.set_rng_state(drawn[1])
-    if any(name.startswith("_tensor_constant") for name in changed):
-        raise ValueError("it makes tensors of its own, which a graph would keep as they are now")
-    if changed:
-        raise ValueError(f"its forward sets {', '.join(sorted(changed))}, which a graph does not")
-    if draws:
-        raise ValueError("it draws random numbers, which a graph would keep as they are now")
-    return graph
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)}
-
-
-def _switches() -> tuple[bool, ...]:
-    """What a module's code may switch, and a graph does not know of."""
-    autocast = map(torch.is_autocast_enabled, ("cpu", "cuda"))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
-
-
-T = TypeVar("T")
-
-
-def _in_both_modes(module: nn.Module, look: Callable[[], T]) -> tuple[T, T]:
-    """What is seen with the module in training mode, and in evaluation mode."""
-    modes = {part: part.training for part in module.modules()}
-    seen = []
-    try:
-        for mode in (True, False):
-            for part in modes:
-                part.training = mode
-            seen.append(look())
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-    return seen[0], seen[1]
-
-
-# From a graph to stacks
-
-
-def _runs(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Nodes one behind another that are one stack: layers, each with an activation behind it or none."""
-    taken: set[fx.Node] = set()
-    for first in graph.nodes:
-        layer = _layer(module, first)
-        if first in taken or layer is None:
-            continue
-        run, behind = [first], [first]  # behind: the last layer, and its activation
-        while len(run[-1].users) == 1:
-            (following,) = run[-1].users
-            # Nothing may stand between: it might write what the stack reads.
-            if following.all_input_nodes != [run[-1]] or run[-1].next is not following:
-                break
-            if _layer(module, following) is not None:
-                behind = [following]
-            elif _ends(module, behind[0]) and _activation(module, [*behind[1:], following]) is not None:
-                behind.append(following)
-            else:
-                break
-            run.append(following)
-        taken.update(run)
-        if len(run) > 1:
-            yield run
-
-
-def _replace(module: nn.Module, graph: fx.Graph, run: Sequence[fx.Node], name: str, implementation: str) -> LayerStack:
-    starts = [i for i, node in enumerate(run) if _layer(module, node) is not None]
-    members: list[tuple[str, nn.Module, Activation]] = []
-    for start, end in itertools.pairwise([*starts, len(run)]):
-        layer = str(run[start].target)
-        members.append((layer, module.get_submodule(layer), _activation(module, run[start + 1 : end])))
-    with graph.inserting_after(run[-1]):
-        call = graph.call_module(name, (run[0].args[0],))
-    run[-1].replace_all_uses_with(call)
-    for node in reversed(run):
-        graph.erase_node(node)
-    return LayerStack(members, implementation, "fuse")
-
-
-def _layer(module: nn.Module, node: fx.Node) -> Layer | None:
-    """The layer that a node calls, with one tensor and nothing else."""
-    if node.op != "call_module" or node.kwargs or len(node.args) != 1:
-        return None
-    member = module.get_submodule(str(node.target))
-    return None if is_hooked(member) else layer_of(member)
-
-
-def _ends(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a layer is not followed by an activation of its own."""
-    layer = _layer(module, node)
-    return layer is not None and layer.chain.activation == "identity"
-
-
-class _Call(nn.Module):
-    """A function or a method, called with a tensor and what does not change."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__()
-        self.target, self.given, self.named = node.target, list(node.args), dict(node.kwargs)
-        self.place = next(i for i, given in enumerate(node.args) if isinstance(given, fx.Node))
-        self.given[self.place] = None
-
-    def forward(self, x: Tensor) -> Any:
-        given: list[Any] = [*self.given[: self.place], x, *self.given[self.place + 1 :]]
-        if isinstance(self.target, str):
-            return getattr(x, self.target)(*given[1:], **self.named)
-        return self.target(*given, **self.named)
-
-
-def _activation(module: nn.Module, nodes: Sequence[fx.Node]) -> Activation:
-    """The function that nodes one behind another are, if it is one of single elements; None of nothing, too."""
-    parts: list[nn.Module] = []
-    for node in nodes:
-        given = [*node.args, *node.kwargs.values()]
-        if [isinstance(each, fx.Node) for each in node.args].count(True) != 1 or len(node.all_input_nodes) != 1:
-            return None
-        if node.op == "call_module" and len(given) == 1:
-            parts.append(module.get_submodule(str(node.target)))
-        elif node.op in ("call_function", "call_method"):
-            parts.append(_Call(node))
-        else:
-            return None
-    if not parts or any(map(is_hooked, parts)):
-        return None
-    whole = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
-    return whole if _is_activation(whole) else None
-
-
-def _is_activation(module: nn.Module) -> bool:
-    if layer_of(module) is not None or (isinstance(module, nn.Sequential) and len(module) == 0):
-        return False
-    if next(module.buffers(), None) is not None:  # whose values may change
-        return False
-    try:
-        (stage, _), other = _in_both_modes(module, lambda: activation_of(module))
+        forward.__signature__ = signature(module)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
-        return False
-    return stage == other[0] and not ("/" in stage and Expression.parse(stage).is_boolean)
+        warnings.warn(f"fuse: {type(module).__name__}.forward has no signature", stacklevel=4)
+    return forward

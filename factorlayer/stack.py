@@ -63,13 +63,24 @@ class Layer:
 
 
 def layer_of(member: nn.Module) -> Layer | None:
-    """What a FactorLinear or an nn.Linear is, or None of anything else."""
+    """What a FactorLinear or an nn.Linear is, or None of anything else, as of quantised ones."""
+    if any(map(is_foreign, member._parameters.values())):
+        return None
     if isinstance(member, FactorLinear) and type(member).forward is FactorLinear.forward:
         return Layer(member.spec, member.chain)
     if isinstance(member, nn.Linear) and type(member).forward is nn.Linear.forward:
         spec = LayerSpec("kronecker", (member.in_features,), (member.out_features,))
         return Layer(spec, Chain.of(spec, member.bias is not None, "identity"))
     return None
+
+
+def is_foreign(tensor: Tensor | None) -> bool:
+    """Whether it is of a class that has products of its own, as a quantised weight has."""
+    kind = type(tensor)
+    return tensor is not None and kind not in (Tensor, nn.Parameter) and kind.__name__ not in _OF_PYTORCH
+
+
+_OF_PYTORCH = ("DTensor", "FakeTensor", "FunctionalTensor")
 
 
 def run_stack(
@@ -159,7 +170,7 @@ class LayerStack(nn.Module):
         self._who = tuple(f"{who}: layer {name}" for name in self.names)
         self._members: list[_Member] = []  # no children, whose parameters would have two names
         self.layers: tuple[Layer, ...] = ()
-        self._is_given: list[bool] = []
+        self._types: list[type] = []
         self._have_scalars = False
         for _, member, activation in members:
             layer = layer_of(member)
@@ -167,7 +178,8 @@ class LayerStack(nn.Module):
             stage, scalar_names = activation_of(activation)
             added = _Member(member, activation, stage, scalar_names)
             self._members.append(added)
-            self._is_given += [True] * (len(added.names) - 1) + [layer.chain.bias]
+            bias = nn.Parameter if layer.chain.bias else type(None)
+            self._types += [*[nn.Parameter] * (len(added.names) - 1), bias]
             self._have_scalars |= added.has_scalars
             self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
         self._stack = Stack(tuple(layer.chain for layer in self.layers))
@@ -182,7 +194,8 @@ class LayerStack(nn.Module):
     def _look(self) -> None:
         """Finds where forward looks, which stays where it is: to ask the modules at every call would take longer than
         all the rest of it."""
-        parts = [part for m in self._members for part in (m.layer, m.activation) if isinstance(part, nn.Module)]
+        given = [part for m in self._members for part in (m.layer, m.activation) if isinstance(part, nn.Module)]
+        parts = [part for each in given for part in each.modules()]
         self._owns = [vars(part) for part in parts]
         self._hooks = [own[name] for own in self._owns for name in HOOKS]
         self._parameters_of = [vars(m.layer)["_parameters"] for m in self._members for _ in m.names]
@@ -205,7 +218,10 @@ class LayerStack(nn.Module):
             return y
         if self._is_hooked():
             return self._one_by_one(x)
-        return run_stack(self._stack, self.layers, x, self._tensors(), self.implementation, self._who)
+        tensors = self._tensors()
+        if tensors is None:
+            return self._one_by_one(x)
+        return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
 
     def _is_hooked(self) -> bool:
         return any(self._hooks) or any("forward" in own for own in self._owns)
@@ -218,6 +234,8 @@ class LayerStack(nn.Module):
                 "remove them before"
             )
         tensors = self._tensors()
+        if tensors is None:
+            return  # it goes on layer by layer
         kinds = sorted(set(map(_kind, tensors)))
         if len(kinds) > 1 or kinds[0].endswith(SHARDED):
             raise ValueError(
@@ -231,14 +249,14 @@ class LayerStack(nn.Module):
     def unfreeze(self) -> None:
         self.frozen = None
 
-    def _tensors(self) -> list[Tensor]:
-        """The members', layer by layer."""
+    def _tensors(self) -> list[Tensor] | None:
+        """The members', layer by layer, or None if some have come to have products of their own."""
         if not self._have_scalars:
             try:
                 own = list(map(getitem, self._parameters_of, self._names_in))
             except KeyError:  # a parametrization has taken the place of a parameter
                 own = []
-            if [tensor is not None for tensor in own] == self._is_given:
+            if [type(tensor) for tensor in own] == self._types:
                 return [tensor for tensor in own if tensor is not None]
         tensors: list[Tensor] = []
         for member, layer, who in zip(self._members, self.layers, self._who, strict=True):
@@ -246,7 +264,7 @@ class LayerStack(nn.Module):
             if len(found) != layer.tensors:
                 raise ValueError(f"{who} has got or lost its bias since; build or fuse what it is part of again")
             tensors += found
-        return tensors
+        return None if any(map(is_foreign, tensors)) else tensors
 
     @property
     def members(self) -> list[nn.Module]:

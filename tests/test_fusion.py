@@ -311,9 +311,14 @@ def test_the_implementation_can_be_changed_afterwards() -> None:
 
 
 def test_nothing_to_fuse() -> None:
-    factored = FactorLinear(4, 4), FactorLinear(4, 4, activation=nn.PReLU()), FactorMLP([4, 8, 4])
-    for plain in (nn.Sequential(), nn.Linear(3, 4), *factored, nn.ReLU()):
-        assert fuse(plain) is plain
+    block = FactorMLP([4, 8, 4])
+    assert fuse(block) is block
+    factored = FactorLinear(4, 4), FactorLinear(4, 4, activation=nn.PReLU())
+    for plain in (nn.Sequential(), nn.Linear(4, 4), *factored, nn.ReLU()):
+        fused = fuse(plain)
+        assert (not stacks(fused) and "as it was" in fused.explain()) or not list(plain.children())
+        assert list(fused.state_dict()) == list(plain.state_dict()) and fused.module is plain
+        assert_same_module(fused.freeze().unfreeze(), plain, torch.randn(2, 4))
     lone = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     assert not stacks(fuse(lone))
     assert_same_module(fuse(lone), lone, torch.randn(2, 3))
@@ -332,8 +337,6 @@ def test_errors() -> None:
         fuse("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fuse: implementation should be one of"):
         fuse(model(), "fastest")
-    with pytest.raises(ValueError, match=r"fuse: torch\.fx cannot trace Branching: .*; fuse the parts of it"):
-        fuse(Branching())
     fused = fuse(model())
     with pytest.raises(ValueError, match=r"fuse: layer 0: the last dimension of x should be in_features=12"):
         fused(torch.randn(3, 13).double())
@@ -399,8 +402,7 @@ def making(self: Styles, x: Tensor) -> Tensor:
 def test_what_a_graph_would_not_keep_is_left_alone(run: Callable[..., Tensor], reason: str) -> None:
     inner = Styles(run)
     before = dict(inner.__dict__)
-    with pytest.raises(ValueError, match=reason):
-        fuse(inner)
+    assert re.search(f"Styles: its own forward, as it was, because .*({reason})", fuse(inner).explain())
     fused = fuse(nn.Sequential(inner, nn.Linear(4, 3), nn.ReLU()))
     assert re.search(reason, fused.explain()) and stacks(fused) == [["1: 4 -> 3, relu"]]
     assert inner.__dict__ == before and not inner.count
@@ -445,8 +447,13 @@ def test_arguments_that_may_be_left_out_are() -> None:
     fused = fuse(plain)
     x = torch.randn(5, 4)
     torch.testing.assert_close(fused(x), plain(x))
-    with pytest.raises(AssertionError, match="mask has been specialized"):
-        fused(x, torch.ones(5, 4))
+    assert "Styles: its own forward runs where mask is given" in fused.explain()
+    mask = torch.randn(5, 4)
+    with pytest.warns(UserWarning, match="Styles is called with other arguments than those it was traced with"):
+        y = fused(x, mask)
+    torch.testing.assert_close(y, plain(x, mask))
+    torch.testing.assert_close(fused(x, mask=mask), plain(x, mask))
+    torch.testing.assert_close(fused(mask=None, x=x), plain(x))
 
 
 def test_forwards_and_hooks_of_their_own_run() -> None:

@@ -1,0 +1,402 @@
+"""fuse on models that torch.fx cannot trace, on arguments that a trace leaves out, and on what changes afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from factorlayer import fuse
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if x.dim() == 2:
+            q, k, v = q[None], k[None], v[None]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.reshape(x.shape))
+
+
+class Gated(nn.Module):
+    """As Llama's."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, hidden, False), nn.Linear(width, hidden, False)
+        self.down_proj, self.act_fn = nn.Linear(hidden, width, False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """As a transformer's, with branches on shapes and data."""
+
+    def __init__(self, width: int, gated: bool) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(width), nn.LayerNorm(width)
+        plain = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = Gated(width, 2 * width) if gated else plain
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, **_: Any) -> Tensor:
+        x = x + self.attention(self.norm(x), mask)
+        if x.shape[1] > 100 or not torch.isfinite(x).all():
+            return x
+        return x + self.scale * self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, gated: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(Block(8, gated) for _ in range(3))
+        self.drop, self.depth, self.calls = 0.1, 3, 0
+
+    def forward(self, ids: Tensor | None = None, embeds: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if (ids is None) == (embeds is None):
+            raise ValueError("either ids or embeds")
+        self.calls += 1
+        x = self.embed(ids) if embeds is None else embeds
+        for layer in self.layers[: self.depth]:
+            x = layer(x, mask=mask, unused=1)
+        return nn.functional.dropout(x, self.drop, self.training)
+
+    def generate(self, ids: Tensor) -> Tensor:
+        return self(ids).argmax(-1)
+
+
+IDS = torch.arange(10).reshape(2, 5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_parts_of_what_cannot_be_traced_are_fused(gated: bool) -> None:
+    plain = Model(gated).double().eval()
+    own, before = dict(plain.__dict__), [type(part) for part in plain.modules()]
+    fused = fuse(plain)
+    names = [name for stack in fused.stacks for name in stack.names]
+    part = ["gate_proj"] if gated else ["0", "2"]
+    assert names == [f"layers.{i}.mlp.{name}" for i in range(3) for name in part]
+    assert "Model: its own forward, with parts of it fused" in fused.explain()
+    assert "layers.0.attention: as it was, because torch.fx cannot trace it: " in fused.explain()
+    torch.testing.assert_close(fused(IDS), plain(IDS))
+    mask = torch.ones(5, 5).tril().bool()
+    torch.testing.assert_close(fused(embeds=plain.embed(IDS), mask=mask), plain(IDS, mask=mask))
+    with pytest.raises(ValueError, match="either ids or embeds"):
+        fused()
+    assert torch.equal(fused.generate(IDS), plain.generate(IDS))
+    assert [type(part) for part in plain.modules()] == before
+    assert {name for name in own if own[name] is not plain.__dict__[name]} == {"calls"} and plain.calls == 6
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    parameters = list(plain.parameters())
+    for y, z in zip(
+        torch.autograd.grad(fused(IDS).square().sum(), parameters),
+        torch.autograd.grad(plain(IDS).square().sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(y, z)
+
+
+def test_the_fused_parts_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, ...]] = []
+    fused = fuse(Model().eval())
+    for stack in fused.stacks:
+        run = stack.forward
+        monkeypatch.setattr(stack, "forward", lambda x, run=run, names=stack.names: (ran.append(names), run(x))[1])
+    fused(IDS)
+    assert ran == [(f"layers.{i}.mlp.0", f"layers.{i}.mlp.2") for i in range(3)]
+
+
+def test_what_is_changed_in_such_a_model_counts() -> None:
+    plain = Model().double().eval()
+    fused = fuse(plain)
+    for change in (
+        lambda: setattr(fused, "depth", 2),
+        lambda: setattr(plain.layers[0], "scale", 3.0),
+        lambda: plain.layers.__setitem__(0, Block(8, True).double()),
+        lambda: plain.layers[1].mlp.__setitem__(1, nn.ReLU()),
+        lambda: plain.layers[1].register_forward_hook(lambda _, __, y: 2 * y),
+        lambda: setattr(plain.layers[1], "mlp", nn.Linear(8, 8).double()),
+        lambda: plain.layers.append(Block(8, False).double()),
+        lambda: setattr(plain, "depth", 4),
+    ):
+        before = plain(IDS)
+        change()
+        assert not torch.equal(plain(IDS), before) or len(plain.layers) == 4
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(fused(IDS), plain(IDS))
+
+
+def test_modes_copies_checkpoints_and_dtypes_of_such_a_model() -> None:
+    plain = Model().double()
+    fused = fuse(plain)
+    assert fused.training and not torch.equal(fused(IDS), fused(IDS))
+    assert not fused.eval().training and not plain.training and not plain.layers[0].mlp.training
+    right = fused(IDS)
+    for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused).freeze()):
+        assert torch.equal(again(IDS), right) and len(again.stacks) == 3
+        again.load_state_dict({name: 2 * value for name, value in fused.state_dict().items()})
+        assert not torch.equal(again(IDS), right)
+    assert torch.equal(pickle.loads(pickle.dumps(fused.freeze()))(IDS), fused(IDS))
+    frozen = fused(IDS)
+    with torch.no_grad():
+        plain.layers[0].mlp[0].weight.mul_(2)
+    assert torch.equal(fused(IDS), frozen)
+    torch.testing.assert_close(fused.unfreeze()(IDS), plain(IDS))
+    embeds = plain.embed(IDS).detach().requires_grad_()
+    y = checkpoint(lambda e: fused(embeds=e), embeds, use_reentrant=False)
+    z = plain(embeds=embeds)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), embeds)[0] for each in (y, z)))
+    assert fused.float()(IDS).dtype == torch.float32
+
+
+def test_compiled_such_a_model_is_the_same() -> None:
+    torch._dynamo.reset()
+    plain = Model().double().eval()
+    compiled = torch.compile(fuse(plain), backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS), plain(IDS))
+        plain.layers[0].scale = 4.0
+        torch.testing.assert_close(compiled(IDS), plain(IDS))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_pytorchs_transformer_layers(norm_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first).double()
+    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    fused = fuse(plain)
+    assert [stack.names for stack in fused.stacks] == [("layers.0.linear1",), ("layers.1.linear1",)]
+    x = torch.randn(2, 5, 8).double()
+    for mode in (True, False):
+        fused.train(mode)
+        torch.manual_seed(1)
+        y = fused(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(y, plain(x))
+    plain.train()
+    for part in plain.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    plain.layers[0].activation = torch.tanh
+    with pytest.warns(UserWarning, match=r"fuse: layers\.0 is not what it was traced as \(.*activation is another\)"):
+        y = fused(x)
+    assert "layers.0: its own _ff_block runs, because" in fused.explain()
+    for part in plain.modules():
+        if isinstance(part, nn.MultiheadAttention):
+            part.dropout = 0.0
+    torch.testing.assert_close(fused(x), plain(x))
+
+
+class Options(nn.Module):
+    """Reads what a trace would keep."""
+
+    kind = 1.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.LeakyReLU(0.1)
+        self.scale, self.function, self.sizes, self.flag = 2.0, torch.tanh, [1, 2], False
+        self.options = SimpleNamespace(shift=0.5)
+        self.register_buffer("offset", None)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, gain: float = 1.0, *more: Tensor, **named: Any) -> Tensor:
+        y = self.function(self.a(x)) * self.scale + self.options.shift * self.sizes[0]
+        y = self.act(self.b(y)) * self.kind * gain
+        y = -y if self.flag else y
+        y = y if self.offset is None else y + self.offset
+        y = y if mask is None else y * mask
+        y = y if named.get("bias") is None else y + named["bias"]
+        return y + sum(more) if more else y
+
+
+X = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((), {"mask": 2 * X}),
+        ((2 * X,), {}),
+        ((), {"gain": 3.0}),
+        ((None, 3.0), {}),
+        ((None, 1), {}),
+        ((), {"bias": X}),
+        ((None, 1.0, X), {}),
+        ((), {"unknown": 1}),
+    ],
+)
+def test_arguments_that_were_not_traced_count(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    plain = Options().double()
+    fused = fuse(plain)
+    assert [len(stack.layers) for stack in fused.stacks] == [2]
+    torch.testing.assert_close(fused(X, None, gain=1.0), plain(X))  # what they are when left out
+    with pytest.warns(UserWarning, match="Options is called with other arguments than those it was traced with"):
+        y = fused(X, *given, **named)
+    assert torch.equal(y, plain(X, *given, **named))
+    assert torch.equal(fused(X, *given, **named), y)
+    torch.testing.assert_close(fused(X), plain(X))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        fused()
+
+
+def test_what_is_no_tensor_where_a_tensor_was_traced_counts() -> None:
+    class Needs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return self.b(torch.relu(self.a(x))) if mask is not None else self.a(x)
+
+    plain = Needs().double()
+    fused = fuse(plain)
+    torch.testing.assert_close(fused(X, X), plain(X, X))
+    with pytest.warns(UserWarning, match="called with what is no tensor"):
+        assert torch.equal(fused(X, None), plain(X, None))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "number": lambda m: setattr(m, "scale", 3.0),
+    "function": lambda m: setattr(m, "function", torch.sigmoid),
+    "flag": lambda m: setattr(m, "flag", True),
+    "in a list": lambda m: m.sizes.__setitem__(0, 5),
+    "in an object": lambda m: setattr(m.options, "shift", 4.0),
+    "of the class": lambda m: setattr(m, "kind", 7.0),
+    "buffer": lambda m: setattr(m, "offset", torch.ones(4).double()),
+    "activation's number": lambda m: setattr(m.act, "negative_slope", 0.7),
+    "part": lambda m: setattr(m, "act", nn.Tanh()),
+    "layer": lambda m: setattr(m, "b", nn.Linear(4, 4).double()),
+    "hook": lambda m: m.register_forward_hook(lambda _, __, y: 2 * y),
+    "forward": lambda m: setattr(m, "forward", lambda x: 5 * x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_trace_read_counts_when_it_changes(change: str) -> None:
+    plain = Options().double()
+    fused = fuse(plain)
+    before = fused(X)
+    CHANGES[change](plain)
+    assert not torch.allclose(plain(X), before)
+    with pytest.warns(UserWarning, match=r"Options is not what it was traced as \(.*fuse the model again"):
+        y = fused(X)
+    assert torch.equal(y, plain(X)) and torch.equal(fused(X), y)
+    assert "Options: its own forward runs, because" in fused.explain()
+    if change not in ("hook", "forward"):
+        torch.testing.assert_close(fuse(plain)(X), plain(X))
+        torch.testing.assert_close(copy.deepcopy(fused)(X), plain(X))
+
+
+def test_a_changed_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Options().double()
+    fused = fuse(plain)
+    monkeypatch.setattr(Options, "kind", 9.0)
+    with pytest.warns(UserWarning, match=r"Options\.kind is another"):
+        assert torch.equal(fused(X), plain(X))
+
+
+def test_what_is_set_in_the_result_is_the_modules() -> None:
+    plain = Options().double()
+    fused = fuse(plain)
+    fused.scale = 4.0
+    assert plain.scale == fused.scale == 4.0
+    with pytest.warns(UserWarning, match=r"Options\.scale is another"):
+        assert torch.equal(fused(X), plain(X))
+    fused.scale = 2.0  # what it was
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(fused(X), plain(X))
+    assert "its own forward runs, because" not in fused.explain()
+    fused.eval()
+    assert not plain.training
+
+
+def test_changes_count_when_compiled() -> None:
+    torch._dynamo.reset()
+    plain = Options().double()
+    compiled = torch.compile(fuse(plain), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X), plain(X))
+    plain.scale = 3.0
+    torch.testing.assert_close(compiled(X), plain(X))
+    plain.act.negative_slope = 0.6
+    torch.testing.assert_close(compiled(X), plain(X))
+    torch.testing.assert_close(compiled(X, mask=X), plain(X, mask=X))
+
+
+def test_types_and_buffers_that_a_forward_asks_for_are_not_traced() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+            self.register_buffer("on", torch.tensor(True))
+
+        def forward(self, x: Any) -> Tensor:
+            x = x if isinstance(x, Tensor) else torch.zeros(2, 4).double()
+            return self.net(x) if self.on else x
+
+    plain = Asks().double()
+    fused = fuse(plain)
+    assert [stack.names for stack in fused.stacks] == [("net.0",)]
+    for on in (1, 0):
+        plain.on.fill_(on)
+        torch.testing.assert_close(fused(X), plain(X))
+        torch.testing.assert_close(fused([X]), plain([X]))
+
+
+class Doubled(Tensor):
+    """A weight with products of its own, as a quantised one."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [arg.as_subclass(Tensor) if isinstance(arg, Doubled) else arg for arg in args]
+        if function is nn.functional.linear:
+            return nn.functional.linear(plain[0], 2 * plain[1], *plain[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_weights_with_products_of_their_own_stay(late: bool) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2), nn.Tanh()).double()
+    fused = fuse(plain) if late else None
+    own = plain[2].weight.detach().as_subclass(Doubled)
+    plain[2].weight = nn.Parameter(own, requires_grad=False)
+    assert type(plain[2].weight) is Doubled
+    fused = fused or fuse(plain)
+    if not late:
+        assert [stack.names for stack in fused.stacks] == [("0",), ("4",)] and "2: as it was" in fused.explain()
+    torch.testing.assert_close(fused(X), plain(X))
+    torch.testing.assert_close(fused.freeze()(X), plain(X))
+
+
+def test_transformers_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=32)).eval()
+    config = transformers.LlamaConfig(**sizes, intermediate_size=32, num_key_value_heads=2)
+    llama = transformers.LlamaForCausalLM(config).eval()
+    for plain, count in ((bert, 3), (llama, 2)):
+        fused = fuse(plain)
+        assert len(fused.stacks) == count, fused.explain()
+        given = {"input_ids": IDS, "attention_mask": torch.ones(2, 5)}
+        with torch.no_grad():
+            torch.testing.assert_close(fused(**given)[0], plain(**given)[0])
+            torch.testing.assert_close(fused.freeze()(**given)[0], plain(**given)[0])
+        assert list(fused.state_dict()) == list(plain.state_dict()) and fused.config is plain.config
+    made = [each.generate(IDS + 1, max_new_tokens=4, do_sample=False) for each in (fuse(llama), llama)]
+    assert torch.equal(*made)
