@@ -166,6 +166,27 @@ def test_what_is_wrong_with_a_nested_tensor_is_said(implementation: str) -> None
         layer(turned)
 
 
+# Complex numbers
+
+
+@pytest.mark.parametrize("kind", ["monarch", "ranked", "block", "frozen"])
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched"])
+def test_conjugated_in_name(kind: str, implementation: str) -> None:
+    """By those whose activation PyTorch has for complex numbers."""
+    model = module(kind, implementation)
+    x = torch.complex(sample(5), sample(5).flip(0)).conj()
+    assert x.is_conj()
+    found = complex_gradients(model, x)
+    torch.testing.assert_close(found, complex_gradients(module(kind, "naive"), x.resolve_conj()))
+
+
+def complex_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaves = [x.requires_grad_(), *(p for p in model.parameters() if p.requires_grad)]
+    y = model(x)
+    found = torch.autograd.grad(y.abs().square().sum(), leaves, allow_unused=True)
+    return [y.detach(), *(g for g in found if g is not None)]
+
+
 # What is refused
 
 DENSE = "x should be a dense tensor, its layout is torch"
@@ -179,10 +200,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "quantized": (
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
         "x should be a floating-point tensor, it is torch.quint8; convert it with x.float()",
-    ),
-    "conjugated": (
-        lambda x: torch.complex(x, x).conj(),
-        "x should be a floating-point tensor, it is torch.complex64; give its real and imaginary parts one by one",
     ),
     "array": (lambda x: x.numpy(), "x should be a tensor, it is of the type ndarray; convert it with torch.as_tensor"),
     "list": (lambda x: x.tolist(), "x should be a tensor, it is of the type list; convert it with torch.as_tensor"),
