@@ -30,8 +30,8 @@ def test_rounds_of_a_new_seed() -> None:
 
 PLANTED = {
     "a wrong answer": (
-        "torture.answer = lambda chain, *_: 'wrong' if chain == 'torture 7' else torture.truth(chain)",
-        "a wrong answer for 'torture 7'",
+        "torture.answer = lambda chain, *_: 'wrong' if chain == torture.chain_of(7) else torture.truth(chain)",
+        "a wrong answer for 'tied 0 1 8 4 1'",
     ),
     "a crash": ("torture.ask = lambda key: os.abort()", "a process ended with -6"),
     "a hang": ("torture.PATIENCE = 1; torture.ask = lambda key: time.sleep(60)", "a process did not end within 1 s"),

@@ -40,6 +40,11 @@ IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 SCENES = ["plain", "plain", "limit", "limit", "link", "full", "read-only", "removed"]
 
 
+def chain_of(key: int) -> str:
+    """One factor; what the planner answers is torture's own."""
+    return f"tied 0 1 {key + 1} 4 1"
+
+
 def truth(chain: str) -> str:
     """What the planner answers here: another text for every chain, of up to 100 kB."""
     seed = hashlib.sha256(chain.encode()).hexdigest()
@@ -52,7 +57,7 @@ def answer(chain: str, *_: object) -> str:
 
 
 def ask(key: int) -> None:
-    chain = f"torture {key}"
+    chain = chain_of(key)
     if torch.ops.factorlayer.ask_planner("has_plan", chain, *GPU) != truth(chain):
         raise AssertionError(f"a wrong answer for {chain!r}")
 
@@ -134,7 +139,7 @@ class Vandal:
 
     def forge(self, path: Path) -> None:
         """A whole entry of another version, whose contents are wrong, under this one's name."""
-        chain = f"has_plan of torture {self.rng.randrange(KEYS)} in float32"
+        chain = f"has_plan of {chain_of(self.rng.randrange(KEYS))} in float32"
         identity = f"factorlayer plan 1\npackage 9.9.9\ncompiler \narchitecture \noptions \nname {chain}\nsource 0\n"
         wrong = b"wrong"
         proof = f"contents {len(wrong)} {hashlib.sha256(wrong).hexdigest()}\n\n"
@@ -294,7 +299,7 @@ class Round:
             for name, text in after.items()
             if name.endswith(".plan")
         }
-        self.require({f"torture {key}" for key in range(KEYS)} <= chains, "not everything is kept in the end")
+        self.require({chain_of(key) for key in range(KEYS)} <= chains, "not everything is kept in the end")
         if self.is_calm:
             left = [path.name for path in self.folder.glob("*.tmp") if path.lstat().st_uid == os.geteuid()]
             self.require(not left, f"drafts of killed processes were left: {left}")
@@ -308,7 +313,7 @@ class Round:
             held = contents_of(text)
             self.require(held is not None, f"{name} was taken for whole")
             chain = held[0].split(" of ")[-1].split(" in ")[0] if held else ""
-            if chain.startswith("torture ") and b"\npackage 9.9.9\n" not in text:
+            if chain.startswith("tied ") and b"\npackage 9.9.9\n" not in text:
                 self.require(held is not None and held[1] == truth(chain).encode(), f"{name} is whole and wrong")
             found[name] = text
         return found
