@@ -192,7 +192,8 @@ def run_by(module: nn.Module, implementation: Implementation) -> nn.Module:
     """The module with the same parameters, its layers run by one implementation."""
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, shared)
-    twin = copied if not list(copied.children()) else fuse(copied, implementation)
+    alone = isinstance(copied, FactorLinear) or not list(copied.children())
+    twin = copied if alone else fuse(copied, implementation)
     for part in twin.modules():
         if isinstance(part, FactorLinear | FactorMLP | Fused):
             part.implementation = implementation
