@@ -122,10 +122,9 @@ def drawn_batch(rng: random.Random, features: int, work: float, bytes: int, on: 
 
 
 def drawn_activation(rng: random.Random, planted: bool) -> str:
-    """A planted number goes through those without a flat side: there PyTorch leaves an infinite gradient out where
-    fused multiplies it by a slope of 0."""
+    """A planted number goes through those whose slopes are not rounded to 0 somewhere, times which infinity is NaN."""
     if planted:
-        return rng.choice(["identity", "leaky_relu"])
+        return rng.choice(["identity", "leaky_relu", "relu"])
     return rng.choice(["identity", "identity", *ACTIVATIONS, *TRACED])
 
 

@@ -52,7 +52,7 @@ template <class T> FL_INLINE Dual<T> softplus(Dual<T> x) {
   ROW(identity, x)                                                                                     \
   ROW(relu, select<T>(v <= T(0), X{}, x))                                                              \
   ROW(leaky_relu, select<T>(v > T(0), x, c(0.01) * x))                                                 \
-  ROW(elu, select<T>(v > T(0), x, expm1<T>(x)))                                                        \
+  ROW(elu, select<T>(v <= T(0), expm1<T>(x), x))                                                       \
   ROW(gelu, c(0.5) * x * (c(1) + erf<T>(c(0.70710678118654752440) * x)))                               \
   ROW(gelu_tanh, c(0.5) * x * (c(1) + tanh<T>(c(0.79788456080286535588) * (x + c(0.044715) * x * x * x)))) \
   ROW(silu, x * sigmoid<T>(x))                                                                         \
@@ -86,19 +86,26 @@ template <class T, class F> void activate(int64_t n, const T* bias, T* y) {
   }
 }
 
+// grad times f'(x). Where a rectifier is constant nothing comes back, as PyTorch has it, even if grad is infinite or NaN.
+template <class T, class F> FL_INLINE Vec<T> back_through(Vec<T> x, Vec<T> grad) {
+  const Vec<T> made = grad * F::template of<T>(Dual<T>{x, splat<T>(1)}).slope;
+  if constexpr (std::is_same_v<F, activation_relu> || std::is_same_v<F, activation_relu_squared>)
+    return select<T>(x <= T(0), Vec<T>{}, made);
+  return made;
+}
+
 // grad *= f'(z + bias) over one row
 template <class T, class F> void activate_backward(int64_t n, const T* bias, const T* z, T* grad) {
   constexpr int L = kLanes<T>;
-  const Vec<T> one = splat<T>(1);
   int64_t i = 0;
   for (; i + L <= n; i += L) {
     const Vec<T> x = bias ? load(z + i) + load(bias + i) : load(z + i);
-    store(grad + i, load(grad + i) * F::template of<T>(Dual<T>{x, one}).slope);
+    store(grad + i, back_through<T, F>(x, load(grad + i)));
   }
   if (const int last = int(n - i)) {
     Vec<T> x = load_first(z + i, last);
     if (bias) x += load_first(bias + i, last);
-    store_first(grad + i, load_first(grad + i, last) * F::template of<T>(Dual<T>{x, one}).slope, last);
+    store_first(grad + i, back_through<T, F>(x, load_first(grad + i, last)), last);
   }
 }
 
