@@ -123,8 +123,9 @@ class Whole:
             found = given
         for each in found:
             if not isinstance(each, Tensor):
+                made = own(*given, **named)  # which may have words for it
                 self._warn("called with what is no tensor")
-                return own(*given, **named)
+                return made
         if not self.trace.guard.holds():
             self._warn("not what it was traced as")
             return own(*given, **named)

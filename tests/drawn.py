@@ -122,8 +122,8 @@ def drawn_batch(rng: random.Random, features: int, work: float, bytes: int, on: 
 
 
 def drawn_activation(rng: random.Random, planted: bool) -> str:
-    """A planted number goes through those without a flat side: there a GPU's kernels of several layers multiply an
-    infinite gradient by a slope of 0, which PyTorch leaves out."""
+    """A planted number goes through those without a flat side: through a rectifier between layers that a GPU takes as a
+    stack, an infinite gradient may come back as NaN."""
     if planted:
         return rng.choice(["identity", "leaky_relu"])
     return rng.choice(["identity", "identity", *ACTIVATIONS, *TRACED])

@@ -342,7 +342,10 @@ def test_a_scalar_comes_in_any_number_of_dimensions() -> None:
 
 
 MALFORMED = {
-    **{f"step-{i}": (f"{text}/x", "cannot be read|1000 steps at most|is no letter that") for i, text in enumerate(NO_EXPRESSIONS[3:])},
+    **{
+        f"step-{i}": (f"{text}/x", "cannot be read|1000 steps at most|is no letter")
+        for i, text in enumerate(NO_EXPRESSIONS[3:])
+    },
     "no-derivative-by-a-parameter": ("x,p0,mul:0:1/:1", "has a parameter p0, but no derivative by it"),
     "seventeen-parameters": ("x" + "/x" * 18, "with its derivatives by x and by at most 16 parameters"),
     "a-parameter-too-few": ("x,p0,mul:0:1/:1/:0", "the chain has 2 weights, 1 were given"),

@@ -832,7 +832,7 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ("16 chek 32", "there is no command 'chek'; did you mean 'check'?"),
         ("16 32 frobnicate", "there is no command 'frobnicate'. For example"),
         ("16 frobnicate 32 check", "a FACTOR should be a positive size or two, such as 32 or 20x36 (in x out)"),
-        ("cache lst", "'lst' is not one of 'list', 'verify', 'clear'; did you mean 'list'?"),
+        ("cache lst", "'lst' is not one of 'list', 'verify', 'clear', 'limit'; did you mean 'list'?"),
         ("16 8 check --dtype float64", "'float64' is not one of 'f', 'd', 'h', 'b'; did you mean 'd'?"),
         ("16 8 check --dtype bf16", "did you mean 'b'?"),
         ("16 8 check --structure Monrach", "is not one of 'kronecker', 'monarch'; did you mean 'monarch'?"),

@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "unknown-activation": (
         layer(12, 20, activation="Relu"), ValueError,
         "FactorLinear: activation should be None or one of identity, relu, leaky_relu, elu, gelu, gelu_tanh, silu, "
-        "sigmoid, tanh, sine, softplus, square, relu_squared; it is 'Relu'",
+        "sigmoid, tanh, sine, softplus, square, relu_squared; it is 'Relu'; did you mean 'relu'?",
     ),
     # dtypes of parameters
     "integer-layer": (
