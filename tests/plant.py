@@ -58,8 +58,8 @@ FAULTS = (
     fault(
         "fsync",
         "runtime/cache.cpp",
-        "fine = fine && !fsync(file);",
-        "",
+        "return !fsync(file);",
+        "return true;",
         f"{CACHE}::test_a_file_is_on_disk_before_it_has_its_name",
     ),
     fault("options-in-the-key", "runtime/cache.cpp", r'"\noptions " + key.options', r'"\noptions "', KEY),

@@ -29,12 +29,17 @@ def run(arguments: list[str], start: list[str], **environment: str) -> subproces
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=variables)
 
 
+def hears_ctrl_c() -> None:
+    """Whoever is started in the background ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(arguments: str, sign: bytes, folder: Path) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the program, which has Ctrl-C when stderr, a terminal, has shown the sign."""
     ours, its = pty.openpty()
     command = [sys.executable, "test.py", *arguments.split()]
     with (folder / "stdout").open("w+") as out:
-        program = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=its, env=ENVIRONMENT)
+        program = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=its, env=ENVIRONMENT, preexec_fn=hears_ctrl_c)
         os.close(its)
         shown, sent = b"", False
         try:
@@ -119,7 +124,7 @@ def completed(line: str) -> list[str]:
         ("factorlayer 16 32 20x36 ", ["check", "profile", "bench"]),
         ("factorlayer --dtype d 16 32 ch", ["check"]),
         ("factorlayer c", ["check", "cache"]),
-        ("factorlayer cache ", ["list", "verify", "clear"]),
+        ("factorlayer cache ", ["list", "verify", "clear", "limit"]),
         ("factorlayer 16 32 check ", []),
         ("factorlayer --dtype ", ["f", "d", "h", "b"]),
         ("factorlayer 16 32 --structure m", ["monarch"]),

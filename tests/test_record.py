@@ -57,7 +57,7 @@ def values(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("held", "wanted"), itertools.permutations(LAYERS, 2))
+@pytest.mark.parametrize(("held", "wanted"), [*itertools.permutations(LAYERS, 2)])
 def test_another_layer_is_refused_by_both_names(held: str, wanted: str, way: str) -> None:
     state = WAYS[way](nn.Sequential(LAYERS[held]()).state_dict())
     module = nn.Sequential(LAYERS[wanted]())
@@ -156,7 +156,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("recording")
-@pytest.mark.parametrize(("held", "wanted"), itertools.permutations(SAME_SHAPES, 2))
+@pytest.mark.parametrize(("held", "wanted"), [*itertools.permutations(SAME_SHAPES, 2)])
 def test_safetensors_keep_the_record_if_wanted(held: str, wanted: str, tmp_path: Path) -> None:
     state = tensors_only(nn.Sequential(LAYERS[held]()), tmp_path)
     nn.Sequential(LAYERS[held]()).load_state_dict(state)

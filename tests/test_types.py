@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -47,8 +48,10 @@ def errors_by_file(checker: str, folder: Path) -> Errors:
     """Of programs away from the source, as in a user's folder, all at once: reading PyTorch is what takes the time."""
     (folder / "readme.py").write_text("\n\n".join(blocks(ROOT / "README.md", "python")))
     (folder / "wrong.py").write_text(WRONG)
-    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')  # pyright's own default
-    environment = os.environ | {"MYPYPATH": str(ROOT)}  # where the source lies, if it is installed as editable
+    source = str(ROOT)  # where it lies if it is installed as editable, which checkers do not follow
+    settings = {"typeCheckingMode": "standard", "extraPaths": [source]}  # pyright's own default
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    environment = os.environ | {"MYPYPATH": source}
     command = [sys.executable, "-m", checker, *CHECKERS[checker]]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
