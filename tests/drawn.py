@@ -159,6 +159,7 @@ def draw(seed: int, number: int, on: str, bytes: int | None = None) -> Drawn:
         make = block_maker(widths, bias, names, settings)
         what = f"{widths} {settings} {' '.join(names)}"
     least, most = SCALES[dtype]
+    most = min(most, 0) if kind == "gated" and dtype == "float16" else most  # each of its layers squares
     wild = rng.random() < 0.5 and not plant
     scale = (rng.randint(least, most), rng.randint(least, most)) if wild else (0, 0)
     split = batch % 2 == 0 and rng.random() < 0.3
