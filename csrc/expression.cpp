@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kMostSteps = 1000;
 constexpr int kMostParameters = 16;
-constexpr size_t kLongestStep = 80;  // letters; factorlayer/expression.py has the same numbers
+constexpr size_t kLongestStep = 80;  // letters; activations/expression.py has the same numbers
 
 struct Node {
   enum Kind { x, parameter, number, operation } kind;
@@ -84,7 +84,7 @@ class Parser {
  private:
   std::vector<int> steps_;  // the node of each
 
-  // As factorlayer/expression.py reads it. The node, or -1.
+  // As activations/expression.py reads it. The node, or -1.
   int read(const std::string& word) {
     if (word.size() > kLongestStep) return -1;
     Node node{Node::operation};

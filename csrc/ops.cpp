@@ -1,6 +1,6 @@
 // The raw ops, factorlayer::forward and factorlayer::backward, for a stack stack_forward, stack_states, stack_backward and,
 // with weights that stay as they are, stack_prepare and stack_frozen: tensors of any strides in, contiguous ones out, no
-// memory shared between in and out. The only file that sees torch, through its stable ABI. Callers are factorlayer/fused.py,
+// memory shared between in and out. The only file that sees torch, through its stable ABI. Callers are autograd/fused.py,
 // stacked.py, frozen.py and exported graphs; shapes were checked in Python, so the checks here only keep memory safe.
 #include <dlfcn.h>
 
@@ -309,7 +309,7 @@ Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::o
 }
 
 // `wanted` has a bit for each gradient: 1 for x, 2 for the bias, 4 << i for weight i. They come in that order.
-constexpr size_t kMostWanted = 61;  // weights: bit 63 would be its sign. factorlayer/fused.py has the same number
+constexpr size_t kMostWanted = 61;  // weights: bit 63 would be its sign. autograd/fused.py has the same number
 
 std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
                              const std::optional<Tensor>& bias, const Text& chain, int64_t wanted) {
@@ -1000,7 +1000,7 @@ eager::Handle handle_of(const Tensor& tensor) {
   return handle;
 }
 
-// All gradients of a layer at once, without the bias's and with it: what factorlayer/backward.py would ask for.
+// All gradients of a layer at once, without the bias's and with it: what autograd/backward.py would ask for.
 struct Back {
   Text texts[2];
   const Chain* chains[2] = {nullptr, nullptr};

@@ -19,8 +19,8 @@ from oracle import LAYOUTS, spec_id, with_layout
 from torch import Tensor, nn
 
 from factorlayer import FactorLinear, FactorMLP, factor_linear
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.spec import LayerSpec
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.maths.spec import LayerSpec
 
 SIZES = [1, 1, 2, 3, 4, 5, 7, 8, 8, 11, 13, 16, 16, 17, 24, 31, 32, 32, 33, 48, 63, 64, 96, 100, 127, 128, 200, 257]
 SMALL_SIZES = [1, 2, 2, 3, 4, 4, 5, 7, 8, 8, 9, 16]

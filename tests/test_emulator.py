@@ -18,36 +18,35 @@ from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import (
-    backward,
+from factorlayer.activations.named import activate, evaluate
+from factorlayer.activations.results import from_result
+from factorlayer.activations.tracing import trace
+from factorlayer.autograd import backward
+from factorlayer.autograd.backward import Ops, gradients, sums_text, texts, visits
+from factorlayer.device.gpu import DTYPES, ELEMENT_BYTES, Gpu
+from factorlayer.kernels import gradient
+from factorlayer.kernels.gradient import Reduction
+from factorlayer.kernels.kronecker import (
     cluster_backward,
     columns,
     columns_backward,
     eights_backward,
-    gradient,
-    slab_backward,
     small_backward,
     strip_backward,
-    untied_backward,
 )
-from factorlayer.activations import activate, evaluate
-from factorlayer.backward import Ops, gradients, sums_text, texts, visits
-from factorlayer.chain import Chain
-from factorlayer.dense_streamed import DenseStreamed
-from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Reduction
-from factorlayer.mixed_backward import MixedBackward
-from factorlayer.monarch import Monarch
-from factorlayer.naive import naive
-from factorlayer.plan import Plan
-from factorlayer.planner import BATCHES, cuts, has_plan, plan, plan_stack
-from factorlayer.resident import Mode
-from factorlayer.results import from_result
-from factorlayer.schemes import schemes
-from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.tracing import trace
-from factorlayer.untied_backward import UntiedBackward
-from factorlayer.wide_gradient import WideGradient
+from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.monarch import slab_backward, untied_backward
+from factorlayer.kernels.monarch.monarch import Monarch
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.product.wide_gradient import WideGradient
+from factorlayer.kernels.resident import Mode
+from factorlayer.kernels.stack.dense_streamed import DenseStreamed
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.plan import Plan
+from factorlayer.plan.planner import BATCHES, cuts, has_plan, plan, plan_stack
+from factorlayer.plan.schemes import schemes
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}

@@ -20,17 +20,19 @@ import torch
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 
-from factorlayer import runtime, slab_backward, untied_backward, wide_gradient
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.backward import texts
-from factorlayer.chain import Chain
-from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, has_plan, plan, plan_stack, plan_text
-from factorlayer.resident import Resident
-from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.tracing import trace
-from factorlayer.untied_backward import UntiedBackward
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.activations.tracing import trace
+from factorlayer.autograd import runtime
+from factorlayer.autograd.backward import texts
+from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.monarch import slab_backward, untied_backward
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.product import wide_gradient
+from factorlayer.kernels.resident import Resident
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_stack, plan_text
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.

@@ -1,4 +1,4 @@
-"""factorlayer/mapped.py: which tilings there are, that they compile, and, on a CPU, that they are right."""
+"""kernels/product/mapped.py: which tilings there are, that they compile, and, on a CPU, that they are right."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from emulator.driver import Array, Emulator, decode, encode, why_not
 
-from factorlayer import mapped, runtime
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.chain import Chain
-from factorlayer.gpu import Gpu
-from factorlayer.mapped import Mapped
-from factorlayer.plan import Plan
-from factorlayer.planner import plan
-from factorlayer.streamed import Product, products
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.autograd import runtime
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.product import mapped
+from factorlayer.kernels.product.mapped import Mapped
+from factorlayer.kernels.product.streamed import Product, products
+from factorlayer.maths.chain import Chain
+from factorlayer.plan.plan import Plan
+from factorlayer.plan.planner import plan
 
 Tiling = tuple[int, int, int]  # n, held, cluster
 GPU = Gpu.of(90)

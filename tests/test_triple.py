@@ -12,18 +12,18 @@ import pytest
 from emulator.driver import Array, Emulator, decode, encode, why_not
 from oracle import kronecker
 
-from factorlayer import triple
-from factorlayer.chain import Chain
-from factorlayer.gpu import Gpu
-from factorlayer.gradient import Reduction
-from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, cuts, plan
-from factorlayer.resident import Mode, Work
-from factorlayer.runtime import compile_kernel
-from factorlayer.spec import LayerSpec
-from factorlayer.split_pair_backward import SplitPairBackward
-from factorlayer.triple import DTYPES, Triple, TripleBackward
-from factorlayer.unit_backward import UnitBackward
+from factorlayer.autograd.runtime import compile_kernel
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import Reduction
+from factorlayer.kernels.kronecker import triple
+from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
+from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.resident import Mode, Work
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, cuts, plan
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 32  # bytes, of values that are kept for a while

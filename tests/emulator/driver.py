@@ -1,6 +1,6 @@
 """Runs the kernels of a plan on a CPU, by the C++ files beside this, and collects what they find wrong.
 
-The device code is what the GPU gets, but for csrc/engine/instructions.cuh and Wgmma<...>: those are instructions.cuh
+The device code is what the GPU gets, but for instructions.cuh and Wgmma<...>: those are instructions.cuh
 beside this.
 """
 
@@ -19,36 +19,36 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from factorlayer.cluster_backward import ClusterBackward
-from factorlayer.columns_backward import ColumnsBackward
-from factorlayer.dense import Dense
-from factorlayer.dense_streamed import DenseStreamed, WeightChunks
-from factorlayer.double_backward import DoubleBackward
-from factorlayer.eights_backward import EightsBackward
-from factorlayer.emit import source
-from factorlayer.few import FewPass
-from factorlayer.gpu import ELEMENT_BYTES
-from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
-from factorlayer.large_backward import LargeBackward
-from factorlayer.mixed_backward import MixedBackward
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
-from factorlayer.pair_backward import PairBackward
-from factorlayer.parts import Parts
-from factorlayer.plan import Pass, Plan, Unbound, WithMaps, _output_bytes
-from factorlayer.resident import Resident
-from factorlayer.scaled_backward import ScaledBackward
-from factorlayer.single_backward import SingleBackward
-from factorlayer.slab_backward import SlabBackward
-from factorlayer.small import Small
-from factorlayer.small_backward import SmallBackward
-from factorlayer.split_pair_backward import SplitPairBackward
-from factorlayer.split_single_backward import SplitSingleBackward
-from factorlayer.strip_backward import StripBackward
-from factorlayer.triple import TripleBackward
-from factorlayer.unit_backward import UnitBackward
-from factorlayer.untied_backward import UntiedBackward
-from factorlayer.weight_halves import WeightHalves
-from factorlayer.wide import Wide
+from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.kernels.emit import source
+from factorlayer.kernels.gradient import PART_BYTES, BlockSums, Reduction, TileSums
+from factorlayer.kernels.kronecker.cluster_backward import ClusterBackward
+from factorlayer.kernels.kronecker.columns_backward import ColumnsBackward
+from factorlayer.kernels.kronecker.double_backward import DoubleBackward
+from factorlayer.kernels.kronecker.eights_backward import EightsBackward
+from factorlayer.kernels.kronecker.large_backward import LargeBackward
+from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.kronecker.pair_backward import PairBackward
+from factorlayer.kernels.kronecker.scaled_backward import ScaledBackward
+from factorlayer.kernels.kronecker.small import Small
+from factorlayer.kernels.kronecker.small_backward import SmallBackward
+from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
+from factorlayer.kernels.kronecker.split_single_backward import SplitSingleBackward
+from factorlayer.kernels.kronecker.strip_backward import StripBackward
+from factorlayer.kernels.kronecker.triple import TripleBackward
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.monarch.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
+from factorlayer.kernels.monarch.slab_backward import SlabBackward
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.product.few import FewPass
+from factorlayer.kernels.product.single_backward import SingleBackward
+from factorlayer.kernels.product.weight_halves import WeightHalves
+from factorlayer.kernels.product.wide import Wide
+from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.stack.dense import Dense
+from factorlayer.kernels.stack.dense_streamed import DenseStreamed, WeightChunks
+from factorlayer.plan.plan import Pass, Plan, Unbound, WithMaps, _output_bytes
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
