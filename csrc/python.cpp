@@ -204,7 +204,7 @@ bool is_tf32_allowed() {
   return found.get() && !PyUnicode_CompareWithASCIIString(found.get(), "tf32");
 }
 
-// Of a tensor that is one number no stride shows whether it is a view that is negated by name only: is_plain in ops.cpp.
+// Of a tensor that is one number no stride shows whether it is a view that is negated by name only: is_plain in ops/eager.cpp.
 bool is_negated(PyObject* tensor, const Given& given) {
   return std::all_of(given.sizes, given.sizes + given.dimensions, [](int64_t size) { return size == 1; }) &&
          is_true(PyObject_CallFunctionObjArgs(known.is_neg, tensor, nullptr));

@@ -103,7 +103,7 @@ def test_auto_runs_batched_beside_a_stale_build_and_says_so() -> None:
 def test_a_changed_interface_has_a_new_number() -> None:
     """So that a build from before the change is refused, not called in the wrong way."""
     assert re.search(rf"constexpr int interface = {INTERFACE};", (ROOT / "csrc" / "python.h").read_text())
-    ops, python = ((ROOT / "csrc" / name).read_text() for name in ("ops.cpp", "python.cpp"))
+    ops, python = ((ROOT / "csrc" / name).read_text() for name in ("ops/library.cpp", "python.cpp"))
     schemas = re.findall(r'm\.def\(\s*("[^;]*")\);', ops)
     methods = re.findall(r'\{"(\w+)", (?:reinterpret_cast<PyCFunction>\()?\w+\)?, METH_', python)
     given = re.findall(r"for \(PyObject\*\* place : \{(.*?)\}\)", python, re.DOTALL)

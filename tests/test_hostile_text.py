@@ -354,7 +354,7 @@ def test_bounds_are_the_same_on_both_sides() -> None:
     assert of("expression.cpp", "kMostSteps") == expression.MOST_STEPS
     assert of("expression.cpp", "kMostParameters") == expression.MOST_PARAMETERS
     assert of("expression.cpp", "kLongestStep") == expression.LONGEST_STEP
-    assert of("ops.cpp", "kMostWanted") == fused.MOST_WANTED
+    assert of("ops/on_cpu.cpp", "kMostWanted") == fused.MOST_WANTED
     assert of("runtime/kernels.h", "MAX_WEIGHTS") == runtime.MAX_WEIGHTS
 
 
