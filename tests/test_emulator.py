@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from emulator.driver import Array, Emulator, Kernel, decode, encode, why_not
+from emulator.driver import Array, Emulator, Kernel, decode, encode
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
@@ -199,13 +199,6 @@ def drawing(dtype: str) -> Callable[..., Array]:
         return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
 
     return draw
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    if reason := why_not():
-        pytest.skip(reason)
-    return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
 @dataclass
