@@ -25,22 +25,30 @@ enum class Op : uint8_t {
 #undef FL_NAME
 };
 
-// Where an operand is: in a row, of which row 0 is x, or among the constants, parameters first and then numbers.
+// Where an operand is: in a row, of which row 0 is x and row 1 the gradient of the value, or among the constants, parameters
+// first and then numbers.
 struct Place {
   bool constant;
   int index;
 };
 
-// The steps that some results need. A row is written again once nobody reads it any more.
+// The steps that some results need. A row is written again once nobody reads it any more. A derivative's result is a product
+// with what is left of the gradient, which is nothing where the derivative passes nothing on. Where both are one place, that
+// is the product, or the value.
 struct Code {
+  static constexpr int kGiven = 2;  // rows
   struct Step {
     Op op;
     int to;  // a row
     Place from[3];
   };
+  struct Result {
+    Place slope, gradient;
+  };
   std::vector<Step> steps;
-  std::vector<Place> results;
-  int rows = 1;
+  std::vector<Result> results;
+  int rows = kGiven;
+  bool takes_gradient = false;  // whether a step does
 };
 
 struct Program {

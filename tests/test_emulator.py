@@ -1779,6 +1779,20 @@ def test_all_gradients_of_a_layer_without_a_bias_in_tf32(p: int, q: int, emulato
     check_all_gradients([replace(layer, bias=False)], "tf32", 150, emulator)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "tf32"])
+def test_an_infinite_gradient_meets_no_padding(dtype: str, emulator: Emulator) -> None:
+    """Of layers whose widths are padded, where nothing but their weights is behind them."""
+    layers = stack_of([24, 5, 24], dtype, "identity")
+    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    x, grad, *tensors = (np.ones(shape) for shape in ((17, 24), (17, 24), (5, 24), (5,), (24, 5)))
+    grad[3, 3] = np.inf
+    outputs, errors = emulator.run(found, emulator.compile(found), x, [*tensors, grad], None, blocks=1)
+    assert not errors
+    grad_x = outputs[0].reshape(17, 24)
+    assert np.isposinf(grad_x[3]).all()
+    np.testing.assert_array_equal(np.delete(grad_x, 3, axis=0), 120.0)
+
+
 def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: Emulator) -> None:
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     kernels = emulator.compile(found)

@@ -78,12 +78,16 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
     }
   }
 
-  // The same where the slopes are 1
+  // The same where the slopes are 1. What padding makes of an infinite gradient, 0 times that, would go into all sums.
   template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
 #pragma unroll
     for (int s = 0; s < L::N / 16; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) g[s][i] = Pair<Element>(d[s * 8 + i * 2], d[s * 8 + i * 2 + 1]).bits;
+      for (int i = 0; i < 4; ++i) {
+        const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
+        g[s][i] = Pair<Element>(Layers::template inside<L>(tile, lane.t * 2) ? d[at] : 0.f,
+                                Layers::template inside<L>(tile, lane.t * 2 + 1) ? d[at + 1] : 0.f).bits;
+      }
   }
 
   // Adds a layer's gradients, and makes those of what it reads if anything needs them.

@@ -104,12 +104,14 @@ template <class Pass> struct DenseBackward32 : DenseLayers<Pass> {
       }
     }
   }
-  // The same where the slopes are 1
-  template <class L> static DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 8][4]) {
+  // The same where the slopes are 1. What padding makes of an infinite gradient, 0 times that, would go into all sums.
+  template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 8][4]) const {
 #pragma unroll
     for (int s = 0; s < L::N / 8; ++s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) g[s][i % 2 * 2 + i / 2] = tf32_of(__float_as_uint(d[s * 4 + i]));
+      for (int i = 0; i < 4; ++i)
+        g[s][i % 2 * 2 + i / 2] =
+            tf32_of(__float_as_uint(Layers::template inside<L>(s, lane.t * 2 + i % 2) ? d[s * 4 + i] : 0.f));
   }
 
   // The gradient of what a layer reads, of a warpgroup's own samples
