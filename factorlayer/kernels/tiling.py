@@ -1,6 +1,6 @@
 """The search for a resident pass's tiling: which tiles, groups and layouts are predicted to be fastest.
 
-The prediction was fitted to thousands of measured tilings; docs/performance.md says how far it is off.
+The prediction was fitted to thousands of measured tilings; docs/kernels/common.md says how far it is off.
 """
 
 from __future__ import annotations
