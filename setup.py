@@ -38,9 +38,10 @@ class BuildPy(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
-            folder = os.path.join(self.build_lib, "factorlayer", "engine")
-            self.mkpath(folder)
-            for path in glob("csrc/engine/*.cuh"):
+            for path in glob("csrc/engine/**/*.cuh", recursive=True):
+                room = os.path.dirname(os.path.relpath(path, "csrc/engine"))
+                folder = os.path.join(self.build_lib, "factorlayer", "engine", room)
+                self.mkpath(folder)
                 self.copy_file(path, folder)
 
 

@@ -1,6 +1,6 @@
 """What factorlayer is measured with.
 
-`python -m benches.run` measures, `python -m benches.report` writes README, `python -m benches.compare` marks
+`python -m benches.run` measures, `python -m benches.report` writes the tables, `python -m benches.compare` marks
 what got slower from one results file to another.
 
 workloads.py says what is measured, floor.py and ceilings.py how fast it could be, subjects.py and peers.py

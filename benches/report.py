@@ -1,12 +1,15 @@
-"""Writes README's generated sections and the plots from benches/results/*.json: `python -m benches.report`.
+"""Writes the generated tables and the plots from benches/results/*.json: `python -m benches.report`.
 
-The section of results/NAME.json lies between <!-- benches:begin NAME --> and <!-- benches:end NAME -->.
-With --check nothing is written, and the exit status says whether README is up to date.
+All rows of results/NAME.json lie in docs/benchmarks.md, between <!-- benches:begin NAME --> and
+<!-- benches:end NAME -->; README has their means, in a small table, between the same lines of NAME-summary.
+With --check nothing is written, and the exit status says whether both files are up to date.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +19,9 @@ from benches import tables
 from benches.machine import in_words
 from benches.results import FOLDER, PASS_NAMES, Results, Row
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 EXAMPLES = """Examples:
 
 python -m benches.report
@@ -27,62 +32,89 @@ COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
-@app.command(help="Write README's tables and plots from the results, or check the tables.", epilog=EXAMPLES)
+@app.command(help="Write the tables and plots of README and docs from the results, or check them.", epilog=EXAMPLES)
 def main(
-    check: Annotated[bool, typer.Option(help="Write nothing; exit 1 if README is out of date.")] = False,
-    readme: Annotated[Path, typer.Option(help="The file with the markers.")] = README,
+    check: Annotated[bool, typer.Option(help="Write nothing; exit 1 if a table is out of date.")] = False,
+    page: Annotated[Path, typer.Option(help="The file with the markers of all rows.")] = PAGE,
+    readme: Annotated[Path, typer.Option(help="The file with the markers of the means.")] = README,
     folder: Annotated[Path, typer.Option("--results", help="The folder with the results files.")] = FOLDER,
 ) -> None:
     try:
-        before = readme.read_text()
-        after = updated(before, readme, folder)
+        before = {path: path.read_text() for path in (page, readme)}
+        after = {
+            page: updated(before[page], page, folder),
+            readme: updated(before[readme], readme, folder, summary, "-summary"),
+        }
         if not check:
-            readme.write_text(after)
+            for path, text in after.items():
+                path.write_text(text)
             for path in _files(folder):
                 if _with_speedups((results := Results.load(path)).rows):
                     draw(results, path)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"benches.report: {error}", err=True)
         raise typer.Exit(2) from None
-    if check and after != before:
-        typer.echo(f"{readme} is out of date with {folder}; run `python -m benches.report`", err=True)
+    stale = [path for path in after if after[path] != before[path]]
+    if check and stale:
+        for path in stale:
+            typer.echo(f"{path} is out of date with {folder}; run `python -m benches.report`", err=True)
         raise typer.Exit(1)
 
 
-def updated(text: str, readme: Path, folder: Path) -> str:
-    """README's text with the sections of all results files."""
-    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {path.stem for path in _files(folder)}
-    if unknown:
-        raise ValueError(
-            f"{readme} should have sections of the results in {folder} only; there are none of "
-            f"{', '.join(sorted(unknown))}; measure them, or remove the section"
-        )
-    for path in _files(folder):
-        begin, end = (f"<!-- benches:{side} {path.stem} -->" for side in ("begin", "end"))
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ValueError(
-                f"{readme} should hold the lines {begin} and {end} once, in this order, for {path.name}; "
-                "they are missing or repeated; put them where its table belongs"
-            )
-        head, tail = text[: text.index(begin)], text[text.index(end) :]
-        text = head + begin + "\n" + "\n".join(section(path, readme)) + "\n" + tail
-    return text
-
-
-def section(path: Path, readme: Path) -> list[str]:
+def section(path: Path, page: Path) -> list[str]:
     """Of layers and of blocks: their means, the plot where there is a speed-up to draw, and the table."""
     results = Results.load(path)
     lines = [in_words(results.machine) + "."]
     for rows in results.kinds:
         lines += ["", *tables.means(rows)]
         if _with_speedups(rows):
-            plot = plot_path(path, rows).resolve()
-            root = readme.resolve().parent
-            link = plot.relative_to(root).as_posix() if plot.is_relative_to(root) else plot.as_posix()
-            lines += [f"![Speed-up of v3 over {rows[0].rival}, {plot.stem}]({link})", ""]
-        summary = f"<details><summary>{'Blocks' if rows[0].is_block else 'Layers'}</summary>"
-        lines += [summary, "", *tables.markdown(rows), "", "</details>"]
+            lines += [_figure(path, rows, page), ""]
+        heading = f"<details><summary>{'Blocks' if rows[0].is_block else 'Layers'}</summary>"
+        lines += [heading, "", *tables.markdown(rows), "", "</details>"]
     return lines
+
+
+def summary(path: Path, page: Path) -> list[str]:
+    """The machine, a table of means with a line for each dtype, and the plot of layers."""
+    results = Results.load(path)
+    lines = [in_words(results.machine) + ".", "", *tables.summary(results)]
+    if _with_speedups(results.kinds[0]):
+        lines += ["", _figure(path, results.kinds[0], page)]
+    return lines
+
+
+def updated(
+    text: str,
+    page: Path,
+    folder: Path,
+    write: Callable[[Path, Path], list[str]] = section,
+    suffix: str = "",
+) -> str:
+    """The page's text with a section for each results file, whose markers have its name and the suffix."""
+    names = {path: path.stem + suffix for path in _files(folder)}
+    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - set(names.values())
+    if unknown:
+        raise ValueError(
+            f"{page} should have sections of the results in {folder} only; there are none of "
+            f"{', '.join(sorted(unknown))}; measure them, or remove the section"
+        )
+    for path, name in names.items():
+        begin, end = (f"<!-- benches:{side} {name} -->" for side in ("begin", "end"))
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(
+                f"{page} should hold the lines {begin} and {end} once, in this order, for {path.name}; "
+                "they are missing or repeated; put them where its table belongs"
+            )
+        head, tail = text[: text.index(begin)], text[text.index(end) :]
+        text = head + begin + "\n" + "\n".join(write(path, page)) + "\n" + tail
+    return text
+
+
+def _figure(path: Path, rows: list[Row], page: Path) -> str:
+    """The plot, by its place as seen from the page."""
+    plot = plot_path(path, rows).resolve()
+    link = Path(os.path.relpath(plot, page.resolve().parent)).as_posix()
+    return f"![Speed-up of v3 over {rows[0].rival}, {plot.stem}]({link})"
 
 
 def plot_path(path: Path, rows: list[Row]) -> Path:

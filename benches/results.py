@@ -100,12 +100,12 @@ class Results:
             ) from None
 
 
-def geometric_means(rows: Iterable[Row]) -> dict[tuple[str, int | None], dict[str, float]]:
-    """Of v3's speed-ups, by dtype and threads, then by pass."""
+def geometric_means(rows: Iterable[Row], over: str | None = None) -> dict[tuple[str, int | None], dict[str, float]]:
+    """Of v3's speed-ups over its rival, or over another subject, by dtype and threads, then by pass."""
     speedups: dict[tuple[str, int | None], dict[str, list[float]]] = {}
     for row in rows:
         for of_pass in PASS_NAMES:
-            speedup = row.speedup(of_pass)
+            speedup = row.speedup(of_pass, over)
             if speedup is not None:
                 speedups.setdefault((row.dtype, row.threads), {}).setdefault(of_pass, []).append(speedup)
     return {

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benches import peers
 from benches.floor import DTYPES
 from benches.workloads import Block, Workload
+from factorlayer.autograd.fused import why_not_fused
 from factorlayer.functional import Implementation
-from factorlayer.fused import why_not_fused
 
 OURS = ("v1", "v2", "v3")
 SUBJECTS = (*OURS, "dense", "compile", "fastkron")

@@ -1,6 +1,6 @@
-"""Results as tables: for the terminal with rich, and as the lines of README's markdown.
+"""Results as tables: for the terminal with rich, and as lines of markdown for docs/benchmarks.md and README.
 
-Layers and blocks have one each. Where there are published peers, README compares v3 with them too.
+Layers and blocks have one each. Where there are published peers, v3 is compared with them too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _table(results: Results, rows: list[Row], subjects: list[str]) -> Table:
 
 
 def markdown(rows: list[Row]) -> list[str]:
-    """README's table of one kind of rows."""
+    """The whole table of one kind of rows."""
     return (_blocks if rows[0].is_block else _layers)(rows)
 
 
@@ -137,7 +137,7 @@ def _published(row: Row, of_pass: str) -> str:
 
 
 def means(rows: list[Row]) -> list[str]:
-    """README's sentences on the geometric means of one kind of rows, if there is a v3 to have them."""
+    """The sentences on the geometric means of one kind of rows, if there is a v3 to have them."""
     is_block = rows[0].is_block
     v3, rival, long_rows = ("Blocks, v3", "nn.Linear", "blocks") if is_block else ("v3", "v2", "Kronecker rows")
     lines = []
@@ -156,6 +156,28 @@ def means(rows: list[Row]) -> list[str]:
                 f"Efficiency, {pass_words}, {long_rows} with a floor of {LONG_FLOOR_US} µs and more: {words}.",
                 "",
             ]
+    return lines
+
+
+def summary(results: Results) -> list[str]:
+    """README's small table: a line for each dtype and thread count, geometric means forward / forward and backward."""
+    columns: dict[str, dict[tuple[str, int | None], str]] = {}
+    for rows in results.kinds:
+        kind = "blocks" if rows[0].is_block else "layers"
+        for over in dict.fromkeys((rows[0].rival, "dense")):
+            found = geometric_means(rows, over)
+            heading = f"{kind} over {'nn.Linear' if over == 'dense' else over}"
+            columns[heading] = {key: " / ".join(f"{mean:.2f}x" for mean in of.values()) for key, of in found.items()}
+        leads = [lead_means(rows, of_pass) for of_pass in PASS_NAMES]
+        columns[f"{kind} over published"] = {
+            (dtype, None): " / ".join(f"{lead[dtype][0]:.2f}x" for lead in leads if dtype in lead) for dtype in leads[0]
+        }
+    columns = {heading: cells for heading, cells in columns.items() if cells}
+    keys = list(dict.fromkeys((row.dtype, row.threads) for row in results.rows))
+    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    lines += [
+        f"| {where(*key)} | " + " | ".join(cells.get(key, "-") for cells in columns.values()) + " |" for key in keys
+    ]
     return lines
 
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from factorlayer import FactorLinear, FactorMLP, Implementation, Structure
-from factorlayer.spec import LayerSpec, resolve
-from factorlayer.stacked import LARGEST_DENSE
+from factorlayer.autograd.stacked import LARGEST_DENSE
+from factorlayer.maths.spec import LayerSpec, resolve
 
 PASSES = ("forward", "forward_backward")
 CPU_DTYPES = ("float32", "float64")

@@ -29,7 +29,7 @@ int64_t Chain::state_features() const {
   return sum;
 }
 
-// Activations that have a name: csrc/cpu/pointwise.h and csrc/engine/pointwise.cuh have a row for each.
+// Activations that have a name: csrc/cpu/pointwise.h and pointwise.cuh have a row for each.
 constexpr const char* kActivations[] = {"identity", "relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu",
                                         "sigmoid", "tanh", "sine", "softplus", "square", "relu_squared"};
 
@@ -261,7 +261,7 @@ static Chain parse(const std::string& text) {
   return chain;
 }
 
-// Each tensor begins at a multiple of 256 bytes, whatever its dtype: factorlayer/frozen.py puts them there.
+// Each tensor begins at a multiple of 256 bytes, whatever its dtype: stacks/frozen.py puts them there.
 static std::vector<int64_t> places_of(const std::vector<Chain>& layers) {
   std::vector<int64_t> places{0};
   auto add = [&](int64_t elements) { places.push_back(places.back() + (elements + 127) / 128 * 128); };

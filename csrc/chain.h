@@ -1,6 +1,6 @@
 // A chain: what a layer does to a batch of samples, as a list of contractions and what follows them.
 //
-// Python writes it as text (factorlayer/chain.py), the raw ops carry that text, every engine parses it
+// Python writes it as text (maths/chain.py), the raw ops carry that text, every engine parses it
 // here. Example, two tied 32 x 32 factors, a bias and an activation:
 //     "tied 1 32 32 32 1; tied 0 1 32 32 32; bias; gelu"
 // A contraction "KIND w o p q i" views the state as [o, p, i] and contracts p with weight w:
@@ -32,7 +32,7 @@
 
 namespace factorlayer {
 
-// What a text may have: factorlayer/chain.py has the same numbers. More is refused before anything is made of it.
+// What a text may have: maths/chain.py has the same numbers. More is refused before anything is made of it.
 constexpr size_t kMostText = size_t(1) << 22;  // bytes
 constexpr size_t kMostContractions = 4096;     // of a chain
 constexpr size_t kMostLayers = 4096;           // of a stack

@@ -29,7 +29,7 @@ Handle forward(const std::string& chain, bool chooses, const std::vector<Given>&
 constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer with more tensors is left to the raw ops
 
 // Of a chain that is a layer, from grad_y, x, the weights and the bias: the gradients whose bits are set in `wanted`, as the
-// raw op backward has them; none if factorlayer/backward.py has to make them.
+// raw op backward has them; none if autograd/backward.py has to make them.
 std::vector<Handle> gradients(const std::string& chain, const std::vector<Given>& tensors, int64_t wanted);
 
 }  // namespace factorlayer::eager

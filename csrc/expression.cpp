@@ -14,10 +14,10 @@ namespace {
 
 constexpr size_t kMostSteps = 1000;
 constexpr int kMostParameters = 16;
-constexpr size_t kLongestStep = 80;  // letters; factorlayer/expression.py has the same numbers
+constexpr size_t kLongestStep = 80;  // letters; activations/expression.py has the same numbers
 
 struct Node {
-  enum Kind { x, parameter, number, operation } kind;
+  enum Kind { x, gradient, parameter, number, operation } kind;
   int index = 0;  // of a parameter or number
   Op op = Op::neg;
   int count = 0;
@@ -84,7 +84,7 @@ class Parser {
  private:
   std::vector<int> steps_;  // the node of each
 
-  // As factorlayer/expression.py reads it. The node, or -1.
+  // As activations/expression.py reads it. The node, or -1.
   int read(const std::string& word) {
     if (word.size() > kLongestStep) return -1;
     Node node{Node::operation};
@@ -132,12 +132,93 @@ class Parser {
   }
 };
 
+struct Product {
+  int slope, gradient;  // nodes
+};
+
+// Derivatives times the gradient of the value, such that where a select passes nothing on there is nothing to multiply: no 0
+// times infinity, as in factorlayer/results.py. Selects of the value itself are factors like any other, which may be 0.
+class Through {
+  Parser& parsed_;
+  std::vector<bool> flat_;       // of each node, whether it is 0 or a select that passes nothing on somewhere
+  std::vector<int> merged_;      // a node of the same value for each, sums of selects by one condition as one select
+  std::vector<int> through_[2];  // what is made of each, or -1; without the product, and with it
+  size_t merges_ = 0;
+  int gradient_;
+
+  int add(const Node& node) {
+    parsed_.nodes.push_back(node);
+    return int(parsed_.nodes.size()) - 1;
+  }
+  // What a derivative reads; `passes`: whether a select may be one that passes nothing on.
+  int know(int i, bool passes) {
+    const Node& node = parsed_.nodes[i];
+    const bool selects = passes && node.kind == Node::operation && node.op == Op::select;
+    if (i == int(flat_.size())) flat_.push_back(false), merged_.push_back(i);
+    flat_[i] = is(i, 0) || (selects && (flat_[merged_[node.from[1]]] || flat_[merged_[node.from[2]]]));
+    return i;
+  }
+  bool is(int i, double number) const {
+    const Node& node = parsed_.nodes[i];
+    return node.kind == Node::number && parsed_.numbers[node.index] == number;
+  }
+
+  // a + b, where selects of both are by one condition branch by branch: a place may be flat for both.
+  int sum(int a, int b) {
+    if (is(a, 0) || is(b, 0)) return is(a, 0) ? b : a;
+    const Node one = parsed_.nodes[a], other = parsed_.nodes[b];
+    const bool alike = flat_[a] && flat_[b] && one.from[0] == other.from[0] && ++merges_ < kMostSteps;
+    if (!alike) return know(add({Node::operation, 0, Op::add, 2, {a, b}}), false);
+    const int yes = sum(merged_[one.from[1]], merged_[other.from[1]]), no = sum(merged_[one.from[2]], merged_[other.from[2]]);
+    return yes == no ? yes : know(add({Node::operation, 0, Op::select, 3, {one.from[0], yes, no}}), true);
+  }
+
+  // The gradient where the derivative i passes it on, times that if it is `multiplied`.
+  int through(int i, bool multiplied) {
+    i = merged_[i];
+    int& made = through_[multiplied][i];
+    if (made >= 0) return made;
+    if (is(i, 0)) return made = i;
+    if (!flat_[i]) {
+      const bool alone = !multiplied || is(i, 1);
+      return made = alone ? gradient_ : add({Node::operation, 0, Op::mul, 2, {gradient_, i}});
+    }
+    const Node node = parsed_.nodes[i];
+    const int a = through(node.from[1], multiplied), b = through(node.from[2], multiplied);
+    return made = a == b ? a : add({Node::operation, 0, Op::select, 3, {node.from[0], a, b}});
+  }
+
+ public:
+  explicit Through(Parser& parsed) : parsed_(parsed) {
+    const int count = int(parsed.nodes.size());
+    for (int i = 0; i < count; ++i) know(i, i > parsed.results[0]);
+    for (int i = parsed.results[0] + 1; i < count; ++i) {
+      const Node node = parsed.nodes[i];
+      if (node.kind != Node::operation) continue;
+      if (node.op == Op::select) know(i, true);
+      const int a = merged_[node.from[0]], b = merged_[node.from[1]];
+      if (node.op == Op::add && flat_[a] && flat_[b]) merged_[i] = sum(a, b);
+    }
+    for (auto& nodes : through_) nodes.assign(parsed.nodes.size(), -1);
+    gradient_ = add({Node::gradient});
+  }
+
+  // By x: where it is a select, as many steps as the derivative alone.
+  Product product(int slope) {
+    if (!flat_[merged_[slope]]) return {slope, gradient_};
+    const int made = through(slope, true);
+    return {made, made};
+  }
+  // By a parameter: such products are summed before they are rounded.
+  Product term(int slope) { return {slope, through(slope, false)}; }
+};
+
 // What `results` need, in rows that are used again.
-Code code_for(const Parser& parsed, const std::vector<int>& results, int parameters) {
+Code code_for(const Parser& parsed, const std::vector<Product>& results, int parameters) {
   Code code;
   std::vector<int> last_use(parsed.nodes.size(), -1), row(parsed.nodes.size(), -1);
   const int end = int(parsed.nodes.size());
-  for (int result : results) last_use[result] = end;
+  for (const Product& result : results) last_use[result.slope] = last_use[result.gradient] = end;
   for (int i = end; i-- > 0;) {
     const Node& node = parsed.nodes[i];
     if (last_use[i] >= 0 && node.kind == Node::operation)
@@ -146,6 +227,7 @@ Code code_for(const Parser& parsed, const std::vector<int>& results, int paramet
   const auto place = [&](int i) -> Place {
     const Node& node = parsed.nodes[i];
     if (node.kind == Node::x) return {false, 0};
+    if (node.kind == Node::gradient) return {false, 1};
     if (node.kind == Node::operation) return {false, row[i]};
     return {true, node.index + (node.kind == Node::number ? parameters : 0)};
   };
@@ -154,7 +236,10 @@ Code code_for(const Parser& parsed, const std::vector<int>& results, int paramet
     const Node& node = parsed.nodes[i];
     if (last_use[i] < 0 || node.kind != Node::operation) continue;
     Code::Step step{node.op, 0, {}};
-    for (int k = 0; k < 3 && k < node.count; ++k) step.from[k] = place(node.from[k]);
+    for (int k = 0; k < 3 && k < node.count; ++k) {
+      step.from[k] = place(node.from[k]);
+      code.takes_gradient |= parsed.nodes[node.from[k]].kind == Node::gradient;
+    }
     for (int k = 0; k < node.count; ++k) {  // an operation may write where it reads
       const int from = node.from[k];
       if (parsed.nodes[from].kind == Node::operation && last_use[from] == i) free.push_back(row[from]), last_use[from] = -1;
@@ -164,14 +249,14 @@ Code code_for(const Parser& parsed, const std::vector<int>& results, int paramet
     free.pop_back();
     code.steps.push_back(step);
   }
-  for (int result : results) code.results.push_back(place(result));
+  for (const Product& result : results) code.results.push_back({place(result.slope), place(result.gradient)});
   return code;
 }
 
 }  // namespace
 
 Program parse_program(const std::string& text) {
-  const Parser parsed(text);
+  Parser parsed(text);
   Program program;
   program.parameters = int(parsed.results.size()) - 2;
   if (program.parameters < 0 || program.parameters > kMostParameters)
@@ -181,11 +266,14 @@ Program parse_program(const std::string& text) {
     if (node.kind == Node::parameter && node.index >= program.parameters)
       throw std::invalid_argument("an expression has a parameter p" + std::to_string(node.index) +
                                   ", but no derivative by it");
+  const std::vector<int> results = parsed.results;
+  Through through(parsed);
+  std::vector<Product> products{through.product(results[1])};
+  for (size_t i = 2; i < results.size(); ++i) products.push_back(through.term(results[i]));
   program.numbers = parsed.numbers;
-  const std::vector<int>& results = parsed.results;
-  program.value = code_for(parsed, {results[0]}, program.parameters);
-  program.slope = code_for(parsed, {results[1]}, program.parameters);
-  program.slopes = code_for(parsed, {results.begin() + 1, results.end()}, program.parameters);
+  program.value = code_for(parsed, {{results[0], results[0]}}, program.parameters);
+  program.slope = code_for(parsed, {products[0]}, program.parameters);
+  program.slopes = code_for(parsed, products, program.parameters);
   return program;
 }
 

@@ -106,24 +106,24 @@ std::string call(const char* module_name, const char* function, const char* form
 
 }  // namespace
 
-std::string planner() { return call("factorlayer.runtime", "planner", ""); }
+std::string planner() { return call("factorlayer.autograd.runtime", "planner", ""); }
 
 std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
                       int processors, int shared_bytes) {
-  return call("factorlayer.planner", "plan_text", "ssiiii", chain.c_str(), dtype.c_str(), batch_class, capability,
+  return call("factorlayer.plan.planner", "plan_text", "ssiiii", chain.c_str(), dtype.c_str(), batch_class, capability,
               processors, shared_bytes);
 }
 
 std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype, int capability,
                         int processors, int shared_bytes) {
-  return call("factorlayer.planner", question.c_str(), "ssiii", chain.c_str(), dtype.c_str(), capability, processors,
+  return call("factorlayer.plan.planner", question.c_str(), "ssiii", chain.c_str(), dtype.c_str(), capability, processors,
               shared_bytes);
 }
 
 std::vector<std::string> nvrtc_paths() {
   std::vector<std::string> paths;
   if (!is_running()) return paths;
-  const std::string lines = call("factorlayer.runtime", "nvrtc_paths", "");
+  const std::string lines = call("factorlayer.autograd.runtime", "nvrtc_paths", "");
   for (size_t start = 0; start < lines.size();) {
     const size_t end = std::min(lines.find('\n', start), lines.size());
     paths.push_back(lines.substr(start, end - start));
@@ -134,7 +134,7 @@ std::vector<std::string> nvrtc_paths() {
 
 void warn(const std::string& message) {
   if (is_running())
-    call("factorlayer.runtime", "warn", "s", message.c_str());
+    call("factorlayer.autograd.runtime", "warn", "s", message.c_str());
   else
     std::fprintf(stderr, "%s\n", message.c_str());
 }
@@ -146,7 +146,7 @@ namespace {
 
 using python::Object;
 
-// What factorlayer/fused.py has given, once and for good.
+// What autograd/fused.py has given, once and for good.
 struct {
   PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
   PyObject *unusual, *forward_mode, *level, *requires_grad, *is_neg, *text, *to_save;
@@ -204,7 +204,7 @@ bool is_tf32_allowed() {
   return found.get() && !PyUnicode_CompareWithASCIIString(found.get(), "tf32");
 }
 
-// Of a tensor that is one number no stride shows whether it is a view that is negated by name only: is_plain in ops.cpp.
+// Of a tensor that is one number no stride shows whether it is a view that is negated by name only: is_plain in ops/eager.cpp.
 bool is_negated(PyObject* tensor, const Given& given) {
   return std::all_of(given.sizes, given.sizes + given.dimensions, [](int64_t size) { return size == 1; }) &&
          is_true(PyObject_CallFunctionObjArgs(known.is_neg, tensor, nullptr));
@@ -324,7 +324,7 @@ PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
 }  // namespace
 }  // namespace factorlayer::eager
 
-// Importing the module registers the ops. factorlayer/build.py asks it what it was built for.
+// Importing the module registers the ops. autograd/build.py asks it what it was built for.
 PyMODINIT_FUNC PyInit__C() {
   using factorlayer::eager::methods;
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -7,8 +7,8 @@
 
 namespace factorlayer::python {
 
-// Of what the extension and the Python package call of each other: one higher with every change, as in factorlayer/build.py.
-constexpr int interface = 1;
+// Of what the extension and the Python package call of each other: one higher with every change, as in autograd/build.py.
+constexpr int interface = 2;
 
 // An exception that Python code raised; `lasting` if the same call would raise it again.
 struct Error : std::runtime_error {
@@ -16,21 +16,21 @@ struct Error : std::runtime_error {
   bool lasting;
 };
 
-// factorlayer.runtime.planner: what tells one planner from another.
+// factorlayer.autograd.runtime.planner: what tells one planner from another.
 std::string planner();
 
-// factorlayer.planner.plan_text: the plan of a chain on a GPU.
+// factorlayer.plan.planner.plan_text: the plan of a chain on a GPU.
 std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
                       int processors, int shared_bytes);
 
-// What another function of factorlayer.planner says of a chain on a GPU.
+// What another function of factorlayer.plan.planner says of a chain on a GPU.
 std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype, int capability,
                         int processors, int shared_bytes);
 
-// factorlayer.runtime.nvrtc_paths: where NVRTC may be among the Python packages.
+// factorlayer.autograd.runtime.nvrtc_paths: where NVRTC may be among the Python packages.
 std::vector<std::string> nvrtc_paths();
 
-// factorlayer.runtime.warn, or stderr without Python.
+// factorlayer.autograd.runtime.warn, or stderr without Python.
 void warn(const std::string& message);
 
 }  // namespace factorlayer::python

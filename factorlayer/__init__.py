@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-import factorlayer.stacked  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.build import VERSION
-from factorlayer.expression import Expression
+import factorlayer.autograd.stacked  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.autograd.build import VERSION
+from factorlayer.autograd.runtime import CompileError
 from factorlayer.functional import Implementation, factor_linear
 from factorlayer.layers import FactorLinear
-from factorlayer.runtime import CompileError
-from factorlayer.spec import Structure
+from factorlayer.maths.spec import Structure
 
 __version__ = VERSION
 __all__ = [

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from factorlayer.activations import activate
-from factorlayer.batch import LARGE_MEMBER, batch_of, mapped, of_no_members, one_by_one
-from factorlayer.batched import batched
-from factorlayer.chain import Chain
-from factorlayer.formula import formula
-from factorlayer.fused import (
+from factorlayer.activations.formula import formula
+from factorlayer.activations.named import activate
+from factorlayer.activations.stages import UserActivation, activation_of, scalars
+from factorlayer.autograd.batch import LARGE_MEMBER, batch_of, mapped, of_no_members, one_by_one
+from factorlayer.autograd.fused import (
     DTYPES,
     any_requires_grad,
     fused,
@@ -27,11 +26,12 @@ from factorlayer.fused import (
     why_never_fused,
     why_not_fused,
 )
-from factorlayer.naive import naive
-from factorlayer.nested import through
-from factorlayer.runtime import CompileError, is_hopper
-from factorlayer.spec import LayerSpec, Structure, spec_of_weights
-from factorlayer.stages import UserActivation, activation_of, scalars
+from factorlayer.autograd.nested import through
+from factorlayer.autograd.runtime import CompileError, is_hopper
+from factorlayer.maths.batched import batched
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import LayerSpec, Structure, spec_of_weights
 
 Implementation = Literal["auto", "naive", "batched", "fused", "v1", "v2", "v3"]
 IMPLEMENTATIONS: dict[str, Implementation] = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
@@ -58,7 +58,7 @@ def factor_linear(
     """activation(x Wᵀ + bias), where W is the structured matrix that the weights stand for.
 
     Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of
-    them [L, s, K·rank] and [K, rank·L, p]: factorlayer/spec.py has the definitions. `rank`, if given, is what theirs
+    them [L, s, K·rank] and [K, rank·L, p]: maths/spec.py has the definitions. `rank`, if given, is what theirs
     should be.
 
     With batch_dims, so many axes stand before these, and each member of the batch has a W of its own: weights [*batch,

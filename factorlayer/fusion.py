@@ -14,10 +14,10 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation, implementation_name
-from factorlayer.graph import Reasons, signature
 from factorlayer.mlp import FactorMLP
-from factorlayer.pieces import InParts, Whole, piece_of
-from factorlayer.stack import LayerStack, RunsAsStacks, is_hooked
+from factorlayer.stacks.graph import Reasons, signature
+from factorlayer.stacks.pieces import InParts, Whole, piece_of
+from factorlayer.stacks.stack import LayerStack, RunsAsStacks, is_hooked
 
 
 @overload

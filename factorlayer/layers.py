@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from factorlayer.chain import Chain
-from factorlayer.expression import Expression
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.stages import UserActivation, activation_of, scalars
+from factorlayer.autograd.fused import explain_fused
+from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,
     Implementation,
@@ -21,11 +23,9 @@ from factorlayer.functional import (
     warm_up,
     why_auto_is_batched,
 )
-from factorlayer.fused import explain_fused
-from factorlayer.project import ProjectionError, project, projection_error, to_dense
-from factorlayer.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
-from factorlayer.spec import Factors, LayerSpec, Structure, resolve
-from factorlayer.stages import UserActivation, activation_of, scalars
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.project import ProjectionError, project, projection_error, to_dense
+from factorlayer.maths.spec import Factors, LayerSpec, Structure, resolve
 
 
 def refuse_script(who: str) -> NoReturn:
@@ -50,9 +50,9 @@ class FactorLinear(Recorded):
             are; a module's parameters of one element stay parameters, as activation.NAME.
         implementation: "auto", "naive" (v1), "batched" (v2) or "fused" (v3).
 
-    The parameters are weight_0 … weight_{k-1} (shapes: factorlayer/spec.py) and bias. A fresh layer's outputs have the
+    The parameters are weight_0 … weight_{k-1} (shapes: maths/spec.py) and bias. A fresh layer's outputs have the
     variance that a fresh nn.Linear's have. dtype may be complex, which naive and batched run. load_state_dict refuses
-    what is of another structure, and, if strict, of another activation (factorlayer/record.py).
+    what is of another structure, and, if strict, of another activation (autograd/record.py).
     """
 
     bias: nn.Parameter | None
@@ -204,7 +204,7 @@ class FactorLinear(Recorded):
         implementation: Implementation = "auto",
         inputs: Tensor | None = None,
     ) -> FactorLinear:
-        """The layer nearest to a dense one: its W is the projection of linear.weight (factorlayer/project.py).
+        """The layer nearest to a dense one: its W is the projection of linear.weight (maths/project.py).
 
         What that leaves is its `projection_error`, which explain() shows: of W, and of the outputs on `inputs`
         [..., in_features] if they are given, both before an activation. It belongs to this object, and to no copy,

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from factorlayer.expression import Expression
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.stages import UserActivation, activation_of
+from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
-from factorlayer.record import Record, Recorded
-from factorlayer.spec import Structure
-from factorlayer.stack import Activation, LayerStack, RunsAsStacks
-from factorlayer.stages import UserActivation, activation_of
+from factorlayer.maths.spec import Structure
+from factorlayer.stacks.stack import Activation, LayerStack, RunsAsStacks
 
 Width = int | Sequence[int]
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from emulator.driver import Emulator
+    from once import Compile
 
 hypothesis.settings.register_profile(
     "factorlayer", derandomize=True, deadline=None, max_examples=50, print_blob=False, database=None
@@ -28,3 +35,34 @@ def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of the run have in common."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "of_the_run"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compile_kernel(of_the_run: Path) -> Compile:
+    """NVRTC, which needs no GPU; it compiles a kernel once in a run."""
+    from once import compile_in
+
+    try:
+        torch.ops.factorlayer.compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return compile_in(of_the_run)
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory, of_the_run: Path) -> Emulator:
+    """Tensors lie in a folder of this process, programs in one of the run."""
+    from emulator.driver import Emulator, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    return Emulator(tmp_path_factory.mktemp("emulator"), of_the_run)

@@ -19,8 +19,8 @@ from oracle import LAYOUTS, spec_id, with_layout
 from torch import Tensor, nn
 
 from factorlayer import FactorLinear, FactorMLP, factor_linear
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.spec import LayerSpec
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.maths.spec import LayerSpec
 
 SIZES = [1, 1, 2, 3, 4, 5, 7, 8, 8, 11, 13, 16, 16, 17, 24, 31, 32, 32, 33, 48, 63, 64, 96, 100, 127, 128, 200, 257]
 SMALL_SIZES = [1, 2, 2, 3, 4, 4, 5, 7, 8, 8, 9, 16]
@@ -121,11 +121,11 @@ def drawn_batch(rng: random.Random, features: int, work: float, bytes: int, on: 
     return rng.choice([batch for batch in BATCHES if batch <= max(1, most)])
 
 
-def drawn_activation(rng: random.Random, planted: bool) -> str:
-    """A planted number goes through those without a flat side: through a rectifier between layers that a GPU takes as a
-    stack, an infinite gradient may come back as NaN."""
+def drawn_activation(rng: random.Random, planted: bool, on: str) -> str:
+    """A planted number goes through those whose slopes are not rounded to 0 somewhere. On a GPU not through those with
+    a flat side either, which kernels of several layers multiply by a slope of 0."""
     if planted:
-        return rng.choice(["identity", "leaky_relu"])
+        return rng.choice(["identity", "leaky_relu", *(["relu", "hardtanh"] if on == "cpu" else [])])
     return rng.choice(["identity", "identity", *ACTIVATIONS, *TRACED])
 
 
@@ -146,12 +146,12 @@ def draw(seed: int, number: int, on: str, bytes: int | None = None) -> Drawn:
     bytes = BYTES[on] if bytes is None else bytes
     if kind in ("layer", "call"):
         spec = drawn_spec(rng, bytes // 256)
-        names = (drawn_activation(rng, bool(plant)),)
+        names = (drawn_activation(rng, bool(plant), on),)
         batch = drawn_batch(rng, widest(spec), spec.multiply_adds(), bytes, on)
         make = layer_maker(spec, bias, names[0]) if kind == "layer" else lambda: Call(spec, bias, activation(names[0]))
         what = f"{spec_id(spec)} {names[0]}"
     else:
-        names = (drawn_activation(rng, bool(plant)), drawn_activation(rng, bool(plant)))
+        names = (drawn_activation(rng, bool(plant), on), drawn_activation(rng, bool(plant), on))
         widths, settings = drawn_block(rng, kind)
         features = [width if isinstance(width, int) else math.prod(width) for width in widths]
         work = 2 * sum(p * q for p, q in itertools.pairwise(features))
@@ -159,6 +159,7 @@ def draw(seed: int, number: int, on: str, bytes: int | None = None) -> Drawn:
         make = block_maker(widths, bias, names, settings)
         what = f"{widths} {settings} {' '.join(names)}"
     least, most = SCALES[dtype]
+    most = min(most, 0) if kind == "gated" and dtype == "float16" else most  # each of its layers squares
     wild = rng.random() < 0.5 and not plant
     scale = (rng.randint(least, most), rng.randint(least, most)) if wild else (0, 0)
     split = batch % 2 == 0 and rng.random() < 0.3

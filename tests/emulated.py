@@ -23,12 +23,12 @@ from test_emulator import (
     test_is_right_in_any_order_and_keeps_samples_apart,
 )
 
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.double_backward import DoubleBackward
-from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, plan, plan_stack
-from factorlayer.spec import LayerSpec
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.kronecker.double_backward import DoubleBackward
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, plan, plan_stack
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 8, 9, 12, 16, 16, 17, 20, 24, 31, 32, 33, 40, 48, 64]
 SMALL_SIZES = [1, 2, 3, 4, 5, 8]

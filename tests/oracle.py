@@ -22,11 +22,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.chain import Chain
-from factorlayer.expression import X, apply, parameter, select
+from factorlayer.activations.expression import X, apply, parameter, select
+from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.functional import run
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS = ("naive", "batched", "fused")

@@ -1,4 +1,4 @@
-"""factorlayer/backward.py: gradients as chains, by the raw ops; and the plans of what it asks for."""
+"""autograd/backward.py: gradients as chains, by the raw ops; and the plans of what it asks for."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from test_expression import Snake
 from test_plan import LARGEST_GRID_Y, dtypes, read_text
 from torch import Tensor, nn
 
-from factorlayer import runtime
-from factorlayer.activations import activate, evaluate
-from factorlayer.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
-from factorlayer.chain import Chain
-from factorlayer.cluster_backward import ClusterBackward
-from factorlayer.gpu import Gpu
-from factorlayer.gradient import PART_BYTES, Gradient, most_samples
-from factorlayer.naive import naive
-from factorlayer.plan import PlanError
-from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan
-from factorlayer.results import from_result
-from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.strip_backward import StripBackward
-from factorlayer.tracing import trace
-from factorlayer.turn import Turn
-from factorlayer.weight_halves import WeightHalves
-from factorlayer.wide_gradient import WideGradient
+from factorlayer.activations.named import activate, evaluate
+from factorlayer.activations.results import from_result
+from factorlayer.activations.tracing import trace
+from factorlayer.autograd import runtime
+from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import PART_BYTES, Gradient, most_samples
+from factorlayer.kernels.kronecker.cluster_backward import ClusterBackward
+from factorlayer.kernels.kronecker.strip_backward import StripBackward
+from factorlayer.kernels.product.turn import Turn
+from factorlayer.kernels.product.weight_halves import WeightHalves
+from factorlayer.kernels.product.wide_gradient import WideGradient
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.plan import PlanError
+from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan
 
 
 def turned(x: Tensor, outer: int, rows: int, columns: int) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import factorlayer.functional
 from factorlayer import factor_linear
-from factorlayer.project import to_dense
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.project import to_dense
+from factorlayer.maths.spec import LayerSpec
 
 each_implementation = pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
 

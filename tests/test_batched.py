@@ -23,10 +23,10 @@ from oracle import (
     spec_id,
 )
 
-from factorlayer.batched import batched, flat
 from factorlayer.functional import run
-from factorlayer.naive import naive
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.batched import batched, flat
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import LayerSpec
 
 
 def check_float64(case: Case, layout: str = "contiguous", seed: int = 0) -> None:

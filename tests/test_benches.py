@@ -1,9 +1,10 @@
-"""The benchmarks' registry, the floors' arithmetic, what is refused, a quick run from timing to README."""
+"""The benchmarks' registry, the floors' arithmetic, what is refused, a quick run from timing to the tables."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,9 +309,13 @@ def test_a_quick_run_saves_results(tmp_path: Path) -> None:
     assert Results.load(output).rows[0].us("v1", "forward") == row["times"]["v1"]["forward"]["us"]
 
 
+def markers(name: str) -> str:
+    return f"<!-- benches:begin {name} -->\n<!-- benches:end {name} -->\n"
+
+
 def test_a_block_goes_from_a_run_to_tables_report_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "WORKLOADS", (TINY, TINY_BLOCK))
-    readme, output = tmp_path / "README.md", tmp_path / "results" / "cpu.json"
+    page, readme, output = tmp_path / "tables.md", tmp_path / "README.md", tmp_path / "results" / "cpu.json"
     options = ["--quick", "--select", "*tiny", "--threads", "1", "--plot", "--output", str(output)]
     finished = CliRunner().invoke(run.app, options)
     assert finished.exit_code in (0, 1), finished.output  # 1: refused figures, possible in so short a run
@@ -324,10 +329,14 @@ def test_a_block_goes_from_a_run_to_tables_report_and_compare(tmp_path: Path, mo
     assert (tmp_path / "results" / "cpu.svg").exists()
     assert "<!-- 8:mlp-tiny -->" in (tmp_path / "results" / "cpu-blocks.svg").read_text()
 
-    readme.write_text("<!-- benches:begin cpu -->\n<!-- benches:end cpu -->\n")
-    report_options = ["--readme", str(readme), "--results", str(output.parent)]
+    page.write_text(markers("cpu"))
+    readme.write_text(markers("cpu-summary"))
+    report_options = ["--page", str(page), "--readme", str(readme), "--results", str(output.parent)]
     assert CliRunner().invoke(report.app, report_options).exit_code == 0
-    layers, blocks = readme.read_text().split("<details><summary>Blocks</summary>")
+    means = re.findall(r"^\| float32, 1 thread \|(?: \d+\.\d\dx / \d+\.\d\dx \|)+$", readme.read_text(), re.M)
+    assert len(means) == 1
+    assert "| layers over v2 | layers over nn.Linear | blocks over nn.Linear |" in readme.read_text()
+    layers, blocks = page.read_text().split("<details><summary>Blocks</summary>")
     assert "| tiny | float32 | 1 | " in layers
     assert "Blocks, v3 over nn.Linear, geometric mean, float32, 1 thread: " in layers
     assert "](results/cpu-blocks.svg)" in layers
@@ -429,26 +438,38 @@ def test_results_of_before_blocks_are_read(tmp_path: Path) -> None:
     assert row.speedup("forward") == 2
 
 
-def test_report_writes_a_section_and_check_sees_a_stale_one(tmp_path: Path) -> None:
-    readme, folder = tmp_path / "README.md", tmp_path / "results"
-    readme.write_text("# Title\n\n<!-- benches:begin cpu -->\n<!-- benches:end cpu -->\n\nThe end.\n")
-    options = ["--readme", str(readme), "--results", str(folder)]
+def test_report_writes_both_tables_and_check_sees_stale_ones(tmp_path: Path) -> None:
+    page, readme, folder = tmp_path / "docs" / "tables.md", tmp_path / "README.md", tmp_path / "results"
+    page.parent.mkdir()
+    page.write_text(f"# Title\n\n{markers('cpu')}\nThe end.\n")
+    readme.write_text(f"# Title\n\n{markers('cpu-summary')}\nThe end.\n")
+    options = ["--page", str(page), "--readme", str(readme), "--results", str(folder)]
     made_up_results(made_up()).save(folder / "cpu.json")
 
     stale = CliRunner().invoke(report.app, [*options, "--check"])
     assert stale.exit_code == 1
-    assert "out of date" in stale.output
+    assert stale.output.count("out of date") == 2
     assert CliRunner().invoke(report.app, options).exit_code == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# Title\n\n<!-- benches:begin cpu -->\na CPU, 2 cores, 1M L2, avx2 kernels")
     assert "| 16:32^2 | float32 | 1 | - | 100 | 50.0 | - / - | 2.00x | 2.00x | 0.50 / 0.80 |" in text
-    assert "](results/cpu.svg)" in text
+    assert "](../results/cpu.svg)" in text
     assert text.endswith("<!-- benches:end cpu -->\n\nThe end.\n")
+    means = readme.read_text()
+    assert means.startswith("# Title\n\n<!-- benches:begin cpu-summary -->\na CPU, 2 cores, 1M L2, avx2 kernels")
+    assert "| | layers over v2 |\n| --- | ---: |\n| float32, 1 thread | 2.00x / 2.00x |\n" in means
+    assert "](results/cpu.svg)" in means
+    assert means.endswith("<!-- benches:end cpu-summary -->\n\nThe end.\n")
     assert (folder / "cpu.svg").exists()
     assert CliRunner().invoke(report.app, [*options, "--check"]).exit_code == 0
 
     made_up_results(made_up(3.0)).save(folder / "cpu.json")
     assert CliRunner().invoke(report.app, [*options, "--check"]).exit_code == 1
+    assert CliRunner().invoke(report.app, options).exit_code == 0
+    page.write_text(text)  # one of the two is as it was
+    stale = CliRunner().invoke(report.app, [*options, "--check"])
+    assert stale.exit_code == 1
+    assert stale.output.count("out of date") == 1
 
 
 def test_a_plot_names_workloads_that_only_some_panels_have(tmp_path: Path) -> None:
@@ -461,19 +482,25 @@ def test_a_plot_names_workloads_that_only_some_panels_have(tmp_path: Path) -> No
 
 
 def test_report_without_markers_or_results_says_so(tmp_path: Path) -> None:
-    readme, folder = tmp_path / "README.md", tmp_path / "results"
-    readme.write_text("# Title\n")
-    options = ["--readme", str(readme), "--results", str(folder)]
+    page, readme, folder = tmp_path / "tables.md", tmp_path / "README.md", tmp_path / "results"
+    page.write_text("# Title\n")
+    readme.write_text(markers("cpu-summary"))
+    options = ["--page", str(page), "--readme", str(readme), "--results", str(folder)]
     made_up_results(made_up()).save(folder / "cpu.json")
     missing = CliRunner().invoke(report.app, options)
     assert missing.exit_code == 2
     assert "should hold the lines <!-- benches:begin cpu --> and <!-- benches:end cpu -->" in missing.output
-    readme.write_text("<!-- benches:begin h200 -->\n<!-- benches:end h200 -->\n")
+    page.write_text(markers("h200"))
     unknown = CliRunner().invoke(report.app, options)
     assert unknown.exit_code == 2
     assert "there are none of h200" in unknown.output
+    page.write_text(markers("cpu"))
+    readme.write_text("# Title\n")
+    missing = CliRunner().invoke(report.app, options)
+    assert missing.exit_code == 2
+    assert "should hold the lines <!-- benches:begin cpu-summary -->" in missing.output
+    readme.write_text(markers("cpu-summary"))
     (folder / "cpu.json").write_text("{}")
-    readme.write_text("<!-- benches:begin cpu -->\n<!-- benches:end cpu -->\n")
     damaged = CliRunner().invoke(report.app, options)
     assert damaged.exit_code == 2
     assert "should be a results file of `python -m benches.run`" in damaged.output

@@ -23,9 +23,10 @@ import torch
 from typer.testing import CliRunner
 
 import factorlayer
-import factorlayer.planner
-from factorlayer import device, runtime
-from factorlayer.cli import app
+import factorlayer.plan.planner
+from factorlayer.autograd import runtime
+from factorlayer.cli.app import app
+from factorlayer.device import code as device
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -52,7 +53,7 @@ def slow_plan() -> str:
 
 FILL = """
 import sys
-from factorlayer import runtime
+from factorlayer.autograd import runtime
 print("ready", flush=True)
 sys.stdin.readline()
 runtime.fill_cache(open(sys.argv[1]).read())
@@ -239,13 +240,13 @@ def test_bytes_behind_the_end_are_damage(cache: Path) -> None:
 CHAIN = "tied 1 4 4 4 1; tied 0 1 4 4 4; bias"
 PLAN = """
 import sys, torch
-from factorlayer import runtime
+from factorlayer.autograd import runtime
 print("ready", flush=True)
 sys.stdin.readline()
 text = runtime.plan_text(open(sys.argv[1]).read(), torch.float32, 5, 90, 132, 232448)
 print("done", flush=True)
 """
-ONLY_READ = PLAN + 'assert "factorlayer.planner" not in sys.modules, "it was planned again"\n'
+ONLY_READ = PLAN + 'assert "factorlayer.plan.planner" not in sys.modules, "it was planned again"\n'
 
 
 def planned(chain: str = CHAIN, dtype: torch.dtype = torch.float32, batch: int = 5, *gpu: int) -> str:
@@ -261,7 +262,7 @@ def chain(tmp_path: Path) -> Path:
 
 def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
     text = planned()
-    assert text == factorlayer.planner.plan_text(CHAIN, "float32", 0, 90, 132, 232448)
+    assert text == factorlayer.plan.planner.plan_text(CHAIN, "float32", 0, 90, 132, 232448)
     before = contents(cache)
     assert planned() == text and run_once(chain, cache, ONLY_READ) == ""
     assert contents(cache) == before
@@ -280,14 +281,14 @@ def test_the_planner_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
     def answers() -> list[str]:
         return [torch.ops.factorlayer.ask_planner(question, text, *limits) for question, text in questions]
 
-    right = [str(getattr(factorlayer.planner, question)(text, *limits)) for question, text in questions]
+    right = [str(getattr(factorlayer.plan.planner, question)(text, *limits)) for question, text in questions]
     assert answers() == right and right[:2] == ["True", "False"]
 
     def refuse(*_: object) -> bool:
         raise AssertionError("the planner was asked again")
 
     for question, _ in questions:
-        monkeypatch.setattr(factorlayer.planner, question, refuse)
+        monkeypatch.setattr(factorlayer.plan.planner, question, refuse)
     assert answers() == right
     assert all(entry.whole for entry in runtime.cache_entries()) and len(runtime.cache_entries()) == len(questions)
     with pytest.raises(RuntimeError, match="asked again"):
@@ -308,14 +309,16 @@ def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatc
     assert len(list(cache.iterdir())) == len(variants) + 1
 
 
-@pytest.mark.parametrize("change", ["factorlayer/tiling.py", "csrc/engine/types.cuh", "csrc/engine/new.cuh"])
+@pytest.mark.parametrize(
+    "change", ["factorlayer/kernels/tiling.py", "csrc/engine/types/types.cuh", "csrc/engine/new.cuh"]
+)
 def test_a_changed_planner_is_another_one(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied as a whole it is the same one."""
     package, engine = Path(factorlayer.__file__).parent, device.folder()
     shutil.copytree(package, tmp_path / "factorlayer", ignore=shutil.ignore_patterns("*.so", "engine"))
     shutil.copytree(engine, tmp_path / "csrc" / "engine")
     before = runtime.planner()
-    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "factorlayer" / "runtime.py"))
+    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "factorlayer" / "autograd" / "runtime.py"))
     monkeypatch.setattr(runtime, "engine_folder", lambda: tmp_path / "csrc" / "engine")
     assert runtime.planner.__wrapped__() == before
     with (tmp_path / change).open("a") as file:

@@ -14,8 +14,8 @@ import torch
 from test_cache import CHAIN, contents, kernels, plan_of, run_once, size_on_disk
 from typer.testing import CliRunner
 
-from factorlayer import runtime
-from factorlayer.cli import app
+from factorlayer.autograd import runtime
+from factorlayer.cli.app import app
 
 DAY = 24 * 3600
 MIB = 1 << 20
@@ -187,7 +187,7 @@ def test_a_draft_of_the_same_name_is_in_nobodys_way(cache: Path, tmp_path: Path)
     cache.mkdir()
     code = f"""
 import os, sys
-from factorlayer import runtime
+from factorlayer.autograd import runtime
 for i in range(200):
     open(os.path.join(os.environ["FACTORLAYER_CACHE"], f"{name}.{{os.getpid()}}.{{i}}.tmp"), "w").close()
 print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""factorlayer/chain.py: the text that carries a chain, both ways, and its FLOPs."""
+"""maths/chain.py: the text that carries a chain, both ways, and its FLOPs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import KINDS, SMALL_SPECS, kronecker, monarch, spec_id, specs
 
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.chain import Chain
-from factorlayer.spec import LayerSpec
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,19 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-import factorlayer.case
+import factorlayer.autograd.fused
+import factorlayer.cli.case
+import factorlayer.cli.source
+import factorlayer.cli.subject
 import factorlayer.functional
-import factorlayer.fused
-import factorlayer.source
-import factorlayer.subject
 from factorlayer import FactorLinear
-from factorlayer.case import Case, Problem
-from factorlayer.chain import Chain
-from factorlayer.cli import app
-from factorlayer.compare import Comparison, Report, compare, longest_sums, tolerances
-from factorlayer.fused import not_at_once
-from factorlayer.linear import dense_of
-from factorlayer.subject import Block, Single, parse_factor, spec_of_factors
+from factorlayer.autograd.fused import not_at_once
+from factorlayer.cli.app import app
+from factorlayer.cli.case import Case, Problem
+from factorlayer.cli.compare import Comparison, Report, compare, longest_sums, tolerances
+from factorlayer.cli.linear import dense_of
+from factorlayer.cli.subject import Block, Single, parse_factor, spec_of_factors
+from factorlayer.maths.chain import Chain
 
 ROOT = Path(__file__).parents[1]
 CASES = ["16 32 32", "3 5 7", "1 64", "8 2 3 4 5", "16 20x36 28x44", "7 1 13", "0 8 8"]
@@ -160,15 +160,15 @@ def test_check_notices_a_wrong_output(structure: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("bit", [0, 1, 2, 3])  # x, bias, weight_0, weight_1
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_check_notices_a_wrong_gradient(structure: str, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = factorlayer.fused._raw_backward
+    right = factorlayer.autograd.fused._raw_backward
 
     def wrong(*arguments: object) -> tuple[torch.Tensor, ...]:
         gradients = list(right(*arguments))
         gradients[bit] = gradients[bit] * (1 + 1e-4)
         return tuple(gradients)
 
-    monkeypatch.setattr(factorlayer.fused, "_raw_backward", wrong)
-    monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", not_at_once)
+    monkeypatch.setattr(factorlayer.autograd.fused, "_raw_backward", wrong)
+    monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", not_at_once)
     result = run(f"--structure {structure} 16 8 8 check")
     name = ["grad_x", "grad_bias", "grad_weight_0", "grad_weight_1"][bit]
     wrong_pairs = {pair for pair, verdict in verdicts(result.stdout).items() if not verdict}
@@ -186,9 +186,9 @@ def test_check_keeps_float16_gradients_finite() -> None:
 
 
 def test_check_notices_a_wrong_float16_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = factorlayer.fused._raw_backward
-    monkeypatch.setattr(factorlayer.fused, "_raw_backward", lambda *a: tuple(g * 1.01 for g in right(*a)))
-    monkeypatch.setattr(factorlayer.fused, "_gradients_at_once", not_at_once)
+    right = factorlayer.autograd.fused._raw_backward
+    monkeypatch.setattr(factorlayer.autograd.fused, "_raw_backward", lambda *a: tuple(g * 1.01 for g in right(*a)))
+    monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", not_at_once)
     result = run("--dtype h --device cpu 65536 4 4 check")
     wrong_pairs = {pair for pair, verdict in verdicts(result.stdout).items() if not verdict}
     assert result.exit_code == 1
@@ -216,7 +216,7 @@ def test_check_notices_nan_and_infinity(value: float, monkeypatch: pytest.Monkey
 
 
 def test_check_says_that_v3_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
+    monkeypatch.setattr(factorlayer.cli.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run("--device cpu 4 8 8 check")
     assert "v3 is not available on cpu and left out: it was not built" in result.stdout
     assert set(verdicts(result.stdout)) == {f"v1_{n} == v2_{n}" for n in tolerances(_problem("4 8 8"))}
@@ -440,7 +440,7 @@ def test_tolerances_of_a_block_are_those_of_all_its_layers() -> None:
 def test_tolerances_are_wider_only_where_rounding_decides_derivatives(dtype: str, activation: str, wider: bool) -> None:
     found = json.loads(run(f"--mlp --dtype {dtype} --activation {activation} 64 8 48 48 4 check --json").stdout)
     subject = Block((8, 48, 48, 4), activation=activation)
-    rule = tolerances(Problem(Case(subject, 64, factorlayer.case.DTYPES[dtype], CPU)))
+    rule = tolerances(Problem(Case(subject, 64, factorlayer.cli.case.DTYPES[dtype], CPU)))
     allowed = {
         c["left"].removeprefix("v1_"): c["tolerance"] for c in found["comparisons"] if c["left"].startswith("v1")
     }
@@ -540,7 +540,7 @@ def test_check_notices_a_wrong_layer_of_a_model(models: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
-    factory = factorlayer.subject.make_model("nets.py:Net")
+    factory = factorlayer.cli.subject.make_model("nets.py:Net")
     state = {name: 2 * tensor for name, tensor in factory.state_dict().items()}
     write = torch.save if suffix == "pt" else save_file
     write(state, models / f"w.{suffix}")
@@ -675,14 +675,14 @@ def test_source_of_a_model(models: Path, empty_cache: Path) -> None:
 
 
 def test_source_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.fused, "missing_extension", ImportError("no such file"))
+    monkeypatch.setattr(factorlayer.autograd.fused, "missing_extension", ImportError("no such file"))
     result = run("16 8 8 check --source")
     assert "'--source': the compiled extension factorlayer._C cannot be imported (no such file)" in words(result.stderr)
     assert result.exit_code == 2
 
 
 def test_source_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.source, "why_not_compiled", lambda: "no NVRTC here")
+    monkeypatch.setattr(factorlayer.cli.source, "why_not_compiled", lambda: "no NVRTC here")
     result = run("16 8 8 check --source")
     assert "not compiled: no NVRTC here" in result.stdout
     assert "for sm_90a, compiled: nowhere" in result.stdout
@@ -912,14 +912,14 @@ def test_cuda_where_there_is_none() -> None:
 
 @pytest.mark.parametrize("command", ["profile --trace t.json", "bench"])
 def test_an_implementation_that_cannot_run_is_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
+    monkeypatch.setattr(factorlayer.cli.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run(f"4 4 4 {command} --implementation fused")
     assert "v3 cannot run: it was not built; choose another" in words(result.stderr)
     assert result.exit_code == 2
 
 
 def test_bench_leaves_out_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.case, "why_not_fused", lambda x, chain: "it was not built")
+    monkeypatch.setattr(factorlayer.cli.case, "why_not_fused", lambda x, chain: "it was not built")
     result = run("4 4 4 bench --min-run-time 0.001 --device cpu")
     assert "v3 is not available on cpu and left out: it was not built" in result.stdout
     assert re.search(r"v1 +\| +v2\s", result.stdout)
@@ -986,7 +986,7 @@ def test_program_exits_with_1_if_implementations_differ() -> None:
 import factorlayer.functional
 right = factorlayer.functional.batched
 factorlayer.functional.batched = lambda *arguments: right(*arguments) * 1.01
-from factorlayer.cli import main
+from factorlayer.cli.app import main
 main()
 """
     done = run_program("16 8 8 check", code=code)

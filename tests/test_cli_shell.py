@@ -15,11 +15,11 @@ import torch
 from typer.testing import CliRunner
 
 import factorlayer
-from factorlayer.cli import app
-from factorlayer.fused import missing_extension
+from factorlayer.autograd.fused import missing_extension
+from factorlayer.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = ["-c", "import sys; sys.argv[0] = '/bin/factorlayer'; from factorlayer.cli import main; main()"]
+INSTALLED = ["-c", "import sys; sys.argv[0] = '/bin/factorlayer'; from factorlayer.cli.app import main; main()"]
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "COLUMNS": "100"}
 
 
@@ -98,7 +98,7 @@ def test_version(arguments: str) -> None:
 
 
 def test_version_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factorlayer.fused.missing_extension", ImportError("no such file"))
+    monkeypatch.setattr("factorlayer.autograd.fused.missing_extension", ImportError("no such file"))
     result = CliRunner().invoke(app, ["--version"], prog_name="factorlayer")
     assert "no fused kernels: the compiled extension factorlayer._C cannot be imported (no such file)" in result.stdout
     assert result.exit_code == 0

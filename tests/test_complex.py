@@ -11,8 +11,8 @@ from oracle import SMALL_SPECS, kronecker, monarch, spec_id
 from torch import Tensor, nn
 
 from factorlayer import ACTIVATIONS, FactorLinear, FactorMLP, factor_linear, fuse
-from factorlayer.project import project, to_dense
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.project import project, to_dense
+from factorlayer.maths.spec import LayerSpec
 
 COMPLEX, REAL = torch.complex128, torch.float64
 each_spec = pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)

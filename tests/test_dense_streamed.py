@@ -1,4 +1,4 @@
-"""factorlayer/dense_streamed.py: which stacks stream their weights, and that what they lie in holds them."""
+"""kernels/stack/dense_streamed.py: which stacks stream their weights, and that what they lie in holds them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from oracle import kronecker
 from test_plan import LANES, conflicts
 
-from factorlayer.chain import Chain
-from factorlayer.dense import Dense
-from factorlayer.dense_streamed import LEAST_STAGES, DenseStreamed, WeightChunks, tile
-from factorlayer.gpu import Gpu
-from factorlayer.plan import PlanError
-from factorlayer.planner import BATCHES, plan_stack
-from factorlayer.schemes import schemes
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.stack.dense import Dense
+from factorlayer.kernels.stack.dense_streamed import LEAST_STAGES, DenseStreamed, WeightChunks, tile
+from factorlayer.maths.chain import Chain
+from factorlayer.plan.plan import PlanError
+from factorlayer.plan.planner import BATCHES, plan_stack
+from factorlayer.plan.schemes import schemes
 
 HOPPER = Gpu.of(90)
 WIDTHS = [
@@ -126,6 +126,6 @@ def test_all_columns_have_a_place(widths: tuple[int, ...], dtype: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_states_are_written_without_bank_conflicts(size: int) -> None:
-    """csrc/engine/dense_streamed.cuh: hand_on"""
+    """dense_streamed.cuh: hand_on"""
     for piece in range(8):
         assert conflicts([128 * g + (g ^ piece) * 16 + t * 4 for _, g, t in LANES], 4) == 1

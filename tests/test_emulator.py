@@ -13,41 +13,40 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from emulator.driver import Array, Emulator, Kernel, decode, encode, why_not
+from emulator.driver import Array, Emulator, Kernel, decode, encode
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
-from factorlayer import (
-    backward,
+from factorlayer.activations.named import activate, evaluate
+from factorlayer.activations.results import from_result
+from factorlayer.activations.tracing import trace
+from factorlayer.autograd import backward
+from factorlayer.autograd.backward import Ops, gradients, sums_text, texts, visits
+from factorlayer.device.gpu import DTYPES, ELEMENT_BYTES, Gpu
+from factorlayer.kernels import gradient
+from factorlayer.kernels.gradient import Reduction
+from factorlayer.kernels.kronecker import (
     cluster_backward,
     columns,
     columns_backward,
     eights_backward,
-    gradient,
-    slab_backward,
     small_backward,
     strip_backward,
-    untied_backward,
 )
-from factorlayer.activations import activate, evaluate
-from factorlayer.backward import Ops, gradients, sums_text, texts, visits
-from factorlayer.chain import Chain
-from factorlayer.dense_streamed import DenseStreamed
-from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Reduction
-from factorlayer.mixed_backward import MixedBackward
-from factorlayer.monarch import Monarch
-from factorlayer.naive import naive
-from factorlayer.plan import Plan
-from factorlayer.planner import BATCHES, cuts, has_plan, plan, plan_stack
-from factorlayer.resident import Mode
-from factorlayer.results import from_result
-from factorlayer.schemes import schemes
-from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.tracing import trace
-from factorlayer.untied_backward import UntiedBackward
-from factorlayer.wide_gradient import WideGradient
+from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.monarch import slab_backward, untied_backward
+from factorlayer.kernels.monarch.monarch import Monarch
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.product.wide_gradient import WideGradient
+from factorlayer.kernels.resident import Mode
+from factorlayer.kernels.stack.dense_streamed import DenseStreamed
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.plan import Plan
+from factorlayer.plan.planner import BATCHES, cuts, has_plan, plan, plan_stack
+from factorlayer.plan.schemes import schemes
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -200,13 +199,6 @@ def drawing(dtype: str) -> Callable[..., Array]:
         return decode(encode(random.standard_normal(shape), dtype), dtype).reshape(shape)
 
     return draw
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    if reason := why_not():
-        pytest.skip(reason)
-    return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
 @dataclass
@@ -1785,6 +1777,20 @@ def test_all_gradients_of_stacks(
 def test_all_gradients_of_a_layer_without_a_bias_in_tf32(p: int, q: int, emulator: Emulator) -> None:
     (layer,) = stack_of([p, q], "tf32", "identity", "silu")
     check_all_gradients([replace(layer, bias=False)], "tf32", 150, emulator)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "tf32"])
+def test_an_infinite_gradient_meets_no_padding(dtype: str, emulator: Emulator) -> None:
+    """Of layers whose widths are padded, where nothing but their weights is behind them."""
+    layers = stack_of([24, 5, 24], dtype, "identity")
+    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    x, grad, *tensors = (np.ones(shape) for shape in ((17, 24), (17, 24), (5, 24), (5,), (24, 5)))
+    grad[3, 3] = np.inf
+    outputs, errors = emulator.run(found, emulator.compile(found), x, [*tensors, grad], None, blocks=1)
+    assert not errors
+    grad_x = outputs[0].reshape(17, 24)
+    assert np.isposinf(grad_x[3]).all()
+    np.testing.assert_array_equal(np.delete(grad_x, 3, axis=0), 120.0)
 
 
 def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: Emulator) -> None:

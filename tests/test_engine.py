@@ -10,27 +10,30 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from once import Compile
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 
-from factorlayer import runtime, slab_backward, untied_backward, wide_gradient
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.backward import texts
-from factorlayer.chain import Chain
-from factorlayer.gpu import DTYPES, Gpu
-from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, has_plan, plan, plan_stack, plan_text
-from factorlayer.resident import Resident
-from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.tracing import trace
-from factorlayer.untied_backward import UntiedBackward
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.activations.tracing import trace
+from factorlayer.autograd import runtime
+from factorlayer.autograd.backward import texts
+from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.monarch import slab_backward, untied_backward
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.product import wide_gradient
+from factorlayer.kernels.resident import Resident
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_stack, plan_text
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
@@ -437,15 +440,19 @@ class Kernel:
         return list(map(int, found))
 
 
-def compile_case(case: AnyCase) -> list[Kernel]:
+def compile_case(case: AnyCase, compile_kernel: Compile) -> list[Kernel]:
     gpu = Gpu.of(ARCHITECTURES[case.architecture])
     if isinstance(case, StackCase):
         which = case.backward, case.states, case.frozen
-        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture)
+        return compile_plan(
+            plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture, compile_kernel
+        )
     if isinstance(case, SlopeCase):
         chain = case.chain
     elif isinstance(case, SumsCase):
-        return compile_plan(plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture)
+        return compile_plan(
+            plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture, compile_kernel
+        )
     elif isinstance(case, BackwardCase):
         chain = replace(all_gradients_of(case.spec), bias=case.bias)
     elif isinstance(case, GradientCase):
@@ -453,13 +460,13 @@ def compile_case(case: AnyCase) -> list[Kernel]:
         chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=not case.both, backward=case.both)
     else:
         chain = Chain.of(case.spec, True, case.activation)
-    return compile_plan(plan(chain, case.dtype, case.batch, gpu), case.architecture)
+    return compile_plan(plan(chain, case.dtype, case.batch, gpu), case.architecture, compile_kernel)
 
 
-def compile_plan(found: Plan, architecture: str) -> list[Kernel]:
+def compile_plan(found: Plan, architecture: str, compile_kernel: Compile) -> list[Kernel]:
     kernels = []
     for head, name, source in sources(found.text()):
-        cubin, log = runtime.compile_kernel(source, name, architecture, OPTIONS)
+        cubin, log = compile_kernel(source, name, architecture, OPTIONS)
         assert cubin.startswith(b"\x7fELF") and name.encode() in cubin
         kernels.append(Kernel(name, str(found), int(head[4]), int(head[3]), log))
     assert kernels
@@ -478,23 +485,24 @@ def sources(text: str) -> Iterator[tuple[list[str], str, str]]:
             rest = rest[length + 1 :]
 
 
-Compiled = dict[AnyCase, Future[list[Kernel]]]
+Compiled = Callable[[AnyCase], list[Kernel]]
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
-    """The kernels of all cases that are to be tested, on all processors: NVRTC works without Python's lock."""
-    try:
-        torch.ops.factorlayer.compiler()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+def compiled(request: pytest.FixtureRequest, compile_kernel: Compile) -> Iterator[Compiled]:
+    """The kernels of a case. One process compiles all that are to be tested, on all processors: NVRTC works without
+    Python's lock. Of several processes each one compiles its own cases."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield lambda case: compile_case(case, compile_kernel)
+        return
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
         if item.path == request.path and "case" in getattr(getattr(item, "callspec", None), "params", {})
     ]
     pool = ThreadPoolExecutor(os.cpu_count())
-    yield {case: pool.submit(compile_case, case) for case in wanted}
+    kernels = {case: pool.submit(compile_case, case, compile_kernel) for case in wanted}
+    yield lambda case: kernels[case].result()
     pool.shutdown(cancel_futures=True)
 
 
@@ -516,12 +524,12 @@ def check(kernels: list[Kernel], case: AnyCase, spilled: int, uses_stack: bool =
 
 @pytest.mark.parametrize("case", list(matrix()), ids=str)
 def test_compiles_and_hardly_spills(case: Case, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, SPILLED[case.dtype])
+    check(compiled(case), case, SPILLED[case.dtype])
 
 
 @pytest.mark.parametrize("case", list(summed()), ids=str)
 def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 24)
+    check(compiled(case), case, 24)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +547,7 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     ],
 )
 def test_no_tiling_of_a_gradient_of_warpgroups_spills(
-    dtype: str, bias: bool, p: int, q: int, least: int, count: int, compiled: Compiled
+    dtype: str, bias: bool, p: int, q: int, least: int, count: int, compile_kernel: Compile
 ) -> None:
     """With as many sums as a thread may have; those that planned cases do not have, too."""
     gpu, seen = Gpu.of(90), set()
@@ -548,7 +556,7 @@ def test_no_tiling_of_a_gradient_of_warpgroups_spills(
         if tiling in seen or tiled.sums < least:
             continue
         seen.add(tiling)
-        _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
         kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
         check([kernel], GradientCase((1, p, q, 1, True), dtype, "sm_90a", 16384), 0)
     assert len(seen) >= count
@@ -563,7 +571,7 @@ def test_no_tiling_of_a_gradient_of_warpgroups_spills(
         ("untied 0 12 64 64 1; backward", 3),
     ],
 )
-def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: int) -> None:
+def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: int, compile_kernel: Compile) -> None:
     """Those with most sums for each number of warpgroups."""
     chain, gpu = Chain.parse(text), Gpu.of(90)
     most: dict[int, UntiedBackward] = {}
@@ -571,7 +579,7 @@ def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: 
         if tiled.sums > getattr(most.get(tiled.consumers), "sums", 0):
             most[tiled.consumers] = tiled
     for tiled in most.values():
-        _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
         kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
         check([kernel], GradientCase((1, 8, 8, 1, False), "bfloat16", "sm_90a", 16384), 0)
     assert len(most) >= count
@@ -586,44 +594,44 @@ def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: 
         "untied 0 64 64 64 1; backward; slabs 1; tf32",
     ],
 )
-def test_both_gradients_by_slabs_do_not_spill(text: str) -> None:
+def test_both_gradients_by_slabs_do_not_spill(text: str, compile_kernel: Compile) -> None:
     tiled = slab_backward.tile(Chain.parse(text), "tf32", 16384, Gpu.of(90))
     assert tiled is not None
-    _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
     kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
     check([kernel], GradientCase((1, 8, 8, 1, False), "tf32", "sm_90a", 16384), 0)
 
 
 @pytest.mark.parametrize("case", STACKS, ids=str)
 def test_stacks_compile(case: StackCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 64 if case.backward or case.states else 32)
+    check(compiled(case), case, 64 if case.backward or case.states else 32)
 
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(backward())), ids=str)
 def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 80)
+    check(compiled(case), case, 80)
 
 
 @pytest.mark.parametrize("case", BOTH, ids=str)
 def test_both_gradients_of_one_factor_compile(case: GradientCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 80)
+    check(compiled(case), case, 80)
 
 
 @pytest.mark.parametrize("case", SLOPES, ids=str)
 def test_slopes_compile(case: SlopeCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, SPILLED[case.dtype] if case.p else 0, case.activation == "sine")
+    check(compiled(case), case, SPILLED[case.dtype] if case.p else 0, case.activation == "sine")
 
 
 @pytest.mark.parametrize("case", SUMS, ids=str)
 def test_sums_compile(case: SumsCase, compiled: Compiled) -> None:
-    check(compiled[case].result(), case, 0)
+    check(compiled(case), case, 0)
 
 
 @pytest.mark.parametrize("case", list(activated()), ids=str)
 def test_activations_compile(case: Case, compiled: Compiled) -> None:
     """The sine of a large number is found with a table on the stack."""
     uses_stack = case.activation in ("sine", EVERY_OPERATION.program, SNAKE)
-    check(compiled[case].result(), case, SPILLED[case.dtype] if case.architecture == "sm_90a" else 0, uses_stack)
+    check(compiled(case), case, SPILLED[case.dtype] if case.architecture == "sm_90a" else 0, uses_stack)
 
 
 def test_the_matrix_covers_all() -> None:

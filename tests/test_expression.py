@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from factorlayer.activations import ACTIVATIONS, activate, evaluate
-from factorlayer.expression import (
+from factorlayer.activations.expression import (
     COMPARISONS,
     MOST_STEPS,
     NAMED,
@@ -36,8 +35,9 @@ from factorlayer.expression import (
     slope,
     write,
 )
-from factorlayer.stages import activation_of, scalars
-from factorlayer.tracing import trace
+from factorlayer.activations.named import ACTIVATIONS, activate, evaluate
+from factorlayer.activations.stages import activation_of, scalars
+from factorlayer.activations.tracing import trace
 
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 3.0, -3.0, 6.0, 20.0, 30.0, -30.0, 300.0, -300.0, 1e30, -1e30]
 SPECIAL += [math.inf, -math.inf, math.nan]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from factorlayer import FactorLinear
-from factorlayer.formula import LONGEST, formula
+from factorlayer.activations.formula import LONGEST, formula
 
 
 @pytest.mark.parametrize(

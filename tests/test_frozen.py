@@ -13,11 +13,11 @@ from test_fusion import model
 from test_mlp import block, each_block
 from torch import Tensor, nn
 
-import factorlayer.frozen
+import factorlayer.stacks.frozen
 from factorlayer import FactorMLP, fuse
-from factorlayer.frozen import ALIGNMENT, FROZEN
-from factorlayer.gpu import Gpu
-from factorlayer.planner import plan_of
+from factorlayer.device.gpu import Gpu
+from factorlayer.plan.planner import plan_of
+from factorlayer.stacks.frozen import ALIGNMENT, FROZEN
 
 LAYERS = "tied 0 1 6 5 1; bias; relu | tied 0 1 5 3 1"
 
@@ -37,13 +37,13 @@ def change(module: nn.Module) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that the op is called with."""
     made: list[str] = []
-    right = factorlayer.frozen._frozen_now
+    right = factorlayer.stacks.frozen._frozen_now
 
     def frozen(x: Tensor, tensor: Tensor, text: str) -> Tensor:
         made.append(text)
         return right(x, tensor, text)
 
-    monkeypatch.setattr(factorlayer.frozen, "_frozen_now", frozen)
+    monkeypatch.setattr(factorlayer.stacks.frozen, "_frozen_now", frozen)
     return made
 
 
@@ -268,7 +268,7 @@ def test_exports_what_any_gpu_can_prepare() -> None:
 def test_flops_are_those_of_the_layers() -> None:
     x, tensors = torch.randn(7, 6), [torch.randn(shape) for shape in ((5, 6), (5,), (3, 5))]
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        torch.ops.factorlayer.stack_frozen(x, factorlayer.frozen._side_by_side(tensors), LAYERS + FROZEN)
+        torch.ops.factorlayer.stack_frozen(x, factorlayer.stacks.frozen._side_by_side(tensors), LAYERS + FROZEN)
     assert counter.get_total_flops() == 2 * 7 * (6 * 5 + 5 * 3)
 
 
@@ -303,7 +303,7 @@ def test_a_wrong_input_names_the_layer() -> None:
 
 
 def side_by_side(*shapes: tuple[int, ...]) -> Tensor:
-    return factorlayer.frozen._side_by_side([torch.randn(shape) for shape in shapes])
+    return factorlayer.stacks.frozen._side_by_side([torch.randn(shape) for shape in shapes])
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import factorlayer.functional
 from factorlayer import FactorLinear, factor_linear
+from factorlayer.autograd.fused import not_at_once
 from factorlayer.functional import choose
-from factorlayer.fused import not_at_once
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.spec import LayerSpec
 
 # What it computes
 
@@ -420,7 +420,7 @@ def test_errors(name: str) -> None:
 
 
 def test_fused_refuses_a_dtype_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.fused, "DTYPES", (torch.float64, torch.float32))
+    monkeypatch.setattr(factorlayer.autograd.fused, "DTYPES", (torch.float64, torch.float32))
     monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
     half = FactorLinear(12, 20, dtype=torch.float16, implementation="fused")
     message = (

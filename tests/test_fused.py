@@ -36,10 +36,10 @@ from oracle import (
 )
 from torch import Tensor
 
-from factorlayer import fused
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.autograd import fused
 from factorlayer.functional import run
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.spec import LayerSpec
 
 TESTS = Path(__file__).parent
 forward = torch.ops.factorlayer.forward
@@ -292,7 +292,7 @@ def test_forward_allocates_its_output_only(case: Case, dtype: torch.dtype) -> No
 RESIDENT = """
 import sys, torch
 from oracle import Case, draw_inputs, kronecker, monarch
-from factorlayer import fused
+from factorlayer.autograd import fused
 from factorlayer.functional import run
 
 def status(name):
@@ -342,7 +342,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> subprocess.Com
 CHECK_BUILD = """
 import sys, torch
 import oracle
-from factorlayer.activations import ACTIVATIONS
+from factorlayer.activations.named import ACTIVATIONS
 
 try:
     chosen = torch.ops.factorlayer.instruction_set()

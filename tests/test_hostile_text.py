@@ -16,11 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from factorlayer import CompileError, chain, expression, fused, planner, runtime, stacked
-from factorlayer.chain import Chain, parse_layers
-from factorlayer.expression import Expression, cuda_type
-from factorlayer.gpu import Gpu
-from factorlayer.planner import plan
+from factorlayer import CompileError
+from factorlayer.activations import expression
+from factorlayer.activations.expression import Expression, cuda_type
+from factorlayer.autograd import fused, runtime, stacked
+from factorlayer.device.gpu import Gpu
+from factorlayer.maths import chain
+from factorlayer.maths.chain import Chain, parse_layers
+from factorlayer.plan import planner
+from factorlayer.plan.planner import plan
 
 ROOT = Path(__file__).parents[1]
 OPS = torch.ops.factorlayer
@@ -363,7 +367,7 @@ def test_bounds_are_the_same_on_both_sides() -> None:
     assert of("expression.cpp", "kMostSteps") == expression.MOST_STEPS
     assert of("expression.cpp", "kMostParameters") == expression.MOST_PARAMETERS
     assert of("expression.cpp", "kLongestStep") == expression.LONGEST_STEP
-    assert of("ops.cpp", "kMostWanted") == fused.MOST_WANTED
+    assert of("ops/on_cpu.cpp", "kMostWanted") == fused.MOST_WANTED
     assert of("runtime/kernels.h", "MAX_WEIGHTS") == runtime.MAX_WEIGHTS
 
 

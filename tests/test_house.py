@@ -1,4 +1,4 @@
-"""The house's floor plan: a file imports only from lower floors, and torch is seen where it may be."""
+"""The house's floor plan: rooms import only from lower rooms, folders stay small, and torch is seen where it may be."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from pathlib import Path
 
 import pytest
 
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.expression import OPERATIONS
+from factorlayer.activations.expression import OPERATIONS
+from factorlayer.activations.named import ACTIVATIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "factorlayer"
-FLOORS = {
-    "_C": 0, "build": 0, "device": 0, "expression": 0, "gpu": 0, "nearest": 0, "nested": 0, "progress": 0, "spec": 0,
-    "vectors": 0,
-    "activations": 1, "batch": 1, "chain": 1, "elementwise": 1, "formula": 1, "guard": 1, "naive": 1, "record": 1,
-    "resident": 1, "results": 1, "states": 1,
-    "backward": 2, "batched": 2, "dense": 2, "emit": 2, "gradient": 2, "grammar": 2, "project": 2, "runtime": 2,
-    "slopes": 2, "streamed": 2, "tiling": 2, "tracing": 2, "turn": 2,
-    "cluster_backward": 3, "column_sums": 3, "columns": 3, "dense_backward": 3, "dense_streamed": 3,
-    "double_backward": 3, "double_pair": 3, "few": 3, "grouped": 3, "large_backward": 3, "mapped": 3, "monarch": 3,
-    "monarch_backward": 3, "monarch_mapped": 3, "monarch_through": 3, "pair": 3, "parts": 3, "scaled_backward": 3,
-    "slab_backward": 3, "small": 3, "split_pair_backward": 3, "stages": 3, "stand_in": 3, "strip": 3,
-    "strip_backward": 3, "unit_backward": 3, "untied_backward": 3, "wide": 3, "wide_gradient": 3,
-    "columns_backward": 4, "dense_backward32": 4, "eights": 4, "eights_backward": 4, "layer_backward": 4,
-    "mixed_backward": 4, "pair_backward": 4, "single_backward": 4, "small_backward": 4, "split_single_backward": 4,
-    "triple": 4, "weight_halves": 4, "wide_resident": 4,
-    "plan": 5,
-    "planner": 6,
-    "fused": 7, "schemes": 7,
-    "functional": 8, "layerwise": 8,
-    "layers": 9, "stacked": 9,
-    "frozen": 10,
-    "stack": 11,
-    "graph": 12, "mlp": 12,
-    "pieces": 13,
-    "fusion": 14,
-    "__init__": 15, "subject": 15,
-    "about": 16, "case": 16,
-    "comparison": 17, "linear": 17, "measure": 17, "refusals": 17, "source": 17, "variants": 17,
-    "arguments": 18, "compare": 18, "views": 18,
-    "cli": 19,
-}  # fmt: skip
-TORCH_OPS = {"torch/csrc/stable/ops.h"}  # not ours
-MODULES = sorted(PACKAGE.glob("*.py"))
+ENGINE = ROOT / "csrc" / "engine"
+# From the ground up. A room is a folder; each file that users import is a room of its own.
+FLOORS = (
+    ("activations", "device"),
+    ("maths",),
+    ("kernels",),
+    ("kernels/product",),
+    ("kernels/kronecker", "kernels/monarch", "kernels/stack"),
+    ("plan",),
+    ("autograd",),
+    ("functional.py",),
+    ("layers.py",),
+    ("stacks",),
+    ("mlp.py",),
+    ("fusion.py",),
+    ("__init__.py",),
+    ("cli",),
+)
+ENGINE_FLOORS = (
+    ("ptx",),
+    ("types",),
+    ("move",),
+    ("multiply",),
+    ("finish",),
+    ("kernels",),
+    ("kernels/product",),
+    ("kernels/kronecker", "kernels/monarch", "kernels/stack"),
+)
+MOST_FILES = 21  # of a folder
+PLANNED_WITHOUT_TORCH = ("device", "kernels", "plan")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+OPS = ROOT / "csrc" / "ops"
 CPU_FILES = sorted((ROOT / "csrc" / "cpu").iterdir())
 
 
@@ -62,86 +61,94 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Of the package itself, by stem; the package as a whole is __init__."""
-    names = set()
+def floor(room: str, floors: tuple[tuple[str, ...], ...]) -> int:
+    found = [number for number, rooms in enumerate(floors) if room in rooms]
+    assert found, f"{room} has no floor: give it one in tests/test_house.py"
+    return found[0]
+
+
+def room_of(path: Path) -> str:
+    """The folder that a file of the package is in, or, of those that users import, the file itself."""
+    folder = path.parent.relative_to(PACKAGE)
+    return path.name if folder == Path() else folder.as_posix()
+
+
+def imported_files(path: Path) -> set[Path]:
+    """Of the package itself. What is imported from the package as a whole, and is no module, is its __init__.py's."""
+    found = set()
     for name in imports(path):
-        parts = name.split(".")
-        if parts[0] != "factorlayer":
-            continue
-        if len(parts) == 1:
-            names.add("__init__")
-        elif parts[1] in FLOORS or (PACKAGE / f"{parts[1]}.py").exists():
-            names.add(parts[1])
-    # `from factorlayer.spec import X` names spec; only `from factorlayer import X` means the package as a whole.
-    whole = any(
-        (isinstance(node, ast.ImportFrom) and node.module == "factorlayer"
-        and any(alias.name not in FLOORS for alias in node.names))
-        or (isinstance(node, ast.Import) and any(alias.name == "factorlayer" for alias in node.names))
-        for node in ast.walk(ast.parse(path.read_text()))
-    )  # fmt: skip
-    return names - {"__init__"} | ({"__init__"} if whole else set())
+        first, *parts = name.split(".")
+        file = PACKAGE.joinpath(*parts).with_suffix(".py") if parts else PACKAGE / "__init__.py"
+        if first == "factorlayer" and file.exists():
+            found.add(file)
+    modules = {alias for file in found for alias in (file.stem,)}
+    if not _takes_what_the_package_exports(path, modules):
+        found.discard(PACKAGE / "__init__.py")
+    return found
+
+
+def _takes_what_the_package_exports(path: Path, modules: set[str]) -> bool:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "factorlayer":
+            if any(alias.name not in modules for alias in node.names):
+                return True
+        elif isinstance(node, ast.Import) and any(alias.name == "factorlayer" for alias in node.names):
+            return True
+    return False
 
 
 def includes(path: Path) -> set[str]:
     return set(re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_imports_point_downwards(path: Path) -> None:
-    assert path.stem in FLOORS, f"{path.name} has no floor: give it one here"
-    upward = {name for name in imported_modules(path) if FLOORS.get(name, 99) >= FLOORS[path.stem]}
-    assert not upward, f"{path.name} is on floor {FLOORS[path.stem]} and imports {upward}"
+    """To a lower floor, or to the same room."""
+    room = room_of(path)
+    mine = floor(room, FLOORS)
+    others = {room_of(file) for file in imported_files(path)} - {room}
+    upward = {other for other in others if floor(other, FLOORS) >= mine}
+    assert not upward, f"{path.name} is in {room}, on floor {mine}, and imports from {upward}"
+
+
+def test_no_two_files_of_a_room_import_each_other() -> None:
+    """Nor any longer circle of modules."""
+    below = {path: imported_files(path) for path in MODULES}
+    done: set[Path] = set()
+
+    def visit(path: Path, way: tuple[Path, ...]) -> None:
+        assert path not in way, f"a circle: {' -> '.join(p.stem for p in (*way, path))}"
+        if path not in done:
+            for file in below[path]:
+                visit(file, (*way, path))
+            done.add(path)
+
+    for path in MODULES:
+        visit(path, ())
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, ENGINE], ids=lambda folder: folder.name)
+def test_no_folder_has_more_files_than_one_looks_through(folder: Path) -> None:
+    for each in (folder, *(path for path in folder.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+        files = [path for path in each.iterdir() if path.suffix in (".py", ".cuh") and path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, f"{each.name} has {len(files)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_room_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 @pytest.mark.parametrize(
-    "name",
+    "path",
     [
-        "spec",
-        "gpu",
-        "device",
-        "expression",
-        "resident",
-        "tiling",
-        "column_sums",
-        "columns",
-        "columns_backward",
-        "dense",
-        "dense_backward",
-        "dense_backward32",
-        "dense_streamed",
-        "double_pair",
-        "eights",
-        "emit",
-        "few",
-        "layer_backward",
-        "mapped",
-        "mixed_backward",
-        "monarch",
-        "monarch_mapped",
-        "monarch_through",
-        "nearest",
-        "pair",
-        "parts",
-        "results",
-        "slab_backward",
-        "slopes",
-        "small",
-        "states",
-        "streamed",
-        "triple",
-        "turn",
-        "untied_backward",
-        "wide",
-        "wide_gradient",
-        "wide_resident",
-        "plan",
-        "planner",
-        "schemes",
+        *(path for path in MODULES if room_of(path).split("/")[0] in PLANNED_WITHOUT_TORCH),
+        *(PACKAGE / name for name in ("maths/spec.py", "activations/expression.py", "activations/results.py")),
     ],
+    ids=lambda path: path.relative_to(PACKAGE).as_posix(),
 )
-def test_the_planner_and_what_it_stands_on_need_no_torch(name: str) -> None:
-    assert not {imported for imported in imports(PACKAGE / f"{name}.py") if imported.split(".")[0] == "torch"}
+def test_the_planner_and_what_it_stands_on_need_no_torch(path: Path) -> None:
+    assert not {imported for imported in imports(path) if imported.split(".")[0] == "torch"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
@@ -169,16 +176,19 @@ def test_no_argparse(path: Path) -> None:
     assert "argparse" not in {name.split(".")[0] for name in imports(path)}
 
 
-def test_one_file_sees_torch_and_one_python() -> None:
+def test_one_folder_sees_torch_and_one_file_python() -> None:
     for path in sorted((ROOT / "csrc").rglob("*.*")):
         seen = {name.split("/")[0] for name in includes(path) if name.startswith(("torch", "ATen", "c10", "Python"))}
-        allowed = {"ops.cpp": {"torch"}, "python.cpp": {"Python.h"}}
-        assert seen == allowed.get(path.name, set()), f"{path.name} includes {seen}"
+        allowed = {"torch"} if path.parent == OPS else {"Python.h"} if path.name == "python.cpp" else set()
+        assert seen <= allowed, f"{path.name} includes {seen}"
 
 
 def test_nothing_includes_ops() -> None:
+    """They stand on everything else."""
+    headers = {path.name for path in OPS.glob("*.h")}
     for path in sorted((ROOT / "csrc").rglob("*.*")):
-        assert not {name for name in includes(path) if name.split("/")[-1] in ("ops.h", "ops.cpp")} - TORCH_OPS
+        found = {name for name in includes(path) if not name.startswith("torch/") and name.split("/")[-1] in headers}
+        assert path.parent == OPS or not found, f"{path.name} includes {found}"
 
 
 @pytest.mark.parametrize("path", CPU_FILES, ids=lambda path: path.name)
@@ -198,13 +208,24 @@ def test_the_runtime_includes_the_system_the_chain_and_itself(path: Path) -> Non
     assert all(re.fullmatch(r"[a-z_]+", name) for name in includes(path) - own - system)
 
 
-ENGINE_FILES = sorted((ROOT / "csrc" / "engine").iterdir())
+ENGINE_FILES = sorted(ENGINE.rglob("*.cuh"))
 
 
 @pytest.mark.parametrize("path", ENGINE_FILES, ids=lambda path: path.name)
-def test_the_engine_includes_itself_alone(path: Path) -> None:
+def test_the_engine_includes_itself_alone_and_downwards(path: Path) -> None:
     """NVRTC comes without CUDA's headers and without the standard library's."""
-    assert includes(path) <= {file.name for file in ENGINE_FILES}
+    room = path.parent.relative_to(ENGINE).as_posix()
+    mine = floor(room, ENGINE_FLOORS)
+    for name in includes(path):
+        assert (ENGINE / name).exists(), f"{name} is no header of the engine"
+        other = Path(name).parent.as_posix()
+        assert other == room or floor(other, ENGINE_FLOORS) < mine, f"{path.name} includes {name} from above"
+
+
+def test_no_two_headers_have_one_name() -> None:
+    """device/code.py finds them by it."""
+    names = [path.name for path in ENGINE_FILES]
+    assert len(names) == len(set(names))
 
 
 def test_the_chain_includes_nothing_but_the_standard_library() -> None:
@@ -218,7 +239,7 @@ def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
     table = re.search(r"#define FL_ACTIVATIONS\(ROW\)(.*?)\n\n", source, re.DOTALL)
     assert table is not None
     assert re.findall(r"\bROW\((\w+),", table[1]) == list(ACTIVATIONS)
-    on_gpu = (ROOT / "csrc" / "engine" / "pointwise.cuh").read_text()
+    on_gpu = (ENGINE / "finish" / "pointwise.cuh").read_text()
     assert re.findall(r"^ACTIVATION\((\w+),", on_gpu, re.MULTILINE) == list(ACTIVATIONS)
 
 

@@ -13,9 +13,9 @@ from oracle import dtype_id, kronecker, monarch, nearly, spec_id
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import factorlayer.fused
+import factorlayer.autograd.fused
 from factorlayer import FactorLinear
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.spec import LayerSpec
 
 ARGUMENTS = {
     "default": dict(),
@@ -274,7 +274,7 @@ def test_explain_says_why_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FactorLinear(12, 20, factors=1).explain().splitlines()[-1] == (
         "runs batched, because a single contraction is one matrix product"
     )
-    monkeypatch.setattr(factorlayer.fused, "DTYPES", (torch.float64,))
+    monkeypatch.setattr(factorlayer.autograd.fused, "DTYPES", (torch.float64,))
     assert FactorLinear(12, 20).explain().splitlines()[-1] == (
         "runs batched, because fused cannot: it has kernels for torch.float64, x is torch.float32"
     )

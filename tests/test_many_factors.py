@@ -10,9 +10,9 @@ from torch import Tensor
 
 import factorlayer
 from factorlayer import FactorLinear
-from factorlayer.chain import MOST_CONTRACTIONS, Chain
-from factorlayer.fused import MOST_WANTED, why_not_fused
-from factorlayer.spec import LayerSpec
+from factorlayer.autograd.fused import MOST_WANTED, why_not_fused
+from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
+from factorlayer.maths.spec import LayerSpec
 
 COUNTS = [30, 31, 32, 61, 62, 63, 64, 65, 66, 100, 200, 400, 1000]  # some bits of a mask of 32 or 64, and beyond
 TWOS = (0, -1, 29)  # factors of 2 x 2, among others of 1 x 1

@@ -1,19 +1,20 @@
-"""factorlayer/mapped.py: which tilings there are, that they compile, and, on a CPU, that they are right."""
+"""kernels/product/mapped.py: which tilings there are, that they compile, and, on a CPU, that they are right."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator.driver import Array, Emulator, decode, encode, why_not
+from emulator.driver import Array, Emulator, decode, encode
+from once import Compile
 
-from factorlayer import mapped, runtime
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.chain import Chain
-from factorlayer.gpu import Gpu
-from factorlayer.mapped import Mapped
-from factorlayer.plan import Plan
-from factorlayer.planner import plan
-from factorlayer.streamed import Product, products
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.product import mapped
+from factorlayer.kernels.product.mapped import Mapped
+from factorlayer.kernels.product.streamed import Product, products
+from factorlayer.maths.chain import Chain
+from factorlayer.plan.plan import Plan
+from factorlayer.plan.planner import plan
 
 Tiling = tuple[int, int, int]  # n, held, cluster
 GPU = Gpu.of(90)
@@ -29,13 +30,6 @@ def plan_of(text: str, batch: int, processors: int, tiling: Tiling) -> Plan:
     tiled = Mapped(product_of(text), *tiling, batch, gpu)
     assert tiled in set(mapped.tilings(tiled.product, batch, gpu))
     return Plan(chain, "tf32", batch, gpu, (tiled,))
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    if reason := why_not():
-        pytest.skip(reason)
-    return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
 def draw(*shape: int, scale: float = 1.0) -> Array:
@@ -148,12 +142,12 @@ OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-option
         "turned; untied 0 1 768 192 4; slabs 1; tf32",
     ],
 )
-def test_the_largest_tilings_compile(text: str) -> None:
+def test_the_largest_tilings_compile(text: str, compile_kernel: Compile) -> None:
     """Without products one after the other, and with few registers in memory."""
     assert "gelu" in ACTIVATIONS
     found = list(mapped.tilings(product_of(text), 16384, GPU))
     for tiled in sorted(found, key=lambda t: t.n)[-3:]:
-        _, log = runtime.compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
         assert "C75" not in log, log
         spilled = [int(line.split("bytes stack")[0].split()[-1]) for line in log.splitlines() if "bytes stack" in line]
         assert max(spilled) <= 16, f"{tiled}: {log}"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import factorlayer.functional
 from factorlayer import FactorLinear, FactorMLP
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.expression import Expression
-from factorlayer.stack import why_auto_is_not_stacked
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.stacks.stack import why_auto_is_not_stacked
 
 BLOCKS = {
     "dense": dict(widths=[5, 7, 3]),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oracle import KINDS, SMALL_SPECS, Case, draw_inputs, kronecker, monarch, spec_id, specs
 from torch import Tensor
 
-from factorlayer.naive import naive
-from factorlayer.project import to_dense
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.naive import naive
+from factorlayer.maths.project import to_dense
+from factorlayer.maths.spec import LayerSpec
 
 BLOCK_SPECS = [spec for spec in SMALL_SPECS if spec.blocks is not None]
 KRONECKER_SPECS = [spec for spec in SMALL_SPECS if spec.tied]

@@ -1,4 +1,4 @@
-"""factorlayer/planner.py and what it is made of: plans for every legal layer, dtype and GPU generation, without a GPU.
+"""plan/planner.py and what it is made of: plans for every legal layer, dtype and GPU generation, without a GPU.
 
 What a plan says is checked for being possible, not for being the one that today's predictions prefer.
 """
@@ -19,51 +19,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer import (
-    dense,
-    eights,
-    eights_backward,
-    few,
-    monarch_mapped,
-    monarch_through,
-    pair_backward,
-    runtime,
-    small,
-    small_backward,
-    states,
-)
-from factorlayer.chain import Chain
-from factorlayer.columns import Columns
-from factorlayer.columns_backward import ColumnsBackward
-from factorlayer.dense_backward32 import DenseBackward32, LayerBackward32
-from factorlayer.double_backward import DoubleBackward
-from factorlayer.double_pair import DoublePair
-from factorlayer.eights_backward import EightsBackward
-from factorlayer.few import Few
-from factorlayer.gpu import DTYPES, ELEMENT_BYTES, Gpu
-from factorlayer.gradient import Gradient, Reduction
-from factorlayer.mapped import Mapped
-from factorlayer.mixed_backward import MixedBackward
-from factorlayer.monarch import Monarch
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
-from factorlayer.monarch_mapped import MonarchMapped
-from factorlayer.monarch_through import MonarchThrough
-from factorlayer.pair import Pair
-from factorlayer.parts import Parts
-from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
-from factorlayer.resident import Mode, Resident, Sandwich, Stage, Work
-from factorlayer.scaled_backward import ScaledBackward
-from factorlayer.slab_backward import SlabBackward
-from factorlayer.small import Small
-from factorlayer.small_backward import SmallBackward
-from factorlayer.spec import Contraction, LayerSpec
-from factorlayer.streamed import Streamed
-from factorlayer.unit_backward import UnitBackward
-from factorlayer.untied_backward import UntiedBackward
-from factorlayer.weight_halves import WeightHalves
-from factorlayer.wide import Wide
-from factorlayer.wide_gradient import WideGradient
+from factorlayer.autograd import runtime
+from factorlayer.device.gpu import DTYPES, ELEMENT_BYTES, Gpu
+from factorlayer.kernels import states
+from factorlayer.kernels.gradient import Gradient, Reduction
+from factorlayer.kernels.kronecker import eights, eights_backward, pair_backward, small, small_backward
+from factorlayer.kernels.kronecker.columns import Columns
+from factorlayer.kernels.kronecker.columns_backward import ColumnsBackward
+from factorlayer.kernels.kronecker.double_backward import DoubleBackward
+from factorlayer.kernels.kronecker.double_pair import DoublePair
+from factorlayer.kernels.kronecker.eights_backward import EightsBackward
+from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.kronecker.pair import Pair
+from factorlayer.kernels.kronecker.scaled_backward import ScaledBackward
+from factorlayer.kernels.kronecker.small import Small
+from factorlayer.kernels.kronecker.small_backward import SmallBackward
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.monarch import monarch_mapped, monarch_through
+from factorlayer.kernels.monarch.monarch import Monarch
+from factorlayer.kernels.monarch.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
+from factorlayer.kernels.monarch.monarch_mapped import MonarchMapped
+from factorlayer.kernels.monarch.monarch_through import MonarchThrough
+from factorlayer.kernels.monarch.slab_backward import SlabBackward
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.product import few
+from factorlayer.kernels.product.few import Few
+from factorlayer.kernels.product.mapped import Mapped
+from factorlayer.kernels.product.streamed import Streamed
+from factorlayer.kernels.product.weight_halves import WeightHalves
+from factorlayer.kernels.product.wide import Wide
+from factorlayer.kernels.product.wide_gradient import WideGradient
+from factorlayer.kernels.resident import Mode, Resident, Sandwich, Stage, Work
+from factorlayer.kernels.stack import dense
+from factorlayer.kernels.stack.dense_backward32 import DenseBackward32, LayerBackward32
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
 
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
@@ -573,7 +566,7 @@ LANES = [(lane, lane // 4, lane % 4) for lane in range(32)]  # lane, g, t
 
 
 def reads_a(stride: int, size: int) -> tuple[list[int], int]:
-    """Operand A, rows `stride` elements apart: where each lane reads, and how much. csrc/engine/mma.cuh: lane_row_a."""
+    """Operand A, rows `stride` elements apart: where each lane reads, and how much. mma.cuh: lane_row_a."""
     if size < 8:  # rows of 16 bytes
         return [lane % 16 * stride * size + lane // 16 * 16 for lane, _, _ in LANES], 16
     return [(g * stride + t) * size for _, g, t in LANES], size
@@ -655,7 +648,7 @@ PAIRS = [
 
 @dtypes
 def test_gradients_operands_are_read_without_bank_conflicts(dtype: str) -> None:
-    """But for B of doubles, which is read with its rows turned: csrc/engine/pair_backward.cuh."""
+    """But for B of doubles, which is read with its rows turned: pair_backward.cuh."""
     size = ELEMENT_BYTES[dtype]
     together = 2 if size == 4 else 1  # k's by n or m that a lane reads
 

@@ -13,8 +13,8 @@ from oracle import Case, draw_inputs, kronecker, monarch, nearly, spec_id
 from torch import Tensor, nn
 
 from factorlayer import FactorLinear
-from factorlayer.project import project, to_dense
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.project import project, to_dense
+from factorlayer.maths.spec import LayerSpec
 
 EXACT_SPECS = [
     kronecker((5,), (3,)),

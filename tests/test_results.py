@@ -1,4 +1,4 @@
-"""factorlayer/results.py: derivatives from results, against PyTorch's autograd of the functions themselves."""
+"""activations/results.py: derivatives from results, against PyTorch's autograd of the functions themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from factorlayer.activations import ACTIVATIONS, evaluate
-from factorlayer.expression import X, parameter
-from factorlayer.results import from_result, gradient_from_result
-from factorlayer.stages import activation_of
+from factorlayer.activations.expression import X, parameter
+from factorlayer.activations.named import ACTIVATIONS, evaluate
+from factorlayer.activations.results import from_result, gradient_from_result
+from factorlayer.activations.stages import activation_of
 
 KNOWN = [
     nn.ReLU(), nn.LeakyReLU(), nn.LeakyReLU(0.3), nn.ELU(), nn.ELU(0.5), nn.ELU(2.5), nn.CELU(), nn.CELU(0.5),

@@ -1,4 +1,4 @@
-"""factorlayer/runtime.py and csrc/runtime: NVRTC, plans, launches, and what happens where something is missing.
+"""autograd/runtime.py and csrc/runtime: NVRTC, plans, launches, and what happens where something is missing.
 
 No test here needs a GPU. Launches are tested with a stand-in for the CUDA driver (native/driver.c), which says what it
 was asked for.
@@ -23,13 +23,14 @@ from oracle import nearly
 from test_backward import OPS
 from torch import Tensor
 
+import factorlayer.autograd.fused
 import factorlayer.functional
-import factorlayer.fused
-from factorlayer import CompileError, FactorLinear, runtime
-from factorlayer.backward import texts
-from factorlayer.chain import Chain
-from factorlayer.fused import not_at_once, text_for, why_not_fused
-from factorlayer.spec import resolve
+from factorlayer import CompileError, FactorLinear
+from factorlayer.autograd import runtime
+from factorlayer.autograd.backward import texts
+from factorlayer.autograd.fused import not_at_once, text_for, why_not_fused
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import resolve
 
 ROOT = Path(__file__).parents[1]
 NATIVE = Path(__file__).parent / "native"
@@ -108,8 +109,8 @@ def test_an_architecture_that_nvrtc_does_not_know() -> None:
 
 def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
     done = run_python(
-        "import torch, factorlayer.runtime\n"
-        "factorlayer.runtime.nvrtc_paths = lambda: '/nowhere/libnvrtc.so.13'\n"
+        "import torch, factorlayer.autograd.runtime\n"
+        "factorlayer.autograd.runtime.nvrtc_paths = lambda: '/nowhere/libnvrtc.so.13'\n"
         "print(torch.ops.factorlayer.compiler())",
         CUDA_HOME="/nowhere",
     )
@@ -565,20 +566,20 @@ def test_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below autograd, where the dispatcher calls it. Before the first time it compiles what that takes, at once."""
     prepared = []
-    monkeypatch.setattr(factorlayer.fused, "cuda_ops", lambda device, dtype: OPS)
-    monkeypatch.setattr(factorlayer.fused, "prepare_together", lambda asked, *_: prepared.append(asked))
-    monkeypatch.setattr(factorlayer.fused, "_prepared", set())
+    monkeypatch.setattr(factorlayer.autograd.fused, "cuda_ops", lambda device, dtype: OPS)
+    monkeypatch.setattr(factorlayer.autograd.fused, "prepare_together", lambda asked, *_: prepared.append(asked))
+    monkeypatch.setattr(factorlayer.autograd.fused, "_prepared", set())
     for bias in (True, False):
         layer = FactorLinear(12, 20, bias, factors=((3, 4), (4, 5)), activation="gelu", dtype=torch.float64)
         x, grad_y = torch.randn(7, 12, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
         for wanted in (13 + 2 * bias, 1, 4):
             arguments = (grad_y, x, layer.weights, layer.bias, layer.chain.text, wanted)
             right = torch.ops.factorlayer.backward(*arguments)
-            found = factorlayer.fused._backward_on_cuda(*arguments)
+            found = factorlayer.autograd.fused._backward_on_cuda(*arguments)
             torch.testing.assert_close(found, right)
             assert not any(gradient.requires_grad for gradient in found)
             assert prepared.pop() == texts(layer.chain.text, OPS.fits, 7, wanted)
-            factorlayer.fused._backward_on_cuda(*arguments)
+            factorlayer.autograd.fused._backward_on_cuda(*arguments)
             assert not prepared
     assert torch._C._dispatch_has_kernel_for_dispatch_key("factorlayer::backward", "CUDA")
 
@@ -601,7 +602,7 @@ def test_importing_touches_no_cuda_and_imports_little() -> None:
     done = run_python(code)
     assert done.returncode == 0, done.stderr
     imported = done.stdout.split()
-    assert "factorlayer.cli" not in imported and "factorlayer.planner" not in imported
+    assert "factorlayer.cli.app" not in imported and "factorlayer.plan.planner" not in imported
     others = {name.split(".")[0] for name in imported} - {"factorlayer", "torch"}
     assert others <= set(sys.stdlib_module_names), others
     assert len([name for name in imported if name.startswith("torch.")]) <= 3, imported

@@ -1,4 +1,4 @@
-"""factorlayer/spec.py: sizes, contractions, costs, the factorization chosen for the user, specs from weights."""
+"""maths/spec.py: sizes, contractions, costs, the factorization chosen for the user, specs from weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import KINDS, kronecker, monarch, spec_id, specs
 
-from factorlayer.spec import Contraction, LayerSpec, resolve, spec_of_weights
+from factorlayer.maths.spec import Contraction, LayerSpec, resolve, spec_of_weights
 
 
 def cost_of_order(in_factors: tuple[int, ...], out_factors: tuple[int, ...], order: tuple[int, ...]) -> int:

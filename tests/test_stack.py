@@ -12,16 +12,16 @@ import torch
 from test_backward import OPS
 from torch import Tensor, nn
 
+import factorlayer.autograd.fused
+import factorlayer.autograd.layerwise
 import factorlayer.functional
-import factorlayer.fused
-import factorlayer.layerwise
-import factorlayer.stack
+import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
-from factorlayer.chain import Chain
-from factorlayer.layerwise import backward_by_layers, handed_back
-from factorlayer.spec import LayerSpec
-from factorlayer.stacked import STATES, Run, Stack, _parts, _runs_on_gpu, _tensors, is_large_product, known
-from factorlayer.stages import activation_of
+from factorlayer.activations.stages import activation_of
+from factorlayer.autograd.layerwise import backward_by_layers, handed_back
+from factorlayer.autograd.stacked import STATES, Run, Stack, _parts, _runs_on_gpu, _tensors, is_large_product, known
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
 
 PRELU = activation_of(nn.PReLU())[0]
 CUTS = [((0, 2), (2, 4)), ((0, 1), (1, 2), (2, 4)), ((1, 3),), ((0, 1), (3, 4)), ((3, 4),)]
@@ -43,7 +43,7 @@ def states_by_layers(x: Tensor, tensors: Sequence[Tensor], text: str) -> list[Te
 def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) -> list[str]:
     """As if a GPU had kernels for these runs alone. Returns the texts of those that are asked for, as they are."""
     asked: list[str] = []
-    right = factorlayer.stack.fused_stack
+    right = factorlayer.stacks.stack.fused_stack
 
     def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool) -> tuple[Run, ...]:
         layers = stack.text.split(" | ")
@@ -55,10 +55,10 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) ->
         asked.append(text)
         return right(text, *rest)
 
-    monkeypatch.setattr(factorlayer.stack, "runs", runs)
-    monkeypatch.setattr(factorlayer.stack, "fused_stack", fused_stack)
-    monkeypatch.setattr(factorlayer.stacked, "_states", states_by_layers)
-    monkeypatch.setattr(factorlayer.stacked, "_parts", known(lambda text, *_: (text,)))
+    monkeypatch.setattr(factorlayer.stacks.stack, "runs", runs)
+    monkeypatch.setattr(factorlayer.stacks.stack, "fused_stack", fused_stack)
+    monkeypatch.setattr(factorlayer.autograd.stacked, "_states", states_by_layers)
+    monkeypatch.setattr(factorlayer.autograd.stacked, "_parts", known(lambda text, *_: (text,)))
     be_hopper(monkeypatch)
     return asked
 
@@ -75,13 +75,13 @@ def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in ("forward", "weight_gradient", "slopes")})
-    monkeypatch.setattr(factorlayer.fused, "gpu_limits", lambda device: H100)
+    monkeypatch.setattr(factorlayer.autograd.fused, "gpu_limits", lambda device: H100)
 
     def cuda_ops(device: int, dtype: torch.dtype) -> Any:
-        return replace(ops, fits=lambda chain: factorlayer.fused.has_kernel(chain.text, dtype, device))
+        return replace(ops, fits=lambda chain: factorlayer.autograd.fused.has_kernel(chain.text, dtype, device))
 
-    monkeypatch.setattr(factorlayer.layerwise, "cuda_ops", cuda_ops)
-    monkeypatch.setattr(factorlayer.layerwise, "prepare_together", lambda *_: None)
+    monkeypatch.setattr(factorlayer.autograd.layerwise, "cuda_ops", cuda_ops)
+    monkeypatch.setattr(factorlayer.autograd.layerwise, "prepare_together", lambda *_: None)
     return ran
 
 
@@ -120,7 +120,7 @@ def test_some_of_the_runs_may_store_their_states(monkeypatch: pytest.MonkeyPatch
     asked = cut_by(monkeypatch, ())
     layers = mlp._stacks[0][0]._stack.text.split(" | ")
     parts = [(0, 2, " | ".join(layers[:2]) + STATES), (2, 3, layers[2])]
-    monkeypatch.setattr(factorlayer.stack, "runs", lambda *_: tuple(parts))
+    monkeypatch.setattr(factorlayer.stacks.stack, "runs", lambda *_: tuple(parts))
     torch.testing.assert_close(gradients(mlp, x), right)
     assert asked == 2 * [text for _, _, text in parts]
 
@@ -228,8 +228,8 @@ def trained_as_on_hopper(monkeypatch: pytest.MonkeyPatch, tf32: bool = False) ->
         text = stack.tf32_text if tf32 else stack.text
         return _runs_on_gpu(text, x.dtype, -1, recorded, joined) if recorded else ((0, len(stack.layers), text),)
 
-    monkeypatch.setattr(factorlayer.stack, "runs", runs)
-    monkeypatch.setattr(factorlayer.stacked, "_states", states_by_layers)
+    monkeypatch.setattr(factorlayer.stacks.stack, "runs", runs)
+    monkeypatch.setattr(factorlayer.autograd.stacked, "_states", states_by_layers)
     return be_hopper(monkeypatch)
 
 
@@ -266,8 +266,8 @@ def test_training_begins_with_all_kernels(activation: str, tf32: bool, monkeypat
     them."""
     mlp = wide_block(activation, torch.float32 if tf32 else torch.float64)
     ran, prepared = trained_as_on_hopper(monkeypatch, tf32), []
-    monkeypatch.setattr(factorlayer.layerwise, "prepare_together", lambda asked, *_: prepared.append(asked))
-    for module in (factorlayer.layerwise, factorlayer.stacked):
+    monkeypatch.setattr(factorlayer.autograd.layerwise, "prepare_together", lambda asked, *_: prepared.append(asked))
+    for module in (factorlayer.autograd.layerwise, factorlayer.autograd.stacked):
         monkeypatch.setattr(module, "_prepared", set())
     mlp(torch.randn(0, 132, dtype=mlp.layers[0].weight.dtype, requires_grad=True)).sum().backward()
     assert not prepared  # nothing runs, and nothing is known to be there
@@ -375,20 +375,22 @@ def test_large_products_are_left_to_cublas(dtype: str, monkeypatch: pytest.Monke
     """In 16 bits and tf32, wherever they stand, though their neighbours would hand gradients back."""
     memory = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     theirs = dtype in ("tf32", "bfloat16")
-    monkeypatch.setattr(factorlayer.stack, "is_left_to_cublas", lambda layer, x: theirs and is_large_product(layer))
+    monkeypatch.setattr(
+        factorlayer.stacks.stack, "is_left_to_cublas", lambda layer, x: theirs and is_large_product(layer)
+    )
     ran: list[str] = []
 
     def noted(spec: LayerSpec, chain: Chain, x: Tensor, *given: Any) -> Tensor:
         ran.append(given[2])
         return factorlayer.functional.run(spec, chain, x, *given)
 
-    monkeypatch.setattr(factorlayer.stack, "run", noted)
+    monkeypatch.setattr(factorlayer.stacks.stack, "run", noted)
     be_hopper(monkeypatch)
     mlp = FactorMLP([256, 256, 768, 1024, 8], activation="relu", implementation="fused", dtype=memory)
     layers = [layer.chain for layer in mlp._stacks[0][0].layers]
     assert [is_large_product(layer) for layer in layers] == [False, False, True, False]
     text = Stack(tuple(layers)).tf32_text if dtype == "tf32" else Stack(tuple(layers)).text
-    monkeypatch.setattr(factorlayer.stack, "runs", lambda *_: ())
+    monkeypatch.setattr(factorlayer.stacks.stack, "runs", lambda *_: ())
     mlp(torch.ones(1, 256, dtype=memory))
     assert ran == ["fused", "fused", "batched" if theirs else "fused", "fused"]
     joined = _runs_on_gpu(text, memory, 0, True, True)

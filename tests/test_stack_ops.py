@@ -31,10 +31,10 @@ from oracle import (
 )
 from torch import Tensor
 
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.expression import X, parameter
+from factorlayer.activations.expression import X, parameter
+from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.functional import run
-from factorlayer.spec import LayerSpec
+from factorlayer.maths.spec import LayerSpec
 
 stack_forward = torch.ops.factorlayer.stack_forward
 stack_backward = torch.ops.factorlayer.stack_backward

@@ -45,7 +45,7 @@ def test_finds_what_is_planted(name: str) -> None:
     planted, said = PLANTED[name]
     rest = f"""
 import os, time, torture
-from factorlayer import runtime
+from factorlayer.autograd import runtime
 {planted}
 torture.SCENES[:] = ["plain"]
 counts, faults = torture.torture(3, 0)

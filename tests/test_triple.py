@@ -9,21 +9,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulator.driver import Array, Emulator, decode, encode, why_not
+from emulator.driver import Array, Emulator, decode, encode
+from once import Compile
 from oracle import kronecker
 
-from factorlayer import triple
-from factorlayer.chain import Chain
-from factorlayer.gpu import Gpu
-from factorlayer.gradient import Reduction
-from factorlayer.plan import Plan, PlanError
-from factorlayer.planner import BATCHES, cuts, plan
-from factorlayer.resident import Mode, Work
-from factorlayer.runtime import compile_kernel
-from factorlayer.spec import LayerSpec
-from factorlayer.split_pair_backward import SplitPairBackward
-from factorlayer.triple import DTYPES, Triple, TripleBackward
-from factorlayer.unit_backward import UnitBackward
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import Reduction
+from factorlayer.kernels.kronecker import triple
+from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
+from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.resident import Mode, Work
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, cuts, plan
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 32  # bytes, of values that are kept for a while
@@ -89,20 +89,13 @@ def tiled(p: Sizes, q: Sizes, dtype: str, activation: str = "identity", **tiling
     ],
     ids=str,
 )
-def test_compiles_without_a_spill(p: Sizes, q: Sizes, dtype: str) -> None:
+def test_compiles_without_a_spill(p: Sizes, q: Sizes, dtype: str, compile_kernel: Compile) -> None:
     found = triple.tile(work_of(chain_of(p, q), dtype), LARGE, HOPPER)
     assert found is not None and found.shared <= HOPPER.shared
     _, log = compile_kernel(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
     assert "C7512" not in log
     spilled = [int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log)]
     assert max(spilled) <= MOST_SPILLED, log
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    if reason := why_not():
-        pytest.skip(reason)
-    return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
 class Problem:
@@ -202,7 +195,9 @@ def backward_of(p: Sizes, q: Sizes, dtype: str, cluster: int = 2, **tiling: int)
 @pytest.mark.parametrize(
     ("p", "q"), [((64,) * 3, (64,) * 3), ((48, 24, 64), (32, 32, 48)), ((64, 48, 32), (48, 24, 64))], ids=str
 )
-def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(p: Sizes, q: Sizes, dtype: str) -> None:
+def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(
+    p: Sizes, q: Sizes, dtype: str, compile_kernel: Compile
+) -> None:
     chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
     first, behind, reduction = plan(chain, dtype, LARGE, HOPPER).passes
     assert isinstance(first, TripleBackward) and isinstance(reduction, Reduction)

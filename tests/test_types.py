@@ -1,4 +1,4 @@
-"""What type checkers say of programs that use the package: README's pass, and a wrong name does not."""
+"""What type checkers say of programs that use the package: those of README and docs pass, and a wrong name does not."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ CHECKERS = {
 }
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+PAGES = {"readme.py": ROOT / "README.md"}  # those whose programs stand on their own, by the file they become
+PAGES |= {f"of_{name}.py": ROOT / "docs" / f"{name}.md" for name in ("layers", "blocks")}
+
+
+def program(page: Path) -> str:
+    """The page's Python, one block behind the other, as a reader would paste them."""
+    found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, page
+    return "\n\n".join(found)
 
 
 WRONG = """
@@ -46,7 +53,8 @@ Errors = dict[str, list[tuple[int, str]]]
 
 def errors_by_file(checker: str, folder: Path) -> Errors:
     """Of programs away from the source, as in a user's folder, all at once: reading PyTorch is what takes the time."""
-    (folder / "readme.py").write_text("\n\n".join(blocks(ROOT / "README.md", "python")))
+    for name, page in PAGES.items():
+        (folder / name).write_text(program(page))
     (folder / "wrong.py").write_text(WRONG)
     source = str(ROOT)  # where it lies if it is installed as editable, which checkers do not follow
     settings = {"typeCheckingMode": "standard", "extraPaths": [source]}  # pyright's own default
@@ -57,7 +65,7 @@ def errors_by_file(checker: str, folder: Path) -> Errors:
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    found: Errors = {"readme.py": [], "wrong.py": []}
+    found: Errors = {name: [] for name in (*PAGES, "wrong.py")}
     for name, line, words in re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -|:) error:? (.*)", done.stdout):
         found[name].append((int(line), words))
     return found
@@ -72,8 +80,16 @@ def errors(
     return errors_by_file(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_readme_has_no_errors(errors: Errors) -> None:
-    assert errors["readme.py"] == []
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_errors(errors: Errors, name: str) -> None:
+    assert errors[name] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_runs(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(program(PAGES[name]))
+    done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_wrong_name_is_an_error(errors: Errors) -> None:

@@ -28,8 +28,8 @@ from typing import Annotated
 import torch
 import typer
 
-import factorlayer.planner
-from factorlayer import runtime
+import factorlayer.plan.planner
+from factorlayer.autograd import runtime
 
 KEYS = 40
 NOBODY = 65534
@@ -331,7 +331,7 @@ def torture(
     seed: int, seconds: float, only: int | None = None, say: Callable[[str], None] = print
 ) -> tuple[Counter[str], list[str]]:
     """How many rounds of which scene, and the faults in words."""
-    factorlayer.planner.has_plan = answer  # type: ignore[assignment]
+    factorlayer.plan.planner.has_plan = answer  # type: ignore[assignment]
     runtime.planner()
     torch.ops.factorlayer.compiler()  # so that forks have it
     counts, faults = Counter[str](), list[str]()

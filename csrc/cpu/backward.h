@@ -96,7 +96,7 @@ template <class T, class S> class Backward {
   Wanted plan(const Layer<T, S>& layer, void* const* gradients) {
     Wanted wanted{gradients, nullptr, {}, std::vector<int64_t>(layer.stages), sums_size_, layer.stages};
     if (layer.chain.bias) wanted.bias = gradients[layer.bias_index()];
-    if (wanted.bias) sums_size_ += layer.out;
+    if (wanted.bias) sums_size_ += layer.out, scratch_size_ = std::max(scratch_size_, layer.out);
     void* const* of_parameters = gradients + layer.parameter_index();
     const int64_t parameters = int64_t(layer.chain.parameters());
     if (std::any_of(of_parameters, of_parameters + parameters, [](void* gradient) { return gradient; })) {
@@ -198,8 +198,11 @@ template <class T, class S> class Backward {
         const int64_t parameters = wanted_[l].parameters;
         layer.activation.backward(count, b.kept[l].z_rows, own, parameters < 0 ? nullptr : b.total + parameters);
       }
-      if (wanted_[l].bias)
-        for (int64_t n = 0; n < count; ++n) add(layer.out, g + n * layer.out, b.sum + wanted_[l].bias_offset);
+      if (wanted_[l].bias) {  // of a block by itself first: a sum of many numbers, one after the other, loses bits
+        std::copy(g, g + layer.out, b.scratch);
+        for (int64_t n = 1; n < count; ++n) add(layer.out, g + n * layer.out, b.scratch);
+        add(layer.out, b.scratch, b.sum + wanted_[l].bias_offset);
+      }
       const bool passes = l > first_ || grad_x_;
       if (!passes && wanted_[l].earliest == layer.stages) return;
       g = layer.from_rows(block, layer.out, g, b.g_state);

@@ -1,5 +1,5 @@
 // The fused CPU kernels: a block of samples goes through all layers, each of which is contractions, bias and activation,
-// while it sits in cache. No torch in here; ops.cpp calls it.
+// while it sits in cache. No torch in here; ops/on_cpu.cpp calls it.
 #pragma once
 #include <cstdint>
 #include <functional>

@@ -92,9 +92,9 @@ template <class T> class Evaluator {
     Arena<T> arena(Purpose::expression, code.rows * kChunk<T>);
     T* rows = arena.take(code.rows * kChunk<T>);
     for_chunks(n, [&](int64_t at, int count) {
-      const T* x = whole_chunk(y + at, count, rows);
-      run(code, x, count, rows);
-      copy(result(code, 0, x, rows), count, y + at);
+      const Given given{whole_chunk(y + at, count, rows), nullptr};
+      run(code, given, count, rows);
+      copy(source(code.results[0].slope, given, rows), count, y + at);
     });
   }
 
@@ -104,38 +104,50 @@ template <class T> class Evaluator {
     Arena<T> arena(Purpose::expression, code.rows * kChunk<T>);
     T* rows = arena.take(code.rows * kChunk<T>);
     for_chunks(n, [&](int64_t at, int count) {
-      const T* x = whole_chunk(z + at, count, rows);
-      run(code, x, count, rows);
-      for (int i = 1; i < int(code.results.size()); ++i)
-        sums[i - 1] += dot(count, grad + at, result(code, i, x, rows));
-      multiply_by(result(code, 0, x, rows), count, grad + at);
+      const T* behind = code.takes_gradient ? whole_chunk(grad + at, count, rows + kChunk<T>) : grad + at;
+      const Given given{whole_chunk(z + at, count, rows), behind};
+      run(code, given, count, rows);
+      for (int i = 1; i < int(code.results.size()); ++i) {
+        const auto [slope, gradient] = code.results[i];
+        if (!gradient.constant)  // which is 0
+          sums[i - 1] += dot(count, source(gradient, given, rows).data, source(slope, given, rows));
+      }
+      const auto [slope, gradient] = code.results[0];
+      if (slope.constant == gradient.constant && slope.index == gradient.index)
+        copy(source(slope, given, rows), count, grad + at);
+      else
+        multiply_by(source(slope, given, rows), count, grad + at);
     });
   }
 
  private:
+  struct Given {
+    const T *x, *gradient;
+  };
+
   template <class F> static void for_chunks(int64_t n, F&& f) {
     for (int64_t at = 0; at < n; at += kChunk<T>) f(at, int(std::min<int64_t>(kChunk<T>, n - at)));
   }
 
-  // Where whole vectors of the chunk can be read: in place, or in row 0, with zeros behind it.
-  static const T* whole_chunk(const T* from, int count, T* rows) {
+  // Where whole vectors of the chunk can be read: in place, or in a row of its own, with zeros behind it.
+  static const T* whole_chunk(const T* from, int count, T* row) {
     if (count == kChunk<T>) return from;
-    std::copy(from, from + count, rows);
-    std::fill(rows + count, rows + kChunk<T>, T(0));
-    return rows;
+    std::copy(from, from + count, row);
+    std::fill(row + count, row + kChunk<T>, T(0));
+    return row;
   }
 
-  Source<T> source(Place place, const T* x, const T* rows) const {
+  Source<T> source(Place place, Given given, const T* rows) const {
     if (place.constant) return {constants_.data() + place.index * kLanes<T>, 0};
-    return {place.index ? rows + place.index * kChunk<T> : x, kLanes<T>};
+    if (place.index >= Code::kGiven) return {rows + place.index * kChunk<T>, kLanes<T>};
+    return {place.index ? given.gradient : given.x, kLanes<T>};
   }
-  Source<T> result(const Code& code, int i, const T* x, const T* rows) const { return source(code.results[i], x, rows); }
 
-  void run(const Code& code, const T* x, int count, T* rows) const {
+  void run(const Code& code, Given given, int count, T* rows) const {
     const int vectors = (count + kLanes<T> - 1) / kLanes<T>;
     for (const Code::Step& step : code.steps) {
-      const Source<T> a = source(step.from[0], x, rows), b = source(step.from[1], x, rows);
-      const Source<T> c = source(step.from[2], x, rows);
+      const Source<T> a = source(step.from[0], given, rows), b = source(step.from[1], given, rows);
+      const Source<T> c = source(step.from[2], given, rows);
       T* to = rows + step.to * kChunk<T>;
       switch (step.op) {
 #define FL_CASE(NAME, COUNT) \

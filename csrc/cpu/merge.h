@@ -1,5 +1,5 @@
 // Small neighbouring factors become one: (A ⊗ B) x has more multiply-adds than A (B x), but fills whole vectors and
-// reads and writes the state once instead of twice. Pays up to 16 x 16 (docs/performance.md).
+// reads and writes the state once instead of twice. Pays up to 16 x 16 (docs/kernels/cpu.md).
 
 constexpr int64_t kLargestMerged = 16;
 

@@ -1,7 +1,7 @@
 // The plans that this process has, with their kernels compiled and loaded, and their launches.
 //
 // The way of a call: find_program, which takes no lock, then run. Only where there is none yet is the planner asked
-// (by ops.cpp, as it needs Python) and its text given to build_program.
+// (by ops, as it needs Python) and its text given to build_program.
 #pragma once
 #include <functional>
 #include <string>

@@ -1,4 +1,4 @@
-// A plan: how a chain runs on one GPU, as passes over chunks of samples. factorlayer/plan.py writes it as text, which
+// A plan: how a chain runs on one GPU, as passes over chunks of samples. plan/plan.py writes it as text, which
 // is what the table of plans takes and what an exported package embeds:
 //
 //     factorlayer plan 1

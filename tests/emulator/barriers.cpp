@@ -1,4 +1,6 @@
 // Barriers of all kinds, what lands at them, and the copy engine.
+#include <limits>
+
 #include "machine.h"
 
 namespace emulator {
@@ -59,9 +61,21 @@ void meet_at(Meeting& meeting, int wanted, const char* what) { wait_in(meeting, 
 
 }  // namespace
 
+namespace {
+long earliest = std::numeric_limits<long>::max();  // of all landings: in most rounds nothing is due
+void put_off(Landing&& landing) {
+  earliest = std::min(earliest, landing.due);
+  landings.push_back(std::move(landing));
+  progress();
+}
+}  // namespace
+
 void land_what_is_due(bool all_of_it, int thread) {
+  if (!all_of_it && rounds < earliest) return;
+  earliest = std::numeric_limits<long>::max();
   for (auto landing = landings.begin(); landing != landings.end();) {
     if (!(landing->due <= rounds || (all_of_it && landing->thread == thread))) {
+      earliest = std::min(earliest, landing->due);
       ++landing;
       continue;
     }
@@ -108,8 +122,7 @@ void arrive_with_copies(uint32_t barrier) {
   self().copy_groups.clear();
   landing.clock = self().clock;
   ++step();
-  landings.push_back(std::move(landing));
-  progress();
+  put_off(std::move(landing));
 }
 void wait(uint32_t barrier, uint32_t phase) {
   hesitate();
@@ -138,8 +151,7 @@ void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, 
   for (Cell& cell : cells_at(to, bytes))
     cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;
   begin_copy(landing.copies[0]);
-  landings.push_back(std::move(landing));
-  progress();
+  put_off(std::move(landing));
 }
 // What the copy engine reads of shared memory, until it has.
 void leave(uint32_t from, uint32_t bytes) {
@@ -222,8 +234,7 @@ void send_words(uint32_t to, const uint32_t* words, uint32_t count, uint32_t bar
   landing.copies.push_back({to, bytes, landing.words.data(), bytes});
   begin_copy(landing.copies[0]);
   ++step();
-  landings.push_back(std::move(landing));
-  progress();
+  put_off(std::move(landing));
 }
 void store_run(void* to, uint32_t from, uint32_t bytes) {
   hesitate();

@@ -1,6 +1,6 @@
 """Runs the kernels of a plan on a CPU, by the C++ files beside this, and collects what they find wrong.
 
-The device code is what the GPU gets, but for csrc/engine/instructions.cuh and Wgmma<...>: those are instructions.cuh
+The device code is what the GPU gets, but for instructions.cuh and Wgmma<...>: those are instructions.cuh
 beside this.
 """
 
@@ -18,40 +18,43 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from once import name_of, once
 
-from factorlayer.cluster_backward import ClusterBackward
-from factorlayer.columns_backward import ColumnsBackward
-from factorlayer.dense import Dense
-from factorlayer.dense_streamed import DenseStreamed, WeightChunks
-from factorlayer.double_backward import DoubleBackward
-from factorlayer.eights_backward import EightsBackward
-from factorlayer.emit import source
-from factorlayer.few import FewPass
-from factorlayer.gpu import ELEMENT_BYTES
-from factorlayer.gradient import PART_BYTES, BlockSums, Reduction, TileSums
-from factorlayer.large_backward import LargeBackward
-from factorlayer.mixed_backward import MixedBackward
-from factorlayer.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
-from factorlayer.pair_backward import PairBackward
-from factorlayer.parts import Parts
-from factorlayer.plan import Pass, Plan, Unbound, WithMaps, _output_bytes
-from factorlayer.resident import Resident
-from factorlayer.scaled_backward import ScaledBackward
-from factorlayer.single_backward import SingleBackward
-from factorlayer.slab_backward import SlabBackward
-from factorlayer.small import Small
-from factorlayer.small_backward import SmallBackward
-from factorlayer.split_pair_backward import SplitPairBackward
-from factorlayer.split_single_backward import SplitSingleBackward
-from factorlayer.strip_backward import StripBackward
-from factorlayer.triple import TripleBackward
-from factorlayer.unit_backward import UnitBackward
-from factorlayer.untied_backward import UntiedBackward
-from factorlayer.weight_halves import WeightHalves
-from factorlayer.wide import Wide
+from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.kernels.emit import source
+from factorlayer.kernels.gradient import PART_BYTES, BlockSums, Reduction, TileSums
+from factorlayer.kernels.kronecker.cluster_backward import ClusterBackward
+from factorlayer.kernels.kronecker.columns_backward import ColumnsBackward
+from factorlayer.kernels.kronecker.double_backward import DoubleBackward
+from factorlayer.kernels.kronecker.eights_backward import EightsBackward
+from factorlayer.kernels.kronecker.large_backward import LargeBackward
+from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.kronecker.pair_backward import PairBackward
+from factorlayer.kernels.kronecker.scaled_backward import ScaledBackward
+from factorlayer.kernels.kronecker.small import Small
+from factorlayer.kernels.kronecker.small_backward import SmallBackward
+from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
+from factorlayer.kernels.kronecker.split_single_backward import SplitSingleBackward
+from factorlayer.kernels.kronecker.strip_backward import StripBackward
+from factorlayer.kernels.kronecker.triple import TripleBackward
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.monarch.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
+from factorlayer.kernels.monarch.slab_backward import SlabBackward
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.product.few import FewPass
+from factorlayer.kernels.product.single_backward import SingleBackward
+from factorlayer.kernels.product.weight_halves import WeightHalves
+from factorlayer.kernels.product.wide import Wide
+from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.stack.dense import Dense
+from factorlayer.kernels.stack.dense_streamed import DenseStreamed, WeightChunks
+from factorlayer.plan.plan import Pass, Plan, Unbound, WithMaps, _output_bytes
 
 HERE = Path(__file__).parent
-COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"]
+COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
+KERNEL = ["-O1", "-fstack-reuse=none", f"-I{HERE}"]  # its compiler takes longer than it does
+LINK = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # a fifth of the other one's time
 SECONDS = 180  # for a kernel
 Array = NDArray[np.float64]
 
@@ -186,14 +189,32 @@ class Kernel:
 
 
 class Emulator:
-    """Compiled once; programs and tensors lie in its folder."""
+    """Compiled once. Programs and tensors lie in its folder; programs that others can use lie in `shared`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.objects = []
-        for path in sorted(HERE.glob("*.cpp")):
-            self.objects.append(str(folder / f"{path.stem}.o"))
-            compile_cpp(["-O2", "-c", str(path), "-o", self.objects[-1]])
+    def __init__(self, folder: Path, shared: Path | None = None) -> None:
+        self.folder, self.shared = folder, shared
+        self.made = shared or folder
+        self.objects = [str(self.object_of(path)) for path in sorted(HERE.glob("*.cpp"))]
+        # What every kernel includes first: the compiler finds it compiled beside no header, before it finds the header
+        vocabulary = [*KERNEL, "-x", "c++-header", str(HERE / "instructions.cuh")]
+        once(self.made / "instructions.cuh.gch", lambda part: compile_cpp([*vocabulary, "-o", str(part)]))
+
+    def object_of(self, path: Path) -> Path:
+        """Of a file of the emulator."""
+        return once(self.made / f"{path.stem}.o", lambda part: compile_cpp(["-O3", "-c", str(path), "-o", str(part)]))
+
+    def program(self, number: int, text: str) -> Path:
+        """Of a kernel. Without `shared` the next one takes its place."""
+
+        def build(program: Path) -> None:
+            path = self.folder / f"kernel{number}.cpp"
+            path.write_text(text)
+            compile_cpp([f"-I{self.made}", *KERNEL, str(path), *self.objects, *LINK, "-o", str(program)])
+
+        if self.shared:
+            return once(self.shared / name_of(text), build)
+        build(self.folder / f"kernel{number}")
+        return self.folder / f"kernel{number}"
 
     def compile(
         self, plan: Plan, changes: dict[str, str] | None = None, which: Sequence[int] | None = None
@@ -209,10 +230,7 @@ class Emulator:
             for old, new in (changes or {}).items():
                 assert old in text, f"the device code has no {old!r}"
                 text = text.replace(old, new)
-            path = self.folder / f"kernel{i}.cpp"
-            path.write_text(text)
-            compile_cpp(["-O1", "-fstack-reuse=none", str(path), *self.objects, "-o", str(path.with_suffix(""))])
-            kernels.append(Kernel(path.with_suffix(""), planned, int(cluster[1]) if cluster else 1))
+            kernels.append(Kernel(self.program(i, text), planned, int(cluster[1]) if cluster else 1))
         return kernels
 
     def run(

@@ -15,7 +15,7 @@
 
 Index3 threadIdx, blockIdx, gridDim;
 
-struct Params {  // as in csrc/engine/params.cuh
+struct Params {  // as in params.cuh
   const void* x;
   void* y;
   const void* bias;

@@ -1,4 +1,4 @@
-// csrc/engine/instructions.cuh for a CPU: the same functions, and CUDA's own words.
+// instructions.cuh for a CPU: the same functions, and CUDA's own words.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <set>
@@ -46,12 +47,24 @@ inline u32 random_below(u32 limit) {
 
 // Up to which step of each thread this thread knows all that was done (seen), knows it to be visible to the copy engine
 // and the matrix unit, too (fenced), and which reads of each warp's matrix unit are over.
+// Of the arrays, only what the kernel's threads have is ever touched: a clock is copied at every turn.
 struct Clock {
-  u32 seen[kMostThreads + 1] = {}, fenced[kMostThreads + 1] = {}, products[kMostWarps] = {};
+  u32 seen[kMostThreads + 1], fenced[kMostThreads + 1], products[kMostWarps];
+  Clock() { clear(); }
+  Clock(const Clock& other) { *this = other; }
+  Clock& operator=(const Clock& other) {
+    std::copy_n(other.seen, threads + 1, seen), std::copy_n(other.fenced, threads + 1, fenced);
+    std::copy_n(other.products, threads / 32, products);
+    return *this;
+  }
+  void clear() {
+    std::fill_n(seen, threads + 1, 0), std::fill_n(fenced, threads + 1, 0);
+    std::fill_n(products, threads / 32, 0);
+  }
   void join(const Clock& other) {
     for (int i = 0; i <= threads; ++i) seen[i] = std::max(seen[i], other.seen[i]);
     for (int i = 0; i <= threads; ++i) fenced[i] = std::max(fenced[i], other.fenced[i]);
-    for (int i = 0; i < kMostWarps; ++i) products[i] = std::max(products[i], other.products[i]);
+    for (int i = 0; i < threads / 32; ++i) products[i] = std::max(products[i], other.products[i]);
   }
   void meet(const Clock& other) {
     for (int i = 0; i <= threads; ++i) seen[i] = std::min(seen[i], other.seen[i]);
@@ -264,7 +277,7 @@ struct Landing {
   vector<u32> words = {};  // if it comes from registers
   std::shared_ptr<vector<u8>> made = nullptr;  // what is copied, if it is not as it lies in memory
 };
-inline std::deque<Landing> landings;
+inline std::list<Landing> landings;
 inline u32 slowest_landing = 8;
 void land_what_is_due(bool all_of_it = false, int thread = kNobody);
 

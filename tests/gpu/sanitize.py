@@ -35,20 +35,20 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from factorlayer import FactorMLP  # noqa: E402
-from factorlayer.backward import LEAST_MIXED, texts  # noqa: E402
-from factorlayer.chain import Chain  # noqa: E402
+from factorlayer.autograd.backward import LEAST_MIXED, texts  # noqa: E402
+from factorlayer.autograd.runtime import class_of_batch  # noqa: E402
+from factorlayer.device.gpu import Gpu  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
-from factorlayer.gpu import Gpu  # noqa: E402
-from factorlayer.grouped import Grouped  # noqa: E402
-from factorlayer.mixed_backward import MixedBackward  # noqa: E402
-from factorlayer.monarch_backward import MonarchBack  # noqa: E402
-from factorlayer.planner import BATCHES, has_plan, has_plan_of_few, plan  # noqa: E402
-from factorlayer.runtime import class_of_batch  # noqa: E402
-from factorlayer.spec import LayerSpec  # noqa: E402
-from factorlayer.split_pair_backward import SplitPairBackward  # noqa: E402
-from factorlayer.unit_backward import UnitBackward  # noqa: E402
-from factorlayer.untied_backward import UntiedBackward  # noqa: E402
-from factorlayer.wide import Wide  # noqa: E402
+from factorlayer.kernels.grouped import Grouped  # noqa: E402
+from factorlayer.kernels.kronecker.mixed_backward import MixedBackward  # noqa: E402
+from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward  # noqa: E402
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward  # noqa: E402
+from factorlayer.kernels.monarch.monarch_backward import MonarchBack  # noqa: E402
+from factorlayer.kernels.monarch.untied_backward import UntiedBackward  # noqa: E402
+from factorlayer.kernels.product.wide import Wide  # noqa: E402
+from factorlayer.maths.chain import Chain  # noqa: E402
+from factorlayer.maths.spec import LayerSpec  # noqa: E402
+from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan  # noqa: E402
 
 TOOLS = {
     "memcheck": [],

@@ -13,9 +13,9 @@ from oracle import KINDS, LAYOUTS, PRELU, SINE, Case, Inputs, cases, kronecker, 
 from torch import Tensor
 
 from factorlayer import factor_linear
-from factorlayer.activations import ACTIVATIONS
-from factorlayer.spec import LayerSpec
-from factorlayer.tracing import trace
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.activations.tracing import trace
+from factorlayer.maths.spec import LayerSpec
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 

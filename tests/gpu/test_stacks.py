@@ -16,12 +16,12 @@ import torch
 from forward_rule import DTYPES, EPS, arithmetic
 from torch import Tensor, nn
 
-import factorlayer.layerwise
+import factorlayer.autograd.layerwise
 from benches.workloads import Block, select
 from factorlayer import FactorMLP, fuse
-from factorlayer.backward import Ops
-from factorlayer.fused import cuda_ops, has_kernel
-from factorlayer.stacked import STATES, Stack, fused_stack, runs
+from factorlayer.autograd.backward import Ops
+from factorlayer.autograd.fused import cuda_ops, has_kernel
+from factorlayer.autograd.stacked import STATES, Stack, fused_stack, runs
 
 ROOT = Path(__file__).parent.parent.parent
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])
@@ -312,7 +312,7 @@ def test_products_go_back_through_the_activation_before(dtype: str, monkeypatch:
 
         return replace(ops, slopes=slopes)
 
-    monkeypatch.setattr(factorlayer.layerwise, "cuda_ops", noted)
+    monkeypatch.setattr(factorlayer.autograd.layerwise, "cuda_ops", noted)
     with arithmetic(dtype):
         (stack,) = mlp.stacks
         assert runs(Stack(tuple(layer.chain for layer in stack.layers)), x, True, True) == (

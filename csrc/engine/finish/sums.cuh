@@ -1,0 +1,97 @@
+// What has been summed, to memory: by a thread, and by groups of warps each for itself.
+#pragma once
+#include "multiply/mma.cuh"
+
+// Two neighbours, the second of which may not be there if they are not PAIRED: always side by side in one word.
+template <bool PAIRED, class T> DEVICE void store_two(T* to, Sum<T> x, Sum<T> y, bool second) {
+  if constexpr (PAIRED) {
+    const Pair<T> two(x, y);
+    store_words<sizeof(two)>(to, *reinterpret_cast<const Words<sizeof(two)>*>(&two));
+  } else {
+    store_global(to, narrow<T>(x));
+    if (second) store_global(to + 1, narrow<T>(y));
+  }
+}
+
+DEVICE void put_sums(u32 to, const float (&sum)[4]) {
+  store_u32x4(to, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
+}
+DEVICE void put_sums(u32 to, const double (&sum)[4]) {
+  store_f64x2(to, sum[0], sum[1]);
+  store_f64x2(to + 16, sum[2], sum[3]);
+}
+DEVICE void get_sums(u32 from, float (&sum)[4]) {
+  u32 x[4];
+  load_u32x4(from, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(x[i]);
+}
+DEVICE void get_sums(u32 from, double (&sum)[4]) {
+  load_f64x2(from, sum[0], sum[1]);
+  load_f64x2(from + 16, sum[2], sum[3]);
+}
+
+// THREADS of a block, in groups of MEMBERS that hold sums of the same places: N fours, sum_of(n), each. Adds them up in the
+// order of the groups, as many at once as BYTES of shared memory hold, and hands them out: place(n, member, sums). Those threads
+// meet by sync().
+struct SyncBlock {
+  DEVICE void operator()() const { __syncthreads(); }
+};
+template <int N, int THREADS, int MEMBERS, int BYTES, class Real, class SumOf, class Place, class Sync = SyncBlock>
+DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sync& sync = {}) {
+  constexpr int kFour = 4 * sizeof(Real), kFit = BYTES / (THREADS * kFour), kAtOnce = kFit < N ? kFit : N;
+  static_assert(kFit > 0 && THREADS % MEMBERS == 0);
+  if constexpr (THREADS == MEMBERS) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) place(n, threadIdx.x, sum_of(n));
+  } else {
+#pragma unroll
+    for (int first = 0; first < N; first += kAtOnce) {
+      sync();
+#pragma unroll
+      for (int n = first; n < first + kAtOnce && n < N; ++n)
+        put_sums(memory + ((n - first) * THREADS + threadIdx.x) * kFour, sum_of(n));
+      sync();
+#pragma unroll 1
+      for (int j = threadIdx.x; j < (N - first < kAtOnce ? N - first : kAtOnce) * MEMBERS; j += THREADS) {
+        const u32 from = memory + (j / MEMBERS * THREADS + j % MEMBERS) * kFour;
+        Real sum[4] = {};
+#pragma unroll
+        for (int group = 0; group < THREADS / MEMBERS; ++group) {
+          Real more[4];
+          get_sums(from + group * MEMBERS * kFour, more);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[i] += more[i];
+        }
+        place(first + j / MEMBERS, j % MEMBERS, sum);
+      }
+    }
+  }
+}
+
+// Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, up to 64 x 64, of which each of the THREADS'
+// warpgroups has sums: added up as above, to where this block's belong. Those threads meet at barrier 1.
+template <int P0, int P1, int Q0, int Q1, int THREADS, int BYTES, int A, int B>
+DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float (&d_b)[B]) {
+  constexpr int kFoursA = A / 4, kFoursB = B / 4;
+  add_up<kFoursA + kFoursB, THREADS, 128, BYTES, float>(
+      memory,
+      [&](int n) -> const float(&)[4] {
+        return reinterpret_cast<const float(&)[4]>(n < kFoursA ? d_a[n * 4] : d_b[(n - kFoursA) * 4]);
+      },
+      [&](int n, int member, const float(&sum)[4]) {
+        const Lane at(member % 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = member / 32 * 16 + at.g + i / 2 * 8, column = at.t * 2 + i % 2;
+          if (n < kFoursA) {
+            const int q = n * 8 + column;
+            if (q < Q0 && row < P0) store_global(to + q * P0 + row, sum[i]);
+          } else {
+            const int p = (n - kFoursA) * 8 + column;
+            if (row < Q1 && p < P1) store_global(to + Q0 * P0 + row * P1 + p, sum[i]);
+          }
+        }
+      },
+      [] { sync_threads<THREADS>(1); });
+}

@@ -1,0 +1,81 @@
+// What passes of two large factors in double have in common on sm_90a, where states and weights leave no room for each other in
+// shared memory: chunks of kDepth k's go by, through a ring of STAGES that four warps fill by asynchronous copies. Eight warps
+// multiply them, four by two, each some tiles of 16 rows and of 8 columns.
+#pragma once
+#include "kernels/operands.cuh"
+
+template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleRing {
+  using Tensors = Operands<Math, Element, 256>;
+  using A = typename Math::A;
+  using B = typename Math::B;
+  static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kDepth = 16, kChunk = kDepth + 4;
+  static constexpr int kThreads = 256, kCopiers = 128;
+
+  const Lane lane;
+  const int down, along;  // this warp's place among the four by two
+  const u32 ring, barriers;
+
+  DEVICE explicit DoubleRing(u32 ring)
+      : down(threadIdx.x / 32 / 2), along(threadIdx.x / 32 % 2), ring(ring), barriers(ring + STAGES * STAGE_BYTES) {}
+  DEVICE u32 full(int c) const { return barriers + c % STAGES * 8; }
+  DEVICE u32 empty(int c) const { return barriers + (STAGES + c % STAGES) * 8; }
+  DEVICE u32 stage(int c) const { return ring + c % STAGES * STAGE_BYTES; }
+  DEVICE void init() const {
+    if (threadIdx.x < STAGES) init_barrier(full(threadIdx.x), kCopiers), init_barrier(empty(threadIdx.x), kThreads);
+  }
+  // By who copies, before chunk c
+  DEVICE void wait_for_room(int c) const {
+    if (c >= STAGES) wait_for_bytes(empty(c), c / STAGES & 1 ^ 1);
+  }
+
+  // ROWS x COLUMNS of a matrix whose rows have FROM elements; what is not there is zero.
+  template <int ROWS, int COLUMNS, int STRIDE, int FROM>
+  static DEVICE void copy(u32 to, const Element* from, int rows, int columns) {
+    constexpr int kBytes = FROM % 2 ? 8 : 16, kEach = kBytes / kSize, kRow = COLUMNS / kEach;
+#pragma unroll 4
+    for (int j = threadIdx.x % kCopiers; j < ROWS * kRow; j += kCopiers) {
+      const int row = j / kRow, column = j % kRow * kEach;
+      const bool present = row < rows && column < columns;
+      copy_async<kBytes>(to + (row * STRIDE + column) * kSize, present ? from + row * FROM + column : from, present);
+    }
+  }
+
+  // sums += left x right, of chunk c
+  template <int TILES, int NT, class Left, class Right>
+  DEVICE void multiply(Element (&sums)[TILES][NT][4], int c, const Left& left, const Right& right) const {
+    constexpr int kTogether = NT % 2 ? 1 : 2;
+    wait_for_bytes(full(c), c / STAGES & 1);
+#pragma unroll
+    for (int s = 0; s < kDepth / kStep; ++s) {
+      A a[TILES];
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) left(a[m], m, s);
+#pragma unroll
+      for (int n = 0; n < NT; n += kTogether) {
+        B some[kTogether];
+        right(some, n, s);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+          for (int m = 0; m < TILES; ++m) Math::template multiply<kStep>(sums[m][n + i], a[m], some[i]);
+      }
+    }
+    arrive(empty(c));
+  }
+  // Operands of this warp: its `tiles` of 16 rows with k or m contiguous, and its columns, all in one matrix.
+  template <int STRIDE> DEVICE auto rows(u32 from, int tiles) const {
+    return Tensors::template tiles_by_rows<STRIDE, false>(
+        from + down * tiles * 16 * STRIDE * kSize + Math::template lane_row_a<STRIDE>(lane));
+  }
+  template <int STRIDE> DEVICE auto rows_by_m(u32 from, int tiles) const {
+    return Tensors::template tiles_by_m<STRIDE, false>(
+        from + down * tiles * 16 * kSize + Math::template lane_a_by_m<STRIDE>(lane));
+  }
+  template <int STRIDE> DEVICE auto columns(u32 from, int tiles) const {
+    return Tensors::template by_k<STRIDE>(from + along * tiles * 8 * STRIDE * kSize + Math::template lane_row_b<STRIDE>(lane));
+  }
+  template <int STRIDE> DEVICE auto columns_by_n(u32 from, int tiles) const {
+    return Tensors::template by_n<STRIDE>(
+        from + along * tiles * 8 * kSize + Math::template lane_b_by_n<STRIDE>(lane), lane.index);
+  }
+};

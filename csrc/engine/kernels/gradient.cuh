@@ -1,0 +1,255 @@
+// The gradient of one contraction's weight: dW[q, p] = sum_k G[k, q] X[k, p], from the states before and behind it.
+//
+// X is [row][p][inner] and G [row][q][inner], as a chain has them. Of tied weights a row is (sample, outer), and k counts
+// (row, inner); of untied ones rows are samples, and each (outer, inner) is a group with a weight of its own. A block has a
+// tile of q x p for WG neighbouring groups, WM x WN warps for each, and every gridDim.x-th chunk of BK k's. It reads chunks
+// by runs of RUN elements, whatever these count (p and q, k's, or groups), into shared memory as [k][q] and [k][p]. Blocks
+// with the same tile write their sums side by side; a second kernel adds them up, always in the same order. Where there is but
+// one block for a tile, it writes elements.
+//
+// Pass:  Math, Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, INNER, ROWS (of a sample), OUTER (of groups), TIED; WM, WN, WG,
+//        MT, NT, BK, RUN; LEAST (chunks for a block), MOST (blocks for a tile)
+#pragma once
+#include "multiply/mma.cuh"
+#include "types/params.cuh"
+
+template <class Pass> struct Gradient {
+  using Math = typename Pass::Math;
+  using Element = typename Pass::Element;
+  static constexpr int kSize = sizeof(Element), kThreads = Pass::WM * Pass::WN * Pass::WG * 32;
+  static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, MT = Pass::MT, NT = Pass::NT, WG = Pass::WG;
+  static constexpr int BK = Pass::BK, RUN = Pass::RUN, BM = Pass::WM * MT * 16, BN = Pass::WN * NT * 8;
+  // What follows a k in memory: columns, k's, or groups.
+  static constexpr bool kColumns = INNER == 1, kInner = INNER > 1 && Pass::TIED, kGroups = INNER > 1 && !Pass::TIED;
+  static constexpr int inner_of_chunk() {
+    int n = 1;
+    while (kInner && n < INNER && n < BK) n *= 2;
+    return n;
+  }
+  static constexpr int kInnerHere = inner_of_chunk(), kRowsHere = BK / kInnerHere;      // of a chunk
+  static constexpr int kChunksOfRow = kInner ? ceil_div(INNER, kInnerHere) : 1;         // where a row has several
+  static constexpr i64 kRowX = Pass::TIED ? i64(P) * INNER : i64(P) * INNER * Pass::OUTER;
+  static constexpr i64 kRowG = Pass::TIED ? i64(Q) * INNER : i64(Q) * INNER * Pass::OUTER;
+  static constexpr int stride(int width) { return kSize == 8 ? width + 4 : width % 16 ? width : width + 8; }  // of k's in shared memory
+  static constexpr int kLeft = WG * BK * stride(BM) * kSize, kStage = kLeft + WG * BK * stride(BN) * kSize;
+  static constexpr int kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN), kGroupTiles = ceil_div(kGroups ? INNER : 1, WG);
+  static constexpr i64 kWeights = i64(P) * Q * (Pass::TIED ? 1 : Pass::OUTER * INNER);
+
+  using Run = Words<RUN * kSize>;
+  using Sums = Sum<Element>[MT][NT][4];
+  static constexpr int kRunsG = WG * BK * BM / RUN, kRunsX = WG * BK * BN / RUN;
+  static constexpr int kCountG = ceil_div(kRunsG, kThreads), kCountX = ceil_div(kRunsX, kThreads);
+
+  const Params& params;
+  const Lane lane;
+  const int thread, row, column, part;  // this warp's first row and column in a tile, and its group
+  const u32 memory;
+  const i64 rows;
+  int q, p, inner, outer;  // where the tile begins
+
+  DEVICE Gradient(const Params& given)
+      : params(given), thread(threadIdx.x), row(thread / 32 % Pass::WM * MT * 16),
+        column(thread / 32 / Pass::WM % Pass::WN * NT * 8), part(thread / 32 / (Pass::WM * Pass::WN)),
+        memory(shared_address(shared_memory)), rows(given.batch * Pass::ROWS) {
+    const int tile = blockIdx.y, group = tile / (kTilesQ * kTilesP);
+    q = tile % kTilesQ * BM, p = tile / kTilesQ % kTilesP * BN;
+    inner = group % kGroupTiles * WG, outer = group / kGroupTiles;
+  }
+
+  // A run of a chunk: its first k, column and group, in an order in which neighbouring threads read what is side by side.
+  struct Place { int k, column, group; };
+  template <int WIDTH> static DEVICE Place place(int j) {
+    if constexpr (kColumns) {
+      return {j / (WIDTH / RUN), j % (WIDTH / RUN) * RUN, 0};
+    } else if constexpr (kGroups) {
+      return {j / (WG / RUN * WIDTH), j / (WG / RUN) % WIDTH, j % (WG / RUN) * RUN};
+    } else {
+      constexpr int kSector = 32 / (RUN * kSize) < kInnerHere / RUN ? 32 / (RUN * kSize) : kInnerHere / RUN;
+      return {(j / (kSector * WIDTH) * kSector + j % kSector) * RUN, j / kSector % WIDTH, 0};
+    }
+  }
+  template <int WIDTH, int COUNT>
+  DEVICE void fetch(Run (&to)[COUNT], const Element* from, i64 row_step, int first, int length, i64 chunk) const {
+    const i64 first_row = chunk / kChunksOfRow * kRowsHere;
+    const int first_inner = kInner ? int(chunk % kChunksOfRow) * kInnerHere : inner;
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const int j = n * kThreads + thread;
+      const Place at = place<WIDTH>(j);
+      const i64 r = first_row + at.k / kInnerHere;
+      const int i = first_inner + (kInner ? at.k % kInnerHere : at.group), m = first + at.column;
+      to[n] = Run{};
+      if ((WG * BK * WIDTH / RUN % kThreads == 0 || j < WG * BK * WIDTH / RUN) && r < rows && m < length && i < INNER)
+        to[n] = *reinterpret_cast<const Run*>(from + r * row_step + (i64(outer) * length + m) * INNER + i);
+    }
+  }
+  template <int WIDTH, int COUNT> DEVICE void put(const Run (&from)[COUNT], u32 to) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const int j = n * kThreads + thread;
+      if (WG * BK * WIDTH / RUN % kThreads && j >= WG * BK * WIDTH / RUN) break;
+      const Place at = place<WIDTH>(j);
+      const u32 here = to + ((at.group * BK + at.k) * stride(WIDTH) + at.column) * kSize;
+      if constexpr (kColumns) {
+        store_words<RUN * kSize>(here, from[n]);
+      } else {
+        const Element* element = reinterpret_cast<const Element*>(&from[n]);
+#pragma unroll
+        for (int e = 0; e < RUN; ++e)
+          store_shared(here + e * (kGroups ? BK : 1) * stride(WIDTH) * kSize, element[e]);
+      }
+    }
+  }
+  // float: the products of high parts are summed apart from the others, which infinities make NaN: then they do not count.
+  static constexpr bool kSplit = Math::kRepairs;
+  DEVICE void multiply(Sums& y, u32 stage) const {
+    constexpr int kFlush = kSplit ? Math::kFlush * Math::kStep : BK, kStrideA = stride(BM), kStrideB = stride(BN);
+    const u32 from_a = stage + (part * BK * kStrideA + row) * kSize + Math::template lane_a_by_m<kStrideA>(lane);
+    const u32 from_b = stage + kLeft + (part * BK * kStrideB + column) * kSize + Math::template lane_b_by_n<kStrideB>(lane);
+    Sums high, low;
+#pragma unroll
+    for (int k = 0; k < BK; k += Math::kStep) {
+      typename Math::A a[MT];
+      typename Math::B b[NT];
+#pragma unroll
+      for (int m = 0; m < MT; ++m) Math::template load_a_by_m<kStrideA>(a[m], from_a + (k * kStrideA + m * 16) * kSize);
+      u32 columns[NT];
+#pragma unroll
+      for (int n = 0; n < NT; ++n) columns[n] = from_b + (k * kStrideB + n * 8) * kSize;
+      Math::template load_b_by_n<Math::kStep, kStrideB, NT, 8>(b, columns, lane.index);
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          if constexpr (kSplit) {
+            if (k % kFlush == 0)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) high[m][n][i] = low[m][n][i] = 0;
+            multiply_tf32(low[m][n], a[m].low, b[n].high);
+            multiply_tf32(low[m][n], a[m].high, b[n].low);
+            multiply_tf32(high[m][n], a[m].high, b[n].high);
+            if ((k + Math::kStep) % kFlush == 0)
+#pragma unroll
+              for (int i = 0; i < 4; ++i)
+                y[m][n][i] += high[m][n][i] + (fabsf(low[m][n][i]) <= 3.402823466e38f ? low[m][n][i] : 0.f);
+          } else {
+            Math::template multiply<Math::kStep>(y[m][n], a[m], b[n]);
+          }
+        }
+    }
+  }
+
+  DEVICE void store(const Sums& y) const {
+    using Result = typename Pass::Result;
+    Result* to = static_cast<Result*>(params.y) + blockIdx.x * kWeights;
+    const int group = Pass::TIED ? 0 : outer * INNER + inner + part;
+    if (kGroups && INNER % WG && inner + part >= INNER) return;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const int r = q + row + m * 16 + lane.g + i / 2 * 8, c = p + column + n * 8 + lane.t * 2;
+          Result* here = to + (i64(group) * Q + r) * P + c;
+          if constexpr (P % 2 == 0) {
+            const Pair<Result> both(y[m][n][i], y[m][n][i + 1]);
+            if (r < Q && c < P) store_words<sizeof both>(here, *reinterpret_cast<const Words<sizeof both>*>(&both));
+          } else {
+            if (r < Q && c < P) store_global(here, narrow<Result>(y[m][n][i]));
+            if (r < Q && c + 1 < P) store_global(here + 1, narrow<Result>(y[m][n][i + 1]));
+          }
+        }
+  }
+
+  DEVICE void run() const {
+    const Element* x = static_cast<const Element*>(params.x);
+    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]);
+    const i64 chunks = (rows + kRowsHere - 1) / kRowsHere * kChunksOfRow;
+    Run next_g[kCountG], next_x[kCountX];
+    const auto fetch_both = [&](i64 chunk) {
+      fetch<BM>(next_g, g, kRowG, q, Q, chunk);
+      fetch<BN>(next_x, x, kRowX, p, P, chunk);
+    };
+    const auto put_both = [&](u32 stage) { put<BM>(next_g, stage), put<BN>(next_x, stage + kLeft); };
+    Sums y = {};
+    u32 stage = memory;
+    fetch_both(blockIdx.x);
+    put_both(stage);
+    __syncthreads();
+#pragma unroll 1
+    for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+      const bool more = chunk + gridDim.x < chunks;
+      if (more) fetch_both(chunk + gridDim.x);
+      multiply(y, stage);
+      stage = stage == memory ? memory + kStage : memory;
+      if (more) put_both(stage);
+      __syncthreads();
+    }
+    store(y);
+  }
+};
+
+// What the blocks of each tile have summed, added up in their order. A thread has VECTOR sums side by side, and every WAYS-th
+// block's; many weights fill the GPU by themselves, of few several threads share one. Pass: Element, COUNT (of weights), WAYS,
+// VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Each has one for every one of the first
+// SINGLES weights, which lie before the others' sums, and FOLDS for the others.
+// Result: what is written, sums where they come from or elements.
+template <class Pass> struct Reduction {
+  using Element = typename Pass::Element;
+  using Result = typename Pass::Result;
+  using Part = Sum<Element>;
+  static constexpr int WAYS = Pass::WAYS, VECTOR = Pass::VECTOR, kLanes = 256 / WAYS;
+  static constexpr i64 kCount = Pass::COUNT / VECTOR, kSingles = Pass::SINGLES / VECTOR;
+  template <class T> struct __align__(VECTOR * sizeof(T)) Some { T x[VECTOR]; };
+  const Params& params;
+  DEVICE Reduction(const Params& given) : params(given) {}
+  // All that there are, or 16 of them, on their way at once
+  static constexpr int kParts = int((Pass::MOST * Pass::FOLDS + WAYS - 1) / WAYS), kAtOnce = kParts < 16 ? kParts : 16;
+  static DEVICE void add(Some<Part>& sum, const Some<Part>* from, i64 step, int first, int parts) {
+#pragma unroll 1
+    for (int part = first; part < parts; part += WAYS * kAtOnce) {
+      using Loaded = Words<sizeof(Some<Part>)>;
+      Loaded more[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (part + i * WAYS < parts) more[i] = *reinterpret_cast<const Loaded*>(from + (part + i * WAYS) * step);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e) sum.x[e] += reinterpret_cast<const Part*>(&more[i])[e];
+    }
+  }
+  DEVICE void run() const {
+    const u32 sums = shared_address(shared_memory);
+    const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
+    const int present = int(min(blocks, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const auto* x = static_cast<const Some<Part>*>(params.x);
+    auto* y = static_cast<Some<Result>*>(params.y);
+    for (i64 first = i64(blockIdx.y) * kLanes; first < kCount; first += i64(gridDim.y) * kLanes) {
+      const i64 at = first + lane;
+      Some<Part> sum = {};
+      const bool single = at < kSingles;
+      const auto* from = x + at + (single ? 0 : (present - 1) * kSingles);
+      const i64 step = single ? kSingles : kCount - kSingles;
+      const int parts = single ? present : int(present * Pass::FOLDS);
+      if (at < kCount) add(sum, from, step, way, parts);
+      if constexpr (WAYS > 1) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) store_shared(sums + (i * 256 + threadIdx.x) * sizeof(Part), sum.x[i]);
+        __syncthreads();
+        for (int other = 1; way == 0 && other < WAYS; ++other)
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i)
+            sum.x[i] += load_sum(sums + (i * 256 + other * kLanes + lane) * sizeof(Part), sum.x[i]);
+      }
+      if (way == 0 && at < kCount) {
+        Some<Result> result;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) result.x[i] = narrow<Result>(sum.x[i]);
+        store_global(y + at, result);
+      }
+      if constexpr (WAYS > 1) __syncthreads();
+    }
+  }
+};

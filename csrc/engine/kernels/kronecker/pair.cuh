@@ -1,0 +1,633 @@
+// A pass of two tied contractions, of the last two modes, on sm_90a: Y[q0, q1] = A[q0, p0] X[p0, p1] B[q1, p1]' for each unit.
+//
+// A warpgroup makes 64 rows of T = B X', whose sums, rounded, are as they stand the left operand of Y' = T A'. X and A are
+// read from shared memory by the matrix unit, both with k contiguous; B stays in registers. Units go in chunks of p0
+// through a ring of slots, which one warpgroup fills. The others are GROUPS x PARTS: groups take turns in units, parts
+// share q1.
+//
+// MAPPED, the copy engine fills the ring, and rounds to tf32 on the way. All blocks begin with the same weights: their first
+// chunks but two come behind these, and are only asked for into L2 before. Two parts go half a unit apart, or half of the ring,
+// so that one stores while the other multiplies.
+//
+// float as accurate as FMA: an operand is the sum of three bf16 pieces, which hold all its bits, and the six largest of
+// their nine products count. Those of the first pieces are summed apart from the rest: small numbers lose nothing to
+// large ones, and where an operand is infinite or NaN, the rest, which would be NaN, is left out.
+//
+// A small mode before these two may be contracted as well. Then a unit is P such X's, a chunk the same rows of all, and
+// groups share the Q mixtures of every unit. In tf32 who copied a piece of each makes their mixtures, by FMA. In 16 bits
+// warps do by products of 16 columns, 8 p's and 8 q's: of what the copy engine brought, columns become operand A, and sums
+// rows again, on their way through ldmatrix and stmatrix. So that neither meets itself in a bank, there an X is 16 bytes,
+// and here a mixture 128 bytes, further from the one before than it is long.
+//
+// Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
+//       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
+//       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
+//       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
+//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b
+#pragma once
+#include "multiply/mixing.cuh"
+#include "multiply/mma.cuh"
+#include "types/params.cuh"
+#include "finish/pointwise.cuh"
+#include "multiply/wgmma.cuh"
+
+struct Maps {
+  TensorMap x;
+};
+
+template <class Pass> struct TwoFactors {
+  using Element = typename Pass::Element;
+  using Part = typename Pass::Part;
+  using Math = typename Pass::Math;
+  static constexpr int kSize = sizeof(Element), kUnit = sizeof(Part), kStep = 32 / kUnit, kSlab = 128 / kUnit;
+  static constexpr int kEach = 16 / kUnit;  // elements of a piece of 16 bytes in shared memory
+  static constexpr int P = Pass::P, Q = Pass::Q, PIECES = Pass::PIECES, HELD = Pass::HELD;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, CHUNK = Pass::CHUNK, SLOTS = Pass::SLOTS;
+  static constexpr int kChunks = ceil_div(P0, CHUNK), kN = round_up(Q0, 16), kM = Pass::PARTS * 64;
+  static constexpr int kStepsB = ceil_div(P1, kStep), kStepsA = CHUNK / kStep;
+  static constexpr int kSlabA = kN * 128, kBytesA = ceil_div(kChunks * CHUNK, kSlab) * kSlabA;  // of one piece
+  static constexpr int kSlabB = kM * 128, kBytesB = ceil_div(P1, kSlab) * kSlabB;
+  static constexpr int kSlabX = CHUNK * 128, kBytesX = ceil_div(P1, kSlab) * kSlabX, kStateBytes = PIECES * kBytesX;
+  static constexpr bool kMixes = P * Q > 1, kStages = Pass::STAGES > 0, kMixesByProducts = kMixes && kSize == 2;
+  static constexpr int kPitch = kStateBytes + (kMixesByProducts ? 128 : 0);  // from a mixture to the next
+  static constexpr int kStates = kMixesByProducts ? 8 : P > Q && !kStages ? P : Q;  // that a slot has room for
+  static constexpr int kSlotBytes = kStates * kPitch;
+  static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
+  static_assert(!Pass::MAPPED || (!kMixes && !kStages && kUnit == 4 && Pass::GROUPS == 1 && Pass::PARTS == 2));
+  // Chunks between the parts. Those that the first one has behind it fill the ring until the second one has read them, too.
+  static constexpr int kHalf = kChunks / 2 < SLOTS / 2 ? kChunks / 2 : SLOTS / 2;
+  // A group that waits for a slot has to have seen what was there before.
+  static_assert(kMixes || Pass::GROUPS == 1 || SLOTS >= Pass::GROUPS * kChunks);
+  static constexpr int kShare = kMixes ? ceil_div(Q, Pass::GROUPS) : 1;  // of a unit's mixtures
+  static constexpr int kAhead = kStages ? Pass::STAGES - 1 : Pass::AHEAD;  // chunks under way when one is handed over
+  static constexpr int kRowPieces = P1 / kEach, kPieces = CHUNK * kRowPieces, kTurns = ceil_div(kPieces, 128);
+  static constexpr int kCopies = kSize / kUnit;  // for a piece
+  static constexpr int kStagePitch = CHUNK * P1 * kSize + 16;  // from an X to the next, where mixtures are products
+  static constexpr int kStageBytes = kMixesByProducts ? P * kStagePitch : kTurns * 128 * P * kCopies * 16;
+  static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie, rows of whole 16 bytes, or zeros
+  static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
+  static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
+
+  const Params& params;
+  const Maps* const maps;
+  const Lane lane;
+  const int warpgroup, thread;
+  const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, then results
+  const i64 units;
+  const typename Pass::Activation activation;
+
+  DEVICE TwoFactors(const Params& p, const Maps& m) : TwoFactors(p, &m) {}
+  DEVICE TwoFactors(const Params& p, const Maps* m = nullptr)
+      : params(p), maps(m), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128),
+        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + PIECES * kBytesA),
+        slots(b + (PIECES - HELD) * kBytesB), behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE),
+        activation(p) {}
+
+  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
+  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
+  DEVICE u32 arrived(u32 stage) const { return memory + (2 * SLOTS + stage) * 8; }
+  // Mapped: that weights have come, and that a part has so much of a unit behind it that the other one may go on
+  DEVICE u32 weights_there() const { return memory + kMixture; }
+  DEVICE u32 halfway(int part) const { return memory + kMixture + 8 + part * 8; }
+  DEVICE u32 mixture(int q) const { return memory + kMixture + q * round_up(P, 4) * 4; }
+
+  // Of a block with `threads`: its barriers, and what no copy writes
+  DEVICE void begin(int threads) const {
+    if (threadIdx.x < SLOTS) {
+      init_barrier(full(threadIdx.x), Pass::MAPPED ? 1 : 128);
+      init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
+    }
+    if (Pass::MAPPED && threadIdx.x == 0) init_barrier(weights_there(), 1);
+    if (Pass::MAPPED && threadIdx.x < 2) init_barrier(halfway(threadIdx.x), 4);
+    if constexpr (kMixesByProducts) {
+      if (threadIdx.x < Pass::STAGES) init_barrier(arrived(threadIdx.x), 1);
+      if (threadIdx.x < 4) store_shared(memory + kMixture + threadIdx.x * 4, 0u);
+    } else if constexpr (kMixes) {
+      const int q = threadIdx.x / P, p = threadIdx.x % P;
+      if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight_m(params, q, p));
+    }
+    if constexpr (P1 % kStep && !Pass::MAPPED)  // padding of the slots, which copies leave alone
+      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(slots + at, 0u);
+  }
+  DEVICE void run() const {
+    begin(kThreads);
+    fence_copy_engine();
+    __syncthreads();
+    if (warpgroup == kConsumers) {
+      if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
+      if constexpr (kMixesByProducts)
+        produce_mixtures();
+      else if constexpr (Pass::MAPPED)
+        produce_by_map();
+      else
+        produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
+    } else {
+      if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
+      consume(kScalesA ? Pass::scale_a(params) : 1.f, kScalesB ? Pass::scale_b(params) : 1.f);
+    }
+  }
+
+  // To shared memory, padded with zeros: A, and the pieces of B that are not in registers.
+  DEVICE void load_weights(float scale = 1.f) const {
+    load_weight<0, Pass::FACTOR_A, kN, kBytesA, kSlabA, Q0, P0>(
+        a, [&](int q, int p) { return scale * Pass::weight_a(params, q, p); });
+    if constexpr (HELD < PIECES)
+      load_weight<HELD, Pass::FACTOR_B, kM, kBytesB, kSlabB, Q1, P1>(
+          b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+  }
+  // Where their left operand are sums of 32 bits, a lane's k's are 2t and 2t + 1. row_of says which row is where.
+  struct InOrder {
+    DEVICE int operator()(int row) const { return row; }
+  };
+  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, class At, class RowOf = InOrder>
+  DEVICE void load_weight(u32 to, At at, RowOf row_of = {}) const {
+    constexpr bool kWords = FACTOR >= 0 && COLUMN * kSize % 16 == 0;
+    constexpr int kTogether = kWords ? 16 / kSize : kUnit == 2 && COLUMN % 2 == 0 ? 2 : 1;
+    constexpr int kRow = BYTES / SLAB * kSlab / kTogether;
+    const auto place = [&](int q, int p) {
+      const int k = (kUnit == 4 ? Math::place_of(p, true) : p) * kUnit;
+      return to + k / 128 * SLAB + swizzled(q, k % 128 / 16) + k % 16;
+    };
+#pragma unroll(kUnit == 4 ? 16 : 8)
+    for (int j = threadIdx.x; j < ROWS * kRow; j += kConsumers * 128) {
+      constexpr bool kInSlabs = kUnit == 4 && kWords;  // a warp has four rows of one, which meet in no bank
+      const int q = kInSlabs ? j / 8 % ROWS : j / kRow;
+      const int p = kInSlabs ? j / (8 * ROWS) * kSlab + j % 8 * 4 : j % kRow * kTogether;
+      const bool present = q < ROW && p < COLUMN;
+      if constexpr (kWords) {
+        u32 word[4] = {};
+        if (present) load_global(static_cast<const Element*>(params.weights[FACTOR]) + row_of(q) * COLUMN + p, word);
+        if constexpr (kSize == 2)
+          store_u32x4(place(q, p), word);
+        else if constexpr (kUnit == 4)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)  // every other one lies beside it
+            store_f32x2(place(q, p + i), __uint_as_float(tf32_of(word[i])), __uint_as_float(tf32_of(word[2 + i])));
+        else
+          store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
+      } else {
+        u32 word[kTogether] = {};
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          if (present) word[i] = __float_as_uint(at(row_of(q), p + i));
+        store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
+      }
+    }
+  }
+  // Neighbours, as floats, to their places: rounded or split.
+  template <int FIRST, int BYTES, int N, class Place>
+  static DEVICE void store_weight(const u32 (&x)[N], Place place) {
+#pragma unroll
+    for (int i = 0; i < N; i += kUnit == 4 || N == 1 ? 1 : 2) {
+      if constexpr (kUnit == 4) {
+        store_shared(place(i), tf32_of(x[i]));
+      } else {
+        u32 word[PIECES];
+        split<Part>(__uint_as_float(x[i]), N > 1 ? __uint_as_float(x[(i + 1) % N]) : 0.f, word);
+#pragma unroll
+        for (int piece = FIRST; piece < PIECES; ++piece) {
+          if constexpr (N > 1)
+            store_shared(place(i) + (piece - FIRST) * BYTES, word[piece]);
+          else
+            store_shared(place(i) + (piece - FIRST) * BYTES, u16(word[piece]));
+        }
+      }
+    }
+  }
+
+  // Copies this block's chunks as there is room, and hands each over once it has arrived.
+  template <class Next> DEVICE void produce(i64 unit, const Next& next) const {
+    constexpr i64 kElements = P * P0 * P1;
+    const Element* x = static_cast<const Element*>(params.x) + unit * kElements;
+    int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0, begun = 0, under_way = 0;
+    u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
+#pragma unroll 1
+    while (true) {
+      const bool more = unit < units;
+      if (more) {
+        if constexpr (!kStages) take(slot, phase);
+        const u32 to = slots + (slot ? slot - 1 : SLOTS - 1) * kSlotBytes;
+        const Element* from = x + chunk * (CHUNK * P1);
+        each_piece(chunk, [&](int turn, int j, u32 place, bool present) {
+#pragma unroll
+          for (int p = 0; p < P; ++p)
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i)
+              copy_async<16>(kStages ? stage_address(stage, turn) + (p * kCopies + i) * 2048 : to + place + p * kStateBytes,
+                             present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
+        });
+        if (kStages && ++stage == Pass::STAGES) stage = 0;
+        if (++chunk == kChunks) {
+          const i64 before = unit;
+          chunk = 0, unit = next(unit), x += (unit - before) * kElements;
+        }
+        ++under_way;
+      }
+      commit_copies();
+      if (begun < kAhead) {
+        ++begun;
+        continue;
+      }
+      if (under_way-- == 0) break;
+      wait_for_copies<kAhead>();
+      if constexpr (kStages) take(slot, phase);
+      if constexpr (kStages || kMixes || Math::kRounds)
+        each_piece(ready_chunk, [&](int turn, int, u32 place, bool) {
+          const u32 to = slots + ready * kSlotBytes + place;
+          prepare(kStages ? stage_address(ready_stage, turn) : to, to);
+        });
+      fence_copy_engine();
+      arrive(full(ready));
+      if (++ready == SLOTS) ready = 0;
+      if (++ready_chunk == kChunks) ready_chunk = 0;
+      if (kStages && ++ready_stage == Pass::STAGES) ready_stage = 0;
+    }
+  }
+  // The same by the copy engine, for one thread. Others ask L2 for what else fills the ring while weights come.
+  DEVICE void produce_by_map() const {
+    constexpr int kFirst = 2;  // chunks before weights
+    constexpr int kUnitBytes = P0 * P1 * 4, kRing = SLOTS * CHUNK * P1 * 4, kWhole = ceil_div(SLOTS, kChunks) * kUnitBytes;
+    if (thread >= 32) {
+#pragma unroll 1
+      for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < (kRing < kWhole ? kRing : kWhole); at += 96 * 128) {
+        const i64 unit = blockIdx.x + i64(at / kUnitBytes) * gridDim.x;
+        if (unit < units) prefetch(static_cast<const char*>(params.x) + unit * kUnitBytes + at % kUnitBytes);
+      }
+    }
+    if (thread) return;
+    int slot = 0, begun = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        if (begun++ == kFirst) wait_for_bytes(weights_there(), 0);
+        const u32 to = slots + slot * kSlotBytes, arrives = full(slot);
+        take(slot, phase);
+        expect_bytes(arrives, kBytesX);
+#pragma unroll
+        for (int slab = 0; slab < kBytesX / kSlabX; ++slab) {
+          const int at[5] = {slab * kSlab, chunk * CHUNK, int(unit), 0, 0};
+          load_box(to + slab * kSlabX, maps->x, at, arrives);
+        }
+      }
+  }
+  DEVICE void take(int& slot, u32& phase) const {
+    wait_for_bytes(empty(slot), phase);
+    if (++slot == SLOTS) slot = 0, phase ^= 1;
+  }
+  DEVICE u32 stage_address(int stage, int turn) const {
+    return behind + stage * kStageBytes + turn * (P * kCopies * 2048) + thread * 16;
+  }
+  // The 16-byte pieces of a chunk that this thread moves: number, place in a slot, and whether X has it; zeros stand behind
+  // the last row of X, since what was there before may have been no number.
+  template <class Do> DEVICE void each_piece(int chunk, Do act) const {
+    const int count = P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK * kRowPieces : kPieces;
+#pragma unroll(kMixes || PIECES > 1 ? 1 : kTurns)
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int j = turn * 128 + thread, row = j / kRowPieces, piece = j % kRowPieces;
+      if (kPieces % 128 == 0 || j < kPieces)
+        act(turn, j, piece / 8 * kSlabX + swizzled(row, piece % 8), P0 % CHUNK == 0 || j < count);
+    }
+  }
+  // What was copied, mixed, rounded or split, as the matrix unit wants it.
+  DEVICE void prepare(u32 from, u32 to) const {
+    float x[P][kEach];
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        u32 word[4];
+        load_u32x4(from + (kStages ? (p * kCopies + i) * 2048 : p * kStateBytes), word);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[p][i * 4 + k] = __uint_as_float(word[k]);
+      }
+    if constexpr (!kMixes) {
+      put(x[0], to);
+    } else {
+#pragma unroll 1
+      for (int q = 0; q < Q; ++q) {
+        float y[kEach] = {};
+#pragma unroll
+        for (int p = 0; p < P; p += 4) {
+          u32 weight[4];
+          load_u32x4(mixture(q) + p * 4, weight);
+#pragma unroll
+          for (int i = 0; i < 4 * kEach; ++i)
+            if (p + i / kEach < P) y[i % kEach] += __uint_as_float(weight[i / kEach]) * x[p + i / kEach][i % kEach];
+        }
+        put(y, to + q * kStateBytes);
+      }
+    }
+  }
+  static DEVICE void put(const float (&x)[kEach], u32 to) {
+    u32 word[PIECES][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kUnit == 4) {
+        word[0][i] = tf32_of(__float_as_uint(x[i]));
+      } else {
+        u32 pieces[PIECES];
+        split<Part>(x[2 * i], x[2 * i + 1], pieces);
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) word[piece][i] = pieces[piece];
+      }
+    }
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) store_u32x4(to + piece * kBytesX, word[piece]);
+  }
+
+  // The same by products: one thread asks the copy engine for a chunk as soon as its stage has been read.
+  DEVICE void produce_mixtures() const {
+    i64 asked = blockIdx.x;  // unit and chunk that are asked for next
+    int asked_chunk = 0;
+    const auto ask = [&](int stage) {
+      if (asked >= units) return;
+      if (thread == 0) {
+        const u32 bytes = rows_of(asked_chunk) * P1 * kSize;
+        const Element* from = static_cast<const Element*>(params.x) + asked * (P * P0 * P1) + asked_chunk * (CHUNK * P1);
+        expect_bytes(arrived(stage), P * bytes);
+#pragma unroll 1
+        for (int p = 0; p < P; ++p)
+          load_run(behind + stage * kStageBytes + p * kStagePitch, from + p * (P0 * P1), bytes, arrived(stage));
+      }
+      if (++asked_chunk == kChunks) asked_chunk = 0, asked += gridDim.x;
+    };
+#pragma unroll 1
+    for (int stage = 0; stage < Pass::STAGES; ++stage) ask(stage);
+
+    constexpr bool kScales = Pass::FACTOR_M < 0 && is_same<Element, f16>;
+    const float scale = kScales ? Pass::scale_m(params) : 1.f, unscale = kScales ? 1 / scale : 1.f;
+    const u32 weights = mixing_weights<Element>(
+        lane, [&](int q, int p) { return q < Q && p < P ? scale * Pass::weight_m(params, q, p) : 0.f; });
+    int slot = 0, stage = 0;
+    u32 phase = 1, stage_phase = 0;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const u32 to = slots + slot * kSlotBytes;
+        wait_for_bytes(arrived(stage), stage_phase);
+        take(slot, phase);
+        mix_chunk(behind + stage * kStageBytes, to, rows_of(chunk) * kRowPieces, weights, unscale);
+        fence_copy_engine();
+        arrive(full(slot ? slot - 1 : SLOTS - 1));
+        sync_threads<128>(1 + kConsumers);
+        ask(stage);
+        if (++stage == Pass::STAGES) stage = 0, stage_phase ^= 1;
+      }
+  }
+  static DEVICE int rows_of(int chunk) { return P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK : CHUNK; }
+  // Pieces of 16 bytes, 8 columns, of all X's and of all mixtures. Of the former `count` are there; zeros stand behind.
+  DEVICE void mix_chunk(u32 from, u32 to, int count, u32 weights, float scale) const {
+    static_assert(kPieces % 8 == 0 && P <= 8 && Q <= 8);
+    const int row = lane.index % 8, matrix = lane.index / 8;
+    const u32 x = from + row * kStagePitch + matrix * 16;
+#pragma unroll 2
+    for (int j = thread / 32 * 8; j < kPieces; j += 32) {
+      u32 left[2][4], word[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        load_matrices<true>(left[half], P == 8 || row < P ? x + (j + half * 4) * 16 : memory + kMixture);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mix_columns<Element>(word[half], left[half], weights, scale);
+        if constexpr (P0 % CHUNK)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) word[half][i] = j + half * 4 + i < count ? word[half][i] : 0;
+        // A mixture begins as many rows of 128 bytes behind a multiple of 1024 as it has before it.
+        const int at = j + half * 4 + matrix, behind = at / kRowPieces + row, piece = at % kRowPieces;
+        store_matrices_transposed(to + row * kStateBytes + piece / 8 * kSlabX + swizzled(behind, piece % 8), word[half]);
+      }
+    }
+  }
+
+  // Sums of the products of first pieces, and of the others.
+  template <int N> struct Sums {
+    float high[N / 2], low[PIECES > 1 ? N / 2 : 1];
+    DEVICE void arrived() {
+      touch(high);
+      if constexpr (PIECES > 1) {
+        touch(low);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) high[i] += fabsf(low[i]) <= 3.402823466e38f ? low[i] : 0.f;
+      }
+    }
+  };
+  using Left = u32[PIECES][kStepsA][4];
+
+  DEVICE void consume(float scale_a, float scale_b) const {
+    const float unscale_a = 1 / scale_a, unscale_b = 1 / scale_b;
+    const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
+    u32 held[HELD][kStepsB][4];
+    if constexpr (kHoldsPieces) ask_for_pieces(held[0], first + lane.g);
+    load_weights(scale_a);
+    fence_copy_engine();
+    sync_group<kConsumers * 4, 2>(1);
+    if (Pass::MAPPED && threadIdx.x == 0) arrive(weights_there());
+    if constexpr (kHoldsPieces)
+      hold_pieces(held[0]);
+    else
+#pragma unroll
+      for (int s = 0; s < kStepsB; ++s)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
+    u32 position = kMixes ? 0 : group * kChunks;
+    [[maybe_unused]] int buffer = 0;
+    const i64 step = i64(gridDim.x) * (kMixes ? 1 : Pass::GROUPS);
+    [[maybe_unused]] u32 turn = part;  // the first part waits for the second one's half of the unit before
+#pragma unroll 1
+    for (i64 unit = blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x); unit < units; unit += step) {
+      if constexpr (Pass::MAPPED) wait_for_bytes(halfway(1 - part), ++turn & 1);
+      Sums<kN> y[kShare];
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
+        if (Pass::MAPPED && chunk == kHalf) {  // each warp: none may still wait here for what is two phases ago by then
+          __syncwarp();
+          if (lane.index == 0) arrive(halfway(part));
+        }
+        const u32 slot = position % SLOTS;
+        wait_for_bytes(full(slot), position / SLOTS & 1);
+#pragma unroll
+        for (int share = 0; share < kShare; ++share) {
+          Sums<CHUNK> t;
+          multiply_b(t, held, slots + slot * kSlotBytes + (kMixes ? mixed(group, share) * kPitch : 0), part);
+          wait_for_products<0>();
+          t.arrived();
+          if (share == kShare - 1 && lane.index == 0) arrive(empty(slot));
+          if constexpr (kScalesB) scale_sums(t.high, unscale_b);
+          Left left;
+          pack(left, t.high);
+          multiply_a(y[share], left, chunk);
+        }
+      }
+      wait_for_products<0>();
+      if constexpr (!kMixes) position += (Pass::GROUPS - 1) * kChunks;
+#pragma unroll
+      for (int share = 0; share < kShare; ++share) {
+        y[share].arrived();
+        if (kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share) break;
+        if constexpr (kScalesA) scale_sums(y[share].high, unscale_a);
+        const i64 state = unit * Q + (kMixes ? mixed(group, share) : 0);
+        finish(y[share].high, state, first);
+        if constexpr (kSize == 2)
+          store_staged(y[share].high, state, part, buffer);
+        else
+          store(y[share].high, state, first);
+      }
+    }
+  }
+  // Which mixture; the last one again where groups do not divide them.
+  static DEVICE int mixed(int group, int share) { return min(group * kShare + share, Q - 1); }
+
+  // Of rows of whole 64 bytes a lane asks for 16, and gets, of what its quad has, every fourth word.
+  static constexpr bool kHoldsPieces = Pass::FACTOR_B >= 0 && PIECES == 1 && P1 * kSize % 64 == 0;
+  DEVICE void ask_for_pieces(u32 (&held)[kStepsB][4], int q) const {
+    const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + q * P1 + lane.t * (16 / kSize);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int s = 0; s < kStepsB; s += 2) {
+        u32 words[4];
+        load_global(factor + half * 8 * P1 + s * (32 / kSize), words, Q1 % 64 == 0 || q + half * 8 < Q1);
+        put_words(held, half, s, words);
+      }
+  }
+  static DEVICE void hold_pieces(u32 (&held)[kStepsB][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int s = 0; s < kStepsB; s += 2) {
+        u32 words[4] = {held[s][half], held[s][half + 2], held[s + 1][half], held[s + 1][half + 2]};
+        exchange_in_quad(words);
+        if constexpr (kUnit == 4)
+#pragma unroll
+          for (u32& word : words) word = tf32_of(word);
+        put_words(held, half, s, words);
+      }
+  }
+  static DEVICE void put_words(u32 (&held)[kStepsB][4], int half, int s, const u32 (&words)[4]) {
+    held[s][half] = words[0], held[s][half + 2] = words[1], held[s + 1][half] = words[2], held[s + 1][half + 2] = words[3];
+  }
+  // The word of operand B in register i of step s
+  DEVICE void hold(u32 (&held)[HELD][kStepsB][4], int s, int i, int q, float scale) const {
+    const int p = s * kStep + i / 2 * (kStep / 2) + lane.t * (4 / kUnit);
+    const auto at = [&](int p) { return q < Q1 && p < P1 ? scale * Pass::weight_b(params, q, p) : 0.f; };
+    if constexpr (kUnit == 4) {
+      held[0][s][i] = tf32_of(__float_as_uint(at(p)));
+    } else if constexpr (PIECES == 1 && Pass::FACTOR_B >= 0 && P1 % 2 == 0) {
+      const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]);
+      held[0][s][i] = q < Q1 && p < P1 ? *reinterpret_cast<const u32*>(factor + q * P1 + p) : 0;
+    } else {
+      u32 word[PIECES];
+      split<Part>(at(p), at(p + 1), word);
+#pragma unroll
+      for (int piece = 0; piece < HELD; ++piece) held[piece][s][i] = word[piece];
+    }
+  }
+
+  DEVICE void multiply_b(Sums<CHUNK>& t, const u32 (&held)[HELD][kStepsB][4], u32 state, int part) const {
+    open_products();
+#pragma unroll
+    for (int s = 0; s < kStepsB; ++s)
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int j = 0; i + j < PIECES; ++j) {
+          const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
+          const bool add = s > 0 || i > 0 || j > 1;
+          if (i < HELD)
+            multiply(t, i + j, held[i < HELD ? i : 0][s], x, add);
+          else
+            multiply(t, i + j, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
+        }
+    commit_products();
+  }
+  DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk) const {
+    open_products();
+#pragma unroll
+    for (int s = 0; s < kStepsA; ++s)
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int j = 0; i + j < PIECES; ++j) {
+          const int k = chunk * kStepsA + s;
+          multiply(y, i + j, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2,
+                   k > 0 || i > 0 || j > 1);
+        }
+    commit_products();
+  }
+  // The first product of each kind of sums sets them.
+  template <int N, class Operand>
+  static DEVICE void multiply(Sums<N>& sums, int order, const Operand& left, u64 right, bool add) {
+    if constexpr (PIECES > 1) {
+      if (order > 0) return Wgmma<Part, N>::multiply(sums.low, left, right, add);
+    }
+    Wgmma<Part, N>::multiply(sums.high, left, right, add);
+  }
+
+  static DEVICE void pack(Left& left, const float (&t)[CHUNK / 2]) {
+#pragma unroll
+    for (int s = 0; s < kStepsA; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kUnit == 4) {
+          left[0][s][i] = tf32_of(__float_as_uint(t[s * 4 + i % 2 * 2 + i / 2]));
+        } else {
+          const int at = (2 * s + i / 2) * 4 + i % 2 * 2;
+          u32 word[PIECES];
+          split<Part>(t[at], t[at + 1], word);
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) left[piece][s][i] = word[piece];
+        }
+      }
+  }
+
+  // Bias and activation. Sum 4 n + 2 h + i of a thread is Y[8 n + 2 t + i, first + g + 8 h].
+  DEVICE void finish(float (&y)[kN / 2], i64 state, int first) const {
+    const Element* bias = nullptr;
+    if constexpr (Pass::BIAS)
+      bias = static_cast<const Element*>(params.bias) + state % (Pass::UNITS_PER_SAMPLE * Q) * (Q0 * Q1) + first + lane.g;
+#pragma unroll
+    for (int j = 0; j < kN / 2; ++j) {
+      const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
+      if (Pass::BIAS && q0 < Q0 && first + lane.g + behind < Q1) y[j] += widen(bias[q0 * Q1 + behind]);
+      y[j] = activation.of(y[j]);
+    }
+  }
+  // 32 bits: eight lanes write a sector.
+  DEVICE void store(const float (&y)[kN / 2], i64 state, int first) const {
+    float* to = static_cast<float*>(params.y) + state * (Q0 * Q1) + first + lane.g;
+#pragma unroll
+    for (int j = 0; j < kN / 2; ++j) {
+      const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
+      if ((kN == Q0 || q0 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1))
+        store_global(to + (q0 * Q1 + behind), y[j]);
+    }
+  }
+  // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first, in one or two buffers in turn.
+  DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part, int& buffer) const {
+    const u32 staged = behind + Pass::STAGES * kStageBytes + (warpgroup * Pass::RESULTS + buffer) * (kN * 128);
+    if constexpr (Pass::RESULTS > 1)
+      buffer ^= 1;  // who stores the last state's part has stored that of the one before, which lay here
+    else
+      sync_group<4, 16>(1 + warpgroup);  // the last state has left
+    const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
+#pragma unroll
+    for (int n = 0; n < kN / 8; n += 2) {
+      u32 word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n * 4 + i * 2], y[n * 4 + i * 2 + 1]).bits;
+      store_matrices_transposed(staged + swizzled(n * 8 + row, piece), word);
+    }
+    sync_group<4, 16>(1 + warpgroup);
+    Element* to = static_cast<Element*>(params.y) + state * (Q0 * Q1) + part * 64;
+#pragma unroll
+    for (int k = 0; k < kN / 16; ++k) {
+      const int row = k * 16 + thread / 8, piece = thread % 8;
+      if ((kN == Q0 || row < Q0) && (Q1 % 64 == 0 || part * 64 + piece * 8 < Q1))
+        store_words<16>(to + row * Q1 + piece * 8, load_words<16>(staged + swizzled(row, piece)));
+    }
+  }
+};

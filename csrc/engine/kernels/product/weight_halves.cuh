@@ -1,0 +1,53 @@
+// Weights for products of floats that are split (wide.cuh), once instead of for each tile of rows: rows of CHUNKS times 256
+// bytes, the high halves of 64 k's and the low ones, where each two neighbours are one of either part of the chunk, and what
+// scales a row. Terms that are summed have one scale for each of their rows.
+//
+// Pass: THREADS, weights(c), which calls each weight. Weight: WEIGHT (the parameter that it is), P, ROWS, TERMS, PART (k's) and
+// CHUNKS, AT and SCALES (where its rows lie, and their scales).
+#pragma once
+#include "types/halves.cuh"
+#include "types/params.cuh"
+
+template <class Pass> struct WeightHalves {
+  const Params& params;
+  DEVICE WeightHalves(const Params& given) : params(given) {}
+
+  // A warp takes a row, eight lanes a chunk.
+  template <class W> DEVICE void weight() const {
+    const int lane = threadIdx.x % 32, piece = lane % 8 * 4, warps = gridDim.y * (Pass::THREADS / 32);
+    char* to = static_cast<char*>(params.y);
+#pragma unroll 1
+    for (int row = blockIdx.y * (Pass::THREADS / 32) + threadIdx.x / 32; row < W::ROWS; row += warps) {
+      const auto load = [&](int term, int chunk, u32 (&x)[4], u32 (&y)[4]) {
+        const float* from = static_cast<const float*>(params.weights[W::WEIGHT]) + (i64(term) * W::ROWS + row) * W::P;
+        const int k = chunk * 2 * W::PART + piece;
+        load_global(from + k, x, piece < W::PART && k < W::P);
+        load_global(from + k + W::PART, y, piece < W::PART && k + W::PART < W::P);
+      };
+      float most[1] = {};
+#pragma unroll 1
+      for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
+        u32 x[4], y[4];
+        load(i / W::CHUNKS, i % W::CHUNKS, x, y);
+        most[0] = larger_of(larger_of(most[0], x), y);
+      }
+      most_of<32>(most);
+      const Scale scale(most[0]);
+#pragma unroll 1
+      for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
+        const int term = i / W::CHUNKS, chunk = i % W::CHUNKS;
+        u32 x[4], y[4], high[4], low[4];
+        load(term, chunk, x, y);
+        scale.split(x, y, high, low);
+        char* place = to + W::AT + ((i64(term) * W::ROWS + row) * W::CHUNKS + chunk) * 256 + piece * 4;
+        store_global<16>(place, high);
+        store_global<16>(place + 128, low);
+      }
+      if (lane == 0) store_global(reinterpret_cast<float*>(to + W::SCALES) + row, scale.back);
+    }
+  }
+  DEVICE void run() const {
+    start_next_kernel();
+    Pass::weights(*this);
+  }
+};

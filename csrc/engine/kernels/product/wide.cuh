@@ -1,0 +1,725 @@
+// A pass of one contraction as a matrix product for each group, on the warpgroup instructions of sm_90a:
+//
+//     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
+//
+// Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
+// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of STAGES slabs of 128 bytes of
+// k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
+// 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
+// x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
+// has made those of the weights, producers make x's where they have copied it.
+//
+// Results go from registers to memory: the rows of a weight lie in shared memory in such an order that a thread gets RUN
+// columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
+// Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
+// with half of the groups each, exchange what they have.
+//
+// A mode of 8 before the one that is contracted may be contracted as well, in 16 bits: its p's are eight rows of x side by side,
+// which producers, who have copied them, mix in place (mixing.cuh).
+//
+// With BESIDE (and one group, no cluster) sums become the gradient of what is activated: Activation takes each with what a
+// state has at its place, grad_y, or, if the sums are that, the activation's result. It is loaded while the sums are made,
+// by the accesses of the results. kernels/product/wide.py writes the constants:
+//
+// Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
+//        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
+//        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
+//        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
+//        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
+//        MORE and FEWER (registers of consumers and producers; 0: as they are)
+#pragma once
+#include "types/halves.cuh"
+#include "multiply/mixing.cuh"
+#include "multiply/mma.cuh"
+#include "types/params.cuh"
+#include "finish/pointwise.cuh"
+#include "multiply/wgmma.cuh"
+
+// What the matrix unit truncates to the nearest tf32.
+DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
+
+template <class Pass> struct Wide {
+  using Element = typename Pass::Element;
+  static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize;
+  static constexpr bool kPacked = kSize == 2;
+  static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
+  static constexpr int FAST = Pass::FAST;
+  // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
+  static constexpr bool kTurned = kSize == 4, kMixes = Pass::MIXED >= 0, kPrepares = Pass::ROUND_X || kMixes;
+  static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
+  // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
+  static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
+  static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
+  // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
+  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
+  static constexpr int kConsumers = 128 * Pass::CONSUMERS;
+  static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
+  static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
+  static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
+  static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
+  static constexpr int kStageBytes = (M + N) * kParts * 128;
+  static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
+  // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
+  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+
+  struct Tile {
+    i64 first;  // row
+    int q, fast, slow, term;
+  };
+
+  const Params& params;
+  const u32 memory;
+  const int warpgroup;
+  i64 tiles;
+
+  DEVICE Wide(const Params& p)
+      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)) {
+    tiles = (rows() + kRows - 1) / kRows * kTiles;
+  }
+
+  DEVICE i64 rows() const { return params.batch * Pass::OUTER; }
+  static DEVICE i64 place(i64 row, i64 sample, i64 each) {
+    if constexpr (Pass::OUTER == 1) return row * sample;
+    return sample == Pass::OUTER * each ? row * each : row / Pass::OUTER * sample + row % Pass::OUTER * each;
+  }
+  static DEVICE int rank() { return blockIdx.y % kBlocks; }
+  static DEVICE i64 first_tile() { return i64(blockIdx.y / kBlocks) * gridDim.x + blockIdx.x; }
+  static DEVICE i64 blocks() { return i64(gridDim.x) * (gridDim.y / kBlocks); }
+  // All tiles of SPAN tiles of rows, then of the next; groups that share sectors of y side by side.
+  DEVICE Tile tile_of(i64 number) const {
+    const i64 n = Pass::FROM_LAST ? tiles - 1 - number : number;  // L2 still has what the pass before has made last
+    const i64 row_tiles = tiles / kTiles, from = n / (Pass::SPAN * kTiles) * Pass::SPAN;
+    const int span = int(min(i64(Pass::SPAN), row_tiles - from)), rest = int(n - from * kTiles), tile = rest / span;
+    const int columns = tile / kGroupTiles % kColumnTiles, further = tile / (kGroupTiles * kColumnTiles);
+    return {(from + rest % span) * kRows, columns * kColumns, (tile % kGroupTiles * kBlocks + rank()) * HELD,
+            further % (Pass::GROUPS / FAST), further / (Pass::GROUPS / FAST)};
+  }
+  // The weight of a group, which counts (outer, inner).
+  static DEVICE int weight_of(const Tile& tile, int fast) {
+    return (tile.slow * Pass::NEXT + fast % Pass::NEXT) * (FAST / Pass::NEXT) + fast / Pass::NEXT;
+  }
+  // Column of the tile for row r of a slab of weights: row or column 8 n + 2 t + i of the sums. A thread's are side by side.
+  static constexpr DEVICE int column_of(int r) {
+    if (kTurned) return r / 16 * 16 + r % 8 * 2 + r / 8 % 2;
+    constexpr int kEach = RUN / 2;
+    const int n = r / 8, t = r % 8 / 2;
+    return n / kEach * (4 * RUN) + t * RUN + n % kEach * 2 + r % 2;
+  }
+  static constexpr DEVICE int weight_row(int j) { return j % B * Pass::STEP_B + j / B * Pass::STEP_A; }
+  static constexpr bool is_even() {
+    for (int r = 0; r < kColumns; ++r)
+      if (weight_row(column_of(r)) != weight_row(column_of(r % 16)) + weight_row(column_of(r / 16 * 16))) return false;
+    return Pass::STEP_B == 1 || kColumns % B == 0 || B % kColumns == 0;
+  }
+  static constexpr bool kEven = is_even();  // a thread's rows of the weight lie constants behind its first
+  static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
+  static_assert(Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P, "rows of x lie evenly");
+
+  // The slabs in the order in which they are used. Eight of the producers take the pieces of a row, and each of them every
+  // 16th row. x and weight are where a thread's piece of its first row begins in the tile's first slab; left counts rows of
+  // x, and columns, from its first on.
+  struct Cursor {
+    i64 n;
+    Tile tile;
+    const Element *x, *weight;
+    int left_x, left_weight, group, term, k;
+  };
+  DEVICE bool is_in(const Cursor& at) const { return at.n < tiles; }
+  DEVICE void begin_tile(Cursor& at, int thread) const {
+    if (!is_in(at)) return;
+    at.tile = tile_of(at.n), at.group = at.term = at.k = 0;
+    const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r);
+    at.x = static_cast<const Element*>(params.x) + (at.tile.first + r) * kXRow + i64(at.tile.term) * Pass::X_TERM + piece;
+    at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - r;
+    at.weight = static_cast<const Element*>(Pass::SPLIT ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
+    at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
+    at.left_weight = Q - j;
+    if constexpr (Pass::BESIDE >= 0 && Pass::GROUPS == 1) fetch_beside(at.tile, thread);
+  }
+  // Its part of the state is in L2 when the consumers, who have no registers to load it ahead, come to the tile.
+  DEVICE void fetch_beside(const Tile& tile, int thread) const {
+    constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns, kLine);
+    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + tile.q;
+#pragma unroll 1
+    for (int i = thread; i < kRows * kLines; i += 128) {
+      const i64 row = tile.first + i / kLines;
+      const int column = i % kLines * kLine;
+      if (row < rows() && tile.q + column < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
+    }
+  }
+  DEVICE void advance(Cursor& at, int thread) const {
+    at.k += BK;
+    if (at.k < P) return;
+    at.k = 0;
+    if (++at.term < Pass::TERMS) return;
+    at.term = 0;
+    if (++at.group < HELD) return;
+    at.n += blocks();
+    begin_tile(at, thread);
+  }
+  template <int HEIGHT> static DEVICE bool is_whole(int i, int thread) {
+    return HEIGHT % 16 == 0 || i * 16 + 16 <= HEIGHT || thread < 64;
+  }
+  DEVICE void copy_slab(const Cursor& at, int thread, u32 to) const {
+    const int fast = at.tile.fast + at.group;
+    const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
+    const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
+    const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
+                                         (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
+    const bool has_group = FAST % HELD == 0 || fast < FAST;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int piece = thread % 8 * kPiece, k = part * kPart;
+      const bool here = (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
+      const int left_x = here ? at.left_x : 0, left_weight = (Pass::SPLIT ? has_group : here) ? at.left_weight : 0;
+#pragma unroll
+      for (int i = 0; i < ceil_div(kRows, 16); ++i)
+        if (is_whole<kRows>(i, thread))
+          copy_async<16>(to + kX + part * N * 128 + i * 2048, x + (i * 16 * kXRow + k), i * 16 < left_x);
+#pragma unroll
+      for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
+        const int column = column_of(i * 16);
+        const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * kWeightRow + part * kWeightPart;
+        if (is_whole<kColumns>(i, thread))
+          copy_async<16>(to + kWeight + part * M * 128 + i * 2048, weight + behind, column < left_weight);
+      }
+    }
+  }
+  // What a thread has copied of x, to the nearest tf32.
+  DEVICE void round(u32 from, int thread) const {
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = 4;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kTogether) {
+      u32 x[kTogether][4];
+#pragma unroll
+      for (int j = 0; j < kTogether && i + j < kCount; ++j)
+        if (is_whole<kRows>(i + j, thread)) load_u32x4(from + (i + j) * 2048, x[j]);
+#pragma unroll
+      for (int j = 0; j < kTogether && i + j < kCount; ++j) {
+        if (!is_whole<kRows>(i + j, thread)) break;
+#pragma unroll
+        for (u32& word : x[j]) word = nearest(word);
+        store_u32x4(from + (i + j) * 2048, x[j]);
+      }
+    }
+  }
+  // The same as halves: eight threads have a row of both parts, and put its high halves where the first was, low ones where
+  // the second was.
+  DEVICE void split_rows(u32 from, u32 scales, int thread) const {
+    constexpr int kCount = ceil_div(kRows, 16), kTogether = kCount % 4 == 0 ? 4 : kCount % 3 == 0 ? 3 : kCount % 2 ? 1 : 2;
+    static_assert(kCount % kTogether == 0);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kTogether) {
+      u32 x[kTogether][2][4] = {};
+      float most[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (is_whole<kRows>(i + j, thread))
+#pragma unroll
+          for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
+        most[j] = larger_of(larger_of(0.f, x[j][0]), x[j][1]);
+      }
+      most_of<8>(most);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const Scale scale(most[j]);
+        u32 high[4], low[4];
+        scale.split(x[j][0], x[j][1], high, low);
+        if (!is_whole<kRows>(i + j, thread)) continue;
+        store_u32x4(from + (i + j) * 2048, high);
+        store_u32x4(from + N * 128 + (i + j) * 2048, low);
+        if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
+      }
+    }
+  }
+
+  // The small mode's weight, for those who mix
+  static DEVICE u32 mixing(const Params& params) {
+    if constexpr (kMixes)
+      return mixing_weights<Element>(Lane(), [&](int q, int p) {
+        return widen(static_cast<const Element*>(params.weights[Pass::MIXED])[q * 8 + p]);
+      });
+    return 0;
+  }
+  // Eight rows of a slab of x at a time, those of a mode, mixed where all producers have copied theirs.
+  static DEVICE void mix_rows(u32 x, u32 weights, int thread) {
+    static_assert(!kTurned && Pass::OUTER % 8 == 0);
+#pragma unroll 1
+    for (int row = thread / 32 * 8; row < kRows; row += 32) {
+      u32 columns[2][4], mixtures[2][4];
+      const auto place = [&](int half) { return x + swizzled(row + thread % 8, half * 4 + thread % 32 / 8); };
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_matrices<true>(columns[half], place(half));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mix_columns<Element>(mixtures[half], columns[half], weights, 1.f);
+        store_matrices_transposed(place(half), mixtures[half]);
+      }
+    }
+  }
+
+  DEVICE void wait(int barrier, int stage, u32 phase) const { wait_for_bytes(memory + barrier + stage * 8, phase); }
+
+  // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
+  DEVICE void produce(int thread) const {
+    Cursor at;
+    at.n = first_tile();
+    begin_tile(at, thread);
+    int stage = 0, oldest = 0, waiting = 0;
+    u32 phase = 1;
+    const u32 place = memory + swizzled(thread / 8, thread % 8);
+    [[maybe_unused]] const u32 weights = mixing(params);
+    const auto finish_oldest = [&] {
+      if constexpr (kMixes)
+        sync_threads<128>(1), mix_rows(memory + kX + oldest * kStageBytes, weights, thread);
+      else if constexpr (Pass::SPLIT)
+        split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
+      else
+        round(place + kX + oldest * kStageBytes, thread);
+      arrive(memory + kFull + oldest * 8);
+      if (++oldest == Pass::STAGES) oldest = 0;
+    };
+    for (; is_in(at); advance(at, thread)) {
+      wait(kEmpty, stage, phase);
+      copy_slab(at, thread, place + stage * kStageBytes);
+      if constexpr (kPrepares) {
+        commit_copies();
+        if (waiting < Pass::AHEAD)
+          ++waiting;
+        else
+          wait_for_copies<Pass::AHEAD>(), finish_oldest();
+      } else {
+        arrive_with_copies(memory + kFull + stage * 8);
+      }
+      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+    }
+    if constexpr (kPrepares) {
+      wait_for_copies<0>();
+      for (; waiting > 0; --waiting) finish_oldest();
+    }
+  }
+
+  // Feature of a result, without OUTER.
+  static DEVICE i64 feature(const Tile& tile, int j, int fast) {
+    if constexpr (FAST == 1) return i64(tile.slow) * Q + j;
+    return i64(tile.slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
+  }
+  DEVICE const Element* biases(i64 row) const { return static_cast<const Element*>(params.bias) + row % Pass::OUTER * Q; }
+  DEVICE float bias_at(const Tile& tile, i64 row, int j, int fast) const {
+    return j < Q && fast < FAST ? widen(biases(row)[feature(tile, j, fast)]) : 0;
+  }
+  // Of 16 bits and one group, those of a thread's columns lie side by side.
+  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1;
+  DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
+    constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+#pragma unroll
+      for (int e = 0; e < RUN; e += kCell) {
+        const int c = first_column(tile, m) + e;
+        u32 words[kHalves][kWords];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+          load_global<Pass::STORE>(biases(row_of(tile, m, half)) + feature(tile, c, tile.fast), words[half],
+                                   Q % kColumns == 0 || c < Q);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const u32 pair = words[half % kHalves][i];
+            const int at = (m * RUN + e) * 2 + i * 4 + half * 2;
+            sum[at] += widen(Element{u16(pair)}), sum[at + 1] += widen(Element{u16(pair >> 16)});
+          }
+        }
+      }
+    }
+  }
+
+  // This thread's first row of the sums; the other is 8 below. Row and column of its i-th sum.
+  static DEVICE int row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+  static DEVICE int down(int i) { return row() + i % 4 / 2 * 8; }
+  static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+  // The rows of y that a thread has in run m, and the first column.
+  DEVICE i64 row_of(const Tile& tile, int m, int half) const {
+    return tile.first + (kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
+  }
+  DEVICE int first_column(const Tile& tile, int m) const {
+    return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
+  }
+
+  using Held = u32[HELD][kPacked ? N / 4 : N / 2];
+  // What is read beside sum i
+  static DEVICE float beside(const u32 (&held)[kPacked ? N / 4 : N / 2], int i) {
+    if constexpr (kPacked)
+      return widen(Element{u16(i % 2 ? held[i / 2] >> 16 : held[i / 2])});
+    else
+      return __uint_as_float(held[i]);
+  }
+  // Sums with bias and activation, rounded: two columns in a word, or one.
+  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
+    const typename Pass::Activation activation(params);
+    if constexpr (kBiasesByCells) add_biases(sum, tile);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (Pass::BIAS && !kBiasesByCells) {
+        const int column = column_of(kTurned ? down(i) : across(i));
+        sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
+      }
+      if constexpr (Pass::BESIDE >= 0)
+        sum[i] = activation.of(sum[i], beside(held, i));
+      else
+        sum[i] = activation.of(sum[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 2) {
+      if constexpr (kPacked) {
+        held[i / 2] = Pair<Element>(sum[i], sum[i + 1]).bits;
+      } else {
+        held[i] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i])) : __float_as_uint(sum[i]);
+        held[i + 1] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i + 1])) : __float_as_uint(sum[i + 1]);
+      }
+    }
+  }
+
+  // Element e, in memory's order, of the RUN columns and HELD groups that a thread has in run m of a row.
+  static constexpr int kTogether = B < RUN ? B : RUN;  // columns of a group that lie together
+  static constexpr DEVICE int group_of(int e) { return e / kTogether % HELD; }
+  static constexpr DEVICE int column_in_run(int e) { return e / (kTogether * HELD) * kTogether + e % kTogether; }
+  static DEVICE u32 element(const Held& held, int m, int half, int e) {
+    const int c = m * RUN + column_in_run(e), at = c / 2 * 2 + half;
+    if constexpr (kPacked) {
+      const u32 pair = held[group_of(e)][at];
+      return c % 2 ? pair >> 16 : pair & 0xffff;
+    } else {
+      return held[group_of(e)][c / 2 * 4 + c % 2 * 2 + half];
+    }
+  }
+  static constexpr int kCell = Pass::STORE / kSize, kWords = Pass::STORE / 4;  // of one access
+  static DEVICE void cell(u32 (&words)[kWords], const Held& held, int m, int half, int e) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = kPacked ? element(held, m, half, e + i * 2) | element(held, m, half, e + i * 2 + 1) << 16
+                         : element(held, m, half, e + i);
+  }
+  static constexpr int kRuns = N / (kTurned ? 8 : 4 * RUN);
+  // A cell, or two where a thread has 32 bytes side by side, a sector of L2. Those it shares with its neighbour, so that
+  // each access of a warp stores whole sectors: first those of the even thread, then those of the odd one.
+  DEVICE void store_cells(u32 (&words)[kWords], u32 (&further)[kWords], Element* to, const Tile& tile, int m, int e,
+                          bool here) const {
+    const int t = threadIdx.x % 4, odd = Pass::PAIRED ? (kTurned ? threadIdx.x / 4 : t) & 1 : 0;
+    const int j = first_column(tile, m) - odd * RUN;
+    const int c = j + column_in_run(e), fast = tile.fast + group_of(e);
+    if constexpr (Pass::PAIRED) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const u32 given = __shfl_xor_sync(0xffffffff, odd ? words[i] : further[i], kTurned ? 4 : 1);
+        words[i] = odd ? given : words[i];
+        further[i] = odd ? further[i] : given;
+      }
+      if (here && (Q % kColumns == 0 || c + RUN < Q))
+        store_global<Pass::STORE>(to + feature(tile, c + RUN, fast) + odd * kCell, further);
+    }
+    if (here && (Q % kColumns == 0 || c < Q) && (FAST % (HELD * kBlocks) == 0 || fast < FAST))
+      store_global<Pass::STORE>(to + feature(tile, c, fast) + odd * kCell, words);
+  }
+  // A state where results will be: what cell() makes of them, the other way.
+  DEVICE void load_beside(Held& held, const Tile& tile) const {
+    static_assert(HELD == 1 && !Pass::CLUSTER && !Pass::PAIRED && Pass::TERM_BLOCKS == 1);
+    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 r = row_of(tile, m, half);
+        const Element* from = state + place(r, Pass::Y_SAMPLE, Q);
+#pragma unroll
+        for (int e = 0; e < RUN; e += kCell) {
+          const int c = first_column(tile, m) + e;
+          u32 words[kWords];
+          load_global<Pass::STORE>(from + feature(tile, c, tile.fast), words,
+                                   r < rows() && (Q % kColumns == 0 || c < Q));
+#pragma unroll
+          for (int i = 0; i < kWords; ++i) {
+            if constexpr (kPacked)
+              held[0][(m * RUN + e) / 2 * 2 + i * 2 + half] = words[i];
+            else
+              held[0][(m * RUN + e + i) / 2 * 4 + (e + i) % 2 * 2 + half] = words[i];
+          }
+        }
+      }
+    }
+  }
+  DEVICE void store(const Held& held, const Tile& tile) const {
+    Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 r = row_of(tile, m, half);
+        Element* to = y + place(r, Pass::Y_SAMPLE, Q);
+#pragma unroll
+        for (int e = 0; e < RUN * HELD; e += Pass::PAIRED ? 2 * kCell : kCell) {
+          u32 words[kWords], further[kWords];
+          cell(words, held, m, half, e);
+          if constexpr (Pass::PAIRED) cell(further, held, m, half, e + kCell);
+          store_cells(words, further, to, tile, m, e, r < rows());
+        }
+      }
+    }
+  }
+
+  // Two blocks that have half of a sector each: the first one stores the first of a thread's rows, the second one the
+  // second, and each gives the other what it has of them. `phase` counts their tiles.
+  static constexpr int kCells = kRuns * RUN * HELD / kCell;  // of a row
+  DEVICE void exchange(const Held& held, const Tile& tile, int phase) const {
+    const u32 warp = threadIdx.x / 32, got = memory + kGot + warp * 8, free = memory + kFree + warp * 8;
+    const int rank = this->rank();
+    const u32 mine = memory + kExchange + threadIdx.x * 16, theirs = in_other_block(mine);
+    wait_for_cluster(free, phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kCells; ++i) {
+      constexpr int kEach = RUN * HELD / kCell;
+      u32 first[kWords], second[kWords];
+      cell(first, held, i / kEach, 0, i % kEach * kCell);
+      cell(second, held, i / kEach, 1, i % kEach * kCell);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) second[word] = rank ? first[word] : second[word];
+      store_in_other_block(theirs + i * kConsumers * 16, second);
+    }
+    arrive_in_other_block(in_other_block(got));
+    wait_for_cluster(got, phase);
+    Tile both = tile;
+    both.fast -= rank * HELD;
+    Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
+#pragma unroll
+    for (int m = 0; m < kRuns; ++m) {
+      const i64 r = row_of(tile, m, rank);
+      Element* to = y + place(r, Pass::Y_SAMPLE, Q);
+#pragma unroll
+      for (int e = 0; e < RUN * HELD; e += kCell) {
+        u32 words[kWords], further[kWords], given[kWords];
+        cell(words, held, m, 0, e);
+        cell(further, held, m, 1, e);
+        load_u32x4(mine + (m * (RUN * HELD / kCell) + e / kCell) * kConsumers * 16, given);
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          const u32 own = rank ? further[word] : words[word];
+          words[word] = rank ? given[word] : own;
+          further[word] = rank ? own : given[word];
+        }
+        store_cells(words, further, to, both, m, e, r < rows());
+      }
+    }
+    arrive_in_other_block(in_other_block(free));
+  }
+
+  // A slab: 32 bytes of k at once.
+  static constexpr int kSteps = ceil_div((P < kPart ? P : kPart) * kSize, 32);
+  using Left = u32[kSteps][4];
+  // This warp's part of operand A.
+  DEVICE void load_left(u32 (&a)[4], u32 slab, int step) const {
+    const int r = threadIdx.x / 32 * 16 + threadIdx.x % 16;
+    load_matrices<false>(a, slab + swizzled(r, step * 2 + threadIdx.x % 32 / 16));
+  }
+  DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, bool add) const {
+    if constexpr (kTurned) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        load_left(a[step], slab, step);
+#pragma unroll
+        for (u32& word : a[step]) word = nearest(word);
+        settle(a[step]);
+      }
+    }
+    const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
+    open_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (kTurned)
+        Wgmma<Element, N>::multiply(sum, a[step], right + 2 * step, add || step > 0);
+      else
+        Wgmma<Element, N>::multiply(sum, left + 2 * step, right + 2 * step, add || step > 0);
+    }
+    commit_products();
+  }
+
+  // The stages in turns, for consumers.
+  struct Ring {
+    int stage = 0, last = 0;
+    u32 phase = 0;
+  };
+  DEVICE u32 next_slab(Ring& ring) const {
+    wait(kFull, ring.stage, ring.phase);
+    fence_copy_engine();
+    ring.last = ring.stage;
+    if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
+    return memory + ring.last * kStageBytes;
+  }
+  // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
+  DEVICE void release(int stage) const {
+    if constexpr (kTurned) __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+  }
+
+  // The sums of a group.
+  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
+    Left a[2];  // in turns: the products of the slab before still read theirs
+    const auto take = [&](int slab, Left& a) {
+      const int last = ring.last;
+      const u32 from = next_slab(ring);
+      multiply(sum, a, from, slab > 0);
+      if (slab > 0) {
+        wait_for_products<1>();
+        release(last);
+      }
+    };
+#pragma unroll 1
+    for (int slab = 0; slab < kSlabs / 2 * 2; slab += 2) take(slab, a[0]), take(slab + 1, a[1]);
+    if constexpr (kSlabs % 2) take(kSlabs - 1, a[0]);
+    wait_for_products<0>();
+    touch(sum);
+    release(ring.last);
+  }
+
+  // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
+  // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
+  // warpgroups' products fill the waits.
+  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Ring& ring) const {
+    float some[N / 2];
+    const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
+    float scale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = tile.q + column_of(row() + half * 8);
+      const float* scales = static_cast<const float*>(params.sums) + Pass::SCALES + block * Q;
+      u32 word[1];
+      load_made<4>(scales + weight_row(j), word, j < Q && fast < FAST);
+      scale[half] = __uint_as_float(word[0]);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
+#pragma unroll 1
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      const u32 from = next_slab(ring), scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
+      const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
+      u32 a[2][kSteps][4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          load_left(a[part][step], from + part * M * 128, step);
+          settle(a[part][step]);
+        }
+      open_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
+        Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
+      }
+      commit_products();
+      wait_for_products<0>();
+      touch(some);
+#pragma unroll
+      for (float& x : some) x *= 1 / 2048.f;
+      touch(some);
+      open_products();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
+      commit_products();
+      wait_for_products<0>();
+      touch(some);
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        u32 scale[2];
+        load_u32x2(scales + n * 32, scale);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
+      }
+      touch(sum);
+      release(ring.last);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
+  }
+  // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
+  DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
+    static_assert(N <= 128);
+    float none[2] = {};  // or NaN, if any is
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) none[i % 2] += sum[i] * 0.f;
+    if (none[0] + none[1] == 0) return;
+    u64 broken = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) broken |= u64(!(fabsf(sum[i]) <= 3.402823466e38f)) << i;
+#pragma unroll 1
+    for (int j = 0; j < N / 2; ++j) {
+      if (!(broken >> j & 1)) continue;
+      const float x = repaired(tile, tile.first + across(j), tile.q + column_of(down(j)), fast);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i)
+        if (i == j) sum[i] = x;
+    }
+  }
+  DEVICE float repaired(const Tile& tile, i64 row, int j, int fast) const {
+    if (row >= rows() || j >= Q || fast >= FAST) return 0;
+    const int group = Pass::GROUPS > 1 ? weight_of(tile, fast) : 0;
+    float sum = 0;
+    for (int term = 0; term < Pass::TERMS; ++term) {
+      const float* x = static_cast<const float*>(params.x) + row * kXRow + i64(tile.term + term) * Pass::X_TERM;
+      const float* weight = static_cast<const float*>(params.weights[Pass::WEIGHT]);
+      weight += (i64(Pass::GROUPS > 1 ? group : tile.term + term) * Q + weight_row(j)) * P;
+#pragma unroll 1
+      for (int p = 0; p < P; ++p) sum += weight[p] * x[i64(group) * P + p];
+    }
+    return sum;
+  }
+
+  DEVICE void consume() const {
+    Ring ring;
+    for (i64 n = first_tile(); n < tiles; n += blocks()) {
+      const Tile tile = tile_of(n);
+      Held held;
+      if constexpr (Pass::BESIDE >= 0) load_beside(held, tile);
+#pragma unroll
+      for (int h = 0; h < HELD; ++h) {
+        float sum[N / 2];
+        if constexpr (Pass::SPLIT) {
+          add_up_split(sum, tile, tile.fast + h, ring);
+          repair(sum, tile, tile.fast + h);
+        } else {
+          add_up(sum, ring);
+        }
+        finish(sum, held[h], tile, h);
+      }
+      if constexpr (Pass::CLUSTER)
+        exchange(held, tile, int((n - first_tile()) / blocks() & 1));
+      else
+        store(held, tile);
+    }
+  }
+
+  DEVICE void run() const {
+    if (threadIdx.x < Pass::STAGES) {
+      init_barrier(memory + kFull + threadIdx.x * 8, 128);
+      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
+    }
+    if constexpr (Pass::CLUSTER) {
+      if (threadIdx.x < kConsumers / 32)
+        init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
+      sync_cluster();
+    }
+    __syncthreads();
+    if (threadIdx.x < kConsumers) {
+      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      consume();
+    } else {
+      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      produce(threadIdx.x - kConsumers);
+    }
+    if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
+  }
+};

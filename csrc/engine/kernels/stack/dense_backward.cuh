@@ -1,0 +1,203 @@
+// The backward pass of dense layers one behind another, on sm_90a in 16 bits: all gradients at one visit of x and grad_y.
+//
+// A warpgroup takes 64 samples forward again as dense.cuh does, and leaves each layer's input and the slope of its
+// activation in shared memory. Then back: the gradient of a layer's sums, as a left operand in registers, times the weight
+// is the gradient behind the layer before, and, in shared memory as well, times the layer's input that of the weight.
+// There the samples are what is summed over: operands lie with samples as rows, which the matrix unit transposes. Sums for
+// the weights stay in registers for all samples of a block.
+//
+// Pass: as DenseLayers has it, N in whole steps for all layers; run(c) and tile(c, x, y, sums, tile, turn), which call each
+//       layer; GRAD_Y (parameter), SUMS of a block; in bytes packed_y, own_at, own_bytes (a warpgroup's), among these behind_at
+//       and behind_bytes (two gradients behind a layer), and ones_at. Layer: also Slope, TURNED (sums of the weight's
+//       gradient are its transpose), state_at and slope_at among a warpgroup's bytes, sums_at and bias_sums_at among sums.
+#pragma once
+#include "kernels/stack/dense.cuh"
+#include "finish/sums.cuh"
+
+template <class Pass> struct DenseBackward : DenseLayers<Pass> {
+  using Layers = DenseLayers<Pass>;
+  using typename Layers::Element;
+  using typename Layers::First;
+  using typename Layers::Last;
+  using Layers::lane;
+  using Layers::memory;
+  using Layers::params;
+  using Layers::row;
+  static_assert(sizeof(Element) == 2);
+  static constexpr int kTile = 64 * 128;  // bytes of a slab: 64 samples of 64 features
+  // Features of the operands of a weight's gradient
+  template <class L> static constexpr int kLeft = L::TURNED ? L::K : L::N;
+  template <class L> static constexpr int kRight = L::TURNED ? L::N : L::K;
+  // Sums of a layer's gradients: of the weight, 64 x kRight for every 64 of kLeft; of the bias, 64 x 8 for every 64 of N.
+  template <class L> struct Sums {
+    float weight[ceil_div(kLeft<L>, 64)][kRight<L> / 2];
+    float bias[L::BIAS >= 0 ? ceil_div(L::N, 64) : 1][4];
+  };
+  const u32 own;  // this warpgroup's
+
+  DEVICE DenseBackward(const Params& given) : Layers(given), own(memory + Pass::own_at + this->group * Pass::own_bytes) {}
+
+  DEVICE void sync() const { sync_group<4, 16>(this->group + 1); }
+
+  // Left operands of 64 samples to shared memory, samples as rows.
+  template <int STEPS> DEVICE void put(u32 to, const u32 (&a)[STEPS][4]) const {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int piece = s * 2 + i / 2;
+        store_shared(to + piece / 8 * kTile + swizzled(row + i % 2 * 8, piece % 8) + lane.t * 4, a[s][i]);
+      }
+  }
+
+  // What layer L's sums become, and what its slopes are, for the way back; in this lane's words, which only it reads.
+  template <class L> DEVICE u32 slopes() const { return own + L::slope_at + threadIdx.x % 128 * 16; }
+  template <class L> DEVICE void keep_slopes(const float (&z)[L::N / 2]) const {
+#pragma unroll
+    for (int n = 0; n < L::N / 8; n += 2) {
+      u32 word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        word[i] = Pair<Element>(L::Slope::of(z[n * 4 + i * 2]), L::Slope::of(z[n * 4 + i * 2 + 1])).bits;
+      store_u32x4(slopes<L>() + n / 2 * 2048, word);
+    }
+  }
+  // Sums, times layer L's slopes, as left operands; zero where the layer has no such column.
+  template <class L> DEVICE void steepen(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
+#pragma unroll
+    for (int s = 0; s < L::N / 16; ++s) {
+      u32 word[4];
+      load_u32x4(slopes<L>() + s * 2048, word);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
+        const float x = d[at] * widen(Element{u16(word[i])}), y = d[at + 1] * widen(Element{u16(word[i] >> 16)});
+        g[s][i] = Pair<Element>(Layers::template inside<L>(tile, lane.t * 2) ? x : 0.f,
+                                Layers::template inside<L>(tile, lane.t * 2 + 1) ? y : 0.f).bits;
+      }
+    }
+  }
+
+  // The same where the slopes are 1. What padding makes of an infinite gradient, 0 times that, would go into all sums.
+  template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
+#pragma unroll
+    for (int s = 0; s < L::N / 16; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
+        g[s][i] = Pair<Element>(Layers::template inside<L>(tile, lane.t * 2) ? d[at] : 0.f,
+                                Layers::template inside<L>(tile, lane.t * 2 + 1) ? d[at + 1] : 0.f).bits;
+      }
+  }
+
+  // Adds a layer's gradients, and makes those of what it reads if anything needs them.
+  template <class L, bool BACK> DEVICE void layer(u32 (&g)[L::N / 16][4], Sums<L>& sums, float (&d)[L::K / 2], int& turn) const {
+    const u32 behind = own + Pass::behind_at + turn * Pass::behind_bytes, state = own + L::state_at;
+    turn ^= 1;
+    put(behind, g);
+    fence_copy_engine();
+    sync();
+    const u32 left = L::TURNED ? state : behind, right = L::TURNED ? behind : state;
+    if constexpr (BACK)
+#pragma unroll
+      for (int s = 0; s < L::N / 16; ++s) settle(g[s]);
+    open_products();
+#pragma unroll
+    for (int m = 0; m < ceil_div(kLeft<L>, 64); ++m)
+#pragma unroll
+      for (int s = 0; s < 4; ++s)
+        Wgmma<Element, kRight<L>>::multiply_turned(sums.weight[m], turned_operand(left + m * kTile, kTile) + s * 128,
+                                                   turned_operand(right, kTile) + s * 128);
+    if constexpr (L::BIAS >= 0)
+#pragma unroll
+      for (int m = 0; m < ceil_div(L::N, 64); ++m)
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+          Wgmma<Element, 8>::multiply_turned(sums.bias[m], turned_operand(behind + m * kTile, kTile) + s * 128,
+                                             turned_operand(memory + Pass::ones_at, kTile) + s * 128);
+    if constexpr (BACK)
+#pragma unroll
+      for (int s = 0; s < L::N / 16; ++s)
+        Wgmma<Element, L::K>::multiply_turned(d, g[s], turned_operand(memory + L::weight_at, L::N * 128) + s * 128, s > 0);
+    commit_products();
+    wait_for_products<0>();
+    if constexpr (BACK) touch(d);
+#pragma unroll
+    for (auto& some : sums.weight) touch(some);
+    if constexpr (L::BIAS >= 0)
+#pragma unroll
+      for (auto& some : sums.bias) touch(some);
+  }
+
+  DEVICE void run() const {
+    Pass::load_weights(*this);
+    // Ones for the sums of biases. What padding leaves in a slab is multiplied, but not looked at: any will do.
+    for (int at = threadIdx.x * 4; at < kTile; at += Layers::kThreads * 4)
+      store_shared(memory + Pass::ones_at + at, Pair<Element>(1.f, 1.f).bits);
+    fence_copy_engine();
+    __syncthreads();
+    Pass::run(*this);
+  }
+
+  template <class AllSums> DEVICE void all_tiles(AllSums& sums) const {
+    const i64 tiles = (params.batch + 63) / 64, step = i64(gridDim.x) * Pass::GROUPS;
+    const void* grad_y = params.weights[Pass::GRAD_Y];
+    i64 tile = i64(this->group) * gridDim.x + blockIdx.x;
+    const u32 packed_x = this->packed() + Pass::packed_x, packed_y = this->packed() + Pass::packed_y;
+    u32 next_x[First::K / 16][4], next_y[Last::N / 16][4];
+    this->template begin_rows<First::P>(params.x, tile, packed_x, next_x);
+    this->template begin_rows<Last::Q>(grad_y, tile, packed_y, next_y);
+    int turn = 0;
+#pragma unroll 1
+    for (; tile < tiles; tile += step) {
+      u32 x[First::K / 16][4], y[Last::N / 16][4];
+      this->template end_rows<First::P>(packed_x, next_x, x);
+      this->template end_rows<Last::Q>(packed_y, next_y, y);
+      this->template begin_rows<First::P>(params.x, tile + step, packed_x, next_x);
+      this->template begin_rows<Last::Q>(grad_y, tile + step, packed_y, next_y);
+      sync();  // products of the tile before have read its states
+      Pass::tile(*this, x, y, sums, tile, turn);
+    }
+  }
+  // Left operands as sums of the same places
+  template <int STEPS> static DEVICE void widened(const u32 (&g)[STEPS][4], float (&d)[STEPS * 8]) {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        d[s * 8 + i * 2] = widen(Element{u16(g[s][i])}), d[s * 8 + i * 2 + 1] = widen(Element{u16(g[s][i] >> 16)});
+  }
+
+  // All warpgroups' sums of a layer, to where this block's belong.
+  template <class L> DEVICE void store_sums(const Sums<L>& sums) const {
+    constexpr int kFours = kRight<L> / 8, kBytes = Pass::own_at + Pass::own_bytes * Pass::GROUPS;
+    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * Pass::SUMS;
+    add_up<ceil_div(kLeft<L>, 64) * kFours, Layers::kThreads, 128, kBytes, float>(
+        memory, [&](int f) -> const float(&)[4] {
+          return reinterpret_cast<const float(&)[4]>(sums.weight[f / kFours][f % kFours * 4]);
+        },
+        [&](int f, int member, const float(&sum)[4]) {
+          const Lane at(member % 32);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int left = f / kFours * 64 + member / 32 * 16 + at.g + j / 2 * 8, right = f % kFours * 8 + at.t * 2 + j % 2;
+            const int n = L::TURNED ? right : left, k = L::TURNED ? left : right;
+            const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
+            const int p = k < L::K ? Layers::template feature_in<L>(k) : L::P;
+            if (q < L::Q && p < L::P) store_global(to + L::sums_at + q * L::P + p, sum[j]);
+          }
+        });
+    if constexpr (L::BIAS >= 0)
+      add_up<ceil_div(L::N, 64), Layers::kThreads, 128, kBytes, float>(
+          memory, [&](int m) -> const float(&)[4] { return sums.bias[m]; },
+          [&](int m, int member, const float(&sum)[4]) {
+            const Lane at(member % 32);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int n = m * 64 + member / 32 * 16 + at.g + h * 8;
+              const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
+              if (at.t == 0 && q < L::Q) store_global(to + L::bias_sums_at + q, sum[h * 2]);
+            }
+          });
+  }
+};

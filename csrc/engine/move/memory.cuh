@@ -1,0 +1,38 @@
+// Moving data: elements to shared memory, and a barrier of a group of warps.
+#pragma once
+#include "types/types.cuh"
+
+DEVICE void store_shared(u32 to, bf16 x) { store_shared(to, x.bits); }
+DEVICE void store_shared(u32 to, f16 x) { store_shared(to, x.bits); }
+DEVICE void store_shared(u32 to, float x) { store_shared(to, __float_as_uint(x)); }
+DEVICE void store_shared(u32 to, Pair<bf16> x) { store_shared(to, x.bits); }
+DEVICE void store_shared(u32 to, Pair<f16> x) { store_shared(to, x.bits); }
+DEVICE void store_shared(u32 to, Pair<float> x) { store_f32x2(to, x.x, x.y); }
+DEVICE void store_shared(u32 to, Pair<double> x) { store_f64x2(to, x.x, x.y); }
+
+// One like the second argument
+DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
+DEVICE double load_sum(u32 from, double) { return load_f64(from); }
+
+// WARPS warps that work on one tile, GROUPS such groups in a block, each with a barrier of its own. The first one's is
+// __syncthreads' too: a block may use that only before its groups part.
+template <int WARPS, int GROUPS> DEVICE void sync_group(int group) {
+  if constexpr (WARPS == 1)
+    __syncwarp();
+  else if constexpr (GROUPS == 1)
+    __syncthreads();
+  else {
+    static_assert(GROUPS <= 16);
+    sync_threads<WARPS * 32>(group);
+  }
+}
+
+// A tensor's bytes on their way to L2, by all threads of the grid: while the kernel before in the stream is running,
+// which may still write them, as L2 has what is written.
+template <int THREADS> DEVICE void ask_for(const void* from, i64 bytes) {
+  if constexpr (kStartsEarly) {
+    const i64 block = i64(blockIdx.y) * gridDim.x + blockIdx.x, blocks = i64(gridDim.x) * gridDim.y;
+    for (i64 at = (threadIdx.x * blocks + block) * 128; at < bytes; at += blocks * (THREADS * 128))
+      prefetch(static_cast<const char*>(from) + at);
+  }
+}

@@ -1,0 +1,282 @@
+// Matrix products of a warp, 16 x 8 tiles: Y[16, 8] += A[16, k] B[k, 8], one struct for each arithmetic.
+//
+// Lane l = 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 of the sum: {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}.
+// Operands come from shared memory. `row` loaders: A, or B by its columns, with k contiguous and STRIDE elements between
+// rows, an odd multiple of 16 bytes (32 for doubles), so that no two lanes of an access meet in a bank. `b_by_n`, `a_by_m`: B
+// with n, A with m contiguous, k's STRIDE elements apart, an odd multiple of 8 (of 4 for doubles). lane_* is where a lane's
+// part of a tile begins, in bytes; what follows differs by constants. ROUND: to tf32, where memory holds whole floats. PAIRS: of
+// 32 and 64 bits by n or m, a lane takes k's 2t and 2t + 1 for t and t + 4, so that strides may be odd multiples of 4.
+#pragma once
+#include "move/memory.cuh"
+
+struct Lane {
+  int index, g, t;
+  DEVICE explicit Lane(int index) : index(index), g(index >> 2), t(index & 3) {}
+  DEVICE Lane() : Lane(threadIdx.x & 31) {}
+};
+
+// Rows of 16 bytes as operands: 8 k's of 16 bits or 4 of 32, in their order, by one access for a whole tile. Rows are an
+// odd multiple of 16 bytes apart.
+template <int SIZE> struct Rows16 {
+  static constexpr DEVICE int place_of(int k, bool) { return k; }
+  template <int STRIDE> static DEVICE int lane_row_a(Lane l) { return (l.index & 15) * STRIDE * SIZE + (l.index >> 4) * 16; }
+  template <int STRIDE> static DEVICE int lane_row_b(Lane l) {
+    return ((l.index & 7) + (l.index >> 4) * 8) * STRIDE * SIZE + (l.index >> 3 & 1) * 16;
+  }
+  template <int STRIDE> static DEVICE void load_row_a(u32 (&a)[4], u32 from) { load_matrices<false>(a, from); }
+  template <int STRIDE, int NT> static DEVICE void load_row_b(u32 (&b)[NT][2], u32 from) {
+#pragma unroll
+    for (int n = 0; n + 2 <= NT; n += 2) {
+      u32 r[4];
+      load_matrices<false>(r, from + n * 8 * STRIDE * SIZE);
+      b[n][0] = r[0], b[n][1] = r[1], b[n + 1][0] = r[2], b[n + 1][1] = r[3];
+    }
+    if constexpr (NT % 2) load_matrices<false>(b[NT - 1], from + (NT - 1) * 8 * STRIDE * SIZE);
+  }
+};
+
+// bf16 and f16: k = 16, and 8 for what is left
+template <class T> struct Half : Rows16<2> {
+  using Element = T;
+  static constexpr int kStep = 16, kFlush = 0;
+  static constexpr bool kRepairs = false, kRounds = false;
+  static DEVICE float rounded(float x) { return x; }
+  struct A { u32 r[4]; };
+  struct B { u32 r[2]; };
+
+  template <int STRIDE, bool = false> static DEVICE int lane_b_by_n(Lane l) { return (l.index & 15) * STRIDE * 2; }
+  template <int STRIDE, bool = false> static DEVICE int lane_a_by_m(Lane l) {
+    return (((l.index & 7) + (l.index >> 4) * 8) * STRIDE + (l.index & 8)) * 2;
+  }
+  template <int STRIDE, bool = false, bool = true> static DEVICE void load_a_by_m(A& a, u32 from) {
+    load_matrices<true>(a.r, from);
+  }
+
+  // K is the number of k's left: 8 or at least 16.
+  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
+    if constexpr (K >= 16) {
+      load_matrices<false>(a.r, from);
+    } else {
+      u32 r[2];
+      load_matrices<false>(r, from);
+      a.r[0] = r[0], a.r[1] = r[1], a.r[2] = a.r[3] = 0;
+    }
+  }
+  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    if constexpr (K < 16) from -= (threadIdx.x & 8) * 2;  // the second 8 k's are not there: the first again
+    u32 r[NT][2];
+    Rows16<2>::load_row_b<STRIDE>(r, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) b[n].r[0] = r[n][0], b[n].r[1] = r[n][1];
+  }
+  // Lanes 16-31 name the rows of the second tile of a pair: STEP elements behind the first's.
+  template <int K, int STRIDE, int NT, int STEP, bool = true, bool = false>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int lane) {
+    if constexpr (K < 16) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        u32 r[2];
+        load_matrices<true>(r, column[n] - (lane & 8 ? 8 * STRIDE * 2 : 0));
+        b[n].r[0] = r[0], b[n].r[1] = 0;
+      }
+    } else if constexpr (STEP > 0) {
+#pragma unroll
+      for (int n = 0; n + 2 <= NT; n += 2) {
+        u32 r[4];
+        load_matrices<true>(r, column[n] + (lane >> 4) * STEP * 2);
+        b[n].r[0] = r[0], b[n].r[1] = r[1], b[n + 1].r[0] = r[2], b[n + 1].r[1] = r[3];
+      }
+      if constexpr (NT % 2) load_matrices<true>(b[NT - 1].r, column[NT - 1]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) load_matrices<true>(b[n].r, column[n]);
+    }
+  }
+
+  // Sums of 16 x 16 as operand A of the next product
+  static DEVICE void as_a(A& a, const float (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = Pair<T>(y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]).bits;
+  }
+  // Their upper or lower 8 rows as operand B, whose columns these are
+  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) b.r[i] = Pair<T>(y[i][lower * 2], y[i][lower * 2 + 1]).bits;
+  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
+    if constexpr (K >= 16)
+      multiply_16<T>(y, a.r, b.r);
+    else
+      multiply_8<T>(y, a.r, b.r);
+  }
+};
+
+// float and double: k = 8
+template <class T> struct Words8 {
+  using Element = T;
+  static constexpr int kStep = 8, kFlush = 0, kSize = sizeof(T);
+  static constexpr bool kRepairs = false, kRounds = false;
+  static DEVICE T rounded(T x) { return x; }
+  template <int STRIDE, bool PAIRS = false> static DEVICE int lane_b_by_n(Lane l) {
+    return ((PAIRS ? 2 : 1) * l.t * STRIDE + l.g) * kSize;
+  }
+  template <int STRIDE, bool PAIRS = false> static DEVICE int lane_a_by_m(Lane l) { return lane_b_by_n<STRIDE, PAIRS>(l); }
+  // From a lane's first k to its second one, and where register i of operand A lies behind the first.
+  template <int STRIDE, bool PAIRS> static constexpr int kSecond = (PAIRS ? 1 : 4) * STRIDE * kSize;
+  template <int STRIDE, bool PAIRS> static constexpr DEVICE int behind_by_m(int i) {
+    return i % 2 * 8 * kSize + i / 2 * kSecond<STRIDE, PAIRS>;
+  }
+};
+
+// 32-bit rows. Where the other operand is sums, a lane's k's are 2t and 2t + 1: then the weights lie so that these are
+// what it gets for t and t + 4.
+struct Matrices32 : Rows16<4> {
+  static constexpr DEVICE int place_of(int k, bool from_sums) {
+    return from_sums ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
+  }
+};
+
+// float through single tf32 products, as PyTorch's own switch allows
+struct Tf32 : Words8<float>, Matrices32 {
+  static constexpr bool kRounds = true;
+  static DEVICE float rounded(float x) { return __uint_as_float(tf32_of(__float_as_uint(x))); }
+  struct A { u32 r[4]; };
+  struct B { u32 r[2]; };
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      b[n].r[0] = load_u32(column[n]), b[n].r[1] = load_u32(column[n] + kSecond<STRIDE, PAIRS>);
+      if (ROUND) b[n].r[0] = tf32_of(b[n].r[0]), b[n].r[1] = tf32_of(b[n].r[1]);
+    }
+  }
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a.r[i] = load_u32(from + behind_by_m<STRIDE, PAIRS>(i));
+      if (ROUND) a.r[i] = tf32_of(a.r[i]);
+    }
+  }
+  template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_row_a(A& a, u32 from) {
+    Matrices32::load_row_a<STRIDE>(a.r, from);
+#pragma unroll
+    for (u32& r : a.r) r = ROUND ? tf32_of(r) : r;
+  }
+  template <int K, int STRIDE, int NT, bool ROUND = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    u32 r[NT][2];
+    Matrices32::load_row_b<STRIDE>(r, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) b[n].r[i] = ROUND ? tf32_of(r[n][i]) : r[n][i];
+  }
+  // Sums of 16 x 8 as operand A: a lane's columns 2t, 2t + 1 are the k's that it is to have.
+  static DEVICE void as_a(A& a, const float (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = tf32_of(__float_as_uint(y[0][i % 2 * 2 + i / 2]));
+  }
+  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) b.r[i] = tf32_of(__float_as_uint(y[0][lower * 2 + i]));
+  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) { multiply_tf32(y, a.r, b.r); }
+};
+
+// float as exact as FMA: each operand is high + low, both tf32, and three of the four products count. The matrix unit
+// truncates what it adds to, so every kFlush steps start from zero and are added rounded to nearest.
+struct Split3 : Words8<float>, Matrices32 {
+  static constexpr bool kRepairs = true;
+  static constexpr int kFlush = 2;
+  struct A { u32 high[4], low[4]; };
+  struct B { u32 high[2], low[2]; };
+  static DEVICE void split(u32 x, u32& high, u32& low) {
+    high = tf32_of(x);
+    low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
+  }
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      split(load_u32(column[n]), b[n].high[0], b[n].low[0]);
+      split(load_u32(column[n] + kSecond<STRIDE, PAIRS>), b[n].high[1], b[n].low[1]);
+    }
+  }
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(load_u32(from + behind_by_m<STRIDE, PAIRS>(i)), a.high[i], a.low[i]);
+  }
+  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
+    u32 x[4];
+    Matrices32::load_row_a<STRIDE>(x, from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(x[i], a.high[i], a.low[i]);
+  }
+  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    u32 x[NT][2];
+    Matrices32::load_row_b<STRIDE>(x, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) split(x[n][i], b[n].high[i], b[n].low[i]);
+  }
+  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split(__float_as_uint(y[0][lower * 2 + i]), b.high[i], b.low[i]);
+  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
+    multiply_tf32(y, a.low, b.high);
+    multiply_tf32(y, a.high, b.low);
+    multiply_tf32(y, a.high, b.high);
+  }
+};
+
+struct Fp64 : Words8<double> {
+  struct A { double r[4]; };
+  struct B { double r[2]; };
+  // Two neighbouring k's at once: of A, and of B by k. Rows are an odd multiple of 8 apart, or turned against each other.
+  template <int STRIDE> static DEVICE int lane_a(Lane l) { return (l.g * STRIDE + l.t * 2) * 8; }
+  template <int STRIDE> static DEVICE int lane_b_by_k(Lane l) { return (l.g * STRIDE + l.t * 2) * 8; }
+  template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_a(A& a, u32 from) {
+    load_f64x2(from, a.r[0], a.r[2]);
+    load_f64x2(from + 8 * STRIDE * 8, a.r[1], a.r[3]);
+  }
+  template <int K, int STRIDE, int NT, bool ROUND = true> static DEVICE void load_b_by_k(B (&b)[NT], u32 from) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) load_f64x2(from + n * 8 * STRIDE * 8, b[n].r[0], b[n].r[1]);
+  }
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      b[n].r[0] = load_f64(column[n]);
+      b[n].r[1] = load_f64(column[n] + kSecond<STRIDE, PAIRS>);
+    }
+  }
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + behind_by_m<STRIDE, PAIRS>(i));
+  }
+  // In the order of k, each double by itself: rows are an odd multiple of 4 apart.
+  static constexpr DEVICE int place_of(int k, bool from_sums) { return Matrices32::place_of(k, from_sums); }
+  template <int STRIDE> static DEVICE int lane_row_a(Lane l) { return (l.g * STRIDE + l.t) * 8; }
+  template <int STRIDE> static DEVICE int lane_row_b(Lane l) { return (l.g * STRIDE + l.t) * 8; }
+  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + (i % 2 * 8 * STRIDE + i / 2 * 4) * 8);
+  }
+  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) b[n].r[i] = load_f64(from + (n * 8 * STRIDE + i * 4) * 8);
+  }
+  static DEVICE void as_a(A& a, const double (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.r[i] = y[0][i % 2 * 2 + i / 2];
+  }
+  static DEVICE void as_b(B& b, const double (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) b.r[i] = y[0][lower * 2 + i];
+  }
+  template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) { multiply_f64(y, a.r, b.r); }
+};

@@ -1,0 +1,76 @@
+// States of 16 bits in shared memory as Hopper's matrix unit reads them, with k or with m and n contiguous: slabs of 64 columns,
+// each of HEIGHT rows of 128 bytes, which come by asynchronous copies of 16 bytes.
+#pragma once
+#include "multiply/mma.cuh"
+#include "types/params.cuh"
+#include "multiply/wgmma.cuh"
+
+template <class Element, int HEIGHT> struct Slabs {
+  static constexpr int kSlab = HEIGHT * 128;
+
+  static DEVICE u32 place(int row, int column) {
+    return column / 64 * kSlab + swizzled(row, column % 64 / 8) + column % 8 * 2;
+  }
+  template <int ROWS, int COLUMNS, int THREADS> static DEVICE void copy(const Element* from, u32 to) {
+#pragma unroll 4
+    for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
+      copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
+  }
+  // What copies leave of steps of 16; what lies behind these is multiplied, but not looked at.
+  template <int ROWS, int COLUMNS, int THREADS> static DEVICE void clear_padding(u32 at) {
+    constexpr int kWidth = round_up(COLUMNS, 16), kRow = kWidth / 8;
+    if constexpr (COLUMNS < kWidth)
+      for (int row = threadIdx.x % THREADS; row < ROWS; row += THREADS) store_u32x4(at + place(row, COLUMNS), {});
+    for (int j = threadIdx.x % THREADS; j < (round_up(ROWS, 16) - ROWS) * kRow; j += THREADS)
+      store_u32x4(at + place(ROWS + j / kRow, j % kRow * 8), {});
+  }
+  // Two sums of neighbouring columns of COLUMNS, rounded; zeros for padding, which infinities would make NaN.
+  template <int COLUMNS, int N>
+  static DEVICE u32 pair(const float (&sums)[N], int j, const Lane& lane, float scale, bool present) {
+    const int column = j / 4 * 8 + lane.t * 2;
+    const auto at = [&](int i) { return present && (COLUMNS % 16 == 0 || column + i < COLUMNS) ? sums[j + i] * scale : 0.f; };
+    return Pair<Element>(at(0), at(1)).bits;
+  }
+  // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
+  template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N>
+  static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, Element* to) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2)
+      store_shared(through + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
+                   Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
+    __syncwarp();
+    constexpr int kRow = COLUMNS / 8;
+#pragma unroll 4
+    for (int j = lane.index; j < 16 * kRow; j += 32) {
+      const int row = first + j / kRow, column = j % kRow * 8;
+      if (ROWS == HEIGHT || row < ROWS)
+        store_words<16>(to + row * STRIDE + column, load_words<16>(through + place(row, column)));
+    }
+    __syncwarp();
+  }
+  // A weight, by the first THREADS of a block: copied if it is parameter FACTOR, or made, several elements on their way.
+  template <int FACTOR, int Q, int P, int THREADS, class At>
+  static DEVICE void load_weight(const Params& params, u32 to, At at) {
+    if constexpr (FACTOR >= 0 && P % 8 == 0) {
+      copy<Q, P, THREADS>(static_cast<const Element*>(params.weights[FACTOR]), to);
+      commit_copies();
+      clear_padding<Q, P, THREADS>(to);
+    } else {
+      constexpr int kWidth = round_up(P, 16), kAll = round_up(Q, 16) * kWidth, kTogether = 16;
+#pragma unroll 1
+      for (int from = threadIdx.x; from < kAll; from += THREADS * kTogether) {
+        Element x[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int q = (from + i * THREADS) / kWidth, p = (from + i * THREADS) % kWidth;
+          x[i] = q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int j = from + i * THREADS;
+          if (j < kAll) store_shared(to + place(j / kWidth, j % kWidth), x[i]);
+        }
+      }
+    }
+  }
+};

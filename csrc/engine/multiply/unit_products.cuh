@@ -1,0 +1,96 @@
+// The products of a backward pass of two tied contractions of 16 bits, up to 64 x 64, on sm_90a, of one unit X [p0, p1] and
+// G [q0, q1] by a warpgroup:
+//
+//     dT = A' G,  T = X B',  dA' += T G',  dB += dT' X,  dX = dT B
+//
+// Each matrix is one slab, which the matrix unit reads with k or with m and n contiguous; T alone is an operand in registers.
+#pragma once
+#include "multiply/slabs.cuh"
+#include "multiply/splits.cuh"
+
+template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
+  using Element = typename Pass::Element;
+  using Base = Slabs<Element, 64>;
+  using Base::place, Base::kSlab;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
+  static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
+  static constexpr int kConsumers = Pass::GROUPS * 128;
+  static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 8 == 0 && Q1 % 8 == 0);
+  static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
+  static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
+  using SumsA = float[kQ0 / 2];
+  using SumsB = float[kP1 / 2];
+
+  const Params& params;
+  Lane lane;
+  const int warpgroup;
+  int first;  // the warp's first row
+  const u32 a, b;
+  int d_t;
+
+  // A lies at `weights`, B and each group's dT behind it.
+  DEVICE UnitProducts(const Params& given, u32 weights)
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16), a(weights), b(a + kSlab),
+        d_t(b + kSlab + warpgroup * kSlab) {}
+
+  // By those who multiply, who meet at barrier 1.
+  DEVICE void load_weights(float normal_a, float normal_b) const {
+    Base::template load_weight<Pass::FACTOR_A, Q0, P0, kConsumers>(
+        params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+    Base::template load_weight<Pass::FACTOR_B, Q1, P1, kConsumers>(
+        params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+    wait_for_copies<0>();
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
+  }
+
+  // By scale_a and scale_b sums are as large as they should be. Before dT is written again, the group has to have met.
+  DEVICE void visit(u32 x, u32 g, float scale_a, float scale_b, SumsA& d_a, SumsB& d_b, SumsB& d_x) const {
+    u32 t[kQ1 / 16][4];
+    {
+      float of_d_t[kQ1 / 2], of_t[kQ1 / 2];
+      open_products();
+#pragma unroll
+      for (int s = 0; s < kQ0 / 16; ++s)
+        Wgmma<Element, kQ1>::multiply_turned(of_d_t, by_column(a, 0, s), by_column(g, 0, s), s > 0);
+      commit_products();
+#pragma unroll
+      for (int s = 0; s < kP1 / 16; ++s) Wgmma<Element, kQ1>::multiply(of_t, by_k(x, 0, s), by_k(b, 0, s), s > 0);
+      commit_products();
+      wait_for_products<1>();
+      touch(of_d_t);
+      if constexpr (kScalesA) scale_sums(of_d_t, scale_a);
+#pragma unroll
+      for (int j = 0; j < kQ1 / 2; j += 2) {
+        const int row = first + lane.g + j / 2 % 2 * 8;
+        store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
+                     Base::template pair<Q1>(of_d_t, j, lane, 1.f, P0 == 64 || row < P0));
+      }
+      fence_copy_engine();
+      wait_for_products<0>();
+      touch(of_t);
+      if constexpr (kScalesB) scale_sums(of_t, scale_b);
+#pragma unroll
+      for (int s = 0; s < kQ1 / 16; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(of_t, s * 8 + i * 2, lane, 1.f, true);
+        settle(t[s]);
+      }
+    }
+    open_products();
+#pragma unroll
+    for (int s = 0; s < kQ1 / 16; ++s) Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s));
+    commit_products();
+    sync_threads<128>(2 + warpgroup);  // all of dT is there
+#pragma unroll
+    for (int s = 0; s < kQ1 / 16; ++s)
+      Wgmma<Element, kP1>::multiply_right_turned(d_x, by_k(d_t, 0, s), by_column(b, 0, s), s > 0);
+#pragma unroll
+    for (int s = 0; s < kP0 / 16; ++s)
+      Wgmma<Element, kP1>::multiply_turned(d_b, by_column(d_t, 0, s), by_column(x, 0, s));
+    commit_products();
+    wait_for_products<0>();
+    touch(d_a), touch(d_b), touch(d_x);
+    if constexpr (kScalesB) scale_sums(d_x, scale_b);
+  }
+};

@@ -1,0 +1,32 @@
+// Where elements lie. A state is one row-major array of a tile's units; each stage sees it as [rows, P, I].
+#pragma once
+#include "types/types.cuh"
+
+// In shared memory: rows ROW elements apart, the P's of a row STEP apart, I contiguous.
+template <int P_, int I_, int ROW_, int STEP_> struct Layout {
+  static constexpr int P = P_, I = I_, ROW = ROW_, STEP = STEP_;
+  static constexpr DEVICE int at(int e) { return e / (P * I) * ROW + e / I % P * STEP + e % I; }
+  // Whether at(e + k * by) = at(e) + at(k * by) for e below `by`
+  static constexpr bool splits(int by) {
+    return (by % I == 0 || I % by == 0) && (by % (P * I) == 0 || P * I % by == 0);
+  }
+};
+
+// In memory: units are slices of a sample's features, or chunks of their last axis. A unit is [ROWS, C], C contiguous,
+// STEP elements from row to row.
+template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_SAMPLE_> struct Region {
+  static constexpr int C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_;
+  static constexpr bool kDense = kSize == SLICE_;
+  static DEVICE i64 unit(i64 u) { return u / CHUNKS * SLICE_ + u % CHUNKS * C; }
+  static DEVICE i64 feature(i64 u) { return unit(u % UNITS_PER_SAMPLE_); }
+  static DEVICE i64 at(int e) { return e / C * STEP_ + e % C; }
+
+  // A tile of units that lie side by side: an element's place behind the first one's.
+  static constexpr bool side_by_side(int units) { return kDense || CHUNKS % units == 0; }
+  static constexpr DEVICE i64 along(int e) {
+    return kDense ? e : i64(e % kSize / C) * STEP_ + e / kSize * C + e % C;
+  }
+  static constexpr bool splits(int by) {
+    return kDense || ((by % C == 0 || C % by == 0) && (by % kSize == 0 || kSize % by == 0));
+  }
+};

@@ -1,0 +1,78 @@
+// Element types and the arithmetic made of them. Self-contained: NVRTC comes without CUDA's headers.
+//
+// An Element is what memory holds; sums are kept in Sum<Element>: float, or double for double.
+#pragma once
+#include "ptx/instructions.cuh"
+
+template <class Element> struct SumOf { using type = float; };
+template <> struct SumOf<double> { using type = double; };
+template <class Element> using Sum = typename SumOf<Element>::type;
+
+DEVICE float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+DEVICE float widen(f16 x) { return float_of(x); }
+DEVICE float widen(float x) { return x; }
+DEVICE double widen(double x) { return x; }
+
+// Two neighbours, rounded, as they lie in memory.
+template <class Element> struct Pair;
+template <> struct Pair<bf16> {
+  u32 bits;
+  DEVICE Pair(float x, float y) : bits(bf16x2_of(x, y)) {}
+};
+template <> struct Pair<f16> {
+  u32 bits;
+  DEVICE Pair(float x, float y) : bits(f16x2_of(x, y)) {}
+};
+template <> struct __align__(8) Pair<float> {
+  float x, y;
+  DEVICE Pair(float x, float y) : x(x), y(y) {}
+};
+template <> struct __align__(16) Pair<double> {
+  double x, y;
+  DEVICE Pair(double x, double y) : x(x), y(y) {}
+};
+
+// Two neighbours as the words of their pieces, of 16 bits each, whose sums they are: of bf16, three hold all bits.
+template <class Part, int PIECES> DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    word[i] = Pair<Part>(x, y).bits;
+    if (i < PIECES - 1) x -= widen(Part{u16(word[i])}), y -= widen(Part{u16(word[i] >> 16)});
+  }
+}
+
+template <class Element> DEVICE Element narrow(Sum<Element> x);
+template <> DEVICE bf16 narrow<bf16>(float x) { return {u16(Pair<bf16>(x, 0.f).bits)}; }
+template <> DEVICE f16 narrow<f16>(float x) { return {u16(Pair<f16>(x, 0.f).bits)}; }
+template <> DEVICE float narrow<float>(float x) { return x; }
+template <> DEVICE double narrow<double>(double x) { return x; }
+
+// Powers of two that bring the largest of the numbers of each weight to [1, 2), multiplied, by each warp together. Products of
+// half-precision weights would underflow without. What is loaded is on its way before lanes exchange anything.
+DEVICE float normals() { return 1; }
+template <class Element, class... More> DEVICE float normals(const Element* weight, int count, More... more) {
+  float most = 0;
+  for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
+  const float others = normals(more...);
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2)
+    most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(most), by)));
+  const u32 exponent = __float_as_uint(most) >> 23;
+  return others * (exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f);
+}
+
+// Products whose largest is about 2^-6 to 2^6 need none: what underflows then is 2^-18 of it.
+DEVICE float if_needed(float scale) { return scale >= 1 / 64.f && scale <= 64 ? 1.f : scale; }
+// Without asking whether there is anything to do: with a branch here, ptxas 13.0 let other numbers into registers that hold
+// an operand of wgmma from unit to unit.
+template <int N> DEVICE void scale_sums(float (&sums)[N], float by) {
+#pragma unroll
+  for (float& sum : sums) sum *= by;
+}
+
+constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+constexpr int round_up(int x, int y) { return ceil_div(x, y) * y; }
+template <class T> constexpr bool is_void = false;
+template <> constexpr bool is_void<void> = true;
+template <class T, class U> constexpr bool is_same = false;
+template <class T> constexpr bool is_same<T, T> = true;

@@ -1,0 +1,185 @@
+// The raw ops on a GPU that make gradients, of a layer and of a stack.
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "../chain.h"
+#include "checks.h"
+#include "launch.h"
+
+namespace factorlayer {
+namespace {
+
+// The gradient of what a chain activates, from grad_y; or, with "through", of what was activated, from its result.
+Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
+                   const std::optional<Tensor>& bias, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  const int64_t features = chain.slope + chain.through;
+  STD_TORCH_CHECK(features && !chain.parameters(),
+                  "factorlayer: the chain should have an activation without parameters and \"slope\" or \"through\"");
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  check_x(chain, x);
+  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
+  check(beside, x, x.size(0) * features, "what is read beside x");
+  STD_TORCH_CHECK(weights.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
+                  " weights at most, the chain has ", weights.size());
+  Tensor gradient = new_matrix(x, x.size(0), features);
+  if (!x.size(0)) return gradient;
+
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + 6);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = gradient.mutable_data_ptr();
+  params.bias = bias ? address(*bias) : nullptr;
+  params.batch = x.size(0);
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  params.weights[weights.size()] = address(beside);
+  run_on_cuda(text, &chain, x, x.size(1), features, params, kept);
+  return gradient;
+}
+
+// Over the samples: the gradient of a bias.
+Tensor sums_cuda(const Tensor& grad_y, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  Tensor sums = new_matrix(grad_y, 1, chain.sums, -1, 1);
+  if (!grad_y.size(0)) return torch::stable::zero_(sums);
+
+  const Tensor given = aligned(as_contiguous(grad_y));
+  std::vector<Tensor> kept;
+  cuda::Params params{};
+  params.x = given.const_data_ptr();
+  params.y = sums.mutable_data_ptr();
+  params.batch = grad_y.size(0);
+  run_on_cuda(text, &chain, grad_y, grad_y.size(1), chain.sums, params, kept);
+  return sums;
+}
+
+// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction. With a bias in
+// one row, whose end is the bias's. Or of a bias alone, if the chain is "sums": grad_y comes as x, too.
+Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(chain.gradient || chain.sums,
+                  "factorlayer: the chain should be a contraction and \"gradient\", or \"sums\"");
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
+                  chain.in_features(), "], a CUDA tensor");
+  check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  if (chain.sums) return sums_cuda(grad_y, text);
+  const Contraction& c = chain.contractions[0];
+  const int64_t count = c.weight_size() + (chain.bias ? c.q : 0), columns = chain.bias ? count : c.p;
+  Tensor gradient = new_matrix(x, count / columns, columns);
+  if (!x.size(0)) return torch::stable::zero_(gradient);
+
+  std::vector<Tensor> kept;
+  kept.reserve(3);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = gradient.mutable_data_ptr();
+  params.batch = x.size(0);
+  params.weights[0] = address(grad_y);
+  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept);
+  return gradient;
+}
+
+// Of x and of a bias if they are wanted, bits 1 and 2, and of all weights, which lie side by side: by a plan for all of them
+// at once. A chain with a bias makes this one's as well, behind those, and leaves that of x out if it can.
+std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
+                                   const Text& text, int64_t wanted) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(chain.backward, "factorlayer: the chain should be contractions and \"backward\"");
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
+                  chain.in_features(), "], a CUDA tensor");
+  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() + 1 < cuda::MAX_WEIGHTS,
+                  "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
+  check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
+  check_slabs(chain, x);
+  int64_t count = 0;
+  for (const Contraction& c : chain.contractions) {
+    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+                    ", which was not given");
+    check(weights[c.weight], x, c.weight_size(), "a weight");
+    count += c.weight_size();
+  }
+  const bool of_x = wanted & 1, of_bias = wanted & 2;
+  std::optional<Tensor> grad_x;
+  if (of_x || !chain.bias) grad_x = new_matrix(x, x.size(0), chain.in_features());
+  Tensor others = new_matrix(x, 1, count + (chain.bias ? chain.out_features() : 0));
+  std::vector<Tensor> gradients;
+  gradients.reserve(weights.size() + 2);
+  if (of_x) gradients.push_back(*grad_x);
+  if (of_bias && chain.bias) gradients.push_back(part(others, count, {chain.out_features()}));
+  if (of_bias && !chain.bias) gradients.push_back(sums_cuda(grad_y, {"sums " + std::to_string(chain.out_features())}));
+  count = 0;
+  for (const Tensor& weight : weights) {
+    gradients.push_back(part_like(others, count, weight));
+    count += weight.numel();
+  }
+  if (!x.size(0)) {
+    torch::stable::zero_(others);
+    return gradients;
+  }
+
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + 3);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.x = address(x);
+  params.y = grad_x ? grad_x->mutable_data_ptr() : nullptr;
+  params.batch = x.size(0);
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  params.weights[weights.size()] = address(grad_y);
+  params.weights[weights.size() + 1] = others.mutable_data_ptr();  // for a pass that makes x's as well
+  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, others.mutable_data_ptr());
+  return gradients;
+}
+
+// Of a stack whose gradients one kernel makes, as the planner knows: all of them, of which the wanted ones are returned.
+std::vector<Tensor> stack_backward_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& tensors,
+                                        const Text& text, const std::vector<int64_t>& wanted) {
+  const Stack& layers = find_stack(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  check_layers(layers, x, tensors);
+  check_wanted(wanted, tensors.size());
+  STD_TORCH_CHECK(tensors.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
+                  " weights and biases at most, the stack has ", tensors.size());
+  check(grad_y, x, x.size(0) * layers.layers.back().out_features(), "grad_y");
+  Tensor grad_x = new_matrix(x, x.size(0), x.size(1));
+  int64_t count = 0;
+  for (const Tensor& t : tensors) count += t.numel();
+  Tensor others = new_matrix(x, 1, count);
+  if (x.size(0)) {
+    std::vector<Tensor> kept;
+    kept.reserve(tensors.size() + 4);
+    auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+    cuda::Params params{};
+    params.x = address(x);
+    params.y = grad_x.mutable_data_ptr();
+    params.batch = x.size(0);
+    for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
+    params.weights[tensors.size()] = address(grad_y);
+    const Text backward{text.value + " | backward"};
+    run_on_cuda(backward, &find_stack(backward.value), x, x.size(1), x.size(1), params, kept, others.mutable_data_ptr());
+  } else {
+    torch::stable::zero_(others);
+  }
+  std::vector<Tensor> gradients;
+  count = 0;
+  for (size_t place = 0, i = 0; i < wanted.size(); ++place) {
+    if (int64_t(place) == wanted[i]) ++i, gradients.push_back(place ? part_like(others, count, tensors[place - 1]) : grad_x);
+    if (place) count += tensors[place - 1].numel();
+  }
+  return gradients;
+}
+
+}  // namespace
+}  // namespace factorlayer
+
+STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
+  m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
+  m.impl("slopes", TORCH_BOX(&factorlayer::slopes_cuda));
+  m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
+  m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
+}

@@ -1,0 +1,96 @@
+#include "checks.h"
+
+namespace factorlayer {
+
+void check(const Tensor& t, const Home& x, int64_t elements, const char* name) {
+  const Home own(t);
+  const bool at_home = own.type == x.type && own.index == x.index, alike = own.dtype == x.dtype;
+  STD_TORCH_CHECK(at_home && alike && t.numel() == elements, "factorlayer: ", name, " must be a ",
+                  x.is_cpu ? "CPU" : "CUDA", " tensor of x's dtype", x.is_cpu ? "" : " and on x's device", " with ",
+                  elements, " elements; it has ", t.numel(), at_home ? "" : ", elsewhere",
+                  alike ? "" : ", of another dtype");
+}
+
+void check_slabs(const Chain& chain, const Tensor& x) {
+  STD_TORCH_CHECK(!chain.slabs || x.size(0) % 64 == 0, "factorlayer: \"slabs\" are for a multiple of 64 samples, x has ",
+                  x.size(0));
+}
+
+// Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
+void check_x(const Chain& chain, const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
+                  chain.in_features(), "]");
+  check_slabs(chain, x);
+}
+
+void check_layer(const Chain& chain, const Home& x, const Tensor* weights, size_t given, const Tensor* bias) {
+  STD_TORCH_CHECK(!x.is_cpu || !(chain.x_turned || chain.turned || chain.slabs),
+                  "factorlayer: a chain with \"turned\", \"turn\" or \"slabs\" is for tensors on a GPU");
+  STD_TORCH_CHECK(given == chain.weights(), "factorlayer: the chain has ", chain.weights(), " weights, ", given,
+                  " were given");
+  const size_t count = chain.contractions.size();
+  for (const Contraction& c : chain.contractions) {
+    STD_TORCH_CHECK(c.weight < int64_t(count), "factorlayer: the chain names weight ", c.weight,
+                    ", which was not given");
+    const Tensor& weight = weights[c.weight];
+    check(weight, x, chain.rank * c.weight_size(), "a weight");
+    STD_TORCH_CHECK(weight.dim() >= 2 && weight.size(weight.dim() - 1) == c.p && weight.size(weight.dim() - 2) == c.q,
+                    "factorlayer: a weight must be [..., ", c.q, ", ", c.p, "]");
+  }
+  for (size_t i = count; i < given; ++i) check(weights[i], x, 1, "an activation's parameter");
+  STD_TORCH_CHECK((bias != nullptr) == chain.bias, "factorlayer: bias and chain disagree");
+  if (bias) check(*bias, x, chain.out_features(), "bias");
+  STD_TORCH_CHECK(!bias || bias->dim() == 1, "factorlayer: bias must be [", chain.out_features(), "]");
+}
+
+void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights,
+                  const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(chain.makes_y(),
+                  "factorlayer: a chain with \"gradient\", \"backward\", \"slope\", \"through\" or \"sums\" is for the ops ",
+                  "that make gradients");
+  check_x(chain, x);
+  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
+}
+
+void check_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors) {
+  STD_TORCH_CHECK(!stack.backward && !stack.states && !stack.frozen,
+                  "factorlayer: a stack with \"backward\", \"states\" or \"frozen\" is no text for this op; leave that word out");
+  size_t count = 0;
+  for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
+  STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
+                  tensors.size(), " were given");
+  check_x(stack.layers.front(), x);
+  const Tensor* at = tensors.data();
+  const Home home(x);
+  for (const Chain& layer : stack.layers) {
+    check_layer(layer, home, at, layer.weights(), layer.bias ? at + layer.weights() : nullptr);
+    at += layer.weights() + layer.bias;
+  }
+}
+
+// Whether the tensor has the elements of all layers' tensors, side by side, and bytes of prepared weights behind them.
+void check_values(const Stack& stack, const Tensor& frozen, int64_t prepared) {
+  STD_TORCH_CHECK(stack.frozen && frozen.dim() == 1 && frozen.is_contiguous(),
+                  "factorlayer: frozen layers should be a stack with \"frozen\" and one contiguous tensor [elements]");
+  const int64_t elements = stack.places.back() + prepared / int64_t(frozen.element_size());
+  STD_TORCH_CHECK(frozen.numel() == elements, "factorlayer: frozen layers should have ", elements, " elements, they have ",
+                  frozen.numel(), "; freeze them again");
+}
+
+void check_frozen(const Stack& stack, const Tensor& x, const Tensor& frozen, int64_t prepared) {
+  check_values(stack, frozen, prepared);
+  check_x(stack.layers.front(), x);
+  check(frozen, x, frozen.numel(), "what is frozen");
+}
+
+void check_wanted(const std::vector<int64_t>& wanted, size_t tensors) {
+  int64_t least = 0;
+  for (int64_t place : wanted) {
+    STD_TORCH_CHECK(place >= least && place <= int64_t(tensors),
+                    "factorlayer: `wanted` should be ascending places in x and the ", tensors,
+                    " tensors behind it, each at most once, ", place, " is out of place");
+    least = place + 1;
+  }
+}
+
+}  // namespace factorlayer

@@ -1,0 +1,234 @@
+// Eager mode, past the dispatcher.
+#include "../eager.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "../chain.h"
+#include "../table.h"
+#include "launch.h"
+#include "on_cpu.h"
+
+namespace factorlayer {
+namespace {
+
+using eager::Given;
+
+// Of the tensors of a layer; what the fused kernels do not know is refused.
+struct Site {
+  DType dtype;
+  int32_t type, index, torch_dtype;
+  bool is_cpu;
+
+  Site(const Given& x) : type(aoti_torch_device_type_cpu()), index(x.device), is_cpu(x.device_type == 1) {
+    const int kind = x.lanes == 1 ? x.code * 100 + x.bits : 0;
+    switch (kind) {
+      case 264: dtype = DType::float64, torch_dtype = aoti_torch_dtype_float64(); break;
+      case 232: dtype = DType::float32, torch_dtype = aoti_torch_dtype_float32(); break;
+      case 216: dtype = DType::float16, torch_dtype = aoti_torch_dtype_float16(); break;
+      case 416: dtype = DType::bfloat16, torch_dtype = aoti_torch_dtype_bfloat16(); break;
+      default: throw std::invalid_argument("another dtype");
+    }
+    if (!is_cpu && x.device_type != 2) throw std::invalid_argument("another device");
+    if (!is_cpu) type = aoti_torch_device_type_cuda();
+  }
+
+  Tensor make(int64_t dimensions, const int64_t* sizes) const {
+    int64_t strides[2] = {dimensions > 1 ? sizes[1] : 1, 1};
+    std::vector<int64_t> many;
+    const int64_t* given = strides;
+    if (dimensions > 2) {
+      many.assign(size_t(dimensions), 1);
+      for (int64_t i = dimensions - 1; i > 0; --i) many[i - 1] = many[i] * sizes[i];
+      given = many.data();
+    }
+    AtenTensorHandle made = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dimensions, sizes, given, torch_dtype, type, index, &made));
+    return Tensor(made);
+  }
+  Tensor make(int64_t rows, int64_t columns) const {
+    const int64_t sizes[] = {rows, columns};
+    return make(2, sizes);
+  }
+};
+
+// Whether kernels can read it as it lies. One without memory stands for zeros, and one whose last stride is not 1 may be
+// another one's imaginary part, negated by name only: both are the dispatcher's business.
+bool is_plain(const Given& t, const Given& x, int64_t elements) {
+  const bool at_home = t.device_type == x.device_type && t.device == x.device, alike = t.code == x.code && t.bits == x.bits;
+  if (!at_home || !alike || t.lanes != 1 || !t.data || t.offset) return false;
+  if (t.device_type != 1 && reinterpret_cast<uintptr_t>(t.data) % 16) return false;
+  int64_t count = 1;
+  for (int32_t i = t.dimensions - 1; i >= 0; count *= t.sizes[i--])
+    if ((t.sizes[i] != 1 || i == t.dimensions - 1) && t.strides[i] != count) return false;
+  return count == elements;
+}
+
+// Whether they are x, weights and a bias of the chain, or x is as wide as y.
+bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
+  const Given& x = tensors[0];
+  if (given != 1 + chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned) return false;
+  if (x.dimensions != 2 || !x.sizes[0] || !is_plain(x, x, x.sizes[0] * chain.in_features())) return false;
+  const size_t count = chain.contractions.size();
+  for (const Contraction& c : chain.contractions) {
+    if (c.weight >= int64_t(count)) return false;
+    const Given& w = tensors[1 + c.weight];
+    if (!is_plain(w, x, chain.rank * c.weight_size()) || w.dimensions < 2) return false;
+    if (w.sizes[w.dimensions - 1] != c.p || w.sizes[w.dimensions - 2] != c.q) return false;
+  }
+  for (size_t i = count; i < chain.weights(); ++i)
+    if (!is_plain(tensors[1 + i], x, 1)) return false;
+  const Given& bias = tensors[given - 1];
+  return !chain.bias || (bias.dimensions == 1 && is_plain(bias, x, chain.out_features()));
+}
+
+// What factorlayer/functional.py takes these kernels for.
+bool is_chosen(const Chain& chain, const Given& x) {
+  const auto& steps = chain.contractions;
+  const bool tied = std::all_of(steps.begin(), steps.end(), [](const Contraction& c) { return c.tied; });
+  return steps.size() > 1 && (tied || !chain.tf32 || cuda::find_device(x.device).capability == 90);
+}
+
+bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
+  return chain.weights() + 1 < cuda::MAX_WEIGHTS &&
+         cuda::find_program({&chain, site.dtype, cuda::batch_class(batch), site.index});
+}
+
+// x, weights and bias on a CPU
+cpu::Problem problem_of(const Chain& chain, DType dtype, const Given* tensors, size_t given) {
+  STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
+  cpu::Problem problem{{&chain}, dtype, tensors[0].sizes[0], {}};
+  for (size_t i = 0; i < given; ++i) problem.tensors.push_back(tensors[i].data);
+  return problem;
+}
+
+eager::Handle handle_of(const Tensor& tensor) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &handle));
+  return handle;
+}
+
+// All gradients of a layer at once, without the bias's and with it: what autograd/backward.py would ask for.
+struct Back {
+  Text texts[2];
+  const Chain* chains[2] = {nullptr, nullptr};
+};
+
+const Back& back_of(const std::string& text) {
+  static Table<std::string, Back> all;
+  return all.find_or_add(text, [&] {
+    const Chain& chain = find_chain(text);
+    Back back;
+    if (chain.rank > 1 || chain.activation != "identity") return back;
+    const std::string tf32 = chain.tf32 ? "; tf32" : "", bias = chain.bias ? "; bias" : "";
+    const std::string plain = text.substr(0, text.size() - tf32.size() - bias.size());
+    for (int i = 0; i <= int(chain.bias); ++i) {
+      back.texts[i].value = plain + (i ? bias : "") + "; backward" + tf32;
+      back.chains[i] = &find_chain(back.texts[i].value);
+    }
+    return back;
+  });
+}
+
+std::vector<Tensor> gradients_on_cpu(const Chain& chain, const Site& site, const Given* tensors, size_t given, int64_t wanted) {
+  const cpu::Problem problem = problem_of(chain, site.dtype, tensors + 1, given - 1);
+  std::vector<void*> to(given - 1);
+  std::vector<Tensor> made;
+  const size_t count = chain.weights();
+  for (size_t bit = 0; bit < count + 2; ++bit) {
+    if (!(wanted >> bit & 1)) continue;
+    const size_t at = bit == 0 ? 0 : bit == 1 ? count + 1 : bit - 1;  // among x, weights and bias
+    const Given& like = tensors[1 + at];
+    const Tensor& gradient = made.emplace_back(site.make(like.dimensions, like.sizes));
+    to[at] = gradient.mutable_data_ptr();
+    cpu::prefer_huge_pages(to[at], gradient.numel() * int64_t(gradient.element_size()));
+  }
+  cpu::backward(problem, tensors[0].data, to, threads_for(problem), parallel);
+  return made;
+}
+
+// By one plan for all of them, of a chain that back_of has made.
+std::vector<Tensor> gradients_on_cuda(const Chain& chain, const Text& text, const Site& site, const Given* tensors,
+                                      int64_t wanted) {
+  const Given *const x = tensors + 1, *const weights = tensors + 2;
+  const size_t weight_count = chain.weights();
+  const int64_t batch = x->sizes[0], in = chain.in_features(), out = chain.out_features();
+  int64_t count = 0;
+  for (const Contraction& c : chain.contractions) count += c.weight_size();
+  std::optional<Tensor> grad_x;
+  if (wanted & 1 || !chain.bias) grad_x = site.make(batch, in);
+  const Tensor others = site.make(1, count + (chain.bias ? out : 0));
+  cuda::Params params;
+  params.x = x->data;
+  params.y = grad_x ? grad_x->mutable_data_ptr() : nullptr;
+  params.bias = nullptr;
+  params.batch = batch;
+  for (size_t i = 0; i < weight_count; ++i) params.weights[i] = weights[i].data;
+  params.weights[weight_count] = tensors[0].data;
+  params.weights[weight_count + 1] = others.mutable_data_ptr();
+  std::vector<Tensor> kept;
+  run_on_cuda(text, &chain, others, in, out, params, kept, others.mutable_data_ptr());
+
+  std::vector<Tensor> made;
+  made.reserve(weight_count + 2);
+  if (wanted & 1) made.push_back(*grad_x);
+  if (wanted & 2) made.push_back(part(others, count, {out}));
+  count = 0;
+  for (size_t i = 0; i < weight_count; ++i) {
+    made.push_back(part(others, count, {weights[i].sizes, weights[i].sizes + weights[i].dimensions}));
+    count += made.back().numel();
+  }
+  return made;
+}
+
+}  // namespace
+
+eager::Handle eager::forward(const std::string& text, bool chooses, const std::vector<Given>& tensors) {
+  const Chain& chain = find_chain(text);
+  const Given& x = tensors[0];
+  if (!are_of_layer(chain, tensors.data(), tensors.size()) || (chooses && !is_chosen(chain, x))) return nullptr;
+  const Site site(x);
+  const int64_t batch = x.sizes[0], in = chain.in_features(), out = chain.out_features();
+  if (!site.is_cpu && !has_kernels(chain, site, batch)) return nullptr;
+  const Tensor y = site.make(batch, out);
+  if (site.is_cpu) {
+    run_forward(problem_of(chain, site.dtype, tensors.data(), tensors.size()), y);
+    return handle_of(y);
+  }
+  cuda::Params params;
+  params.x = x.data;
+  params.y = y.mutable_data_ptr();
+  params.bias = chain.bias ? tensors.back().data : nullptr;
+  params.batch = batch;
+  for (size_t i = 0; i < chain.weights(); ++i) params.weights[i] = tensors[1 + i].data;
+  params.weights[chain.weights()] = params.bias;  // where a stack's layer has it
+  std::vector<Tensor> kept;
+  run_on_cuda({text}, &chain, y, in, out, params, kept);
+  return handle_of(y);
+}
+
+std::vector<eager::Handle> eager::gradients(const std::string& text, const std::vector<Given>& tensors, int64_t wanted) {
+  const Chain& chain = find_chain(text);
+  const Given &grad_y = tensors[0], &x = tensors[1];
+  std::vector<Handle> handles;
+  if (!are_of_layer(chain, tensors.data() + 1, tensors.size() - 1) || grad_y.dimensions != 2 ||
+      !is_plain(grad_y, x, x.sizes[0] * chain.out_features()))
+    return handles;
+  const Site site(x);
+  std::vector<Tensor> made;
+  if (site.is_cpu) {
+    made = gradients_on_cpu(chain, site, tensors.data(), tensors.size(), wanted);
+  } else {
+    const bool of_bias = wanted & 2, of_weights = wanted >> 2 == (int64_t(1) << chain.weights()) - 1;
+    const Back& back = back_of(text);
+    const Chain* const found = back.chains[of_bias];
+    if (of_weights && found && has_kernels(*found, site, x.sizes[0]))
+      made = gradients_on_cuda(*found, back.texts[of_bias], site, tensors.data(), wanted);
+  }
+  for (const Tensor& gradient : made) handles.push_back(handle_of(gradient));
+  return handles;
+}
+
+}  // namespace factorlayer

@@ -1,0 +1,35 @@
+// The raw ops by name: factorlayer::forward and backward, for a stack stack_forward, stack_states, stack_backward and, with
+// weights that stay as they are, stack_prepare and stack_frozen; and questions without tensors. Callers are autograd/fused.py,
+// stacked.py, stacks/frozen.py and exported graphs.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(factorlayer, m) {
+  m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
+  m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
+  m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
+  m.def("stack_states(Tensor x, Tensor[] tensors, str stack) -> Tensor[]");
+  m.def("stack_prepare(Tensor values, str stack) -> Tensor");
+  m.def("stack_frozen(Tensor x, Tensor frozen, str stack) -> Tensor");
+  m.def("stack_backward(Tensor grad_y, Tensor x, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
+  m.def("layers_backward(Tensor grad_y, Tensor x, Tensor[] states, Tensor[] tensors, str stack, int[] wanted) -> "
+        "Tensor[]");
+  m.def("slopes(Tensor beside, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
+  m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
+  m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, int wanted) -> Tensor[]");
+  m.def("instruction_set() -> str");
+  m.def("batch_class(int batch) -> int");
+  m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
+  m.def("ask_planner(str question, str chain, str dtype, int capability, int processors, int shared_bytes) -> str");
+  m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");
+  m.def("install(str chain, str dtype, int batch_class, int device, str plan) -> str[]");
+  m.def("failure(str chain, str dtype, int batch_class, int device) -> str[]");
+  m.def("compile(str source, str kernel, str architecture, str[] options) -> (Tensor, str, str)");
+  m.def("compiler() -> str[]");
+  m.def("fill_cache(str plan) -> str[]");
+  m.def("cache_entries() -> str[]");
+  m.def("cache_folder() -> str");
+  m.def("remove_cache_entries(bool all) -> int");
+  m.def("cache_occupied() -> int");
+  m.def("cache_limit() -> int");
+  m.def("set_cache_limit(int bytes) -> str");
+}

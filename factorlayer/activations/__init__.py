@@ -1,0 +1,1 @@
+"""Any function of single elements, its derivative, and how it is written in C++."""

@@ -1,0 +1,479 @@
+"""Gradients as chains: the states once more, then grad_y back through transposed weights.
+
+It goes by visits: neighbouring contractions whose gradients one kernel makes at once, a contraction by itself, whose
+weight's gradient comes from the states before and behind it, or neighbours that are only passed through. Nothing is
+computed but what a gradient that is wanted needs.
+
+Sums over samples want what is contracted side by side in memory. Untied weights with something behind the mode that
+they contract get their states turned: by the pass that makes the state, or by one that does nothing else. On the way
+back through them a group makes what lies far apart in the gradient for the contraction before: that one takes its q's
+in another order, in which those of a group lie together, with its weight's rows in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from factorlayer.activations.named import activate
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
+
+Turned = tuple[int, int, int]
+LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
+SLAB = 32  # samples
+IN_SLABS = 64  # samples, of which there have to be a multiple
+LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order: more than few
+
+
+def _never(_: Chain) -> bool:
+    return False
+
+
+def _before_activation(
+    activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The gradient of what an activation takes, and those of its parameters that learn."""
+
+    def run(z: Tensor, *learned: Tensor) -> Tensor:
+        given = dict(enumerate(scalars)) | dict(zip(learns, learned, strict=True))
+        return activate(activation, z, list(given.values()))
+
+    found: tuple[Tensor, ...] = torch.func.vjp(run, z, *(scalars[i] for i in learns))[1](grad)
+    return found
+
+
+@dataclass(frozen=True)
+class Ops:
+    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
+    gradients at once, in all_gradients (which returns those of x and of a bias if their bits are set), or a product and
+    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. What learns in an activation
+    has PyTorch's."""
+
+    forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
+    all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, int], list[Tensor]]
+    slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
+    fits: Callable[[Chain], bool] = _never
+    learned: Callable[..., tuple[Tensor, ...]] = _before_activation
+    stack: Callable[..., Tensor] = torch.stack
+    fits_few: Callable[[Chain], bool] | None = None
+
+    def fits_of(self, batch: int) -> Callable[[Chain], bool]:
+        return self.fits_few if self.fits_few and batch < LEAST_MIXED else self.fits
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Contractions gone back through together. `weights` are their places among the layer's, in order."""
+
+    part: Chain
+    weights: tuple[int, ...]
+    learns: bool  # makes gradients of its weights
+    returns: bool  # makes the gradient of what it reads
+    at_once: bool
+    hands_on: Turned | None = None  # how what it makes is turned for the visit behind it,
+    hands_back: Turned | None = None  # and the gradient of what it reads for the one before
+    mixed: Turned | None = None  # its q's come as the groups behind it make them: [outer, rows, columns] turned
+    slabs: int = 0  # states that lie by slabs where all is made at once: grad_y, or that and the gradient of x
+    hands_slabs: bool = False  # the gradient of what it reads lies so, which a product makes
+    orders: bool = False  # who makes its weight's gradient puts these in order
+
+    @functools.cached_property
+    def turned(self) -> bool:
+        """Whether the states before and behind it are."""
+        first = self.part.contractions[0]
+        alone = len(self.part.contractions) == 1
+        return self.learns and not (self.at_once and not alone) and not first.tied and first.inner > 1
+
+    def turn(self, is_grad: bool) -> Turned | None:
+        """How the state before it, or the gradient behind it, is turned."""
+        c = self.part.contractions[0]
+        if is_grad and self.mixed:
+            return self.mixed
+        return (c.outer, c.q if is_grad else c.p, c.inner) if self.turned else None
+
+    def transposed(self, ops: Ops, weight: Tensor) -> Tensor:
+        """A weight for the way back."""
+        if not self.mixed:
+            return _transposed(ops, weight)
+        (outer, rows, columns), (q, p) = self.mixed, weight.shape[-2:]
+        text = _turning((1, q, p), False, (1, rows, columns))
+        return ops.forward(weight.reshape(outer, q * p), [], None, text).view(outer, p, q)
+
+    def in_order(self, gradient: Tensor) -> Tensor:
+        """A weight's gradient, made of a gradient whose q's come in another order."""
+        if not self.mixed or self.orders:
+            return gradient
+        outer, rows, columns = self.mixed
+        return gradient.reshape(outer, columns, rows, -1).transpose(1, 2).reshape(gradient.shape)
+
+    @functools.cached_property
+    def forward(self) -> str:
+        return replace(self.part, x_turned=self.turned, turn=self.hands_on).text
+
+    @functools.cached_property
+    def gradient(self) -> str:
+        """What makes gradients of the weights."""
+        if self.at_once:
+            return self.visited.text
+        return self.summed.text if self.orders else replace(self.summed, mixed=None).text
+
+    @property
+    def summed(self) -> Chain:
+        """What makes its weight's gradient, in order."""
+        return replace(self.part, x_turned=self.turned, gradient=True, mixed=self.mixed)
+
+    @property
+    def visited(self) -> Chain:
+        """What makes all gradients at once."""
+        return replace(
+            self.part,
+            backward=True,
+            x_turned=self.turned,
+            turn=self.hands_back,
+            mixed=self.mixed,
+            slabs=self.slabs,
+        )
+
+    @functools.cached_property
+    def back(self) -> str:
+        # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
+        x_turned = self.turned or (self.mixed is not None and self.part.tf32)
+        back = replace(_back(self.part), x_turned=x_turned, turn=self.hands_back)
+        return replace(back, slabs=1).text if self.hands_slabs else back.text
+
+    def __str__(self) -> str:
+        names = ", ".join(f"weight_{i}" for i in self.weights)
+        if self.at_once:
+            return f"{names}: all gradients at once"
+        done = ["its gradient"] if self.learns else []
+        done += ["grad_y back through it" if self.learns else "grad_y back through"] if self.returns else []
+        return f"{names}: {', '.join(done) or 'only forward'}"
+
+
+def gradients(
+    ops: Ops,
+    grad_y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    text: str,
+    wanted: int,
+    through: str = "identity",
+) -> list[Tensor]:
+    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights behind those of the
+    contractions are parameters of the activation. If another activation made x, its gradient may be that of what this
+    took: back `through` it."""
+    fits = ops.fits_of(len(x))
+    only = _only_visit(text, wanted, fits)
+    if only is not None:
+        made = ops.all_gradients(grad_y, x, weights, only, wanted & 3)
+        if wanted & 1:
+            made[0] = back_through(ops, made[0], x, through)
+        return made
+    chain = Chain.parse(text)
+    count = len(chain.contractions)
+    weights, scalars = weights[:count], weights[count:]
+    grad = grad_y.reshape(x.shape[0], chain.out_features)
+    found: dict[int, Tensor] = {}
+    if chain.activation != "identity":
+        at_once, before, slope = slope_texts(text, fits)
+        learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
+        if scalars:
+            z = ops.forward(x, weights, bias, before)
+            grad, *of_scalars = ops.learned(chain.activation, grad, z, scalars, learns)
+            found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
+        elif at_once:
+            grad = ops.slopes(grad, x, weights, bias, at_once)
+        else:
+            grad = ops.slopes(grad, ops.forward(x, weights, bias, before), [], None, slope)
+        wanted &= (4 << count) - 1
+    both = _weight_and_bias(text, wanted, fits)
+    if both:
+        of_weight, of_bias = ops.weight_gradient(grad, x, both).view(-1).split((weights[0].numel(), grad.shape[1]))
+        found |= {1: of_bias, 2: of_weight.view(weights[0].shape)}
+        wanted &= 1
+    elif wanted & 2:
+        found[1] = ops.weight_gradient(grad, grad, sums_text(grad.shape[1]))
+    back = through_text(text, wanted, through, fits)
+    if back:
+        found[0] = ops.slopes(x, grad, [_transposed(ops, weights[0])], None, back)
+        wanted, through = wanted & ~1, "identity"
+    if chain.rank > 1:
+        found |= _all_terms(ops, chain, grad, x, weights, wanted)
+    else:
+        found |= _one_term(ops, text, grad, x, weights, wanted)
+    if 0 in found:
+        found[0] = back_through(ops, found[0], x, through)
+    return [found[bit] for bit in sorted(found)]
+
+
+def back_through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tensor:
+    """The gradient of what an activation took, from that of the state that it made."""
+    if activation == "identity":
+        return grad
+    return ops.slopes(state, grad, [], None, through_alone(activation, state.shape[1]))
+
+
+def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]]:
+    """Ops that make hollow tensors, and the texts of what would run, each with its number of samples."""
+    asked: list[tuple[str, int]] = []
+
+    def forward(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        asked.append((text, len(x)))
+        return hollow(len(x), Chain.parse(text).out_features)
+
+    def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
+        asked.append((text, len(x)))
+        made = Chain.parse(text)
+        return hollow(made.sums or made.contractions[0].weight_size + made.bias * made.out_features)
+
+    def all_gradients(grad: Tensor, x: Tensor, weights: Sequence[Tensor], text: str, wanted: int) -> list[Tensor]:
+        asked.append((text, len(x)))
+        if wanted & 2 and not Chain.parse(text).bias:  # which the op makes by another kernel
+            asked.append((sums_text(grad.shape[1]), len(x)))
+        beside = [x] * (wanted & 1) + [hollow(grad.shape[1])] * (wanted >> 1)
+        return [hollow(*t.shape) for t in (*beside, *weights)]
+
+    def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
+        asked.append((text, len(x)))
+        return hollow(*grad.shape)
+
+    def learned(
+        activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        return grad, *(scalars[i] for i in learns)
+
+    def stack(terms: Sequence[Tensor]) -> Tensor:
+        return hollow(len(terms), *terms[0].shape)
+
+    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned, stack), asked
+
+
+def hollow(*shape: int) -> Tensor:
+    """One element for all: what is asked of it is its shape. (PyTorch's meta device takes two seconds to wake up.)"""
+    return torch.zeros((), device="cpu").expand(shape)
+
+
+def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
+    """Its weights and bias."""
+    weights = [hollow(1)] * chain.weights
+    for c in chain.contractions:
+        weights[c.weight] = hollow(*([chain.rank] if chain.rank > 1 else []), c.weight_size // (c.q * c.p), c.q, c.p)
+    return weights, hollow(chain.out_features) if chain.bias else None
+
+
+def texts(text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1) -> list[tuple[str, int]]:
+    """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
+    chain = Chain.parse(text)
+    weights, bias = hollow_layer(chain)
+    given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
+    ops, asked = recording(fits)
+    x, grad_y = hollow(batch, chain.in_features), hollow(batch, chain.out_features)
+    gradients(ops, grad_y, x, weights, bias, text, wanted & given)
+    return list(dict.fromkeys(asked))
+
+
+def _all_terms(
+    ops: Ops, chain: Chain, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
+) -> dict[int, Tensor]:
+    """Each term by itself, but for x, whose gradient is the chain back with all terms."""
+    found = {}
+    if wanted & 1:
+        found[0] = ops.forward(grad, [_transposed(ops, w) for w in weights], None, _back(chain).text)
+    if wanted >> 2:
+        part = Chain(chain.contractions, tf32=chain.tf32).text
+        terms = [_one_term(ops, part, grad, x, [w[r] for w in weights], wanted & ~1) for r in range(chain.rank)]
+        found |= {bit: ops.stack([term[bit] for term in terms]) for bit in terms[0]}
+    return found
+
+
+def _one_term(
+    ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
+) -> dict[int, Tensor]:
+    planned = visits(text, wanted, ops.fits_of(len(x)), len(x) >= LEAST_MIXED, len(x) % IN_SLABS == 0)
+    found: dict[int, Tensor] = {}
+    tf32 = Chain.parse(text).tf32
+    states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads
+    last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
+    for visit in planned[:last]:
+        states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward))
+    grad = _in_slabs(ops, grad) if planned[-1].slabs else _turned(ops, grad, planned[-1].turn(is_grad=True), tf32)
+    for i in reversed(range(len(planned))):
+        visit = planned[i]
+        own = [weights[j] for j in visit.weights]
+        if visit.at_once:
+            grad, *of_weights = ops.all_gradients(grad, states[i], own, visit.gradient, 1)
+            found |= {j + 2: of_weight for j, of_weight in zip(visit.weights, of_weights, strict=True)}
+        elif visit.learns:
+            of_weight = ops.weight_gradient(grad, states[i], visit.gradient)
+            found[visit.weights[0] + 2] = visit.in_order(of_weight).view(own[0].shape)
+        if visit.returns and not visit.at_once:
+            grad = ops.forward(grad, [visit.transposed(ops, w) for w in own], None, visit.back)
+        del states[i:]
+    return {**found, 0: grad} if wanted & 1 else found
+
+
+@functools.lru_cache(1024)
+def visits(
+    text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True, slabs: bool = False
+) -> tuple[Visit, ...]:
+    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`;
+    and what comes back to the last ones may lie by `slabs`."""
+    chain = Chain.parse(text)
+    steps, made, at = chain.contractions, [], 0
+    learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
+    while at < len(steps):
+        end = at + 1
+        for longer in range(at + 2, len(steps) + 1):
+            if learns[longer - 1] != learns[at]:
+                break
+            part = _part(chain, steps[at:longer])
+            if _are_neighbours(steps[at:longer]) and (not learns[at] or fits(replace(part, backward=True))):
+                end = longer
+        returns = bool(wanted & 1) or any(learns[:at])
+        weights = tuple(sorted(c.weight for c in steps[at:end]))
+        part = _part(chain, steps[at:end])
+        one = returns and part.contractions[0].tied and fits(replace(part, backward=True))
+        at_once = learns[at] and (end > at + 1 or one)
+        made.append(Visit(part, weights, learns[at], returns, at_once))
+        at = end
+    if mixes:
+        made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
+    on = [*(visit.turn(is_grad=False) for visit in made[1:]), None]
+    back = [None, *(visit.turn(is_grad=True) for visit in made[:-1])]
+    made = [replace(v, hands_on=a, hands_back=b) for v, a, b in zip(made, on, back, strict=True)]
+    made = [replace(v, at_once=v.at_once or (v.learns and v.returns and fits(v.visited))) for v in made]
+    made = _by_slabs(made, fits) if slabs and mixes and chain.tf32 else made
+    return tuple(replace(v, orders=v.mixed is not None and not v.at_once and fits(v.summed)) for v in made)
+
+
+def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
+    """What comes back lies by slabs for visits that take it so: grad_y, if it would be turned anyway, or what another
+    visit or a product makes."""
+
+    def taken(visit: Visit, slabs: int) -> Visit | None:
+        there = visit.learns and visit.returns and not visit.at_once and len(visit.part.contractions) == 1
+        hands_back = visit.hands_back if slabs == 1 else None
+        visit = replace(visit, at_once=True, slabs=slabs, mixed=None, hands_back=hands_back)
+        return visit if there and fits(visit.visited) else None
+
+    made = list(made)
+    comes = made[-1].turned
+    for i in reversed(range(len(made))):
+        visit, before = made[i], i > 0 and taken(made[i - 1], 1) is not None
+        product = replace(visit, hands_back=None, hands_slabs=True)
+        found = (taken(visit, 2) if before else None) or taken(visit, 1) if comes else None
+        if not found and before and not visit.at_once and fits(Chain.parse(product.back)):
+            found = product
+        comes = found is not None and (found.slabs > 1 or found.hands_slabs)
+        made[i] = found or visit
+    return made
+
+
+@functools.lru_cache(1024)
+def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes all gradients, if that is all there is to do; the bias's among them, if one kernel does."""
+    chain, planned = Chain.parse(text), visits(text, wanted, fits)
+    whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
+    if not whole or not planned[0].at_once:
+        return None
+    with_bias = replace(planned[0].visited, bias=True)
+    return with_bias.text if wanted & 2 and fits(with_bias) else planned[0].gradient
+
+
+@functools.lru_cache(1024)
+def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes both gradients of a dense layer, if they are wanted and nothing makes x's with the weight's."""
+    chain = Chain.parse(text)
+    if wanted & 6 != 6 or not chain.is_dense or visits(text, wanted, fits)[0].at_once:
+        return None
+    both = Chain(chain.contractions, bias=True, gradient=True, tf32=chain.tf32)
+    return both.text if fits(both) else None
+
+
+@functools.lru_cache(1024)
+def through_text(text: str, wanted: int, through: str, fits: Callable[[Chain], bool]) -> str | None:
+    """What makes the gradient of x, and takes that back through the activation before, if both are one kernel."""
+    chain = Chain.parse(text)
+    if through == "identity" or not wanted & 1 or not chain.is_dense:
+        return None
+    if visits(text, wanted, fits)[0].at_once:
+        return None
+    both = replace(_back(chain), activation=through, through=chain.in_features)
+    return both.text if fits(both) else None
+
+
+@functools.lru_cache(1024)
+def sums_text(features: int) -> str:
+    """What makes the gradient of a bias."""
+    return Chain((), sums=features).text
+
+
+@functools.lru_cache(1024)
+def through_alone(activation: str, features: int) -> str:
+    return Chain((), activation=activation, through=features).text
+
+
+def _mixed(visit: Visit, following: Visit) -> Turned | None:
+    """In what order a visit can take its q's, so that the groups of the following one store theirs together."""
+    (c, *more), (behind, *further) = visit.part.contractions, following.part.contractions
+    if c.tied or c.inner > 1 or more or further or not following.turned or c.outer % behind.outer:
+        return None
+    groups = c.outer // behind.outer
+    rows = behind.p // groups
+    if behind.p % groups or rows % LEAST_RUN or rows * behind.inner != c.q:
+        return None
+    return c.outer, rows, behind.inner
+
+
+def _are_neighbours(steps: Sequence[Contraction]) -> bool:
+    """Whether no other mode lies between those that are contracted."""
+    weights = [c.weight for c in steps]
+    return max(weights) - min(weights) < len(weights)
+
+
+def _part(chain: Chain, steps: tuple[Contraction, ...]) -> Chain:
+    """Some contractions of a chain, by themselves."""
+    order = sorted(c.weight for c in steps)
+    return Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps), tf32=chain.tf32)
+
+
+def _back(chain: Chain) -> Chain:
+    steps = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
+    return Chain(steps, chain.rank, tf32=chain.tf32)
+
+
+@functools.lru_cache(1024)
+def slope_texts(text: str, fits: Callable[[Chain], bool]) -> tuple[str | None, str, str]:
+    """What makes the gradient of what is activated: from x, if there is a kernel; else what is activated, then that."""
+    chain = Chain.parse(text)
+    at_once = replace(chain, slope=chain.out_features)
+    slope = Chain((), activation=chain.activation, slope=chain.out_features)
+    return at_once.text if fits(at_once) else None, replace(chain, activation="identity").text, slope.text
+
+
+def _transposed(ops: Ops, weight: Tensor) -> Tensor:
+    *matrices, q, p = weight.shape
+    return _turned(ops, weight.reshape(-1, q * p), (1, q, p)).view(*matrices, p, q)
+
+
+def _turned(ops: Ops, x: Tensor, turn: Turned | None, tf32: bool = False) -> Tensor:
+    return ops.forward(x, [], None, _turning(turn, tf32)) if turn else x
+
+
+def _in_slabs(ops: Ops, x: Tensor) -> Tensor:
+    samples, features = x.shape
+    text = _turning((1, SLAB, features), True)
+    return ops.forward(x.reshape(samples // SLAB, SLAB * features), [], None, text).view(samples, features)
+
+
+@functools.lru_cache(1024)
+def _turning(turn: Turned, tf32: bool, mixed: Turned | None = None) -> str:
+    return Chain((), turn=turn, mixed=mixed, tf32=tf32).text

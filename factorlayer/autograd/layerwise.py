@@ -1,0 +1,184 @@
+"""Layers of a stack that are trained one by one on a GPU: the gradients of each, from what it has read.
+
+Where an activation's result tells its slope (activations/results.py), the layer behind takes the gradient back through
+it, mostly with the product that makes it, and the layer itself has nothing to make again: it is handed the gradient of
+what it activates.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from factorlayer.activations.results import from_result
+from factorlayer.autograd.backward import (
+    Ops,
+    back_through,
+    gradients,
+    hollow,
+    hollow_layer,
+    recording,
+    slope_texts,
+    through_alone,
+    through_text,
+    visits,
+)
+from factorlayer.autograd.fused import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
+from factorlayer.autograd.runtime import class_of_batch, prepare_together
+from factorlayer.maths.chain import Chain
+
+if missing_extension is None:
+    _all_at_once = torch.ops.factorlayer.stack_backward.default
+
+
+def has_backward(layer: str, dtype: torch.dtype, device: int) -> bool:
+    """Whether one kernel makes all gradients of a layer, with those of its activation."""
+    return has_kernel(f"{layer} | backward", dtype, device)
+
+
+@functools.lru_cache(1024)
+def handed_back(text: str, dtype: torch.dtype, device: int) -> tuple[bool, ...]:
+    """Of layers one behind another: whether each is handed the gradient of what it activates, as is predicted to be
+    faster with many samples. The last one never is."""
+    layers = text.split(" | ")
+    return (*(_is_handed(*both, dtype, device) for both in itertools.pairwise(layers)), False)
+
+
+def _is_handed(layer: str, behind: str, dtype: torch.dtype, device: int) -> bool:
+    def us(*texts: str) -> float:
+        return sum(float(ask_planner("predicted", text, dtype, device)) for text in texts)
+
+    chain = Chain.parse(layer)
+    if from_result(chain.activation) is None or has_backward(layer, dtype, device):
+        return False
+    fits = cuda_ops(device, dtype).fits
+    at_once, before, slope = slope_texts(layer, fits)
+    ways = [us(through_alone(chain.activation, chain.out_features))]
+    everything = (1 << (Chain.parse(behind).weights + 2)) - 1
+    both = through_text(behind, everything, chain.activation, fits)
+    if both and not has_backward(behind, dtype, device):
+        ways.append(us(both) - us(visits(behind, everything, fits)[0].back))
+    return min(ways) < (us(at_once) if at_once else us(before, slope))
+
+
+def backward_by_layers(
+    grad: Tensor, x: Tensor, states: Sequence[Tensor], tensors: Sequence[Tensor], text: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    """The gradients at the places `wanted` in x and the tensors, from the states that all layers but the last made."""
+    prepare_layers(text, wanted, len(x), x.dtype, x.get_device())
+    made = _Layers(cuda_ops(x.get_device(), x.dtype), all_at_once, x.dtype, x.get_device())
+    return made.gradients(grad, x, states, tensors, text, wanted)
+
+
+_prepared: set[Hashable] = set()  # backward passes whose kernels are there, or have been
+
+
+def prepare_layers(
+    text: str,
+    wanted: Sequence[int],
+    batch: int,
+    dtype: torch.dtype,
+    device: int,
+    before: Sequence[tuple[str, int]] = (),
+) -> None:
+    """Compiles and loads what the gradients take, and what runs `before`, if nobody has."""
+    key = text, *wanted, class_of_batch(batch), dtype, device
+    if batch and key not in _prepared:
+        prepare_together([*before, *texts_by_layers(text, wanted, batch, dtype, device)], dtype, device)
+        _prepared.add(key)
+
+
+def texts_by_layers(
+    text: str, wanted: Sequence[int], batch: int, dtype: torch.dtype, device: int
+) -> list[tuple[str, int]]:
+    """What makes the gradients, and of how many samples each."""
+    ops, asked = recording(cuda_ops(device, dtype).fits_of(batch))
+
+    def at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int]) -> list[Tensor]:
+        asked.append((f"{text} | backward", len(x)))
+        return [hollow(*(x, *tensors)[place].shape) for place in places]
+
+    layers = list(map(Chain.parse, text.split(" | ")))
+    x, *states, y = (hollow(batch, n) for n in (layers[0].in_features, *(layer.out_features for layer in layers)))
+    tensors = [t for weights, bias in map(hollow_layer, layers) for t in (*weights, bias) if t is not None]
+    _Layers(ops, at_once, dtype, device).gradients(y, x, states, tensors, text, wanted)
+    return list(dict.fromkeys(asked))
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """What gradients are made of: those of a layer by parts, or all at once."""
+
+    ops: Ops
+    at_once: Callable[[Tensor, Tensor, Sequence[Tensor], str, Sequence[int]], list[Tensor]]
+    dtype: torch.dtype
+    device: int
+
+    def gradients(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        states: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        text: str,
+        wanted: Sequence[int],
+    ) -> list[Tensor]:
+        layers, counts = text.split(" | "), tensors_of(text)
+        handed = handed_back(text, self.dtype, self.device)
+        found: dict[int, Tensor] = {}
+        end = len(tensors) + 1
+        for i, read in reversed(list(enumerate((x, *states)))):
+            begin = end - counts[i]
+            own = [place for place in wanted if begin <= place < end]
+            goes_on = any(place < begin for place in wanted)
+            places = [0] * goes_on + [place - begin + 1 for place in own]
+            layer = _without_activation(layers[i]) if handed[i] else layers[i]
+            through = Chain.parse(layers[i - 1]).activation if goes_on and i and handed[i - 1] else "identity"
+            made = self._of_layer(grad, read, tensors[begin - 1 : end - 1], layer, places, through)
+            found.update(zip(own, made[goes_on:], strict=True))
+            if not goes_on:
+                break
+            grad, end = made[0], begin
+        return [found[place] if place else grad for place in wanted]
+
+    def _of_layer(
+        self, grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int], through: str
+    ) -> list[Tensor]:
+        """Of one layer, that of x back through the activation which made x."""
+        if has_backward(text, self.dtype, self.device):
+            made = self.at_once(grad, x, tensors, text, places)
+            made[0] = back_through(self.ops, made[0], x, through)
+            return made
+        *weights, last = tensors
+        bias = last if Chain.parse(text).bias else None
+        if bias is None:
+            weights.append(last)
+        bits = [1 if not place else 2 << place if place <= len(weights) else 2 for place in places]
+        found = gradients(self.ops, grad, x, weights, bias, text, sum(bits), through)
+        return [dict(zip(sorted(bits), found, strict=True))[bit] for bit in bits]
+
+
+def all_at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int]) -> list[Tensor]:
+    """Of layers whose gradients one kernel makes."""
+    try:
+        return list(_all_at_once(grad, x, tensors, text, places))
+    except RuntimeError as error:
+        raise_better(error, f"{text} | backward", x)
+        raise
+
+
+@functools.lru_cache(1024)
+def tensors_of(text: str) -> tuple[int, ...]:
+    """How many each layer has"""
+    layers = map(Chain.parse, text.split(" | "))
+    return tuple(layer.weights + layer.bias for layer in layers)
+
+
+@functools.lru_cache(1024)
+def _without_activation(layer: str) -> str:
+    return replace(Chain.parse(layer), activation="identity").text

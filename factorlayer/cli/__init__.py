@@ -1,0 +1,1 @@
+"""The command line: check, profile, bench and cache."""

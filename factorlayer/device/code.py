@@ -1,0 +1,111 @@
+"""The device code of csrc/engine as text, put together for the run-time compiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+# What a dtype is in there: how it is multiplied, and what memory holds.
+MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
+ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
+
+HEADERS = ("instructions.cuh", "types.cuh", "memory.cuh", "mma.cuh", "params.cuh", "pointwise.cuh", "layout.cuh")
+
+
+Asks = Sequence[tuple[str, str]]  # tensors and bytes of them, in C++
+MOST_ASKED = 4 << 20  # of a tensor: what is read first
+
+
+def ask_for(samples: str, size: int) -> tuple[str, str]:
+    """Of a tensor with `size` bytes for each sample."""
+    return samples, f"min(params.batch * {size}, i64({MOST_ASKED}))"
+
+
+@functools.cache
+def folder() -> Path:
+    """Inside the installed package, or beside it in a source tree."""
+    package = Path(__file__).parents[1]
+    return next(path for path in (package / "engine", package.parent / "csrc" / "engine") if path.is_dir())
+
+
+@functools.cache
+def _paths() -> dict[str, Path]:
+    """Of each header, by its name alone: no two have the same."""
+    return {path.name: path for path in folder().rglob("*.cuh")}
+
+
+@functools.cache
+def headers(*further: str) -> str:
+    """The shared vocabulary and further headers, in order, with their names for the compiler's messages."""
+    text = []
+    for name in (*HEADERS, *further):
+        lines = _paths()[name].read_text().splitlines()
+        kept = [line if not line.startswith(("#include", "#pragma once")) else "" for line in lines]
+        text.append("\n".join([f'#line 1 "{name}"', *kept]))
+    return "\n".join(text) + "\n"
+
+
+def hopper_headers(products: str, *further: str) -> str:
+    """The same with Wgmma's `products`, which `further` headers use."""
+    return headers("wgmma.cuh") + products + headers(*further).removeprefix(headers())
+
+
+def kernel(
+    code: str,
+    name: str,
+    template: str,
+    lines: Sequence[str],
+    threads: int,
+    blocks: int = 1,
+    cluster: str = "",
+    waits: bool = True,
+    asks: Asks = (),
+    starts: bool = False,
+    maps: bool = False,
+) -> str:
+    """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
+    which waits for the kernel before, or does so by itself, and may have maps of tensors. Before that it `asks` for
+    what it will read first, and for x's map, and behind it `starts` the next one, which may then ask as early; with
+    `asks` it does."""
+    struct = "\n  ".join(lines)
+    asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
+    asked += "if (threadIdx.x == 0) prefetch_map(maps.x);\n  " if maps and waits else ""
+    wait = "wait_for_kernel_before();\n  " + "start_next_kernel();\n  " * bool(asks or starts) if waits else ""
+    return (
+        code
+        + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
+        + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
+        + f"{name}(const __grid_constant__ Params params{', const __grid_constant__ Maps maps' if maps else ''}) {{\n"
+        + f"  {asked}{wait}{template}<Pass>(params{', maps' if maps else ''}).run();\n}}\n"
+    )
+
+
+def wgmma(dtype: str, n: int, turned: bool = False) -> str:
+    """Wgmma<Element, n> of instructions.cuh: the matrix instruction of a warpgroup for sums 64 x n. `turned`: also of
+    operands in shared memory whose k's are rows, which 16 bits can have; both, or the right one alone."""
+    name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, "tf32")
+    k = 8 if name == "tf32" else 16
+    count = n // 2  # sums of a thread
+    sums, bound = (", ".join(text.format(i) for i in range(count)) for text in ("%{}", '"+f"(d[{}])'))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name}"
+
+    def multiply(verb: str, left: str, inputs: list[str], turned: list[bool]) -> str:
+        at = count + len(inputs)
+        operand = ", ".join(f"%{i}" for i in range(count, at))
+        operand = f"{{{operand}}}" if len(inputs) > 1 else operand
+        flags = "" if name == "tf32" else "".join(f", {int(flag)}" for flag in turned)
+        return (
+            f"  static DEVICE void {verb}(float (&d)[{count}], {left}, u64 b, bool add = true) {{\n"
+            f'    asm volatile("{{.reg .pred add;\\nsetp.ne.b32 add, %{at + 1}, 0;\\n"\n'
+            f'        "{instruction} {{{sums}}}, {operand}, %{at}, add, 1, 1{flags};}}\\n"\n'
+            f'        : {bound}\n        : {", ".join(inputs)}, "l"(b), "r"(int(add)));\n  }}\n'
+        )
+
+    slab, registers = ("u64 a", ['"l"(a)']), ("const u32 (&a)[4]", [f'"r"(a[{i}])' for i in range(4)])
+    verbs = [multiply("multiply", *slab, [False, False]), multiply("multiply", *registers, [False])]
+    if turned:
+        verbs += [multiply("multiply_turned", *slab, [True, True]), multiply("multiply_turned", *registers, [True])]
+        verbs += [multiply("multiply_right_turned", *slab, [False, True])]
+    of = f"Wgmma<{ELEMENT[dtype]}, {n}>"
+    return f'#line 1 "{of}"\ntemplate <> struct {of} {{\n{"".join(verbs)}}};\n'

@@ -1,0 +1,263 @@
+"""The source of a resident pass: one struct of constants for chain.cuh, and its kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.kernels.resident import Layout, Mode, Resident, Sandwich, Stage
+
+LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp looks through
+LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
+
+
+def source(plan: Resident, name: str) -> str:
+    """Self-contained CUDA C++ of the kernel `name`."""
+    work, stages = plan.work, plan.stages
+    layouts = [*(stage.layout for stage in stages), plan.final]
+    struct = [
+        f"using Math = {MATH[work.dtype]};",
+        f"using Element = {ELEMENT[work.dtype]};",
+        cuda_type(work.activation, work.scalars),
+    ]
+    load_run = _run(plan, layouts[0], _region(plan, False))
+    store_run = _run(plan, layouts[-1], _region(plan, True))
+    numbers = {
+        "WARPS": plan.warps,
+        "GROUPS": plan.groups,
+        "UNITS": plan.units,
+        "SLOTS": plan.slots,
+        "RANK": work.rank,
+        "UNITS_PER_SAMPLE": plan.units_per_sample,
+        "COPY": _access(plan, layouts[0], _region(plan, False)),
+        "STORE": _access(plan, layouts[-1], _region(plan, True)),
+        "FINAL": plan.offset(len(stages)),
+        "LOAD_RUN": load_run,
+        "STORE_RUN": store_run,
+        "kBarrierBytes": plan.barrier_bytes,
+        "kWeightBytes": plan.weight_bytes,
+        "kSlotBytes": plan.slot_bytes,
+        "kGroupBytes": plan.group_bytes,
+    }
+    struct += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+    split_step = math.prod(work.states[-1]) // plan.split * work.inner if plan.split > 1 else 0
+    struct += [
+        f"static constexpr i64 SPLIT_STEP = {split_step};",
+        f"static constexpr bool BIAS = {str(work.bias).lower()};",
+        f"static constexpr bool BULK_LOAD = {str(load_run > 0).lower()};",
+        f"static constexpr bool BULK_STORE = {str(store_run > 0).lower()};",
+        f"using Input = {_region_type(plan, False)};",
+        f"using Output = {_region_type(plan, True)};",
+    ]
+    weight_at = 0
+    for i, stage in enumerate(stages):
+        struct.append(f"using S{i} = {_stage_type(plan, i, layouts[i], layouts[i + 1], weight_at)};")
+        weight_at += stage.weight_bytes * work.rank
+    first = "S0::First" if isinstance(stages[0], Sandwich) else "S0"
+    struct += [f"using FirstStage = {first};", "using First = FirstStage::In;", f"using Final = {layouts[-1]};"]
+    struct += _load_weights(plan) + _stages(plan)
+    return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads, asks=work.asks)
+
+
+def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:
+    """rows, contiguous, chunks, slice, step of a unit in memory."""
+    work = plan.work
+    whole = math.prod(work.states[-1 if out else 0])
+    rows = whole // plan.split if out else whole
+    if plan.chunk == work.inner:
+        return 1, rows * work.inner, 1, whole * work.inner, 0
+    return rows, plan.chunk, work.inner // plan.chunk, whole * work.inner, work.inner
+
+
+def _region_type(plan: Resident, out: bool) -> str:
+    return f"Region<{', '.join(map(str, _region(plan, out)))}, {plan.units_per_sample}>"
+
+
+def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
+    """Bytes moved at once: what divides every run, in memory and in shared memory."""
+    _, contiguous, _, whole, step = region
+    run = layout.i if layout.i > 1 else layout.p
+    return math.gcd(16, *(n * plan.size for n in (run, contiguous, whole, step)))
+
+
+def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
+    """Elements that lie together in memory and in shared memory, if the copy engine should move them; or 0."""
+    rows, contiguous, *_ = region
+    step = layout.step if layout.i > 1 else 1
+    together = layout.i if layout.i > 1 else layout.p
+    if step == layout.i:
+        together = layout.p * layout.i if layout.row != layout.p * layout.i else rows * contiguous
+    run = math.gcd(together, contiguous)
+    good = run * plan.size >= LEAST_RUN and _access(plan, layout, region) == 16
+    return run if plan.gpu.arch >= 90 and good else 0
+
+
+def _stage_type(plan: Resident, i: int, layout: Layout, following: Layout, weight: int) -> str:
+    stage = plan.stages[i]
+    step = i + sum(isinstance(earlier, Sandwich) for earlier in plan.stages[:i])
+    if isinstance(stage, Sandwich):
+        first = _single_type(plan, stage.first, i, step, layout, following, weight)
+        second = _single_type(
+            plan, stage.second, i, step + 1, layout, following, weight + stage.first.weight_bytes, True
+        )
+        return f"Sandwich<{first}, {second}>"
+    return _single_type(plan, stage, i, step, layout, following, weight)
+
+
+def _scaled(plan: Resident, step: int) -> bool:
+    """Whether a step's weight is a product that is kept normalised."""
+    return plan.work.dtype == "float16" and len(plan.work.steps[step][1].parts) > 1
+
+
+def _single_type(
+    plan: Resident,
+    stage: Stage,
+    i: int,
+    step: int,
+    layout: Layout,
+    following: Layout,
+    weight: int,
+    from_sums: bool = False,
+) -> str:
+    run = following.i if following.i > 1 else following.p
+    pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
+    words = [
+        str(stage.by_rows).lower(),
+        *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),
+        *(layout, following, plan.offset(i), plan.offset(i + 1), weight),
+        *(str(flag).lower() for flag in (plan.in_place, _splits(stage, following), pairs)),
+        plan.scale_offset(step) if _scaled(plan, step) else -1,
+        stage.weight_stride,
+        str(from_sums).lower(),
+    ]
+    return f"Stage<{', '.join(map(str, words))}>"
+
+
+@functools.lru_cache(1024)
+def _splits(stage: Stage, out: Layout) -> bool:
+    """Whether a sum's place in the next state is its lane's place plus a constant for its tile."""
+
+    def element(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+        if stage.by_rows:
+            return row * stage.q + column
+        padded = stage.inner_padded
+        return (column // padded * stage.q + row) * stage.inner + column % padded
+
+    def at(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+        return out.at(element(row, column))
+
+    m_tiles, n_tiles = -(-stage.m // (16 * stage.mt)), -(-stage.n // (8 * stage.nt))
+    row = (np.arange(m_tiles)[:, None] * 16 * stage.mt + np.arange(8)).reshape(-1, 1, 1, 1)
+    column = (np.arange(n_tiles)[:, None] * 8 * stage.nt + 2 * np.arange(4)).reshape(1, -1, 1, 1)
+    r, c = 8 * np.arange(2 * stage.mt).reshape(1, 1, -1, 1), 8 * np.arange(stage.nt).reshape(1, 1, 1, -1)
+    valid = (row + r < stage.m) & (column + c < stage.n)
+    return bool(np.all(~valid | (at(row + r, column + c) == at(row, column) + at(r, c))))
+
+
+def _load_weights(plan: Resident) -> list[str]:
+    lines = ["template <class C> static DEVICE void load_weights(const C& c) {"]
+    for step, ((_, mode), stage) in enumerate(zip(plan.work.steps, _types(plan), strict=True)):
+        lines.append(f"  for (int term = 0; term < {plan.work.rank}; ++term) {{")
+        for j, (weight, q, p) in enumerate(mode.parts):
+            shift = f" + blockIdx.y * {q // plan.split * p}" if plan.split > 1 and step == 0 else f" + term * {q * p}"
+            lines.append(f"    auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]){shift};")
+        if len(mode.parts) == 1:
+            lines.append(f"    c.template load_weight<{stage}>(term, w0);")
+        else:
+            made = product(mode)
+            if _scaled(plan, step):
+                lines += [f"    const float scale = {normals(mode)};", f"    c.template keep_scale<{stage}>(scale);"]
+                made = f"scale * {made}"
+            make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
+            lines.append(f"    c.template make_weight<{stage}>(term, {make});")
+        lines.append("  }")
+    return [*lines, "}"]
+
+
+def _types(plan: Resident) -> list[str]:
+    """The stage of each step."""
+    types: list[str] = []
+    for i, stage in enumerate(plan.stages):
+        types += [f"S{i}::First", f"S{i}::Second"] if isinstance(stage, Sandwich) else [f"S{i}"]
+    return types
+
+
+def normals(mode: Mode) -> str:
+    """What a product of half-precision weights is multiplied by."""
+    return f"if_needed(normals({', '.join(f'w{j}, {q * p}' for j, (_, q, p) in enumerate(mode.parts))}))"
+
+
+def can_be_made(mode: Mode, dtype: str) -> bool:
+    """Whether a product of weights keeps what the weights say."""
+    if dtype != "float16" or len(mode.parts) == 1:
+        return True
+    return all(q * p <= LARGEST_NORMALISED for _, q, p in mode.parts)
+
+
+def product(mode: Mode) -> str:
+    """An element of the Kronecker product of a mode's weights."""
+    return " * ".join(factors(mode))
+
+
+def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
+    """A weight's elements, weight_x(), and what they are multiplied by, normal_x(): 1 but for products in fp16.
+
+    FACTOR_X is the parameter that it is, or -1.
+    """
+    weights = [
+        f"  auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
+        for j, (weight, _, _) in enumerate(mode.parts)
+    ]
+    normal = normals(mode) if dtype == "float16" and len(mode.parts) > 1 else "1"
+    return [
+        f"static DEVICE Sum<Element> normal_{letter}(const Params& params) {{",
+        *(weights if normal != "1" else []),
+        f"  return {normal};",
+        "}",
+        f"static DEVICE Sum<Element> weight_{letter}(const Params& params, int q, int p) {{",
+        *weights,
+        f"  return {product(mode)};",
+        "}",
+        f"static constexpr int FACTOR_{letter.upper()} = {mode.parts[0][0] if len(mode.parts) == 1 else -1};",
+    ]
+
+
+def factors(mode: Mode) -> list[str]:
+    """Whose product is an element."""
+    found, q_inner, p_inner = [], mode.q, mode.p
+    for j, (_, q, p) in enumerate(mode.parts):
+        q_inner, p_inner = q_inner // q, p_inner // p
+        found.append(f"widen(w{j}[q / {q_inner} % {q} * {p} + p / {p_inner} % {p}])")
+    return found
+
+
+def _stages(plan: Resident) -> list[str]:
+    last = len(plan.stages) - 1
+    calls = []
+    for i, stage in enumerate(plan.stages):
+        following = f"S{i + 1}" if i < last else "void"
+        if isinstance(stage, Sandwich):
+            calls.append(f"c.template sandwich<S{i}, {following}>(slot, tile);")
+        else:
+            calls.append(f"c.template stage<S{i}, {following}>(term, slot, tile);")
+    head = "template <class C> static DEVICE void stages(const C& c, u32 slot, i64 tile) {"
+    if plan.work.rank == 1:
+        return [head, "  [[maybe_unused]] constexpr int term = 0;", *(f"  {call}" for call in calls), "}"]
+    return [
+        head,
+        f"  typename C::template Sums<S{last}> y = {{}};",
+        f"  for (int term = 0; term < {plan.work.rank}; ++term) {{",
+        *(f"    {call}" for call in calls[:-1]),
+        f"    if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, slot);",
+        "    c.sync();",
+        "  }",
+        f"  const u32 to = c.template out_address<S{last}>(slot);",
+        f"  if (c.warp < S{last}::TILES) c.template write<S{last}, true>(y, c.warp, to, tile * UNITS);",
+        "  c.template end_stage<void>(0);",
+        "}",
+    ]

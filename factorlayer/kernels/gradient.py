@@ -1,0 +1,341 @@
+"""Gradients of weights: gradient.cuh, its tiles and source.
+
+A contraction's states, before and behind it, lie in memory as its chain has them. Few weights and many samples: blocks
+share the samples, each writes its own sums, and a second kernel adds them up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.maths.spec import Contraction
+
+MOST_RUNS = 16  # on their way to a thread, of both states together
+LEAST_CHUNKS = 4  # that are worth a block
+PLACE_REGISTERS = 3  # for where a run is read
+MOST_BLOCKS = 65535  # along y of a grid
+REDUCTION_US = 3.0  # of a second kernel, beside what it moves
+SHORT_US = 40.0  # of a pass
+FILLED = 1 << 17  # threads that fill a GPU
+PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
+# Warp tiles, in 16 q's and 8 p's, and registers that they need beside the runs.
+TILES = {
+    "float64": {(2, 4): 168, (1, 4): 120, (1, 2): 96, (1, 1): 80},
+    "float32": {(2, 4): 208, (1, 4): 152, (1, 2): 120, (1, 1): 96},
+    "tf32": {(2, 4): 128, (2, 2): 96, (1, 4): 96, (1, 2): 80, (1, 1): 96},
+    "bfloat16": {(4, 4): 160, (2, 8): 160, (2, 4): 112, (2, 2): 88, (1, 4): 88, (1, 2): 80, (1, 1): 72},
+}
+TILES["float16"] = TILES["bfloat16"]
+
+
+def most_samples(batch: int) -> int:
+    """Of the batches that have one plan: csrc/runtime's classes."""
+    return next((most for most in (64, 2048) if batch <= most), 1 << 40)
+
+
+class TileSums:
+    """What passes have in common whose blocks each have a tile of the sums, mostly for one contraction's weights."""
+
+    contraction: Contraction
+    dtype: str
+    gpu: Gpu
+    batch: int
+    blocks: Any  # at once on a multiprocessor
+    tiles: Any
+    units_per_sample: Any
+    units_per_block: Any
+    bias: Any = False  # whether that of the columns of what comes back is made, too
+    folds: Any = 1  # sums for each weight that a block has
+
+    @property
+    def weights(self) -> int:
+        return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
+
+    @property
+    def singles(self) -> int:
+        return 0
+
+    @property
+    def split(self) -> int:
+        return int(self.tiles)
+
+    @property
+    def most(self) -> int:
+        """Blocks for a tile."""
+        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
+        return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its blocks write gradients: a tile never has several."""
+        return bool(self.most * self.folds == 1)
+
+    @property
+    def result(self) -> str:
+        """What is written, in C++."""
+        return "Element" if self.is_whole else "Sum<Element>"
+
+    @property
+    def part_bytes(self) -> int:
+        """Of the sums that all blocks write, at most."""
+        return 0 if self.is_whole else int(self.most * self.folds * self.weights * PART_BYTES[self.dtype])
+
+    @property
+    def for_a_tile(self) -> str:
+        return f"{'one block' if self.is_whole else f'at most {self.most} blocks'} for a tile"
+
+
+@dataclass(frozen=True)
+class Gradient(TileSums):
+    """A pass over the states, tiled. `us` is the time predicted."""
+
+    contraction: Contraction
+    dtype: str
+    mt: int
+    nt: int
+    wm: int
+    wn: int
+    wg: int  # groups of a block
+    bk: int
+    registers: int
+    gpu: Gpu
+    batch: int
+    us: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def bm(self) -> int:
+        return 16 * self.mt * self.wm
+
+    @property
+    def bn(self) -> int:
+        return 8 * self.nt * self.wn
+
+    @functools.cached_property
+    def run(self) -> int:
+        """Elements that are read at once."""
+        c = self.contraction
+        return math.gcd(16 // self.size, *((c.p, c.q) if c.inner == 1 else (c.inner,)))
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.wm * self.wn * self.wg
+
+    @functools.cached_property
+    def runs(self) -> int:
+        """Of a thread."""
+        return sum(-(-self.wg * self.bk * width // (self.run * self.threads)) for width in (self.bm, self.bn))
+
+    def _stride(self, width: int) -> int:
+        return width + 4 if self.size == 8 else width if width % 16 else width + 8
+
+    @functools.cached_property
+    def shared(self) -> int:
+        return 2 * self.wg * self.bk * (self._stride(self.bm) + self._stride(self.bn)) * self.size
+
+    @functools.cached_property
+    def blocks(self) -> int:
+        """At once on a multiprocessor."""
+        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
+        return max(1, min(65536 // (self.threads * self.registers), fit, 8))
+
+    @property
+    def rows(self) -> int:
+        """Of a sample."""
+        return self.contraction.outer if self.contraction.tied else 1
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        c = self.contraction
+        groups = 1 if c.tied else c.outer * -(-c.inner // self.wg)
+        return -(-c.q // self.bm) * -(-c.p // self.bn) * groups
+
+    @functools.cached_property
+    def _inner_here(self) -> int:
+        """Of a chunk."""
+        c = self.contraction
+        return min(1 << (c.inner - 1).bit_length(), self.bk) if c.tied else 1
+
+    @property
+    def units_per_sample(self) -> int:
+        c = self.contraction
+        return self.rows * (-(-c.inner // self._inner_here) if c.tied else 1)
+
+    @property
+    def units_per_block(self) -> int:
+        return LEAST_CHUNKS * (self.bk // self._inner_here)
+
+    def __str__(self) -> str:
+        c = self.contraction
+        kind = "columns" if c.inner == 1 else "inner" if c.tied else "groups"
+        return (
+            f"gradient: {c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums"
+            + ("" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups")
+            + f", {self.threads // 32} warps, chunks of {self.bk}, {self.for_a_tile}, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
+        numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
+        numbers |= {"RUN": self.run}
+        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"using Result = {self.result};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
+        return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
+
+
+class BlockSums:
+    """What passes have in common that make all gradients at once, with one block for each multiprocessor."""
+
+    dtype: Any
+    gpu: Gpu
+    weights: Any
+
+    @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def units_per_block(self) -> int:
+        """One, so that few units have a multiprocessor each."""
+        return 1
+
+    @property
+    def folds(self) -> int:
+        return 1
+
+    @property
+    def singles(self) -> int:
+        """The first weights, of which a block has one sum, whatever it has of the others."""
+        return 0
+
+    @property
+    def most(self) -> int:
+        """Blocks, each with sums of its own."""
+        return self.gpu.sms
+
+    @property
+    def part_bytes(self) -> int:
+        """Of what all blocks write, at most."""
+        return int(self.most * self.weights * PART_BYTES[self.dtype])
+
+
+class Summing(Protocol):
+    """A pass whose blocks, `most` at most for each weight, write sums."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def units_per_sample(self) -> int: ...
+    @property
+    def units_per_block(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def folds(self) -> int: ...
+    @property
+    def singles(self) -> int: ...
+    @property
+    def us(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A pass that adds up what the blocks of another one have summed."""
+
+    of: Summing
+    in_place: bool = False  # sums that another pass reads, in the first block's place
+    us: float = REDUCTION_US
+
+    threads = 256
+    shared = 256 * 16
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @property
+    def vector(self) -> int:
+        """Sums of a thread: 16 bytes, unless there are so few that more threads are worth more."""
+        whole = 16 // PART_BYTES[self.of.dtype]
+        divides = self.of.weights % whole == 0 and self.of.singles % whole == 0
+        return whole if divides and self.of.weights * 8 >= whole * FILLED // 2 else 1
+
+    @property
+    def ways(self) -> int:
+        """Threads that share the blocks' sums."""
+        return next((n for n in (1, 2, 4) if n * self.of.weights >= self.vector * FILLED), 8)
+
+    @property
+    def split(self) -> int:
+        return min(-(-self.of.weights * self.ways // (self.vector * self.threads)), MOST_BLOCKS)
+
+    @property
+    def starts(self) -> bool:
+        """The next kernel early, where that is worth it: not of tiles, and not behind long passes."""
+        return isinstance(self.of, BlockSums) and self.of.us < SHORT_US
+
+    def __str__(self) -> str:
+        return f"reduction: of {self.of.weights} sums"
+
+    def source(self, name: str) -> str:
+        of = self.of
+        numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
+        numbers |= {"MOST": of.most, "FOLDS": of.folds, "SINGLES": of.singles, "WAYS": self.ways, "VECTOR": self.vector}
+        lines = [f"using Element = {ELEMENT[of.dtype]};"]
+        lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
+        return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 2, starts=self.starts)
+
+
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:
+    """The fastest tiling by prediction."""
+    tilings = [replace(plan, us=_time(plan)) for plan in _tilings(contraction, dtype, batch, gpu)]
+    return min(tilings, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US))
+
+
+def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradient]:
+    size = ELEMENT_BYTES[dtype]
+    by_groups = not c.tied and c.inner > 1
+    run = math.gcd(16 // size, c.inner)
+    for ((mt, nt), registers), warps, bk in itertools.product(TILES[dtype].items(), (2, 4, 8), (64, 32, 16)):
+        for wm in (1, 2, 4, 8):
+            for wg in (run, 2 * run) if by_groups else (1,):
+                if warps % (wm * wg):
+                    continue
+                plan = Gradient(c, dtype, mt, nt, wm, warps // (wm * wg), wg, bk, 0, gpu, batch)
+                if plan.runs > MOST_RUNS or plan.shared > gpu.shared or max(plan.bm, plan.bn) > 128:
+                    continue
+                plan = replace(plan, registers=registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS))
+                if plan.registers <= 255 and plan.threads * plan.registers <= 65536 and plan.tiles <= MOST_BLOCKS:
+                    yield plan
+
+
+def _time(plan: Gradient) -> float:
+    """Microseconds: what a multiprocessor reads and multiplies for its chunks, then the sums of all."""
+    c, gpu = plan.contraction, plan.gpu
+    chunks = -(-plan.batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
+    blocks = min(-(-chunks // LEAST_CHUNKS), plan.most) * plan.tiles
+    each = -(-blocks // (gpu.sms * plan.blocks)) * plan.blocks * -(-chunks * plan.tiles // blocks)
+    states = plan.wg * plan.bk * (plan.bm + plan.bn)
+    stores = states / (32 * (plan.run if c.inner == 1 else 1))
+    products = plan.wg * plan.bm * plan.bn * plan.bk / (0.6 * gpu.flops[plan.dtype])
+    loads = plan.threads / 32 * plan.bk * (2 * plan.mt + plan.nt) / 8 if plan.size > 2 else states * plan.mt / 128
+    issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
+    chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
+    parts = min(blocks // plan.tiles, plan.most) * plan.weights * PART_BYTES[plan.dtype]
+    return 5.0 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))

@@ -1,0 +1,1 @@
+"""Families that take several factors of a Kronecker product at one visit."""

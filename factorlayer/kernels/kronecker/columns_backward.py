@@ -1,0 +1,162 @@
+"""All gradients of three or four small factors in double in one pass: columns_backward.cuh."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import headers, kernel
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import BlockSums
+from factorlayer.kernels.kronecker.columns import (
+    BARRIER_BYTES,
+    ByColumns,
+    Step,
+    groups_of,
+    orders_of,
+    sizes_between,
+    takes,
+    time_of,
+)
+from factorlayer.kernels.resident import Mode
+from factorlayer.kernels.states import Uses, lay_out
+
+
+@dataclass(frozen=True)
+class ColumnsBackward(ByColumns, BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    steps: tuple[Step, ...]
+    waves: int  # accesses to states, for a unit
+    units_per_sample: int
+    warps: int
+    groups: int
+    slots: int
+    gpu: Gpu
+    us: float = 0.0
+
+    dtype = "float64"
+
+    @property
+    def weights(self) -> int:
+        """Elements of all."""
+        return sum(step.p * step.q for step in self.steps)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return 8 * self.units_per_sample * math.prod(self.steps[0].before.sizes)
+
+    @property
+    def tiles(self) -> int:
+        """Of sums."""
+        return sum(-(-step.p // 8) for step in self.steps)
+
+    @property
+    def _state_begins(self) -> list[int]:
+        """Behind the slots, and the end."""
+        begins = [self.slots * self.steps[0].before.bytes + self.steps[-1].behind.bytes]
+        for step in self.steps[1:]:
+            begins.append(begins[-1] + step.before.bytes)
+        return begins
+
+    @property
+    def group_bytes(self) -> int:
+        """For all states, and for four sums of each thread, which take their place in the end."""
+        return max(self._state_begins[-1], 32 * 32 * self.warps)
+
+    @property
+    def shared(self) -> int:
+        return self.weight_bytes + self.groups * (self.group_bytes + BARRIER_BYTES)
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
+        return (
+            f"columns, backward: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)
+        slot = self.steps[0].before.bytes
+        numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots}
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": len(self.steps)}
+        numbers |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
+        numbers |= {"kFours": self.tiles, "kSums": self.weights}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"using X = {self.steps[0].before.cuda()};", f"using G = {self.steps[-1].behind.cuda()};"]
+        begins = [-1, *self._state_begins[:-1], -1]
+        fours = 0
+        for i, step in enumerate(self.steps):
+            to = sum(other.p * other.q for other in self.steps if other.mode < step.mode)
+            of = step.cuda((begins[i], begins[i + 1]), weights[i])
+            lines.append(f"using S{i} = BackStep<{of}, {fours}, {to}>;")
+            fours += -(-step.p // 8)
+        count = len(self.steps)
+        forward = " ".join(f"k.template forward<S{i}>();" for i in range(count - 1))
+        back = " ".join(f"k.template back<S{i}>(sums);" for i in reversed(range(count)))
+        place = " ".join(f"k.template place<S{i}>(n, at, sum, to);" for i in range(count))
+        lines += [f"template <class Kernel> static DEVICE void forward(const Kernel& k) {{ {forward} }}"]
+        lines += [
+            f"template <class Kernel, class Sums> static DEVICE void back(const Kernel& k, Sums& sums) {{ {back} }}"
+        ]
+        lines += [
+            "template <class Kernel>",
+            "static DEVICE void place(const Kernel& k, int n, Lane at, const double (&sum)[4], double* to) {",
+            f"  {place}",
+            "}",
+            f"template <class Kernel> static DEVICE void load_weights(const Kernel& k) {{ {' '.join(loads)} }}",
+        ]
+        code = headers("sums.cuh", "columns.cuh", "columns_backward.cuh")
+        return kernel(code, name, "ColumnsBackward", lines, self.threads)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ColumnsBackward | None:
+    """None where this family has no kernel. `outer` is the size of what lies before the modes."""
+    if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
+        return None
+    plans = (replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+@functools.lru_cache(256)
+def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+    """Orders, the first mode first, with the accesses to states."""
+    found, last = [], len(modes) - 1
+    for order in orders_of(modes):
+        sizes = sizes_between(modes, order)
+        # Behind a contraction threads store the state, but for the last, and load the gradient; before it they load
+        # the state, but for the last, and store the gradient, but for the first.
+        before = [Uses(mode, 1 + (i < last), 1) for i, mode in enumerate(order)]
+        behind = [Uses(mode, 1 + (0 < i < last), 1) for i, mode in enumerate(order)]
+        ends = list(zip([None, *before], [*behind, None], strict=True))
+        waves, laid, orders = lay_out(sizes, ends, True, 0, True)
+        steps = zip(order, laid[:-1], laid[1:], orders, strict=True)
+        found.append((waves, tuple(Step(*each) for each in steps)))
+    return tuple(found)
+
+
+def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[ColumnsBackward]:
+    """Of modes that this family takes."""
+    for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
+        plan = ColumnsBackward(steps, waves, outer, warps, 1, slots, gpu)
+        registers = max(step.registers(warps) for step in steps) + 8 * plan.tiles
+        groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
+        if groups > 0:
+            yield replace(plan, groups=groups)
+
+
+def _time(plan: ColumnsBackward, batch: int) -> float:
+    steps = plan.steps
+    x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
+    moved = 8 * (2 * x + y)
+    waves = plan.waves + (moved + 8 * x) / 128 + sum(step.weight_reads for step in steps + steps[:-1])
+    multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
+    products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
+    alone = plan.alone(waves, 1.5 * len(steps))
+    units = batch * plan.units_per_sample
+    return time_of(plan.gpu, units, waves, multiply_adds, products, moved, plan.groups, alone)

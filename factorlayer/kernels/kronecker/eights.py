@@ -1,0 +1,72 @@
+"""Passes of five factors of 8 x 8 in float from sm_90 on: what eights.cuh is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import headers, kernel
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
+from factorlayer.kernels.resident import Work
+
+SIZES = Sizes(8, 8, 8, 8, 8)
+WARPS, ROWS = 16, 32  # of a warp
+ROW_BYTES = 8 * 8 * 4
+FEWEST_STAGED = ROWS // 2  # a warp's lanes ask for a line each of the others
+# Weights in parts, a state, what lies between its slabs, what warps say of their numbers, what weights make of these
+FIXED_BYTES = 5 * 32 * 16 + SIZES.rows * SIZES.row_bytes + 48 + 4 * WARPS + 5 * 4
+BARRIER_BYTES = 8
+MULTIPLY_ADDS = 23  # of an element, that would take as long as its products
+
+
+@dataclass(frozen=True)
+class Eights:
+    """A pass, tiled. `us` is the time predicted."""
+
+    work: Work
+    gpu: Gpu
+    us: float = 0.0
+
+    split = 1
+    units_per_block = 1
+    threads = 32 * WARPS
+
+    @property
+    def staged(self) -> int:
+        """Of a warp's rows, what the copy engine brings."""
+        room = (self.gpu.shared - FIXED_BYTES) // WARPS - BARRIER_BYTES
+        return min(room // ROW_BYTES, ROWS - 1)
+
+    @property
+    def shared(self) -> int:
+        return FIXED_BYTES + WARPS * (BARRIER_BYTES + self.staged * ROW_BYTES)
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return 4 * self.work.outer * SIZES.size
+
+    def __str__(self) -> str:
+        return f"eights: {SIZES}, {self.staged} of {ROWS} rows staged, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        work = self.work
+        numbers = {"FIRST": dict(work.steps)[0].parts[0][0], "UNITS_PER_SAMPLE": work.outer, "STAGED": self.staged}
+        lines = ["using Element = float;"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
+        return kernel(headers("eights.cuh"), name, "Eights", lines, self.threads)
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> Eights | None:
+    """None where this family has no kernel."""
+    if gpu.arch < 90 or sizes_in(work) != SIZES:
+        return None
+    plan = Eights(work, gpu, time_of(SIZES, MULTIPLY_ADDS, 2, 1, batch * work.outer, gpu))
+    return plan if plan.staged >= FEWEST_STAGED else None

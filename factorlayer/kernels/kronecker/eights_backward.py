@@ -1,0 +1,52 @@
+"""All gradients of five factors of 8 x 8 in float, in one pass from sm_90 on: eights_backward.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import headers, kernel
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import BlockSums
+from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
+from factorlayer.kernels.resident import Mode
+
+SIZES = Sizes(8, 8, 8, 8, 8)
+WARPS = 16
+# A state; of each warp half of its columns of what comes back, and a cube of x; weights in parts
+SHARED = 4 * SIZES.size + WARPS * (64 * 64 + 8 * 8 * 8 * 4) + 8 * sum(SIZES.weights)
+MULTIPLY_ADDS = 92  # of an element, that would take as long as its products
+
+
+@dataclass(frozen=True)
+class EightsBackward(BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    units_per_sample: int
+    gpu: Gpu
+    us: float = 0.0
+
+    dtype = "float32"
+    threads = 32 * WARPS
+    shared = SHARED
+    weights = sum(SIZES.weights)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return 4 * self.units_per_sample * SIZES.size
+
+    def __str__(self) -> str:
+        return f"eights, backward: {SIZES}, {WARPS} warps, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        lines = [f"static constexpr int UNITS_PER_SAMPLE = {self.units_per_sample};"]
+        return kernel(headers("eights_backward.cuh"), name, "EightsBackward", lines, self.threads)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> EightsBackward | None:
+    """None where this family has no kernel. `outer` is the size of what lies before the modes."""
+    if dtype != "float32" or gpu.arch < 90 or gpu.shared < SHARED or sizes_of(modes) != SIZES:
+        return None
+    plan = EightsBackward(outer, gpu)
+    return replace(plan, us=time_of(SIZES, MULTIPLY_ADDS, 3, 1, batch * outer, gpu))

@@ -1,0 +1,142 @@
+"""All gradients of a small factor and two of up to 64 x 64 in 16 bits, in one pass: mixed_backward.cuh,
+Hopper's matrix unit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import ELEMENT, ask_for, hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.emit import can_be_made, weight_functions
+from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.kronecker.unit_backward import BARRIER_BYTES, LARGEST, LEAST, SLAB
+from factorlayer.kernels.resident import Mode, round_up
+
+MOST_MIXED = 8  # of the small mode
+CHUNK = 16  # rows of X
+MIXED_BYTES = MOST_MIXED * (SLAB + 128)  # of all mixtures
+START_US = 5.0  # with the weights and the first unit on their way
+UNIT_US = 0.9  # of a group, for each of its mixtures
+MIX_US = 0.09  # of a row of X's, mixed, and mixed back, while nothing else is multiplied
+
+
+@dataclass(frozen=True)
+class MixedBackward(BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    modes: tuple[Mode, Mode, Mode]
+    dtype: str
+    units_per_sample: int
+    gpu: Gpu
+    us: float = 0.0
+
+    groups = 2
+    slots = 4  # of G
+    copy_registers, registers = 56, 224  # of a thread, by what its warpgroup does
+    size = 2
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """p, p0, p1, q, q0, q1"""
+        small, first, second = self.modes
+        return small.p, first.p, second.p, small.q, first.q, second.q
+
+    @property
+    def weights(self) -> int:
+        """Elements of all three."""
+        return sum(mode.p * mode.q for mode in self.modes)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.units_per_sample * math.prod(self.sizes[:3]) * self.size
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of shared memory beside X's."""
+        return BARRIER_BYTES + (2 + self.groups + self.slots) * SLAB + MIXED_BYTES
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of 16 rows of X's"""
+        p, _, p1, *_ = self.sizes
+        return p * (CHUNK * p1 // 8 | 1) * 16
+
+    @property
+    def least_chunks(self) -> int:
+        """Of a unit"""
+        return -(-self.sizes[1] // CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """That there is room for: of two units at most."""
+        return min(2 * self.least_chunks, (self.gpu.shared - self.fixed) // self.chunk_bytes)
+
+    @property
+    def shared(self) -> int:
+        return self.fixed + self.chunks * self.chunk_bytes
+
+    def __str__(self) -> str:
+        p, p0, p1, q, q0, q1 = self.sizes
+        return (
+            f"mixed pair, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = dict(zip(("P", "P0", "P1", "Q", "Q0", "Q1"), self.sizes, strict=True))
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots}
+        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
+        parts = [part for mode in self.modes for part in mode.parts]
+        numbers |= {"GRAD": len(parts), "CHUNKS": self.chunks}
+        lines = [f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        for mode, letter in zip(self.modes, "mab", strict=True):
+            lines += weight_functions(mode, letter, self.dtype)
+        p, p0, p1, q, q0, q1 = self.sizes
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({round_up(n, 16) for n in (p1, q0, q1)}))
+        names = ("mixing.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "mixed_backward.cuh")
+        states = {"params.x": p * p0 * p1, f"params.weights[{len(parts)}]": q * q0 * q1}
+        asks = [ask_for(name, self.units_per_sample * count * self.size) for name, count in states.items()]
+        asks += [(f"params.weights[{weight}]", str(q * p * self.size)) for weight, q, p in parts]
+        return kernel(hopper_headers(products, *names), name, "MixedBackward", lines, self.threads, asks=asks)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> MixedBackward | None:
+    """The fastest by prediction, of all ways to take neighbours as three; None where this family has no kernel."""
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16"):
+        return None
+    plans = []
+    for three in _as_three(modes):
+        plan = MixedBackward(three, dtype, outer, gpu)
+        p, p0, p1, q, q0, q1 = plan.sizes
+        large = (p0, p1, q0, q1)
+        fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= LARGEST
+        fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
+        if fits and plan.chunks > plan.least_chunks:
+            plans.append(replace(plan, us=_time(plan, batch)))
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+def _as_three(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode, Mode]]:
+    parts = [part for mode in modes for part in mode.parts]
+    for i, j in itertools.combinations(range(1, len(parts)), 2):
+        yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:j])), Mode(tuple(parts[j:]))
+
+
+def _time(plan: MixedBackward, batch: int) -> float:
+    """Predicted microseconds."""
+    p, p0, p1, q, q0, q1 = plan.sizes
+    memory = (2 * p * p0 * p1 + q * q0 * q1) * plan.size / (0.85 * plan.gpu.memory_bytes)
+    busy = -(-q // plan.groups) * UNIT_US + p0 * MIX_US
+    units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
+    return START_US + units * max(memory, busy) + plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes

@@ -1,0 +1,280 @@
+"""Passes of the last two modes on Hopper's matrix unit: what pair.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.emit import normals, product
+from factorlayer.kernels.resident import Mode, Work, round_up
+
+BARRIER_BYTES = 1024
+LEAST = 24  # of a size that fills the matrix unit
+MOST_MIXED = 8  # of a mode before the two
+SLOT_BYTES = 16 << 10
+MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
+START_US = 2.2
+UNIT_US = 0.4  # from a unit's last copy to its first store, where nothing hides it: of 16 bits
+MIX_US = 2e-5  # of a multiply-add of a mixture, by FMA
+PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy to its last mixture
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pass of two tied contractions, tiled. `us` is the time predicted."""
+
+    work: Work
+    chunk: int  # of the first mode's p, in a slot
+    slots: int
+    groups: int
+    gpu: Gpu
+    stages: int = 0  # chunks on their way to slots
+    held: int = 1  # pieces of the second weight that stay in registers
+    us: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.work.dtype]
+
+    @property
+    def pieces(self) -> int:
+        """Of an element, as the matrix unit takes it."""
+        return 3 if self.work.dtype == "float32" else 1
+
+    @property
+    def unit(self) -> int:
+        """Bytes of such a piece."""
+        return 2 if self.pieces > 1 else self.size
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1 of the last two modes"""
+        (*_, p0, p1), (*_, q0, q1) = self.work.states[0], self.work.states[-1]
+        return p0, p1, q0, q1
+
+    @property
+    def mixed(self) -> tuple[int, int]:
+        """p, q of a mode before them"""
+        return (self.work.states[0][0], self.work.states[-1][0]) if len(self.work.sizes) == 3 else (1, 1)
+
+    @property
+    def mixes_by_products(self) -> bool:
+        return self.mixed != (1, 1) and self.size == 2
+
+    @property
+    def mapped(self) -> bool:
+        """Whether x comes by a map, which rounds it: where its rows are long."""
+        return self.work.dtype == "tf32" and self.mixed == (1, 1) and self.parts > 1
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads."""
+        if not self.mapped:
+            return ()
+        p0, p1, _, _ = self.sizes
+        sizes, strides = (p1, p0, self.work.outer, 1, 1), (p1, p0 * p1, p0 * p1, p0 * p1)
+        box = (128 // self.unit, self.chunk, 1, 1, 1)
+        return (" ".join(map(str, ("x", "tf32", *sizes, *(4 * stride for stride in strides), *box))),)
+
+    @property
+    def results(self) -> int:
+        """That a warpgroup stages: one leaves while the next one comes."""
+        return 2 if self.mixes_by_products else 1 if self.size == 2 else 0
+
+    @property
+    def parts(self) -> int:
+        return -(-self.sizes[3] // 64)
+
+    @property
+    def n(self) -> int:
+        return round_up(self.sizes[2], 16)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups * self.parts + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and of one that multiplies; 0 where all have enough."""
+        consumers = self.groups * self.parts
+        if consumers == 1:
+            return 0, 0
+        each = 65536 // self.threads // 8 * 8
+        copies = 56 if self.mixed == (1, 1) or self.size == 2 else 72
+        return copies, min(240, (each * self.threads - copies * 128) // (consumers * 128) // 8 * 8)
+
+    @property
+    def registers_needed(self) -> int:
+        """Of a consumer's thread, about: sums, operands, places."""
+        p0, p1, _, _ = self.sizes
+        mixes = self.mixed != (1, 1)
+        kinds = min(self.pieces, 2)  # of sums
+        t, y = kinds * self.chunk // 2, kinds * self.n // 2 * (-(-self.mixed[1] // self.groups) if mixes else 1)
+        sums = max(t, y) if p0 <= self.chunk and not mixes else t + y
+        left = self.pieces * self.chunk // 4 if self.unit == 2 else 0
+        held = self.held * -(-p1 * self.unit // 32) * 4
+        return sums + left + held + (48 if mixes and self.work.bias else 36 if self.pieces > 1 else 28)
+
+    @property
+    def staged(self) -> int:
+        """Bytes of results."""
+        return self.groups * self.parts * self.results * self.n * 128
+
+    @functools.cached_property
+    def shared(self) -> int:
+        p0, p1, _, _ = self.sizes
+        row, mixed = 128 // self.unit, self.mixed
+        a = self.pieces * -(-round_up(p0, self.chunk) // row) * self.n * 128
+        b = (self.pieces - self.held) * -(-p1 // row) * self.parts * 64 * 128
+        state = self.pieces * -(-p1 // row) * self.chunk * 128
+        slot = state * (mixed[1] if self.stages else max(mixed))
+        stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
+        if self.mixes_by_products:  # by eights, none of which meet in a bank
+            slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
+        return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
+
+    @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def units_per_block(self) -> int:
+        return 1
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        _, _, q0, q1 = self.sizes
+        return self.work.outer * self.mixed[1] * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        p, q = self.mixed
+        first = "" if p == q == 1 else f"{p}→{q}, "
+        return (
+            f"pair: {first}{p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, "
+            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
+        )
+
+    def lines(self, registers: tuple[int, int], ahead: int, mapped: bool = False) -> list[str]:
+        """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
+        work = self.work
+        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
+        numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
+        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
+        numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
+        numbers |= {"RESULTS": self.results}
+        numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
+        lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
+        lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
+        lines += [cuda_type(work.activation, work.scalars)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        flags = {"BIAS": work.bias, "MAPPED": mapped}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        last = len(work.sizes) - 1
+        for at, mode in work.steps:
+            letter = {last: "b", last - 1: "a"}.get(at, "m")
+            lines += weight_lines(mode, f"_{letter}", letter.upper())
+        return lines
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        instructions = "".join(
+            wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
+        )
+        lines = self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
+        code = hopper_headers(instructions, "mixing.cuh", "pair.cuh")
+        return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks, maps=self.mapped)
+
+
+def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
+    """Its elements; which parameter it is as it stands, or how a product is scaled in fp16."""
+    weights = [
+        f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
+        for j, (weight, _, _) in enumerate(mode.parts)
+    ]
+    body = "\n    ".join(weights)
+    lines = [
+        f"static DEVICE float weight{name}(const Params& params, int q, int p) {{",
+        f"  {body}\n    return {product(mode)};\n  }}",
+    ]
+    plain = len(mode.parts) == 1
+    return [
+        *lines,
+        f"static constexpr int FACTOR_{letter} = {mode.parts[0][0] if plain else -1};",
+        f"static DEVICE float scale{name}(const Params& params) {{",
+        f"  {'' if plain else body}\n    return {'1' if plain else normals(mode)};\n  }}",
+    ]
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
+    """The tiling of two large modes, and maybe a small one before them; None where this family has no kernel."""
+    if gpu.arch != 90 or work.dtype == "float64" or work.rank > 1 or work.inner > 1:
+        return None
+    if len(work.steps) != len(work.sizes) or len(work.sizes) not in (2, 3):
+        return None
+    mixes = len(work.sizes) == 3
+    if mixes and not 1 < max(work.states[0][0], work.states[-1][0]) <= MOST_MIXED:
+        return None
+    *_, p0, p1 = work.states[0]
+    *_, q0, q1 = work.states[-1]
+    size = ELEMENT_BYTES[work.dtype]
+    if min(p0, q0, p1, q1) < LEAST or max(q0, q1) > (64 if mixes else 128) or p1 * size % 16 or (size == 2 and q1 % 8):
+        return None
+    exact = work.dtype == "float32"
+    if exact and (mixes or p1 % 8):  # the sums of mixtures need too many registers
+        return None
+    groups = 2 if mixes else 1 if q1 > 64 else 3 if size == 2 else 2
+    for chunk, held in itertools.product(_chunks(work), (3, 1) if exact else (1,)):
+        for slots, stages in _rings(exact, mixes and size == 2):
+            plan = Pair(work, chunk, slots, groups, gpu, stages, held)
+            fits = plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255)
+            if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
+                return replace(plan, us=_time(plan, batch))
+    return None
+
+
+def _rings(exact: bool, by_products: bool) -> tuple[tuple[int, int], ...]:
+    """Slots, and chunks on their way to them."""
+    if by_products:
+        return (3, 2), (2, 2)
+    return ((5, 2), (4, 2), (3, 3), (3, 2)) if exact else ((8, 0), (6, 0), (5, 0), (4, 0), (3, 0))
+
+
+def _chunks(work: Work) -> list[int]:
+    """Rows of a slot: as many as its bytes may be, in chunks of about the same size; or half as many."""
+    *_, p0, p1 = work.states[0]
+    size = ELEMENT_BYTES[work.dtype]
+    mixes = len(work.sizes) == 3
+    states = MOST_MIXED if size == 2 else max(work.states[0][0], work.states[-1][0])
+    states = states if mixes else 1
+    most = MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES
+    chunks = -(-p0 * -(-p1 * size // 128) * 128 * states // most)
+    step = 8 if work.dtype == "tf32" else 16
+    return [round_up(-(-p0 // (chunks * by)), step) for by in (1, 2)]
+
+
+def _time(plan: Pair, batch: int) -> float:
+    """Predicted microseconds."""
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.sizes
+    p, q = plan.mixed
+    units = -(-batch * work.outer // gpu.sms)
+    memory = (p * p0 * p1 + q * q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
+    rate = 0.6 * gpu.flops["bfloat16"] * {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
+    products = 128 * plan.parts * q * round_up(p0, plan.chunk) * (round_up(p1, 32 // plan.unit) + plan.n) / rate
+    chunk_us, row_us = (0.12, 0.003) if plan.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
+    unit_us = UNIT_US if plan.size == 2 and p * q == 1 else 0.0
+    busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us + unit_us) * q / plan.groups
+    mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
+    if plan.mixes_by_products:
+        mixing = PRODUCT_US * -(-p0 // plan.chunk)
+    return START_US + (units + 1) * max(memory, busy, mixing)

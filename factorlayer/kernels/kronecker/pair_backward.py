@@ -1,0 +1,117 @@
+"""All gradients of two factors in one pass: pair_backward.cuh, its tiles and source."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.emit import can_be_made, weight_functions
+from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
+from factorlayer.kernels.resident import Mode, OfTwoModes, as_two, round_up
+
+LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
+LEAST = 8  # half of a warp's rows
+
+
+@dataclass(frozen=True)
+class PairBackward(OfTwoModes, Grouped):
+    """A pass, tiled. `us` is the time predicted."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+    units_per_sample: int
+    rows: int  # warps of 16 p0's each
+    parts: int  # of the columns, each with such warps
+    groups: int
+    slots: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @property
+    def at_once(self) -> int:
+        return 8 if self.size < 8 and self.dtype != "float32" and self.sizes[3] <= 64 else 4
+
+    def _tiles(self, n: int) -> tuple[int, int]:
+        return self.tiles_of(n, even=self.size == 2 or self.parts % 2 == 1)
+
+    @functools.cached_property
+    def padded(self) -> tuple[int, int, int, int]:
+        _, p1, q0, q1 = self.sizes
+        p1, q1 = (8 * self.parts * pieces * tiles for pieces, tiles in map(self._tiles, (p1, q1)))
+        return 16 * self.rows, p1, round_up(q0, 16), q1
+
+    @functools.cached_property
+    def registers(self) -> int:
+        _, p1, q0, q1 = self.padded
+        kept = 16 * q0 + -(-q1 // (16 * self.rows)) * 16 * p1 // self.parts
+        return self.registers_of(kept, HELD[self.dtype] * q0, max(self._tiles(n)[1] for n in self.sizes[1::2]))
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of X and B, of G and dT, and of A in shared memory."""
+        p0, p1, _, q1 = self.padded
+        return p1 + self.padding, q1 + self.padding, p0 + self.padding
+
+    @functools.cached_property
+    def shared(self) -> int:
+        p0, _, q0, q1 = self.padded
+        x, g, of_a = self.strides
+        staged = self.staged(self._tiles(self.sizes[1])[1])
+        groups = self.groups * (self.slots * (p0 * x + q0 * g) + p0 * g + staged)
+        a = q0 * of_a
+        return (q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))) * self.size
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        return (
+            f"pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.rows}×{self.parts} warps, "
+            f"{self.slots} slots, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
+        numbers["GRAD"] = sum(len(mode.parts) for mode in self.modes)
+        lines = self.constants(numbers)
+        for mode, letter in zip(self.modes, "ab", strict=True):
+            lines += weight_functions(mode, letter, self.dtype)
+        code = headers("sums.cuh", "operands.cuh", "pair_backward.cuh")
+        return kernel(code, name, "PairBackward", lines, self.threads, asks=self.asks)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
+    """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
+    `outer` is the size of what lies before them."""
+    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu)]
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:
+    for both, columns in itertools.product(as_two(modes), (1, 2, 4)):
+        sizes = [n for mode in both for n in (mode.p, mode.q)]
+        if min(sizes) < LEAST or max(sizes) > LARGEST[dtype] or not all(can_be_made(mode, dtype) for mode in both):
+            continue
+        if ELEMENT_BYTES[dtype] == 2 and (both[1].p % 2 or both[1].q % 2):
+            continue
+        if columns > 1 and 8 * columns > min(both[1].p, both[1].q):
+            continue
+        rows = -(-both[0].p // 16)
+        for groups, slots, more in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2, 1), (0, 1, 2)):
+            plan = PairBackward(both, dtype, outer, rows + more, columns, groups, slots, gpu)
+            if plan.fits:
+                yield plan
+
+
+def _time(plan: PairBackward, batch: int) -> float:
+    p0, p1, q0, q1 = plan.sizes
+    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    p0, p1, q0, q1 = plan.padded
+    turns = -(-q1 // (16 * plan.rows))
+    products = 2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + turns * 16 * plan.rows * p0 * p1
+    operands = plan.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) + plan.parts * p0 * (p1 + 2 * q1)
+    sums = plan.groups * (plan.parts * p0 * q0 + turns * 16 * plan.rows * p1)
+    return plan.time(batch, memory, products, operands, sums)

@@ -1,0 +1,66 @@
+"""All gradients of four or five small square factors in float, in one pass: small_backward.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import headers, kernel
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import BlockSums
+from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
+from factorlayer.kernels.resident import Mode
+
+MOST_THREADS = 256  # whose registers hold three times two modes
+MULTIPLY_ADDS = 3  # for an element of a mode: back, its gradient, and forward again
+
+
+@dataclass(frozen=True)
+class SmallBackward(BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    sizes: Sizes
+    units_per_sample: int
+    gpu: Gpu
+    us: float = 0.0
+
+    dtype = "float32"
+
+    @property
+    def weights(self) -> int:
+        """Of all modes."""
+        return sum(self.sizes.weights)
+
+    @property
+    def threads(self) -> int:
+        return min(self.sizes.columns, MOST_THREADS)
+
+    @property
+    def shared(self) -> int:
+        """With a row for each thread beside the state's."""
+        return self.sizes.shared + self.threads * self.sizes.row_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return 4 * self.units_per_sample * self.sizes.size
+
+    def __str__(self) -> str:
+        return f"small, backward: {self.sizes}, {self.threads // 32} warps, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        lines = self.sizes.constants(0, self.units_per_sample, self.threads)
+        lines += [f"static constexpr int GRAD = {len(self.sizes.weights)};"]
+        code = headers("sums.cuh", "small.cuh", "small_backward.cuh")
+        return kernel(code, name, "SmallBackward", lines, self.threads)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SmallBackward | None:
+    """None where this family has no kernel. `outer` is the size of what lies before the modes."""
+    sizes = sizes_of(modes) if dtype == "float32" else None
+    if sizes is None or max(sizes.weights) > sizes.d * sizes.e:
+        return None
+    plan = SmallBackward(sizes, outer, gpu)
+    if plan.shared > gpu.shared:
+        return None
+    return replace(plan, us=time_of(sizes, MULTIPLY_ADDS * sum(sizes.modes), 3, 1, batch * outer, gpu))

@@ -1,0 +1,354 @@
+"""Passes of three large modes whose state a cluster of blocks holds: what triple.cuh is told."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.gradient import BlockSums, most_samples
+from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
+from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
+from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
+from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.resident import Mode, Work, round_up
+
+Behind = SplitPairBackward | UnitBackward
+DTYPES = ("tf32", "bfloat16", "float16")
+LARGEST = 128
+CLUSTER = 8  # blocks, backward
+COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
+SLOT_BYTES = 8192
+START_US = 11.0
+STATE_US, KILOBYTE_US = (
+    0.7,
+    0.063,
+)  # that a warpgroup takes to contract two modes of a state, and for what it reads and writes
+TILE_US = 1.5  # to contract the first mode of 64 columns
+TILE_BYTES = 64 * 64  # of 64 columns of a state, times those of an element
+BACK_US = 1.4  # that a warpgroup takes for one
+
+
+@dataclass(frozen=True)
+class Triple:
+    """A pass of three tied contractions, tiled. `us` is the time predicted."""
+
+    work: Work
+    chunk: int  # of the second mode's p, in a slot
+    slots: int
+    groups: int  # that make states of two modes contracted
+    last: int  # warpgroups that contract the first one; 0: those of the groups
+    cluster: int
+    buffers: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @functools.cached_property
+    def pair(self) -> Pair:
+        """Of the last two modes"""
+        work = self.work
+        steps = tuple((at - 1, mode) for at, mode in work.steps if at > 0)
+        two = replace(work, outer=work.outer * work.sizes[0], sizes=work.sizes[1:], steps=steps)
+        return Pair(two, self.chunk, self.slots, self.groups, self.gpu)
+
+    @property
+    def mode(self) -> Mode:
+        """The first one"""
+        return next(mode for at, mode in self.work.steps if at == 0)
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.work.dtype]
+
+    @property
+    def n(self) -> int:
+        return round_up(self.mode.q, 16)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups * self.pair.parts + self.last + 1)
+
+    @property
+    def last_registers(self) -> int:
+        """Of a thread that contracts the first mode: sums, operands, places"""
+        _, _, q0, q1 = self.pair.sizes
+        whole = self.mode.q == self.n and q0 % self.cluster == 0 and self.rows * q1 % 64 == 0
+        return round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
+
+    @property
+    def registers(self) -> int:
+        """Of one that makes states: what is left"""
+        makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
+        left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS[self.size] - self.last_registers * self.last
+        return min(240, left // makers // 8 * 8)
+
+    @property
+    def sent(self) -> int:
+        """Rows that a warpgroup sends together"""
+        return 64 if self.size == 2 else 32 if self.last else 16
+
+    @property
+    def rows(self) -> int:
+        """Of a block, of a state"""
+        return -(-self.pair.sizes[2] // self.cluster)
+
+    @property
+    def state_bytes(self) -> int:
+        """A block's part of all states of a sample"""
+        columns = round_up(self.rows * self.pair.sizes[3], 64)
+        return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
+
+    @property
+    def weight_bytes(self) -> int:
+        return -(-self.mode.p * self.size // 128) * self.n * 128
+
+    @property
+    def result_bytes(self) -> int:
+        """Of a warpgroup that contracts the first mode"""
+        return self.n * 128 if self.size == 2 else 0
+
+    @functools.cached_property
+    def shared(self) -> int:
+        staged = self.groups * self.pair.parts * self.sent * 64 * self.size
+        results = self.last * self.result_bytes
+        pair = self.pair.shared - self.pair.staged
+        return pair + self.weight_bytes + staged + results + self.buffers * self.state_bytes
+
+    @property
+    def split(self) -> int:
+        """Blocks along y of the grid"""
+        return self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def units_per_block(self) -> int:
+        return 1
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        _, _, q0, q1 = self.pair.sizes
+        return self.work.outer * self.mode.q * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.pair.sizes
+        return (
+            f"triple: {p1}→{q1}, {p0}→{q0}, {self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks, "
+            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, "
+            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
+        )
+
+    @property
+    def lines(self) -> list[str]:
+        """The kernel's constants"""
+        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
+        numbers |= {
+            "BUFFERS": self.buffers,
+            "LAST": self.last,
+            "SENT": self.sent,
+            "LAST_REGISTERS": self.last_registers,
+            "DEPTH": 0,
+            "SHARES": 1,
+        }
+        registers = COPY_REGISTERS[self.size], self.registers
+        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
+        return lines + [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+
+    @property
+    def _cluster_dims(self) -> str:
+        return f"__cluster_dims__(1, {self.cluster}, 1) "
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
+        code = hopper_headers(products, "mixing.cuh", "pair.cuh", "triple.cuh")
+        return kernel(code, name, "ThreeFactors", self.lines, self.threads, cluster=self._cluster_dims)
+
+
+@dataclass(frozen=True)
+class TripleBackward(Triple, BlockSums):
+    """All that goes back through the first of three modes, the state before it made again:
+    triple_backward.cuh. What goes back through the others, `behind`, adds up its sums as well."""
+
+    depth: int = 2  # slots of a warpgroup for what comes back
+    shares: int = 1  # of a state, each of which makes room for the next one's by itself
+
+    @property
+    def dtype(self) -> str:
+        return self.work.dtype
+
+    @property
+    def behind(self) -> Behind:
+        last, first = (mode for at, mode in self.work.steps if at > 0)
+        family = UnitBackward if self.size == 2 else SplitPairBackward
+        return family((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
+
+    @property
+    def singles(self) -> int:
+        return self.mode.p * self.mode.q
+
+    @property
+    def weights(self) -> int:
+        return self.behind.weights
+
+    @property
+    def last_registers(self) -> int:
+        return round_up(self.mode.p // 2 + 32 + (48 if self.size == 2 else 88), 8)
+
+    @property
+    def sent(self) -> int:
+        return 64 if self.size == 2 else 0  # two sums of a thread, which leaves room for slots
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes if self.size == 2 else -(-self.mode.q * self.size // 128) * self.mode.p * 128
+
+    @property
+    def result_bytes(self) -> int:
+        return self.depth * TILE_BYTES * self.size // (1 if self.size == 2 else self.last)
+
+    @property
+    def tiles(self) -> int:
+        """64 columns of a block each"""
+        return self.rows * self.pair.sizes[3] // 64
+
+    @property
+    def state_bytes(self) -> int:
+        return self.tiles * TILE_BYTES * self.size
+
+    @property
+    def output_bytes(self) -> int:
+        _, _, q0, q1 = self.pair.sizes
+        return self.work.outer * self.mode.p * q0 * q1 * self.size
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
+
+    def source(self, name: str) -> str:
+        numbers = {
+            "DEPTH": self.depth,
+            "SHARES": self.shares,
+            "GRAD": 3,
+            "MOST": self.behind.most,
+            "UNITS": self.behind.units_per_sample,
+        }
+        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES) =", line)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
+        products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
+        further = "mixing.cuh", "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"
+        code = hopper_headers(products, *further)
+        return kernel(code, name, "ThreeFactorsBackward", lines, self.threads, cluster=self._cluster_dims)
+
+
+def tile_backward(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
+) -> tuple[TripleBackward, Behind] | tuple[()]:
+    """What makes all gradients of three large modes; nothing where these families have no kernels."""
+    if len(modes) != 3 or gpu.arch != 90 or dtype not in DTYPES or most_samples(batch) <= 64:
+        return ()
+    if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
+        return ()
+    first, *two = modes
+    if first.p % 16 or first.q % 16 or any(n % 8 for n in (two[1].p, two[1].q)):
+        return ()
+    if math.prod(mode.p for mode in two) != math.prod(mode.q for mode in two):
+        return ()  # what comes back lies where that of x belongs
+    work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
+    plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
+    family = unit_backward if ELEMENT_BYTES[dtype] == 2 else split_pair_backward
+    behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
+    if plan is None or behind is None:
+        return ()
+    return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
+
+
+def _tilings_backward(work: Work, gpu: Gpu) -> Iterator[TripleBackward]:
+    """The best first. Slots for what is on its way are worth more than a second buffer."""
+    (po, p0, _), (_, q0, q1) = work.states[0], work.states[-1]
+    if q0 % CLUSTER or (CLUSTER - 1) * -(-po // CLUSTER) >= po:
+        return
+    columns = q0 // CLUSTER * q1
+    if ELEMENT_BYTES[work.dtype] == 4:
+        if columns % 64 == 0:
+            shares = 4 if q0 % 64 == 0 and columns % 256 == 0 else 1
+            for slots in (4, 3, 2):
+                yield TripleBackward(work, 32, slots, 1, 2, CLUSTER, 1, gpu, shares=shares)
+        return
+    for groups, last, depth, slots in itertools.product((2, 1), (2, 1), (4, 3, 2), (8, 6, 4, 3, 2)):
+        if columns % (64 * last) == 0:
+            yield TripleBackward(work, round_up(p0, 16), slots, groups, last, CLUSTER, 1, gpu, depth=depth)
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
+    """The tiling of three large modes; None where this family has no kernel."""
+    if gpu.arch != 90 or work.dtype not in DTYPES or work.rank > 1 or work.inner > 1:
+        return None
+    if not len(work.steps) == len(work.sizes) == 3:
+        return None
+    if work.dtype == "float16" and any(len(mode.parts) > 1 for _, mode in work.steps):
+        return None  # products would have to be scaled
+    sizes = *work.states[0], *work.states[-1]
+    size = ELEMENT_BYTES[work.dtype]
+    if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
+        return None
+    found = next((plan for plan in _tilings(work, gpu) if _fits(plan)), None)
+    return replace(found, us=_time(found, batch)) if found else None
+
+
+def _fits(plan: Triple) -> bool:
+    each = 65536 // plan.threads // 8 * 8
+    widest = max(plan.n, plan.pair.n, plan.chunk)
+    enough = plan.pair.registers_needed <= plan.registers and widest // 2 + 32 <= each
+    return (
+        enough and plan.shared <= plan.gpu.shared and plan.slots >= plan.groups * -(-plan.pair.sizes[0] // plan.chunk)
+    )
+
+
+def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
+    """The best first. In tf32, where one buffer leaves tasks little to overlap, all warpgroups take both."""
+    (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
+    size, parts = ELEMENT_BYTES[work.dtype], -(-q1 // 64)
+    row = -(-p1 * size // 128) * 128
+    for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
+        if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
+            continue
+        in_turn = size == 4 and buffers == 1
+        chunks = -(-p0 * row // (2 * SLOT_BYTES if in_turn else SLOT_BYTES))
+        chunk = round_up(-(-p0 // chunks), 8 if size == 4 else 16)
+        ways = (
+            ((3, 0),) if in_turn and parts == 1 else ((3, 2), (2, 2)) if parts == 1 and size == 2 else ((3 - parts, 2),)
+        )
+        for (groups, last), slots in itertools.product(ways, (8, 6, 5, 4, 3)):
+            yield Triple(work, chunk, slots, groups, last, cluster, buffers, gpu)
+
+
+def _time(plan: Triple, batch: int) -> float:
+    """Predicted microseconds, with numbers fitted to an H200, a sixteenth of which has no room for clusters."""
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.pair.sizes
+    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
+    states, tiles = -(-plan.mode.p // plan.cluster), -(-plan.rows * q1 // 64)
+    busy = states / plan.groups * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
+    busy += tiles * TILE_US / plan.groups if plan.buffers == 1 and plan.last == 0 else 0
+    moved = (plan.mode.p * p0 * p1 + plan.mode.q * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + rounds * max(busy, moved)
+
+
+def _time_backward(plan: TripleBackward, batch: int) -> float:
+    work, gpu = plan.work, plan.gpu
+    p0, p1, q0, q1 = plan.pair.sizes
+    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
+    states = -(-plan.mode.p // plan.cluster) / plan.groups
+    busy = states * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
+    elements = plan.mode.p * (p0 * p1 + q0 * q1) + plan.mode.q * q0 * q1
+    moved = elements * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
+    return START_US + rounds * max(busy, plan.tiles / plan.last * BACK_US, moved)

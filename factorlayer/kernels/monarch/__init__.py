@@ -1,0 +1,1 @@
+"""Families of untied contractions: a Monarch layer's."""

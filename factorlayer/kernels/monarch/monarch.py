@@ -1,0 +1,258 @@
+"""Passes of both contractions of a Monarch layer: monarch.cuh, its tiles and source.
+
+What lies between stays on chip. It is for many small groups: a block holds the second weights of some of them whole,
+and a warp the sums of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.maths.chain import Chain
+
+DTYPES = ("tf32", "bfloat16", "float16")
+MOST_SUMS = 128  # of a thread
+MOST_SAMPLES = 256
+LONGEST = 96  # of what a group of x has
+SECTOR = 32  # bytes of L2 that are written as fast as any
+CYCLES = 1.65e3  # in a microsecond
+
+
+@dataclass(frozen=True)
+class Monarch:
+    """A pass, tiled: blocks of `groups` of the second contraction and 16 * `mt` * `warps_m` samples, `k` groups of the
+    first one at a time. `us` is the time predicted."""
+
+    chain: Chain
+    dtype: str
+    groups: int
+    mt: int
+    warps_m: int
+    k: int
+    stages: int
+    rounds: int
+    batch: int
+    gpu: Gpu
+    cluster: int = 1
+    teams: int = 1
+    us: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def rank(self) -> int:
+        first, second = self.chain.contractions
+        return first.q // second.inner
+
+    @property
+    def units(self) -> int:
+        """Of four numbers, in a chunk."""
+        return self.k * -(-self.rank // 4)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.chain.contractions[0].outer // self.k)
+
+    @property
+    def depth(self) -> int:
+        """Of the second contraction, as padded."""
+        return self.chunks * self.units * 4
+
+    @property
+    def tiles(self) -> int:
+        """Of 8 sums of a group."""
+        return -(-self.chain.contractions[1].q // 8)
+
+    @property
+    def padded(self) -> int:
+        return -(-self.chain.contractions[0].p // 8) * 8
+
+    @property
+    def samples(self) -> int:
+        return 16 * self.mt * self.warps_m
+
+    @property
+    def warps(self) -> int:
+        """That multiply."""
+        return self.groups // 2 * self.warps_m
+
+    @property
+    def loaders(self) -> bool:
+        """Whether four more copy: where those that multiply need more registers than all would have."""
+        return self.gpu.arch == 90 and self.warps == 8
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + (4 if self.loaders else 0))
+
+    @property
+    def cell(self) -> int:
+        """Bytes of a sample's results that lie side by side in y."""
+        return self.groups * self.cluster * self.size
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = self.groups // 2 * self.units * 8
+        return self.samples // self.teams * self._stride(self.k * self.padded) + rows * self._stride(self.padded)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of what a block stores itself, of what the other one of two sends, and of what it gets."""
+        columns = -(-self.tiles // self.rounds) * 8
+        unit = 16 * self.mt // self.cluster * columns * 2 * self.size + 16
+        return (3 if self.cluster > 1 else 1) * self.warps_m * self.groups // 2 * unit
+
+    @property
+    def weight_bytes(self) -> int:
+        line = self.depth * self.size
+        return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self._stride(self.depth))
+
+    @functools.cached_property
+    def shared(self) -> int:
+        barriers = 16 * (self.warps_m + self.teams * self.stages)
+        return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + barriers
+
+    def _stride(self, elements: int) -> int:
+        """Bytes from row to row, an odd multiple of 16."""
+        return (-(-elements * self.size // 16) | 1) * 16
+
+    @property
+    def store(self) -> int:
+        return math.gcd(16, self.chain.contractions[1].inner * self.size, self.cell)
+
+    @property
+    def split(self) -> int:
+        return -(-self.chain.contractions[1].inner // (self.groups * self.cluster)) * self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    @property
+    def units_per_block(self) -> int:
+        return self.samples
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.chain.out_features * self.size
+
+    def __str__(self) -> str:
+        first, second = self.chain.contractions
+        return (
+            f"monarch: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.samples} samples and "
+            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.stages} stages of {self.k} of "
+            f"{first.outer}, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        first, second = self.chain.contractions
+        numbers = {
+            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
+            **{"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt},
+            **{
+                "WARPS_M": self.warps_m,
+                "TEAMS": self.teams,
+                "CK": self.k,
+                "STAGES": self.stages,
+                "ROUNDS": self.rounds,
+            },
+            "STORE": self.store,
+        }
+        flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
+        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [cuda_type(self.chain.activation, 2)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
+        return kernel(headers("sums.cuh", "monarch.cuh"), name, "Monarch", lines, self.threads, cluster=cluster)
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:
+    """The fastest tiling by prediction; None if this is no chain for it."""
+    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+
+
+def _takes(chain: Chain, dtype: str) -> bool:
+    if dtype not in DTYPES or not chain.is_monarch:
+        return False
+    if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
+        return False
+    first, second = chain.contractions
+    return first.p * ELEMENT_BYTES[dtype] % 4 == 0 and first.p <= LONGEST and second.inner % 2 == 0
+
+
+def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch]:
+    if not _takes(chain, dtype):
+        return
+    first, second = chain.contractions
+    size = ELEMENT_BYTES[dtype]
+    step = 8 // size  # units
+    numbers = -(-first.q // second.inner // 4)
+    tiles = -(-second.q // 8)
+    most = min(16, second.inner)
+    clusters = (1, 2) if gpu.arch >= 90 and gpu.arch < 120 else (1,)
+    for mt, warps_m, groups, cluster in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 4, 8, 16), clusters):
+        warps = groups // 2 * warps_m
+        sums = 8 * mt * tiles
+        if sums > MOST_SUMS or warps > (8 if sums > 32 else 16) or groups > most or 16 * mt * warps_m > MOST_SAMPLES:
+            continue
+        if cluster > 1 and groups * cluster > second.inner:
+            continue
+        for k in (1, 2, 4, 8):
+            if k * numbers % step or k > max(step, first.outer):
+                continue
+            for stages, rounds in itertools.product((2, 3, 4, 6), (1, 2, 4, 8)):
+                if rounds > tiles:
+                    continue
+                for teams in (1, 2, 4):
+                    plan = Monarch(chain, dtype, groups, mt, warps_m, k, stages, rounds, batch, gpu, cluster, teams)
+                    if warps_m % teams == 0 and plan.shared <= gpu.shared:
+                        yield replace(plan, us=_time(plan))
+
+
+def _together(pieces: int) -> int:
+    """Threads that take neighbouring pieces of a row, as the kernel has them."""
+    for n in (1, 2, 4):
+        if pieces <= n:
+            return n
+    return 4 if pieces % 8 and pieces % 4 == 0 else 8
+
+
+def _time(plan: Monarch) -> float:
+    """Microseconds: multiprocessors take turns at tiles. Numbers fitted to an H200, where what warps read from shared
+    memory, most of their products, and copies, by the lines that they touch, add up instead of overlapping."""
+    first, second = plan.chain.contractions
+    gpu, size, warps = plan.gpu, plan.size, plan.warps
+    each = -(-plan.batch // plan.samples) / max(1, gpu.sms // plan.split)
+    # Of a chunk
+    x = plan.samples * plan.k * plan.padded * size
+    weight = plan.groups // 2 * plan.units * 8 * plan.padded * size
+    reads = plan.groups // 2 * -(-plan.rank // 4) * x + plan.warps_m * weight
+    reads += warps * 2 * plan.tiles * 8 * plan.units * 4 * size
+    sums = plan.samples * plan.groups * plan.units * 4 * (plan.padded + plan.tiles * 8)
+    products = 2 * sums / (4.9e6 if size == 2 else 2.45e6) * 8.9e6 / gpu.flops["bfloat16"]
+    access = math.gcd(16, first.p * size)
+    x_pieces, weight_pieces = (n * first.p * size // access for n in (plan.k, plan.groups))
+    lines = plan.samples * -(-x_pieces // _together(x_pieces))
+    lines += plan.teams * plan.units * 4 * -(-weight_pieces // _together(weight_pieces))
+    chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1.3 if warps < 8 else 1)
+    chunk = max(chunk + 1.9 * lines / CYCLES, (x + plan.teams * weight) / gpu.l2_bytes)
+    chunk += 0.03 if plan.stages > 2 else 0.07
+    # Results, while others multiply if there are teams
+    result = plan.samples * second.q * plan.groups * size
+    kilobyte = (0.15 if plan.cell >= 16 else 0.4) if plan.cell < SECTOR else 0.036 if plan.cluster > 1 else 0.03
+    finish = plan.rounds * (0.2 if plan.cluster > 1 else 0.1) + kilobyte * result / 1e3
+    busy = max(each, 1.0) * (plan.chunks * chunk + finish * (0.85 if plan.teams > 1 else 1))
+    moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * size
+    return 3.0 + plan.weight_bytes / 60e3 + max(busy, 1.2 * moved / (gpu.memory_bytes * gpu.sms))

@@ -1,0 +1,145 @@
+"""Passes that make both gradients of an untied contraction at one visit, in tf32 on Hopper:
+slab_backward.cuh, its tiles and source.
+
+For groups of up to 256 q's, of grad_y that lies by slabs of 32 samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import MOST_BLOCKS, TileSums
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
+
+UNIT = 64  # samples
+COLUMNS = 64  # p's of a block
+LEAST_UNITS = 4  # that are worth a block
+MOST_STAGES = 12
+THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
+MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
+START_US = 5.0  # of a block: its weights, the first units, and its sums
+MOST_SLABS = 1 << 24
+CYCLES = 1.65e3  # in a microsecond
+
+
+@dataclass(frozen=True)
+class SlabBackward(TileSums):
+    """A pass: a block has 64 p's of a group. `us` is the time predicted."""
+
+    chain: Chain
+    gpu: Gpu
+    batch: int
+    us: float = 0.0
+
+    dtype = "tf32"
+    threads = THREADS
+    blocks = 1  # at once on a multiprocessor
+    is_whole = False  # a second kernel makes elements of the sums
+    units_per_sample = 1
+    units_per_block = LEAST_UNITS * UNIT
+
+    @property
+    def contraction(self) -> Contraction:  # type: ignore[override]
+        return self.chain.contractions[0]
+
+    @property
+    def groups(self) -> int:
+        return self.contraction.outer * self.contraction.inner
+
+    @property
+    def weight_bytes(self) -> int:
+        return -(-self.contraction.q // 32) * COLUMNS * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return 128 * (self.contraction.q + COLUMNS)
+
+    @functools.cached_property
+    def stages(self) -> int:
+        room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16)
+        return min(MOST_STAGES, room // 2 * 2)
+
+    @property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
+
+    @property
+    def tiles(self) -> int:
+        return self.groups * -(-self.contraction.p // COLUMNS)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.groups * self.contraction.p * 4
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads, of x and of grad_y."""
+        c = self.contraction
+        x = (c.p, self.groups, 1, 1, 1), (c.p, *(self.groups * c.p,) * 3), (32, 1, 32, 1, 1)
+        rows = (c.inner, 1, c.q * c.inner, self.groups * c.q)
+        grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
+        return tuple(
+            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
+            for of, (sizes, strides, box) in (("x", x), (1, grad))
+        )
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return (
+            f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
+            f"{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
+        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool SLABS_OUT = {str(self.chain.slabs > 1).lower()};"]
+        products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
+        code = hopper_headers(products, "slab_backward.cuh")
+        return kernel(code, name, "SlabBackward", lines, self.threads, maps=True)
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
+    """None if this is nothing for it."""
+    if gpu.arch != 90 or batch <= UNIT or not _takes(chain, dtype):
+        return None
+    plan = SlabBackward(chain, gpu, batch)
+    fits = plan.stages >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
+    return replace(plan, us=_time(plan)) if fits else None
+
+
+def _takes(chain: Chain, dtype: str) -> bool:
+    """One untied contraction, whose x lies by groups and grad_y by slabs."""
+    c, *more = chain.contractions
+    if dtype != "tf32" or not chain.slabs or more or c.tied or chain.rank > 1 or chain.mixed:
+        return False
+    if c.p % 4 or c.q % 8 or c.q > 256 or (c.inner > 1) != chain.x_turned:
+        return False
+    if chain.turn is None:
+        return c.inner == 1 or chain.slabs > 1
+    _, rows, columns = chain.turn
+    return chain.slabs == 1 and columns == c.inner and rows % 8 == 0 and c.p % rows == 0
+
+
+def _time(plan: SlabBackward) -> float:
+    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+    c, gpu = plan.contraction, plan.gpu
+    units = -(-plan.batch // UNIT)
+    parts = min(-(-units // LEAST_UNITS), plan.most)
+    products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / CYCLES
+    read = 4 * plan.stage_bytes + 512 * c.q  # written, and read as left operands; as right ones
+    moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
+    unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
+    busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
+    memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
+    summed = parts * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)
+    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -1,0 +1,251 @@
+"""Passes that make both gradients of an untied contraction at one visit: untied_backward.cuh, its tiles and
+source.
+
+For groups whose sums, of all q's, a block's registers can hold: up to 256 q's. In 16 bits on Hopper.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.gradient import MOST_BLOCKS, PART_BYTES, TileSums
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
+
+DTYPES = ("bfloat16", "float16")
+SLAB_BYTES = 64 * 128  # of 64 columns
+ROWS = 64  # of a chunk
+LEAST_CHUNKS = 4  # that are worth a block
+MOST_STAGES = 6
+PRODUCERS = 128  # threads
+# By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
+REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
+CYCLES = 1.65e3  # in a microsecond
+
+
+@dataclass(frozen=True)
+class UntiedBackward(TileSums):
+    """A pass, tiled: a block has `together` groups, of each `n` * `wn` p's; a group's `wm` x `wn` warpgroups have
+    64 `height` q's and n p's each. `us` is the time predicted."""
+
+    chain: Chain
+    dtype: str
+    together: int
+    wm: int
+    wn: int
+    height: int
+    n: int
+    gpu: Gpu
+    batch: int
+    paired: bool = False  # blocks, in clusters, which add up their sums before they write them
+    in_turns: bool = False  # a group's warpgroups make x's gradient of a chunk each
+    shared_rows: bool = False  # blocks, in clusters, which read grad_y together
+    us: float = 0.0
+
+    blocks = 1  # at once on a multiprocessor
+    is_whole = False  # a second kernel makes elements of the sums
+
+    @property
+    def contraction(self) -> Contraction:  # type: ignore[override]
+        return self.chain.contractions[0]
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def groups(self) -> int:
+        return self.contraction.outer * self.contraction.inner
+
+    @property
+    def bp(self) -> int:
+        return self.n * self.wn
+
+    @property
+    def left(self) -> int:
+        """Slabs of a group's q's."""
+        return self.height * self.wm
+
+    @property
+    def right(self) -> int:
+        """Slabs of its p's."""
+        return -(-self.bp // 64)
+
+    @property
+    def consumers(self) -> int:
+        return self.together * self.wm * self.wn
+
+    @property
+    def share(self) -> int:
+        """Columns of x's gradient of a warpgroup."""
+        return self.bp // (1 if self.in_turns else self.wm * self.wn)
+
+    @property
+    def sums(self) -> int:
+        """Of a thread, with those of a chunk."""
+        return (self.height * self.n + self.share) // 2
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.together * self.left * self.right * SLAB_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.together * (self.left + self.right) * SLAB_BYTES
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - 1040 - self.weight_bytes) // (self.stage_bytes + 16))
+
+    @property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1040
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + PRODUCERS
+
+    @property
+    def tiles(self) -> int:
+        return self.groups // self.together * -(-self.contraction.p // self.bp) * (1 + self.paired)
+
+    units_per_sample = 1
+
+    @property
+    def units_per_block(self) -> int:
+        return LEAST_CHUNKS * ROWS * (1 + self.paired)
+
+    @property
+    def fits(self) -> bool:
+        whole = self.share % (64 if self.wm == 2 and not self.in_turns else 32) == 0
+        held = whole and self.sums <= REGISTERS[self.consumers][2]
+        given = self.together * self.left * self.bp * 64 * 2
+        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
+        held = held and (not self.shared_rows or -(-self.contraction.p // self.bp) % 2 == 0)
+        return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
+
+    @property
+    def parts(self) -> int:
+        """Of a group's p's in x's map, where all blocks have as many; else these are counted from the group's first."""
+        return 1 if self.contraction.p % self.bp else self.contraction.p // self.bp
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads, of x and of grad_y."""
+        c, size = self.contraction, self.size
+        part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
+        x = (
+            (part, self.parts, 1, self.groups, 1),
+            (part, self.groups * c.p, c.p, self.groups * c.p),
+            (64, 1, ROWS, 1, 1),
+        )
+        row = self.groups * c.q
+        grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
+        return tuple(
+            " ".join(map(str, (of, "u16", *sizes, *(size * stride for stride in strides), *box)))
+            for of, (sizes, strides, box) in (("x", x), ("1*", grad))
+        )
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.groups * self.contraction.p * self.size
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return (
+            f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
+            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"{'rows for two blocks, ' if self.shared_rows else ''}"
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        more, fewer, _ = REGISTERS[self.consumers]
+        _, rows, columns = self.chain.mixed or (1, c.q, 1)
+        numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
+        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
+        numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
+        numbers |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        lines = [f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
+        flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
+        code = hopper_headers(products, "untied_backward.cuh")
+        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
+    """The fastest tiling by prediction; None if this is nothing for it."""
+    timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
+    return min(timed, key=lambda plan: plan.us, default=None)
+
+
+def _takes(chain: Chain, dtype: str) -> bool:
+    """One untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
+    c, *more = chain.contractions
+    if dtype not in DTYPES or more or c.tied or c.p % 8 or c.q % 8 or chain.rank > 1:
+        return False
+    if chain.mixed and (c.inner > 1 or math.prod(chain.mixed[1:]) != c.q):
+        return False
+    if chain.turn is None:
+        return c.inner == 1
+    _, rows, columns = chain.turn
+    return chain.x_turned and columns == c.inner and rows % 16 == 0 and c.p % rows == 0
+
+
+def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBackward]:
+    if gpu.arch != 90 or batch <= ROWS or not _takes(chain, dtype):
+        return
+    (c,) = chain.contractions
+    groups = c.outer * c.inner
+    for together, (wm, wn) in itertools.product((1, 2, 3), ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))):
+        if together * wm * wn not in REGISTERS or groups % together:
+            continue
+        height = -(-c.q // (64 * wm))
+        further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
+        for n in {64, 128, 192, 256} | further:
+            if n <= 256 and n * wn < c.p + 64:
+                clusters = ((False, False), (True, False), (False, True)) if n * wn < c.p else ((False, False),)
+                for (paired, shared), in_turns in itertools.product(
+                    clusters, (False, True) if wm * wn > 1 else (False,)
+                ):
+                    tiling = together, wm, wn, height, n
+                    plan = UntiedBackward(chain, dtype, *tiling, gpu, batch, paired, in_turns, shared)
+                    if plan.fits:
+                        yield plan
+
+
+def _time(plan: UntiedBackward) -> float:
+    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+    c, gpu = plan.contraction, plan.gpu
+    chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
+    parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
+    steps = -(-c.q // 16)
+    shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
+    products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
+    read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
+    read += plan.stage_bytes
+    moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
+    chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
+    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
+    busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
+    memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
+    memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
+    again = -(-c.p // plan.bp) / (1 + plan.shared_rows) - 1  # grad_y, from L2, which is hidden in part
+    memory += 0.75 * again * plan.size * plan.batch * plan.groups * c.q / (gpu.l2_bytes * gpu.sms)
+    summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
+    # Half of what they push out of L2 goes to memory while others still multiply
+    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
+    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

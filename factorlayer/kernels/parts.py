@@ -1,0 +1,68 @@
+"""Gradients of weights that a pass has taken as one: parts.cuh, from those of their products."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.kernels.emit import factors
+from factorlayer.kernels.gradient import MOST_BLOCKS
+from factorlayer.kernels.resident import Mode
+
+WARPS = 8  # of a block, each with an element
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A pass behind one that has summed the gradients of products, and behind what adds up its blocks' sums."""
+
+    modes: tuple[Mode, ...]
+    dtype: str
+    us: float = 3.0
+
+    threads = 32 * WARPS
+    shared = threads * 8
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @functools.cached_property
+    def weights(self) -> int:
+        return sum(q * p for mode in self.modes for _, q, p in mode.parts)
+
+    @property
+    def split(self) -> int:
+        return min(-(-self.weights // WARPS), MOST_BLOCKS)
+
+    def __str__(self) -> str:
+        return f"parts: {self.weights} sums, of {sum(mode.q * mode.p for mode in self.modes)} of products"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        lines = [f"using Element = {ELEMENT[self.dtype]};", f"static constexpr int COUNT = {self.weights};"]
+        lines += ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
+        return kernel(headers("parts.cuh"), name, "Parts", lines, self.threads, 4, starts=True)
+
+    def _calls(self) -> Iterator[str]:
+        begin = made = 0
+        for mode in self.modes:
+            behind_q, behind_p = mode.q, mode.p
+            for j, (_, q, p) in enumerate(mode.parts):
+                behind_q, behind_p = behind_q // q, behind_p // p
+                sizes = [q, p, mode.q, mode.p, behind_q, behind_p, begin, made]
+                yield f"  c.template part<{', '.join(map(str, sizes))}>(at, [&](int q, int p) {{"
+                yield from (f"    {line}" for line in _others(mode, j))
+                yield "  });"
+                made += q * p
+            begin += mode.q * mode.p
+
+
+def _others(mode: Mode, own: int) -> Iterator[str]:
+    """What an element of a product has beside that of one of its parts."""
+    names = []
+    for j, ((weight, _, _), factor) in enumerate(zip(mode.parts, factors(mode), strict=True)):
+        if j != own:
+            yield f"auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]);"
+            names.append(factor)
+    yield f"return {' * '.join(names) or 'Sum<Element>(1)'};"

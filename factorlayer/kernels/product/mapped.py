@@ -1,0 +1,199 @@
+"""Passes of one contraction by rows in tf32 on Hopper, of tensors that the copy engine reads by maps, rounding them:
+mapped.cuh, its tiles and source.
+
+Products, groups and layouts are those of streamed.py; what maps cannot describe is left to wide.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.product.streamed import Product
+
+ROWS = 128  # of a tile
+THREADS = 384  # two warpgroups of consumers, and one of which a thread asks for what is copied
+MOST_STAGES = 8
+MOST_SUMS = 192  # registers of a thread
+MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
+LARGEST = 1 << 31  # of a map's size
+SLAB = 32  # elements of k
+SPAN = 2  # tiles of rows whose blocks run side by side
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A pass, tiled: products of 128 by n for `held` groups, by clusters of `cluster` blocks that share rows of x.
+    `us` is the time predicted."""
+
+    product: Product
+    n: int
+    held: int
+    cluster: int
+    batch: int
+    gpu: Gpu
+    us: float = 0.0
+
+    threads = THREADS
+
+    @property
+    def rows(self) -> int:
+        return ROWS
+
+    @property
+    def stage_bytes(self) -> int:
+        return 128 * (ROWS + self.n)
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - 1024) // (self.stage_bytes + 16))
+
+    @functools.cached_property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        return self.stages * (self.stage_bytes + 16) + 1024
+
+    @property
+    def tiles(self) -> int:
+        """Of a cluster, for its rows."""
+        p = self.product
+        return -(-p.contraction.q // (self.n * self.cluster)) * (p.groups // self.held)
+
+    @property
+    def split(self) -> int:
+        return self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.product.outer
+
+    @property
+    def units_per_block(self) -> int:
+        """Of rows: each block takes any tiles, so that these only count blocks."""
+        return max(1, ROWS // self.tiles)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.product.y_features * 4
+
+    @functools.cached_property
+    def lines(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+        """Of the weights' map: sizes behind k but the last one, rows of the weight from one to the next along each,
+        lines' lengths in runs, and rows from one line's first to the next one's. A thread has columns 8 n + 2 t + e of
+        the products. Of one group, 16 n + 8 m + 2 t + e are made of column 16 n + 4 t + 2 e + m; of two, they are as
+        they come; of more, they are made of 8 n + 4 e + t."""
+        p, q = self.product, self.product.contraction.q
+        if self.held > 1:
+            sizes, steps = ((8, 1), (1, 8)) if self.held == 2 else ((2, 4), (4, 1))
+            return (*sizes, q // 8), (*steps, 8), q // 8, 0
+        step_a, step = p.row_steps
+        if p.b == q or p.b == 16:
+            return (8, 2, q // 16), (2 * step, step, step_a if p.b == 16 else 16 * step), q // 16, 0
+        return (8, 2, p.b // 16), (2 * step, step, 16 * step), p.b // 16, step_a
+
+    @property
+    def run(self) -> int:
+        return self.lines[0][0] * self.lines[0][1]
+
+    @property
+    def box(self) -> int:
+        """Runs."""
+        wanted, line = self.n // self.run, self.lines[2]
+        return wanted if line * self.run == self.product.contraction.q else math.gcd(wanted, line)
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """What csrc/runtime reads, of x and of the weights."""
+        p, c = self.product, self.product.contraction
+        row = p.x_features if p.outer == 1 else c.p
+        x = (c.p, p.groups, p.outer, 1, 1), (c.p, row, c.p, c.p), (SLAB, 1, ROWS // self.cluster, 1, 1)
+        sizes, steps, _, _ = self.lines
+        strides = (*(step * c.p for step in steps), c.p)
+        weights = (c.p, *sizes, p.groups * c.q), strides, (SLAB, *sizes[:2], self.box, 1)
+        return tuple(
+            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
+            for of, (sizes, strides, box) in (("x", x), (c.weight, weights))
+        )
+
+    def __str__(self) -> str:
+        p, c = self.product, self.product.contraction
+        return (
+            f"mapped: {c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums"
+            + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
+            + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
+            + f", {self.stages} stages of {SLAB}, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        p, c = self.product, self.product.contraction
+        _, _, line, line_step = self.lines
+        numbers = {
+            **{"P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b},
+            **{"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "STAGES": self.stages},
+            **{"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step},
+        }
+        strides = {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
+        flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
+        numbers |= {"INNER": c.inner}
+        lines = ["using Element = float;", cuda_type(p.activation, p.scalars)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
+        code = hopper_headers(wgmma(p.dtype, self.n), "mapped.cuh")
+        return kernel(code, name, "Mapped", lines, self.threads, cluster=cluster, maps=True)
+
+
+def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:
+    """The fastest tiling by prediction; None if this is no product for it."""
+    found = [(_time(plan), -plan.n, plan.cluster, plan) for plan in tilings(product, batch, gpu)]
+    if not found:
+        return None
+    us, *_, plan = min(found)
+    return replace(plan, us=us)
+
+
+def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
+    c, b, fast = product.contraction, product.b, product.fast
+    if gpu.arch != 90 or product.dtype != "tf32" or not product.by_rows or product.reads_beside:
+        return
+    if product.x_step > 1 or product.terms > 1 or c.p % 4 or c.q % 16 or product.weights >= LARGEST:
+        return
+    if batch * product.outer < ROWS:
+        return
+    if b % 16 == 0:
+        holdings = [1]
+    else:  # groups that take turns, element by element; eight of 48 were slower than wide, of 16 and of 64 faster
+        holdings = [held for held in (2, 4, 8) if b == 1 and (fast == held or (held == 8 and fast in (16, 32, 64)))]
+    widths = {-(-c.q // (tiles * 16)) * 16 for tiles in range(-(-c.q // 256), 1 + c.q // 16)}
+    for held, n in itertools.product(holdings, sorted(widths)):
+        for cluster in (1, 2) if n < c.q else (1,):
+            if held * n // 2 <= MOST_SUMS:
+                yield Mapped(product, n, held, cluster, batch, gpu)
+
+
+def _time(plan: Mapped) -> float:
+    """Microseconds: multiprocessors take turns at tiles, and nothing runs beside stores. Numbers fitted to an H200."""
+    p, gpu, c = plan.product, plan.gpu, plan.product.contraction
+    clusters = -(-plan.batch * p.outer // ROWS) * plan.tiles
+    each = -(-clusters // (gpu.sms // plan.cluster))
+    # Of a slab: products, what L2 gives, what shared memory is written and read
+    products = 4 * plan.n / 1.65e3
+    load = 128 * (ROWS / plan.cluster + plan.n) / (95e3 if plan.held > 4 else 105e3)
+    shared = (plan.stage_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
+    boxes = 0.09 * plan.n / (plan.run * plan.box)
+    slab = max(products, load, shared, boxes)
+    store = 4 * ROWS * plan.n * plan.held / (32e3 if plan.held > 4 or p.slabs else 45e3)  # several for a sector
+    busy = each * (plan.held * (-(-c.p // SLAB) * slab + 0.05) + store)
+    busy *= 1.03 if plan.cluster > 1 or c.q % plan.n else 1
+    moved = 4 * plan.batch * (p.x_features + p.y_features) + 4 * p.weights
+    memory = 1.1 * moved / (gpu.memory_bytes * gpu.sms)
+    return 3.0 + max(busy, memory) + 0.1 * min(busy, memory)

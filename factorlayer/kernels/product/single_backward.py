@@ -1,0 +1,130 @@
+"""Both gradients of one factor in one pass: single_backward.cuh, its tiles and source."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
+from factorlayer.kernels.resident import round_up
+from factorlayer.maths.spec import Contraction
+
+LARGEST = 128  # whose sums a group can hold
+SPANS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class SingleBackward(Grouped):
+    """A pass, tiled. `us` is the time predicted."""
+
+    contraction: Contraction
+    dtype: str
+    span: int  # columns of what lies behind p, or rows if nothing does
+    rows: int  # warps of 16 rows of dX each
+    parts: int  # of its columns, each with such warps
+    groups: int
+    slots: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @property
+    def by_columns(self) -> bool:
+        return self.contraction.inner > 1
+
+    @property
+    def weights(self) -> int:
+        return self.contraction.p * self.contraction.q
+
+    @property
+    def units_per_sample(self) -> int:
+        c = self.contraction
+        return c.outer * c.inner // self.span
+
+    @property
+    def at_once(self) -> int:
+        return 4 if self.dtype in ("float32", "float64") or self.contraction.q > 64 else 8
+
+    @functools.cached_property
+    def tiles(self) -> tuple[int, int]:
+        """Of dX's columns."""
+        return self.tiles_of(self.span if self.by_columns else self.contraction.p, even=self.size == 2)
+
+    @property
+    def columns(self) -> int:
+        pieces, tiles = self.tiles
+        return 8 * self.parts * pieces * tiles
+
+    @property
+    def turns(self) -> int:
+        """Of a warp, by rows: 16 rows of the weight's gradient in each."""
+        return -(-round_up(self.contraction.q, 16) // (16 * self.rows))
+
+    @functools.cached_property
+    def registers(self) -> int:
+        q = round_up(self.contraction.q, 16)
+        if self.by_columns:
+            return self.registers_of(16 * q, HELD[self.dtype] * q, self.tiles[1])
+        return self.registers_of(self.turns * 16 * self.columns // self.parts, 0, self.tiles[1])
+
+    @functools.cached_property
+    def shared(self) -> int:
+        pad, q = self.padding, round_up(self.contraction.q, 16)
+        rows, x = 16 * self.rows, self.columns + pad
+        slot = rows * x + (q * x if self.by_columns else rows * (q + pad))
+        weight = q * ((rows if self.by_columns else self.columns) + pad)
+        return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return (
+            f"single, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.span} at once, "
+            f"{self.groups} groups of {self.rows}×{self.parts} warps, {self.slots} slots, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        lines = self.constants({"P": c.p, "Q": c.q, "SPAN": self.span, "INNER": c.inner, "GRAD": 1})
+        lines += [f"static constexpr bool BY_COLUMNS = {str(self.by_columns).lower()};"]
+        code = headers("sums.cuh", "operands.cuh", "single_backward.cuh")
+        return kernel(code, name, "SingleBackward", lines, self.threads)
+
+
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
+    """The fastest tiling by prediction; None where this family has no kernel."""
+    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu)]
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:
+    size = ELEMENT_BYTES[dtype]
+    if max(c.p, c.q) > LARGEST or (c.inner == 1 and (c.p * size % 4 or c.q * size % 4)):
+        return
+    for span, parts in itertools.product(SPANS, (1, 2, 4)):
+        if (c.inner if c.inner > 1 else c.outer) % span or 8 * parts > (span if c.inner > 1 else c.p):
+            continue
+        rows = -(-c.p // 16) if c.inner > 1 else span // 16
+        for groups, slots in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2)):
+            plan = SingleBackward(c, dtype, span, rows, parts, groups, slots, gpu)
+            exact = plan.columns == span or (c.inner == 1 and groups > 1)  # one group alone waits more than it moves
+            if exact and plan.fits:
+                yield plan
+
+
+def _time(plan: SingleBackward, batch: int) -> float:
+    c = plan.contraction
+    memory = plan.span * (2 * c.p + c.q) * plan.size / (0.85 * plan.gpu.memory_bytes)
+    q, rows = round_up(c.q, 16), 16 * plan.rows
+    if plan.by_columns:
+        products = 2 * q * rows * plan.columns
+        operands = plan.columns * (2 * plan.rows * q + plan.parts * rows)
+    else:
+        products = rows * plan.columns * (q + rows * plan.turns)
+        operands = plan.rows * plan.columns * (q + plan.turns * rows) + plan.parts * rows * 2 * q
+    sums = plan.groups * (plan.parts if plan.by_columns else 1) * plan.weights
+    return plan.time(batch, memory, products, operands, sums)

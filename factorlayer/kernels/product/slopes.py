@@ -1,0 +1,62 @@
+"""Passes that make the gradient of what an activation is given from that and grad_y, or from grad_y and its result: for
+slopes.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from factorlayer.activations.expression import gradient
+from factorlayer.activations.results import gradient_from_result
+from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+
+EACH = 4  # accesses of a thread that are on their way at once, of either
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Of all elements."""
+
+    features: int
+    activation: str
+    dtype: str
+    batch: int
+    gpu: Gpu
+    through: bool = False  # from the result
+
+    threads = 256
+    shared = 0
+    split = 1
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.features
+
+    @property
+    def units_per_block(self) -> int:
+        return self.threads * EACH * 16 // self.size
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.features * self.size
+
+    @property
+    def us(self) -> float:
+        """Predicted."""
+        return 2.5 + 3 * self.batch * self.output_bytes / (0.9 * self.gpu.memory_bytes * self.gpu.sms)
+
+    def __str__(self) -> str:
+        return f"slopes: of {self.features} activations{', from their results' if self.through else ''}, times grad_y"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
+        made = (gradient_from_result if self.through else gradient)(self.activation, "Gradient")
+        lines = [f"using Element = {ELEMENT[self.dtype]};", made]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)

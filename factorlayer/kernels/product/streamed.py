@@ -1,0 +1,485 @@
+"""Passes of one contraction whose weights do not stay in shared memory: streamed.cuh, its tiles and source.
+
+Untied contractions (Monarch) have a matrix product for each (outer, inner). Between two of them the state's layout is
+ours: a pass writes what the next one contracts contiguously.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, MOST_ASKED, ask_for, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
+
+MOST_BLOCKS = 65535  # along y of a grid
+MOST_TILINGS = 64  # that are compared
+ISSUE_RATE = 7e3  # instructions of a multiprocessor's warps in a microsecond
+# Warp tiles, in 16 rows and 8 columns of sums, and registers that they need.
+TILES_16 = {
+    (4, 8): 232,
+    (4, 6): 192,
+    (4, 4): 128,
+    (2, 8): 128,
+    (2, 4): 96,
+    (1, 8): 96,
+    (1, 4): 72,
+    (1, 2): 64,
+    (1, 1): 64,
+}
+TILES_32 = {(4, 8): 255, (4, 6): 200, (4, 4): 144, (2, 8): 144, (2, 4): 104, (1, 4): 80, (1, 2): 64, (1, 1): 64}
+TILES_SPLIT = {(4, 4): 240, (2, 6): 200, (2, 4): 160, (1, 8): 168, (1, 4): 112, (1, 2): 80, (1, 1): 64}
+TILES_64 = {(4, 4): 240, (2, 4): 168, (1, 4): 112, (1, 2): 80, (1, 1): 64}
+TILES = {"float64": TILES_64, "float32": TILES_SPLIT, "tf32": TILES_32, "bfloat16": TILES_16, "float16": TILES_16}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A contraction with the layouts of its states in memory, in elements.
+
+    x: [sample][term][group][p], or as a chain has it where p's are x_step > 1 apart. y: [sample][term][group / fast][a]
+    [group % fast][b] with q as `row_steps` has it; groups within `fast` count (inner, next).
+    """
+
+    dtype: str
+    contraction: Contraction
+    x_step: int
+    fast: int
+    next: int
+    b: int
+    terms_in: int = 1  # states of x, and of y; the weights have as many as the larger one
+    terms_out: int = 1
+    terms: int = 1
+    ours_in: bool = False  # x, or y, is a state between two of our passes: of tf32, rounded
+    ours_out: bool = False
+    bias: bool = False
+    activation: str = "identity"
+    scalars: int = 0  # the first weight that is a parameter of the activation
+    slope: bool = False  # the activation's, times a state like y that is read
+    mixed: int = -1  # the weight of a mode of 8 before the contracted one, by which rows of x are mixed
+    slabs: bool = False  # y is [sample / 32][feature, as a chain has it][sample % 32]
+    through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
+
+    @functools.cached_property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @functools.cached_property
+    def by_rows(self) -> bool:
+        return not self.contraction.tied or self.contraction.inner == 1
+
+    @functools.cached_property
+    def groups(self) -> int:
+        c = self.contraction
+        return 1 if c.tied else c.outer * c.inner
+
+    @property
+    def reads_beside(self) -> bool:
+        """A state like y, with each sum what is at its place."""
+        return self.slope or self.through
+
+    @property
+    def row_steps(self) -> tuple[int, int]:
+        """Of q, from one a to the next, and from one b: the following contraction's groups come first in q, unless
+        groups lie behind q as well, of which then only runs of b change places with these."""
+        return (self.b, 1) if self.contraction.inner > 1 else (1, self.contraction.q // self.b)
+
+    @property
+    def outer(self) -> int:
+        return self.contraction.outer if self.contraction.tied else 1
+
+    @property
+    def inner(self) -> int:
+        return 1 if self.by_rows else self.contraction.inner
+
+    @property
+    def weights(self) -> int:
+        return self.groups * self.contraction.p * self.contraction.q
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What a kernel reads first: x, if it is not a state between two of ours, and some of the weight."""
+        weight = min(self.contraction.weight_size * self.size, MOST_ASKED)
+        of_x = [] if self.ours_in else [ask_for("params.x", self.terms_in * self.x_features * self.size)]
+        return [*of_x, (f"params.weights[{self.contraction.weight}]", str(weight))]
+
+    @property
+    def x_features(self) -> int:
+        c = self.contraction
+        return c.outer * c.p * c.inner
+
+    @property
+    def y_features(self) -> int:
+        c = self.contraction
+        return c.outer * c.q * c.inner
+
+
+def products(chain: Chain, dtype: str) -> list[Product]:
+    """A pass for each contraction."""
+    found: list[Product] = []
+    last = len(chain.contractions) - 1
+    ours = chain.x_turned  # the state's layout
+    for i, c in enumerate(chain.contractions):
+        x_step = 1 if ours else c.inner
+        if c.tied:
+            ours, layout = False, (1, 1, c.q)
+        else:
+            turned = _turned(c, chain.contractions[i + 1]) if i < last else y_turned(chain)
+            ours, layout = turned is not None, turned or ((1, 1, c.q) if chain.slabs else _natural(c))
+        found.append(
+            Product(
+                dtype,
+                c,
+                x_step,
+                *layout,
+                terms_in=chain.rank if i > 0 else 1,
+                terms_out=chain.rank if i < last else 1,
+                terms=chain.rank,
+                ours_in=i > 0 or chain.x_turned,
+                ours_out=i < last or chain.turn is not None or chain.slabs > 0,
+                slabs=chain.slabs > 0,
+                bias=chain.bias and i == last,
+                activation=chain.activation if i == last else "identity",
+                scalars=len(chain.contractions),
+                slope=chain.slope > 0 and i == last,
+                through=chain.through > 0 and i == last,
+            )
+        )
+    return found
+
+
+def y_turned(chain: Chain) -> tuple[int, int, int] | None:
+    """fast, next, b for a y that the last contraction stores turned; None where a pass behind it has to."""
+    if not chain.turn:
+        return None
+    outer, rows, columns = chain.turn
+    last = chain.contractions[-1]
+    if last.inner > 1 and not last.tied and columns == last.inner and outer % last.outer == 0:
+        return columns, 1, rows
+    return _turned(last, Contraction(-1, outer, rows, 1, columns, tied=False))
+
+
+def _natural(c: Contraction) -> tuple[int, int, int]:
+    """fast, next, b for y as the chain has it."""
+    return (c.inner, 1, 1) if c.inner > 1 else (c.outer, c.outer, c.q)
+
+
+def _turned(c: Contraction, following: Contraction) -> tuple[int, int, int] | None:
+    """The same where y is to be [outer, inner, p] of the following contraction; None where no layout is."""
+    if c.tied or following.tied or c.outer % following.outer or following.p % (c.outer // following.outer):
+        return None
+    following_groups = c.outer // following.outer
+    b = following.p // following_groups
+    if (b > 1 and c.inner > 1) or c.q * c.inner != b * following.inner:
+        return None
+    return c.inner * following_groups, following_groups, b
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A pass, tiled. `us` is the time predicted."""
+
+    product: Product
+    mt: int
+    nt: int
+    wm: int
+    wn: int
+    wg: int
+    steps: int
+    bk: int
+    stages: int
+    registers: int
+    gpu: Gpu
+    us: float = 0.0
+
+    @property
+    def bm(self) -> int:
+        return 16 * self.mt * self.wm
+
+    @property
+    def bn(self) -> int:
+        return 8 * self.nt * self.wn
+
+    @property
+    def groups(self) -> int:
+        """Of a block."""
+        return self.wg * self.steps
+
+    @functools.cached_property
+    def columns(self) -> int:
+        """Of a block and group, by rows: whole b's where groups take turns in y."""
+        b = self.product.b
+        return self.bn // b * b if self.groups > 1 and b <= self.bn else self.bn
+
+    @property
+    def together(self) -> int:
+        return math.gcd(self.product.b, self.columns)
+
+    @property
+    def warps(self) -> int:
+        return self.wm * self.wn * self.wg
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @functools.cached_property
+    def stage_bytes(self) -> int:
+        if self.product.by_rows:
+            elements = self.wg * (self.bm + self.bn) * self.bk
+        else:
+            column = self.bn + 4 if self.product.size == 8 else self.bn if self.bn % 16 else self.bn + 8
+            elements = (self.bm + column) * self.bk
+        return elements * self.product.size
+
+    @functools.cached_property
+    def line(self) -> int:
+        """Elements of a row of the result."""
+        return self.columns * self.groups if self.product.by_rows else self.bn
+
+    @property
+    def result_bytes(self) -> int:
+        return (self.bm + 1) * self.line * self.product.size
+
+    @functools.cached_property
+    def total_chunks(self) -> int:
+        p = self.product
+        return self.steps * (p.terms if p.terms_out == 1 else 1) * -(-p.contraction.p // self.bk)
+
+    @property
+    def result(self) -> int:
+        """Where it lies: in the place of the stages if they are not needed any more."""
+        return 0 if self.steps == 1 else -(-self.stages * self.stage_bytes // 128) * 128
+
+    @functools.cached_property
+    def shared(self) -> int:
+        return max(self.stages * self.stage_bytes, self.result + self.result_bytes)
+
+    @functools.cached_property
+    def blocks(self) -> int:
+        """At once on a multiprocessor."""
+        return max(
+            1, min(65536 // (self.threads * self.registers), (self.gpu.shared + 1024) // (self.shared + 1024), 8)
+        )
+
+    @property
+    def tiles(self) -> int:
+        """For each of the first tile's rows or columns."""
+        p = self.product
+        terms = p.terms_out
+        if not p.by_rows:
+            return -(-p.contraction.q // self.bm) * terms
+        return -(-p.contraction.q // self.columns) * -(-p.fast // self.groups) * (p.groups // p.fast) * terms
+
+    @property
+    def span(self) -> int:
+        """Tiles of samples whose blocks run side by side; one, where the weights stay in L2 anyhow."""
+        c = self.product.contraction
+        return 1 if self.product.groups * c.p * c.q * self.product.size < 4 << 20 else 16
+
+    @property
+    def split(self) -> int:
+        return min(self.tiles, MOST_BLOCKS)
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.product.outer * self.product.inner
+
+    @property
+    def units_per_block(self) -> int:
+        return self.bm if self.product.by_rows else self.bn
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.product.terms_out * self.product.y_features * self.product.size
+
+    def __str__(self) -> str:
+        p, c = self.product, self.product.contraction
+        tile = f"{self.bm}×{self.columns}" if p.by_rows else f"{self.bm}×{self.bn}"
+        return (
+            f"streamed: {c.p}→{c.q} by {'rows' if p.by_rows else 'columns'}, tiles of {tile} sums"
+            + (f" for {self.groups} of {p.groups} groups" if p.groups > 1 else "")
+            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.stages} stages of {self.bk}, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        p, c = self.product, self.product.contraction
+        numbers = {
+            "WEIGHT": c.weight,
+            **{"P": c.p, "Q": c.q, "OUTER": p.outer, "INNER": p.inner, "X_STEP": p.x_step, "GROUPS": p.groups},
+            **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
+            **{"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together},
+            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
+            **{"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt},
+            **{"BK": self.bk, "STAGES": self.stages, "SPAN": self.span, "RESULT": self.result},
+            **dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True)),
+        }
+        strides = {
+            "X_SAMPLE": p.terms_in * p.x_features,
+            "Y_SAMPLE": p.terms_out * p.y_features,
+            "X_TERM": p.x_features if p.terms_in > 1 else 0,
+            "Y_TERM": p.y_features if p.terms_out > 1 else 0,
+        }
+        flags = {
+            "BY_ROWS": p.by_rows,
+            "BIAS": p.bias,
+            "ROUND_X": not p.ours_in,
+            "ROUND_Y": p.dtype == "tf32" and p.ours_out,
+        }
+        lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
+        lines += [cuda_type(p.activation, p.scalars)]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        return kernel(headers("streamed.cuh"), name, "Streamed", lines, self.threads, self.blocks)
+
+    def _accesses(self) -> tuple[int, int, int]:
+        """Bytes moved at once of x, weights and y: what divides every run."""
+        p, c = self.product, self.product.contraction
+        if p.by_rows:
+            x = p.size if p.x_step > 1 else math.gcd(16, c.p * p.size)
+            if self.together < p.b:
+                runs = [p.fast * p.b, self.together]
+            elif self.groups == p.fast:  # a's follow each other
+                runs = [p.fast * c.q, p.fast * self.columns]
+            else:
+                runs = [p.fast * p.b, self.groups * p.b]
+        else:
+            x = math.gcd(16, c.inner * p.size)
+            runs = [c.inner]
+        return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
+
+
+def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
+    """The fastest tiling by prediction."""
+    us, plan = min(((_time(plan, batch), plan) for plan in _tilings(product, batch, gpu)), key=lambda found: found[0])
+    return replace(plan, us=us)
+
+
+def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
+    """Those that read least, of blocks that fit."""
+    c = product.contraction
+    rows = batch * product.outer
+    m, n = (rows, c.q) if product.by_rows else (c.q, rows * product.inner)
+    chunks = _chunks(product)
+    found = []
+    for (mt, nt), registers in TILES[product.dtype].items():
+        for warps, wg in itertools.product((4, 8, 16), (1, 2, 4, 8)):
+            if warps * 32 * registers > 65536 or (warps == 16 and mt * nt > 8):
+                continue
+            if wg > min(product.fast, warps) or (wg > 1 and product.groups == 1):
+                continue
+            for wm in _shapes(m, n, mt, nt, warps // wg):
+                wn = warps // wg // wm
+                bm, bn = 16 * mt * wm, 8 * nt * wn
+                for step in _steps(product, wg):
+                    blocks = -(-m // bm) * -(-n // bn) * -(-product.groups // (wg * step))
+                    read = -(-blocks // gpu.sms) * (bm + bn) * wg * step  # for each k by one multiprocessor
+                    found += [(read, (mt, nt, wm, wn, wg, step, bk, 2, registers)) for bk in chunks]
+    found.sort()
+    count = 0
+    for _, numbers in found:
+        plan = Streamed(product, *numbers, gpu)
+        if plan.shared <= gpu.shared and _copies(plan):
+            yield _deepest(plan)
+            count += 1
+            if count == MOST_TILINGS:
+                return
+
+
+def _shapes(m: int, n: int, mt: int, nt: int, warps: int) -> list[int]:
+    """How many of the warps lie along m: the two ways that read least."""
+
+    def read(wm: int) -> int:
+        bm, bn = 16 * mt * wm, 8 * nt * (warps // wm)
+        return -(-m // bm) * -(-n // bn) * (bm + bn)
+
+    fits = [wm for wm in (1, 2, 4, 8, 16) if wm <= warps and 16 * mt * wm <= 256 and 8 * nt * (warps // wm) <= 256]
+    return sorted(fits, key=read)[:2]
+
+
+def _chunks(product: Product) -> list[int]:
+    """Of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in pieces."""
+    p, size = product.contraction.p, product.size
+    found = {bk for bk in (128 // size, 64 // size) if -(-p // bk) * bk < 1.3 * p}
+    if not found:
+        found.add(min(max(8, 1 << (p - 1).bit_length()), 128 // size))
+    if p * size % 16:
+        found.add(8)
+    return sorted(found)
+
+
+def _steps(product: Product, wg: int) -> list[int]:
+    """Turns of a block's groups: enough for runs of 32 bytes in y (sectors of L2), or 64."""
+    if product.groups == 1 or product.b == product.contraction.q:
+        return [1]
+    found = set()
+    for run in (32, 64):
+        groups = min(-(-run // (product.b * product.size)), product.fast)
+        found.add(-(-groups // wg))
+    return sorted(found)
+
+
+def _copies(plan: Streamed) -> bool:
+    """Whether a block's threads take whole rows, as the kernel wants it, and few enough to hold their places."""
+    x, weight, _ = plan._accesses()
+    size, by_rows = plan.product.size, plan.product.by_rows
+    copies = [(plan.bk * size // weight, plan.wg * plan.bn if by_rows else plan.bm)]
+    copies.append((plan.bk * size // x, plan.wg * plan.bm) if by_rows else (plan.bn * size // x, plan.bk))
+    return all(plan.threads % row == 0 and rows * row <= 16 * plan.threads for row, rows in copies)
+
+
+def _deepest(plan: Streamed) -> Streamed:
+    """With as many stages as change nothing else."""
+    for stages in (4, 3):
+        deeper = replace(plan, stages=stages)
+        if stages <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
+            return deeper
+    return plan
+
+
+def _time(plan: Streamed, batch: int) -> float:
+    """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
+    product, gpu, size = plan.product, plan.gpu, plan.product.size
+    mt, nt = plan.mt, plan.nt
+    tiles = -(-batch * plan.units_per_sample // plan.units_per_block) * plan.tiles
+    each = -(-tiles // gpu.sms)  # of one multiprocessor
+    together = min(plan.blocks, each)
+    chunks = plan.total_chunks
+    operands = plan.wg * (plan.bm + plan.bn) * plan.bk * size  # of a chunk
+    read = plan.warps * (16 * mt + 8 * nt) * plan.bk * size
+    issue = plan.warps * (plan.bk * _instructions(product, mt, nt) + 40) + operands / 85
+    units = (
+        plan.wg * plan.bm * plan.bn * plan.bk / gpu.flops[product.dtype],
+        (read + operands) / gpu.shared_bytes,
+        0.7 * operands / gpu.l2_bytes * (1.2 if plan.bk * size < 128 else 1),
+        1.8 * issue / ISSUE_RATE,
+    )
+    _, _, second, slowest = sorted(units)
+    result = plan.bm * plan.line * size
+    busy = chunks * (slowest + 0.1 * second) * (1 + 0.7 / (plan.warps * together))
+    busy += (6.3 * result / gpu.shared_bytes + 0.7 * result / gpu.l2_bytes) * (1.2 if together > 1 else 1)
+    moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
+    moved += product.terms * product.weights
+    bounds = each * busy, 1.85 * moved * size / (gpu.memory_bytes * gpu.sms)
+    us: float = max(bounds) + 0.2 * min(bounds)
+    return 1.5 + us + (0.35 + 0.045 * chunks) * -(-each // plan.blocks) / min(together, 2)
+
+
+def _instructions(product: Product, mt: int, nt: int) -> float:
+    """Of a warp for each k: loads of operands, what is done to each of them, products."""
+    if product.size == 2:
+        return (mt + nt / 2 + mt * nt) / 16
+    made = {"float64": 0, "float32": 3, "tf32": 3}[product.dtype]  # of an operand's element
+    made_x = 1 if product.dtype == "tf32" and product.ours_in else made
+    products = {"float64": 1, "float32": 5, "tf32": 1}[product.dtype]
+    return (mt * (2 + 4 * made_x) + nt * (1 + 2 * made) + mt * nt * products) / 8

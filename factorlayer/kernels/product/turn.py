@@ -1,0 +1,100 @@
+"""Passes that turn matrices, of states or weights: turn.cuh, its tiles and source."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+
+ACCESSES = 4  # of a thread, on their way at once
+BLOCKS = 5  # on a multiprocessor: some read while others write
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows may be
+    `mixed`: what lies as [r, c] of them is taken as [c, r]."""
+
+    matrices: int
+    rows: int
+    columns: int
+    dtype: str
+    batch: int
+    gpu: Gpu
+    mixed: tuple[int, int] | None = None
+
+    threads = 256
+    split = 1
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @functools.cached_property
+    def tile(self) -> tuple[int, int, int]:
+        """Rows and columns, 128 bytes of each, and tiles side by side. Few columns are all in one, with rows of many
+        matrices, and few rows in several."""
+        least = 128 // self.size
+        elements = ACCESSES * self.threads * self.read
+        if self.is_stacked:
+            rows = self.batch * self.matrices * self.rows // (2 * self.gpu.sms)
+            return least * max(1, min(elements // (self.columns * least), -(-rows // least))), self.columns, 1
+        if self.rows <= least:
+            rows = -(-self.rows // 8) * 8
+            return rows, least, max(1, min(elements // (rows * least), -(-self.columns // least)))
+        return least * max(1, min(elements // (least * least), -(-self.rows // least))), least, 1
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.columns * self.size <= 256
+
+    @property
+    def read(self) -> int:
+        """Elements of one access."""
+        in_rows = self.is_stacked and not self.mixed
+        return math.gcd(16 // self.size, self.rows * self.columns if in_rows else self.columns)
+
+    @property
+    def write(self) -> int:
+        return math.gcd(16 // self.size, self.rows)
+
+    @property
+    def shared(self) -> int:
+        return math.prod(self.tile) * self.size
+
+    @property
+    def units_per_sample(self) -> int:
+        rows, columns, beside = self.tile
+        tiles = -(-self.rows // rows) * -(-self.columns // (columns * beside))
+        return self.matrices * (self.rows if self.is_stacked else tiles)
+
+    @property
+    def units_per_block(self) -> int:
+        return self.tile[0] if self.is_stacked else 1
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.matrices * self.rows * self.columns * self.size
+
+    @property
+    def us(self) -> float:
+        """Predicted."""
+        return 2.5 + 2 * self.batch * self.output_bytes / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
+
+    def __str__(self) -> str:
+        return f"turn: {self.rows}×{self.columns}, in tiles of {self.tile[0]}×{self.tile[1] * self.tile[2]}"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = {"MATRICES": self.matrices, "ROWS": self.rows, "COLUMNS": self.columns}
+        numbers |= dict(zip(("TR", "TC", "BESIDE"), self.tile, strict=True))
+        numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
+        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
+        lines = [f"using Element = {ELEMENT[self.dtype]};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr bool ROUNDS = {str(self.dtype == 'tf32').lower()};"]
+        return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads, BLOCKS)

@@ -1,0 +1,70 @@
+"""The pass that splits the weights of wide products of floats: weight_halves.cuh."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from factorlayer.device.code import headers, kernel
+from factorlayer.kernels.product.wide import Wide
+
+Each = TypeVar("Each")
+
+
+@dataclass(frozen=True)
+class WeightHalves:
+    """Of all passes of a plan that want them, which count its time as theirs."""
+
+    of: tuple[Wide, ...]
+
+    shared = 0
+    threads = 512
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    us = 0.0
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all"""
+        return sum(p.halves_bytes + 4 * p.weight_rows for p in self.of)
+
+    @property
+    def split(self) -> int:
+        rows = max(p.weight_rows for p in self.of)
+        return min(-(-rows * 32 // self.threads), 2 * self.of[0].gpu.sms)
+
+    def __str__(self) -> str:
+        return f"weights split: {self.output_bytes} bytes"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        lines = [f"static constexpr int THREADS = {self.threads};"]
+        for i, p in enumerate(self.of):
+            c = p.product.contraction
+            numbers = {"WEIGHT": c.weight, "P": c.p, "ROWS": p.weight_rows, "TERMS": p.summed}
+            numbers |= {"PART": p.part, "CHUNKS": p.chunks}
+            constants = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+            constants += [f"static constexpr i64 AT = {p.halves_at}, SCALES = {p.scales_at};"]
+            lines += [f"struct W{i} {{ {' '.join(constants)} }};"]
+        calls = " ".join(f"c.template weight<W{i}>();" for i in range(len(self.of)))
+        lines += [f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
+        return kernel(headers("halves.cuh", "weight_halves.cuh"), name, "WeightHalves", lines, self.threads)
+
+
+def with_halves(passes: tuple[Each | Wide | WeightHalves, ...]) -> tuple[Each | Wide | WeightHalves, ...]:
+    """Passes, with one before them if any wants its weight split."""
+    splitting = [p for p in passes if isinstance(p, Wide) and p.splits]
+    if not splitting:
+        return passes
+    halves = itertools.accumulate((p.halves_bytes for p in splitting), initial=0)
+    scales = itertools.accumulate(
+        (4 * p.weight_rows for p in splitting), initial=sum(p.halves_bytes for p in splitting)
+    )
+    placed = [
+        replace(p, halves_at=at, scales_at=of_scales)
+        for p, at, of_scales in zip(splitting, halves, scales, strict=False)
+    ]
+    further = iter(placed)
+    rest = [p for p in passes if not isinstance(p, WeightHalves)]
+    return (WeightHalves(tuple(placed)), *(next(further) if p in splitting else p for p in rest))

@@ -1,0 +1,351 @@
+"""Passes of one contraction by rows on Hopper's warpgroup instructions: wide.cuh, its tiles and source.
+
+Products, groups and layouts are those of streamed.py. Rows that are no multiple of 16 bytes are left to that family.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.expression import cuda_type, gradient
+from factorlayer.activations.results import gradient_from_result
+from factorlayer.device.code import ELEMENT, headers, kernel, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.product.streamed import Product
+
+DTYPES = ("float32", "tf32", "bfloat16", "float16")
+PRODUCERS = 128  # threads
+MIXED = 8  # of a mode before
+MOST_STAGES = 8
+MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
+REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
+MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
+SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
+MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
+CYCLES = 1.65e3  # in a microsecond
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
+
+    With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.
+    `us` is the time predicted.
+    """
+
+    product: Product
+    consumers: int
+    n: int
+    held: int
+    run: int
+    batch: int
+    gpu: Gpu
+    cluster: int = 1  # blocks whose results lie in the same sectors of L2
+    from_last: bool = False  # the last samples come first
+    us: float = 0.0
+    halves_at: int = 0  # bytes before those of the weight that another pass splits,
+    scales_at: int = 0  # and before its rows' scales
+
+    @property
+    def rows(self) -> int:
+        return self.n if self.product.size == 4 else 64 * self.consumers
+
+    @property
+    def columns(self) -> int:
+        return 64 * self.consumers if self.product.size == 4 else self.n
+
+    @property
+    def splits(self) -> bool:
+        return self.product.dtype == "float32"
+
+    @property
+    def parts(self) -> int:
+        """Of 128 bytes, in a row of a slab: where floats were, their halves lie."""
+        return 2 if self.splits else 1
+
+    @property
+    def slab(self) -> int:
+        """Elements of k."""
+        return self.parts * 128 // self.product.size
+
+    @property
+    def stage_bytes(self) -> int:
+        return 128 * self.parts * (64 * self.consumers + self.n)
+
+    @property
+    def chunks(self) -> int:
+        """Of a row of the weight"""
+        return -(-self.product.contraction.p // self.slab)
+
+    @property
+    def part(self) -> int:
+        """Elements of k"""
+        return -(-self.product.contraction.p // (8 * self.chunks)) * 4
+
+    @property
+    def weight_rows(self) -> int:
+        """Of one term, if they are summed."""
+        return self.product.contraction.q * max(self.product.groups, self.product.terms_out)
+
+    @property
+    def summed(self) -> int:
+        """Terms"""
+        return self.product.terms if self.product.terms_out == 1 else 1
+
+    @property
+    def halves_bytes(self) -> int:
+        return self.summed * self.weight_rows * self.chunks * 256
+
+    @property
+    def stage_extra(self) -> int:
+        """Barriers, and the scale of each row of x."""
+        return 16 + 4 * self.n * (self.parts - 1)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """What a block is given by the other one of two."""
+        return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + self.stage_extra))
+
+    @functools.cached_property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        return self.stages * (self.stage_bytes + self.stage_extra) + self.exchange_bytes + 1024
+
+    @property
+    def slabs(self) -> int:
+        """Of a tile and group."""
+        return self.summed * self.chunks
+
+    @property
+    def tiles(self) -> int:
+        """For each tile of rows."""
+        p = self.product
+        groups = -(-p.fast // (self.held * self.cluster)) * (p.groups // p.fast)
+        return -(-p.contraction.q // self.columns) * groups * p.terms_out
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + PRODUCERS
+
+    @property
+    def together(self) -> int:
+        """Elements that a thread stores side by side."""
+        p = self.product
+        if self.held == 1:
+            return math.gcd(self.run, p.contraction.q if p.fast == 1 else p.b)
+        if self.held == p.fast:
+            return math.gcd(self.run * self.held, p.fast * p.contraction.q)
+        return math.gcd(self.held * p.b, p.fast * p.b)
+
+    @property
+    def store(self) -> int:
+        return math.gcd(16, self.together * self.product.size)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a thread has whole sectors of L2."""
+        p = self.product
+        return self.cluster > 1 or (self.together * p.size % 32 == 0 and p.fast % self.held == 0)
+
+    @property
+    def span(self) -> int:
+        """Tiles of rows whose blocks run side by side; one, where the weights stay in L2 anyhow. In 16 bits up to 12 MB
+        make no difference."""
+        most = (16 if self.product.dtype == "tf32" else 4) << 20
+        return 1 if self.product.weights * self.product.size < most else 16
+
+    @functools.cached_property
+    def _is_small(self) -> bool:
+        """Whether blocks have to be found along y of the grid."""
+        rows = self.batch * self.product.outer
+        return -(-rows // max(1, self.rows // self.tiles)) < min(self.gpu.sms, -(-rows // self.rows) * self.tiles)
+
+    @property
+    def split(self) -> int:
+        return min(self.tiles, self.gpu.sms // self.cluster) * self.cluster if self._is_small else self.cluster
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.product.outer
+
+    @property
+    def units_per_block(self) -> int:
+        """Of rows: each block takes any tiles, so that these only count blocks."""
+        return self.rows if self._is_small else max(1, self.rows // self.tiles)
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.product.terms_out * self.product.y_features * self.product.size
+
+    def __str__(self) -> str:
+        p, c = self.product, self.product.contraction
+        done = "grad_y back through its activation, " if p.slope else "8→8 before, " if p.mixed >= 0 else ""
+        done = "and back through the activation before, " if p.through else done
+        return (
+            f"wide: {c.p}→{c.q} by rows, {done}"
+            f"tiles of {self.rows}×{self.columns} sums"
+            + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
+            + f", {self.stages} stages of {self.slab}, {self.shared} bytes of shared memory"
+        )
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and a producer's thread"""
+        tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
+        return tables[self.consumers]
+
+    def lines(self) -> list[str]:
+        """The kernel's constants"""
+        p, c = self.product, self.product.contraction
+        rounds = p.dtype == "tf32"
+        more, fewer = self.registers
+        numbers = {
+            **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
+            **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
+            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
+            **{"TERMS": self.summed, "TERM_BLOCKS": p.terms_out},
+            **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
+            **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
+            **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
+            **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "MIXED": p.mixed},
+        }
+        strides = {
+            "X_SAMPLE": p.terms_in * p.x_features,
+            "Y_SAMPLE": p.terms_out * p.y_features,
+            "X_TERM": p.x_features if p.terms_in > 1 else 0,
+            "Y_TERM": p.y_features if p.terms_out > 1 else 0,
+        }
+        flags = {
+            "PAIRED": self.is_paired,
+            "CLUSTER": self.cluster > 1,
+            "FROM_LAST": self.from_last,
+            "BIAS": p.bias,
+            "ROUND_X": self.splits or (rounds and not p.ours_in),
+            "SPLIT": self.splits,
+            "ROUND_Y": rounds and p.ours_out,
+        }
+        if p.reads_beside:
+            activation = (gradient if p.slope else gradient_from_result)(p.activation, "Activation")
+        else:
+            activation = cuda_type(p.activation, p.scalars)
+        lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
+        return lines + [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
+        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh")
+        code += wgmma("float16" if self.splits else self.product.dtype, self.n)
+        return kernel(code, name, "Wide", self.lines(), self.threads, cluster=cluster)
+
+
+def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
+    """The fastest tiling by prediction; None if this is no product for it."""
+    tilings = list(_tilings(product, batch, gpu))
+    if not tilings:
+        return None
+    us, plan = min(((_time(plan), plan) for plan in tilings), key=lambda found: found[0])
+    return replace(plan, us=us)
+
+
+def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
+    if gpu.arch != 90 or product.dtype not in DTYPES or not product.by_rows:
+        return
+    c, size = product.contraction, product.size
+    if product.x_step > 1 or c.p * size % 16 or (product.outer > 1 and product.terms_in > 1):
+        return
+    if product.mixed >= 0 and (size > 2 or product.outer % MIXED or product.terms > 1):
+        return
+    for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
+        splits = product.dtype == "float32"
+        if consumers > 2 and (size == 2 or (held > 1 and not splits)):
+            continue
+        most = MOST_HELD[size] - (20 if size == 2 and cluster > 1 else 0)  # an exchange needs some, too
+        most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
+        most = MOST_SPLIT[consumers] if splits else most
+        for n in _widths(product, run):
+            sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
+            sums += n * size // 8 if product.reads_beside else 0  # what waits for them
+            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
+            if sums <= most and plan.store >= 4 and plan.stages >= 3:
+                yield plan
+
+
+def _widths(product: Product, run: int) -> list[int]:
+    """Of a tile: samples, or columns that leave little of the last tile empty."""
+    if product.size == 4:
+        return [8, 16, 32, 48, 64, 96, 128, 192, 256]
+    q, step = product.contraction.q, 4 * run
+    return sorted({-(-q // (tiles * step)) * step for tiles in range(-(-q // 256), q // step + 2)} - {0})[-32:]
+
+
+def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
+    """Groups held, columns in a run of a thread, blocks of a cluster: groups are held together where they take turns in
+    y, since a sector of L2 that is stored in parts costs several times as much."""
+    row, b, fast = 16 // product.size, product.b, product.fast
+    turned = product.size == 4  # a thread has two columns
+    if fast == 1 or b % 2 == 0:
+        yield 1, 2 if turned else row, 1
+    if fast == 1 or row % b or b == row or (turned and b > 2) or product.reads_beside:
+        return
+    run = max(2, b)
+    for held in (2, 4, 8, 16):
+        if held == fast:
+            yield held, run if turned else max(run, row // held), 1
+        elif held < fast:
+            yield held, run, 1
+            if held * b == row and fast % (2 * held) == 0:
+                yield held, run, 2
+
+
+def _time(plan: Wide) -> float:
+    """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
+    product, gpu, size = plan.product, plan.gpu, plan.product.size
+    tiles = -(-plan.batch * product.outer // plan.rows) * plan.tiles
+    each = -(-tiles // (gpu.sms // plan.cluster))
+    # Of a slab: loads, products, shared memory
+    load = 0.12 + plan.stage_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
+    products = 2.3 * plan.consumers * plan.n / CYCLES
+    read = plan.stage_bytes + 128 * plan.consumers * (64 + plan.n)
+    drain = 0.1  # of a group
+    if plan.splits:
+        products, drain = 3 * products + (plan.n + 200) / plan.consumers / CYCLES, 0.3
+        read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
+    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
+        read += 256 * plan.rows  # mixed or rounded in place
+    slab = max(load, products, 1.15 * read / 128 / CYCLES)
+    # Stores of a tile run while nothing else does
+    result = plan.rows * plan.columns * plan.held * size
+    run = 32 if plan.cluster > 1 else _run_bytes(plan)
+    store = result / 40e3 * (1 if run >= 32 else 5 if run >= 16 else 16)
+    store += result / 27e3 * (plan.cluster - 1)
+    store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
+    busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
+    moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
+    moved += plan.batch * product.y_features if product.reads_beside else 0
+    moved += product.terms * product.weights
+    memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
+    split = 1.5 + plan.halves_bytes / 2e6 if plan.splits else 0  # its weight, by another pass
+    return 3.0 + split + max(busy, memory) + 0.1 * min(busy, memory)
+
+
+def _run_bytes(plan: Wide) -> int:
+    """Of y, which the threads of a warp store side by side at once."""
+    p = plan.product
+    threads = 8 if p.size == 4 else 4
+    if plan.held == 1:
+        return min(threads * plan.run, p.contraction.q if p.fast == 1 else p.b) * p.size
+    if plan.held == p.fast:
+        return threads * plan.run * plan.held * p.size
+    return plan.held * p.b * p.size

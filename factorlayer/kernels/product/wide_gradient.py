@@ -1,0 +1,282 @@
+"""Gradients of weights on Hopper's warpgroup instructions: wide_gradient.cuh, its tiles and source.
+
+Where nothing lies behind the mode, so that the rows of both states are contiguous. All others are left to gradient.py,
+as doubles are. Rows that are no multiple of 16 bytes are taken out of the pieces of 16 that they lie in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.gradient import MOST_BLOCKS, PART_BYTES, REDUCTION_US, TileSums
+from factorlayer.maths.spec import Contraction
+
+DTYPES = ("float32", "tf32", "bfloat16", "float16")
+SLAB_BYTES = 64 * 128  # of 64 columns
+PRODUCERS = 128  # threads
+MOST_LOADED = 6  # slabs on their way through the producers' registers
+MOST_STAGES = 8
+MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
+CYCLES = 1.65e3  # in a microsecond
+LATENCY_US = 0.8  # of loads
+COPY_CYCLES, TAKE_CYCLES = 30, 45  # of a producer: for a piece, and for 16 bytes that it takes out of them
+# By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
+# get; at most for sums. Producers that take rows apart need as many as all get.
+REGISTERS = {
+    2: {1: (0, 0, 192), 2: (232, 40, 192), 3: (152, 40, 96)},
+    4: {1: (0, 0, 192), 2: (0, 0, 128)},
+}
+MOST_SUMS_TAKEN = {1: 192, 2: 128, 3: 96}
+# Where consumers load their left operand: registers for sums, without a bias and with one; those of a thread of each of
+# two consumers and the producers together; what each needs beside sums, operands and slabs.
+MOST_SUMS_LOADING = {1: 192, 2: 144}, {1: 160, 2: 144}
+TOGETHER, OTHER_REGISTERS = 504, 40
+
+
+@dataclass(frozen=True)
+class WideGradient(TileSums):
+    """A pass, tiled: `wm` x `wn` warpgroups have 64 `height` q's and n p's each, and a block at least `least` chunks,
+    where there are enough. `us` is the time predicted."""
+
+    contraction: Contraction
+    dtype: str
+    wm: int
+    wn: int
+    height: int
+    n: int
+    least: int
+    gpu: Gpu
+    batch: int
+    bias: bool = False
+    mixed: tuple[int, int] | None = None  # q's lie as [r, c] in the weight, and come as [c, r]
+    us: float = 0.0
+
+    blocks = 1  # at once on a multiprocessor
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def chunk(self) -> int:
+        """Rows."""
+        return 128 // self.size
+
+    @property
+    def is_split(self) -> bool:
+        return self.dtype == "float32"
+
+    @property
+    def loads_left(self) -> bool:
+        """Whether the left operand goes through consumers' registers, from rows of grad_y: no one turns them."""
+        return self.dtype == "tf32" and not self.taken
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        if self.taken:
+            return 0, 0, min(REGISTERS[self.size][self.consumers][2], MOST_SUMS_TAKEN[self.consumers])
+        if not self.loads_left:
+            return REGISTERS[self.size][self.consumers]
+        most = MOST_SUMS_LOADING[self.bias][self.consumers]
+        if self.consumers == 1:
+            return 0, 0, most
+        left = 8 * self.height * (1 if self.height > 2 else 2)  # operands of two groups of products
+        more = -(-(self.sums + left + OTHER_REGISTERS) // 8) * 8
+        return (more, TOGETHER - 2 * more, most) if more > TOGETHER // 3 else (0, 0, most)
+
+    @functools.cached_property
+    def held(self) -> int:
+        """Chunks on their way through the producers' registers."""
+        if not self.loads_left:
+            return 1
+        room, right = self.registers[1] or TOGETHER // 3, -(-self.bn // 64)
+        return 2 if 32 * right + OTHER_REGISTERS <= room and right < 4 else 1
+
+    @property
+    def slabs(self) -> int:
+        """Of both states."""
+        return self.bm // 64 + -(-self.bn // 64)
+
+    @property
+    def sums(self) -> int:
+        """Of a thread, with those of one chunk."""
+        return self.height * self.n // 2 * (2 if self.is_split else 1)
+
+    @property
+    def bm(self) -> int:
+        return 64 * self.height * self.wm
+
+    @property
+    def bn(self) -> int:
+        return self.n * self.wn
+
+    @property
+    def consumers(self) -> int:
+        return self.wm * self.wn
+
+    @property
+    def stage_bytes(self) -> int:
+        return SLAB_BYTES * self.slabs * (2 if self.is_split else 1)
+
+    @property
+    def ones_bytes(self) -> int:
+        return 2048 if self.bias else 0
+
+    @functools.cached_property
+    def taken(self) -> tuple[tuple[int, int], ...]:
+        """Features and slabs of states whose rows are no whole pieces: they are taken apart, of 32 bits then both."""
+        states = (self.contraction.q, self.bm // 64), (self.contraction.p, -(-self.bn // 64))
+        loose = tuple(state for state in states if state[0] * self.size % 16)
+        return states if loose and self.size == 4 else loose
+
+    @functools.cached_property
+    def piece_bytes(self) -> int:
+        """Of a chunk of them"""
+        slots = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
+        return 16 * self.chunk * sum(slots)
+
+    @functools.cached_property
+    def ahead(self) -> int:
+        """Chunks of pieces on their way, while one is taken apart."""
+        if not self.taken:
+            return 0
+        return next((n for n in range(MOST_AHEAD, 1, -1) if self._stages(n) >= self._least_stages(n)), 1)
+
+    def _stages(self, ahead: int) -> int:
+        pieces = (ahead + 1) * self.piece_bytes
+        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.stage_bytes + 16))
+
+    def _least_stages(self, ahead: int) -> int:
+        """Where one state is copied to its place while the other's pieces are on their way, more than these."""
+        return (3, ahead + 2, 2)[len(self.taken)]
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return self._stages(self.ahead)
+
+    @property
+    def fits(self) -> bool:
+        c, held = self.contraction, self.sums <= self.registers[2] and (self.height != 3 or self.loads_left)
+        if self.taken:
+            held = held and (1 if c.tied else c.outer) * max(c.p, c.q) * self.size * self.chunk < 1 << 30
+        else:
+            loaded = -(-self.bn // 64) if self.loads_left else self.slabs
+            held = held and (self.size == 2 or loaded <= MOST_LOADED)
+        return held and self.stages >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
+
+    @property
+    def shared(self) -> int:
+        """With what it takes to begin at a multiple of 1024."""
+        pieces = (self.ahead + 1) * self.piece_bytes
+        return self.stages * (self.stage_bytes + 16) + pieces + self.ones_bytes + 1024
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + PRODUCERS
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        c = self.contraction
+        return -(-c.q // self.bm) * -(-c.p // self.bn) * (1 if c.tied else c.outer)
+
+    @property
+    def units_per_sample(self) -> int:
+        """Rows."""
+        return self.contraction.outer if self.contraction.tied else 1
+
+    @property
+    def units_per_block(self) -> int:
+        return self.least * self.chunk
+
+    def __str__(self) -> str:
+        c = self.contraction
+        ahead = f" and pieces of {self.ahead} more" if self.ahead else ""
+        return (
+            f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
+            + ("" if c.tied else f" of {c.outer} groups")
+            + f", {self.stages} stages of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        c = self.contraction
+        more, fewer, _ = self.registers
+        numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
+        numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
+        numbers |= {"AHEAD": self.ahead, "HELD": self.held}
+        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
+        numbers |= {"MORE": more, "FEWER": fewer}
+        lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        flags = {"SPLIT": self.is_split, "BIAS": self.bias}
+        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        widths = (8, self.n) if self.bias else (self.n,)
+        products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
+        code = hopper_headers(products, "packed.cuh", "pieces.cuh", "wide_gradient.cuh")
+        return kernel(code, name, "WideGradient", lines, self.threads)
+
+
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> WideGradient | None:
+    """The fastest tiling by prediction; None if this is no contraction for it."""
+    timed = (replace(plan, us=_time(plan)) for plan in tilings(contraction, dtype, batch, gpu, bias))
+    return min(timed, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
+
+
+def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> Iterator[WideGradient]:
+    if gpu.arch != 90 or dtype not in DTYPES or c.inner > 1:
+        return
+    if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
+        return
+    registers, step = REGISTERS[ELEMENT_BYTES[dtype]], 16 if ELEMENT_BYTES[dtype] == 2 else 32
+    whole = -(-c.p // step) * step
+    for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 3, 4), (1, 2, 4, 8, 16)):
+        if wm * wn not in registers or (bias and height > 2):  # whose columns take too many registers
+            continue
+        widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
+        widths |= {96} if wn == 2 and dtype == "tf32" else set()
+        for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
+            plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias)
+            if plan.fits:
+                yield plan
+
+
+def _slots(features: int, columns: int, size: int) -> int:
+    """Of 16 bytes, for the pieces of a row's columns, as pieces.cuh counts them."""
+    furthest = next((furthest for unit, furthest in ((16, 0), (8, 8), (4, 12)) if features * size % unit == 0), 16)
+    return -(-(furthest + columns * size) // 16) | 1
+
+
+def _time(plan: WideGradient) -> float:
+    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+    c, gpu = plan.contraction, plan.gpu
+    rows = plan.batch * plan.units_per_sample
+    chunks = -(-rows // plan.chunk)
+    parts = min(-(-chunks // plan.least), plan.most)
+    load = 0.12 + plan.stage_bytes / 100e3
+    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / CYCLES
+    read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
+    if plan.taken:
+        slabs = sum(slabs for _, slabs in plan.taken)
+        load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)
+        read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
+    elif plan.loads_left:
+        right = -(-plan.bn // 64)
+        load = max(0.25 + 0.23 * right, LATENCY_US / -(-chunks // parts))  # turned in registers
+        read += SLAB_BYTES * right
+    elif plan.size == 4:  # through registers, with one chunk on its way
+        load = LATENCY_US
+        read += SLAB_BYTES * plan.slabs
+    if plan.is_split:
+        products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / CYCLES
+        read += 256 * plan.consumers * plan.height * (64 + plan.n)
+    chunk = max(load, products, 1.15 * read / 128 / CYCLES)
+    store = plan.bm * plan.bn * PART_BYTES[plan.dtype] / 40e3
+    busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
+    memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
+    sums = 0 if plan.is_whole else parts * plan.weights * PART_BYTES[plan.dtype]
+    return 3.0 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)

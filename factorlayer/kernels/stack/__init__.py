@@ -1,0 +1,1 @@
+"""Families of dense layers one behind another."""

@@ -1,0 +1,280 @@
+"""Passes of dense layers one behind another, their states in registers: what dense.cuh is told."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.resident import round_up
+from factorlayer.maths.chain import Chain
+
+WIDEST = 256  # of the matrix unit's sums
+START_US = 3.0
+WRITE_US = 0.85e-3  # of 2 or 4 bytes: a sector's for L2, which takes 5 TB/s
+OTHER_REGISTERS = 34
+MOST_TENSORS = 61  # that a kernel is given, and one more for the gradient behind them
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A pass, tiled. `us` is the time predicted."""
+
+    layers: tuple[Chain, ...]
+    dtype: str
+    groups: int  # of four warps, each with samples of its own
+    gpu: Gpu
+    us: float = 0.0
+    states: bool = False  # stored as well, those between layers
+    packs: bool = True  # rows that accesses of 8 bytes do not fit
+
+    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh")
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def step(self) -> int:
+        """k's of a product."""
+        return 32 // self.size
+
+    @functools.cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """p, q of each layer"""
+        return tuple((chain.in_features, chain.out_features) for chain in self.layers)
+
+    def columns(self, i: int) -> tuple[int, int]:
+        """Of layer i: its k's, in whole steps, and its sums, in whole steps of the next layer, or in tiles."""
+        p, q = self.sizes[i]
+        return round_up(p, self.step), round_up(q, 8 if i == len(self.layers) - 1 else self.step)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Where each layer's weight and bias begin in shared memory, and behind the last one's where they end."""
+        found, at = [], 0
+        for i in range(len(self.sizes)):
+            weight, (k, n) = at, self.columns(i)
+            at += -(-k // (4 * self.step)) * n * 128  # slabs of four steps
+            found.append((weight, at))
+            at = round_up(at + 4 * round_up(n, 16), 1024)
+        return (*found, (at, at))
+
+    @property
+    def shared(self) -> int:
+        return self.places[-1][0] + self.packed_bytes
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Features of the rows that warps take from memory."""
+        return (self.sizes[0][0],)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return tuple(q for _, q in self.sizes) if self.states else (self.sizes[-1][1],)
+
+    @functools.cached_property
+    def packed(self) -> tuple[int, ...]:
+        """Of a warp's bytes in shared memory: where rows that pass through it lie, those stored, 8 at once, behind them
+        each kind of those taken, 16 at once, and where they end."""
+        stored, *taken = (max(self._misfits(rows), default=0) for rows in (self.stored, *((n,) for n in self.taken)))
+        sizes = (8 * stored, *(16 * row for row in taken))
+        return tuple(itertools.accumulate((self.packs * size for size in sizes), initial=0))
+
+    def _misfits(self, features: Sequence[int]) -> list[int]:
+        """Bytes of the rows that accesses of 8 bytes do not fit, and no lane takes alone."""
+        return [n * self.size for n in features if n * self.size % 8 and n * self.size > 16]
+
+    @property
+    def packing_us(self) -> float:
+        """What such rows cost a tile: 14 instructions for 16 bytes of each lane, or a write for each access."""
+        if self.packs:
+            rows = sum(self._misfits((*self.taken, *self.stored)))
+            return 64 * rows / 512 * 14 / self.gpu.instructions
+        return 64 * WRITE_US * sum(row // (row & -row) for row in self._misfits(self.stored))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all warps"""
+        return 4 * self.groups * self.packed[-1]
+
+    @property
+    def registers_needed(self) -> int:
+        """Of a thread, about: a layer's sums, its operands and the next one's, and those of the samples to come."""
+        columns = [self.columns(i) for i in range(len(self.sizes))]
+        steps, sums = [k // self.step * 4 for k, _ in columns], [n // 2 for _, n in columns]
+        most = max(s + max(d, n) for s, d, n in zip(steps, sums, [*steps[1:], 0], strict=True))
+        both = max(d + n for d, n in zip(sums, [*steps[1:], 0], strict=True))
+        storing = 16 * self.states  # four of an operand's registers are in another order than four of a row's
+        return steps[0] + max(most, both) + storing + OTHER_REGISTERS
+
+    @property
+    def tensors(self) -> int:
+        """Weights, parameters of activations, and biases"""
+        return sum(map(_tensors, self.layers))
+
+    def first(self, i: int) -> int:
+        """Of these, layer i's."""
+        return sum(map(_tensors, self.layers[:i]))
+
+    @property
+    def split(self) -> int:
+        return 1
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    @property
+    def units_per_block(self) -> int:
+        """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
+        return 64
+
+    @property
+    def output_bytes(self) -> int:
+        """For one sample."""
+        return self.sizes[-1][1] * self.size
+
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """With what is needed before or behind it."""
+        return (self,)
+
+    @property
+    def made(self) -> str:
+        """For people"""
+        widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
+        return widths + ", states between them stored" * self.states
+
+    def __str__(self) -> str:
+        return f"dense layers: {self.made}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
+
+    def struct(self, i: int) -> dict[str, int | bool | str]:
+        """What the kernel is told of layer i."""
+        p, q = self.sizes[i]
+        k, n = self.columns(i)
+        weight_at, bias_at = self.places[i]
+        bias = self.first(i) + 1 + self.layers[i].parameters
+        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": self.first(i)}
+        told |= {"BIAS": bias if self.layers[i].bias else -1, "weight_at": weight_at, "bias_at": bias_at}
+        return told | {"FIRST": i == 0 or self.states, "LAST": i == len(self.layers) - 1 or self.states}
+
+    def loading(self) -> list[str]:
+        """Calls that bring weights to shared memory, those of several layers at once as far as registers have them."""
+        calls: list[str] = []
+        ends: list[str] = []
+        coming = 0
+        for i in range(len(self.layers)):
+            k, n = self.columns(i)
+            steps = k // self.step
+            elements = min(-(-n // (self.threads // self.step)) * steps, 64)
+            if coming + elements > 64:
+                calls, ends, coming = calls + ends, [], 0
+            calls += [f"typename C::template Coming<L{i}> w{i};", f"c.template begin_layer<L{i}>(w{i});"]
+            ends += [f"c.template end_layer<L{i}>(w{i});"]
+            coming += elements
+        return calls + ends
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        last = len(self.layers) - 1
+        calls = []
+        for i in range(last):
+            calls += [f"float d{i}[L{i}::N / 2];", f"c.template multiply<L{i}>(a{i}, d{i});"]
+            calls += [f"u32 a{i + 1}[L{i + 1}::K / C::kStep][4];"]
+            calls += [f"c.template hand_on<L{i}, L{i + 1}>(d{i}, a{i + 1});"]
+            if self.states:
+                calls += [f"c.template save<L{i}::Q>(c.params.weights[{self.tensors + i}], a{i + 1}, tile);"]
+        calls += [f"float d{last}[L{last}::N / 2];", f"c.template multiply<L{last}>(a{last}, d{last});"]
+        calls += [f"c.template store<L{last}::Q, L{last}::Activation>(c.params.y, d{last}, tile);"]
+        body = function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
+        return write(self, name, "DenseLayers", [], body, {n for i in range(last + 1) for n in [self.columns(i)[1]]})
+
+
+def _tensors(chain: Chain) -> int:
+    """A layer's: its weight, the parameters of its activation, and its bias."""
+    return 1 + chain.parameters + chain.bias
+
+
+def function(head: str, calls: Sequence[str]) -> list[str]:
+    """Of a kernel's struct of constants: what it calls for one layer after another."""
+    return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
+
+
+def _field(name: str, value: int | bool | str) -> str:
+    if isinstance(value, str):
+        return f"using {name} = struct {value};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"static constexpr {kind} {name} = {str(value).lower()};"
+
+
+def write(
+    plan: Dense,
+    name: str,
+    template: str,
+    lines: list[str],
+    body: list[str],
+    widths: set[int],
+    threads: int | None = None,
+    waits: bool = True,
+) -> str:
+    """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products. It has
+    the plan's threads, or other ones."""
+    last = len(plan.layers) - 1
+    head = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
+    head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
+    numbers = {"packed_at": plan.shared - plan.packed_bytes, "packed_bytes": plan.packed[-1]}
+    numbers |= dict(zip(("packed_x", "packed_y"), plan.packed[1:-1], strict=False))
+    head += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+    for i, chain in enumerate(plan.layers):
+        fields = [_field(key, value) for key, value in plan.struct(i).items()]
+        head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation, plan.first(i) + 1)} }};")
+    head += ["using First = L0;", f"using Last = L{last};"]
+    head += function("load_weights(const C& c)", plan.loading())
+    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
+    return kernel(
+        hopper_headers(products, *plan.headers), name, template, head + body, threads or plan.threads, waits=waits
+    )
+
+
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:
+    """With as many warpgroups as fit; None where this family has no kernel."""
+    return next(tilings(layers, dtype, batch, gpu, states), None)
+
+
+def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[Dense]:
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
+        return
+    for chain in layers:
+        c = chain.contractions[0]
+        if not chain.is_dense or max(c.p, c.q) > WIDEST:
+            return
+    if sum(_tensors(chain) + states for chain in layers) > MOST_TENSORS:
+        return
+    for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
+        plan = Dense(tuple(layers), dtype, groups, gpu, states=states, packs=packs)
+        if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
+            yield replace(plan, us=_time(plan, batch))
+
+
+def _time(plan: Dense, batch: int) -> float:
+    """Predicted microseconds."""
+    tiles = math.ceil(batch / (64 * plan.gpu.sms))
+    rate = 0.6 * plan.gpu.flops["bfloat16"] * (0.5 if plan.dtype == "tf32" else 1.0)
+    columns = [plan.columns(i) for i in range(len(plan.sizes))]
+    products = sum(2 * 64 * k * n for k, n in columns) / rate
+    sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions + plan.packing_us
+    moved = plan.sizes[0][0] + (sum(q for _, q in plan.sizes) if plan.states else plan.sizes[-1][1])
+    memory = 64 * moved * plan.size / (0.9 * plan.gpu.memory_bytes)
+    alone = 0.35 * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
+    return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))

@@ -1,0 +1,286 @@
+"""Passes of dense layers one behind another, their weights streamed: what dense_streamed.cuh is told."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.resident import round_up
+from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function, write
+from factorlayer.maths.chain import Chain
+
+WIDEST = 256  # sums of a row that a warpgroup holds at once
+MOST_STAGES, LEAST_STAGES = 8, 3
+CYCLES = 1.65e3  # in a microsecond
+INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
+OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
+REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
+
+
+class Columns(NamedTuple):
+    """Of a layer: k's in whole steps; sums by chunk, by chunks side by side, and how often."""
+
+    k: int
+    n: int
+    parts: int
+    passes: int
+    slabs: int  # of a chunk
+
+    @property
+    def all(self) -> int:
+        return self.n * self.parts * self.passes
+
+
+@dataclass(frozen=True)
+class DenseStreamed(Dense):
+    """A pass, tiled. A chunk of a weight has at most `rows` of it. If weights are `frozen`, chunks are made once."""
+
+    rows: int = WIDEST
+    frozen: bool = False
+
+    headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
+
+    @property
+    def slab(self) -> int:
+        """k's"""
+        return 4 * self.step
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Columns, ...]:
+        """Of each layer. As many rows as the largest chunk has are filled by several slabs of smaller ones."""
+        found = [self._shape(i) for i in range(len(self.sizes))]
+        rows = max(c.n for c in found)
+        return tuple(c._replace(slabs=max(1, min(-(-c.k // self.slab), rows // c.n))) for c in found)
+
+    def _shape(self, i: int) -> Columns:
+        p, q = self.sizes[i]
+        is_last = i == len(self.sizes) - 1
+        unit = 32 if is_last and self.size == 2 else 16  # whose columns are dealt
+        passes = -(-q // WIDEST)
+        columns = round_up(-(-q // passes), self.slab) if passes > 1 else round_up(q, unit)
+        parts = -(-columns // self.rows)
+        return Columns(round_up(p, self.step), round_up(-(-columns // parts), unit), parts, passes, 1)
+
+    def columns(self, i: int) -> tuple[int, int]:
+        return self.shapes[i].k, self.shapes[i].n
+
+    @functools.cached_property
+    def state_places(self) -> tuple[int, ...]:
+        """Where x and what each layer but the last one makes begin in a warpgroup's bytes, and where all end. x has a
+        place of its own; what is made in several passes may not lie where they read, all else does."""
+        at = behind_x = end = self._state_bytes(self.shapes[0].k)
+        found, held = [0], 0
+        for i, shape in enumerate(self.shapes[:-1]):
+            size = self._state_bytes(shape.all)
+            if i and shape.passes > 1:
+                at = behind_x if at - behind_x >= size else at + held
+            found.append(at)
+            held, end = size, max(end, at + size)
+        return (*found, end)
+
+    def _state_bytes(self, features: int) -> int:
+        return -(-features // self.slab) * 8192
+
+    @property
+    def stage_rows(self) -> int:
+        """Of 128 bytes"""
+        return max(c.n * c.slabs for c in self.shapes)
+
+    @property
+    def chunks(self) -> list[int]:
+        """Of each layer"""
+        return [c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.shapes]
+
+    @property
+    def bias_bytes(self) -> int:
+        return sum(4 * c.all for c, chain in zip(self.shapes, self.layers, strict=True) if chain.bias)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of shared memory, beside the stages: states, biases and x's barriers"""
+        return self.groups * self.state_places[-1] + self.bias_bytes + 16
+
+    @functools.cached_property
+    def chunk_places(self) -> tuple[int, ...]:
+        """Where each layer's chunks begin in memory, if they are put there, and where they end."""
+        slabs = (c.passes * c.parts * -(-c.k // self.slab) for c in self.shapes)
+        sizes = (128 * c.n * count for c, count in zip(self.shapes, slabs, strict=True))
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+    @property
+    def passes(self) -> tuple[Dense | WeightChunks, ...]:
+        return (WeightChunks(self), self) if self.in_chunks else (self,)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether weights lie in memory as stages hold them, put there by the pass before."""
+        return self.frozen or self.size == 4
+
+    @property
+    def follows(self) -> bool:
+        """Whether that pass runs each time, so that this one can start meanwhile."""
+        return self.in_chunks and not self.frozen
+
+    @functools.cached_property
+    def stages(self) -> int:
+        return min(MOST_STAGES, (self.gpu.shared - self.rest_bytes) // (128 * self.stage_rows + 16))
+
+    @property
+    def shared(self) -> int:
+        return self.stages * (128 * self.stage_rows + 16) + self.rest_bytes
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    def __str__(self) -> str:
+        return (
+            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.stages} stages of "
+            f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
+        )
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        return ()  # rows pass through shared memory anyhow
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        return ()
+
+    def loading(self) -> list[str]:
+        return [f"c.template load_layer<L{i}>();" for i in range(len(self.layers))]
+
+    def struct(self, i: int) -> dict[str, int | bool | str]:
+        (p, q), c, last = self.sizes[i], self.shapes[i], len(self.layers) - 1
+        weight = self.first(i)
+        biases = sum(4 * c.all for c, chain in zip(self.shapes[:i], self.layers, strict=False) if chain.bias)
+        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
+        told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}
+        told |= {"FIRST": i == 0, "LAST": i == last, "IN_PLACE": i > 0 and c.passes == 1}
+        told["STATE"] = self.tensors + i - 1 if self.states and i else -1
+        told |= {"from": self.state_places[i], "to": self.state_places[i + 1] if i < last else 0}
+        return told | {"bias_at": self._biases_at + biases, "chunks_at": self.chunk_places[i]}
+
+    @property
+    def _biases_at(self) -> int:
+        return self.stages * 128 * self.stage_rows + self.groups * self.state_places[-1]
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        more, fewer = REGISTERS if self.groups > 1 else (0, 0)
+        numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
+        numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
+        numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
+        numbers |= {"MORE": more, "FEWER": fewer}
+        numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))
+        body += function("weights(const C& c, typename C::Ring& ring)", self._calls("stream", "ring"))
+        widths = {c.n for c in self.shapes}
+        return write(self, name, "DenseStreamed", lines, body, widths, waits=not self.follows)
+
+    def _calls(self, what: str, given: str) -> list[str]:
+        """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
+        alike = [
+            (
+                chain.bias,
+                chain.activation,
+                *(told[key] for key in told if key not in ("WEIGHT", "BIAS", "STATE", "bias_at", "chunks_at")),
+            )
+            for chain, told in zip(self.layers, map(self.struct, range(len(self.layers))), strict=True)
+        ]
+        calls, begin = [], 0
+        for _, run in itertools.groupby(alike):
+            count = len(list(run))
+            call = f"c.template {what}<L{begin}>({given}"
+            if count > 1:
+                calls += ["#pragma unroll 1", f"for (int i = 0; i < {count}; ++i) {call}, i);"]
+            else:
+                calls += [f"{call});"]
+            begin += count
+        return calls
+
+
+@dataclass(frozen=True)
+class WeightChunks:
+    """A pass that puts weights as the stages of the one behind it hold them: weight_chunks.cuh."""
+
+    of: DenseStreamed
+
+    shared = 0
+    threads = 512
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all"""
+        return self.of.chunk_places[-1]
+
+    @property
+    def split(self) -> int:
+        return min(-(-self.output_bytes // (16 * self.threads)), self.of.gpu.sms)
+
+    @property
+    def us(self) -> float:
+        return 2.0 + self.output_bytes / 1e6
+
+    def __str__(self) -> str:
+        return f"weights as stages hold them: {self.output_bytes} bytes"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        calls = [f"c.template layer<L{i}>();" for i in range(len(self.of.layers))]
+        lines = [f"static constexpr int THREADS = {self.threads};"]
+        return write(self.of, name, "WeightChunks", lines, function("weights(const C& c)", calls), set(), self.threads)
+
+
+def tile(
+    layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
+) -> DenseStreamed | None:
+    """The fastest tiling by prediction; None where this family has no kernel."""
+    return min(tilings(layers, dtype, batch, gpu, states, frozen), key=lambda plan: plan.us, default=None)
+
+
+def tilings(
+    layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
+) -> Iterator[DenseStreamed]:
+    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
+        return
+    if any(not chain.is_dense or chain.parameters for chain in layers):
+        return
+    if sum(1 + chain.bias + states for chain in layers) > MOST_TENSORS:
+        return
+    for groups, rows in itertools.product((2, 1), (256, 128, 64)):
+        plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows, frozen=frozen)
+        if plan.stages >= LEAST_STAGES:
+            yield replace(plan, us=_time(plan, batch))
+
+
+def _time(plan: DenseStreamed, batch: int) -> float:
+    """Microseconds: by analogy to dense.py and wide.py, whose numbers were fitted."""
+    tiles = math.ceil(batch / 64)
+    groups = min(plan.groups, math.ceil(tiles / plan.gpu.sms))  # with tiles
+    load = products = read = 0.0
+    for (p, _), c, chunks in zip(plan.sizes, plan.shapes, plan.chunks, strict=True):
+        columns, chunk = c.all, 128 * c.n * c.slabs
+        widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
+        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not plan.in_chunks else 1.0
+        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.stages - 1))
+        products += 2.3 * columns * c.k / plan.slab / CYCLES
+        read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
+    each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]
+    sums = 64 * sum(c.all * n for c, n in zip(plan.shapes, each, strict=True)) / 32 / plan.gpu.instructions
+    alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
+    store = 64 * plan.sizes[-1][1] * plan.size / 40e3
+    states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
+    shared = 1.15 * (read + groups * states) / 128 / CYCLES
+    busy = max(load, groups * (products + 0.6 * sums), alone + store, shared) + 0.5
+    moved = 64 * plan.size * (plan.sizes[0][0] + plan.sizes[-1][1]) + states
+    memory = groups * moved / (0.9 * plan.gpu.memory_bytes)
+    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, memory)

@@ -1,0 +1,87 @@
+"""All gradients of one dense layer with its activation, and many weights: for layer_backward.cuh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.expression import slope
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.stack.dense import write
+from factorlayer.kernels.stack.dense_backward import SLAB, START_US, DenseBackward
+from factorlayer.maths.chain import Chain
+
+LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inputs up to the second
+
+
+@dataclass(frozen=True)
+class LayerBackward(DenseBackward):
+    """A pass, tiled, whose warpgroups, two of them, share the weight's sums."""
+
+    headers = ("packed.cuh", "dense.cuh", "layer_backward.cuh")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of each of its two copies in shared memory, which differ in the order of inputs."""
+        k, n = self.columns(0)
+        return -(-k // 64) * n * 128
+
+    @property
+    def slabs_at(self) -> int:
+        return 2 * self.weight_bytes + 1024 + 2048  # behind the bias and ones
+
+    @property
+    def shared(self) -> int:
+        slabs = 2 * self.groups * SLAB * sum(-(-columns // 64) for columns in self.columns(0))
+        return self.slabs_at + slabs + self.packed_bytes
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        return ()  # a warpgroup's threads fetch its rows together
+
+    @property
+    def units_per_block(self) -> int:
+        return 128
+
+    def __str__(self) -> str:
+        p, q = self.sizes[0]
+        return f"dense layer, backward: {p}→{q}, 2 warpgroups side by side, {self.shared} bytes of shared memory"
+
+    def struct(self, i: int) -> dict[str, int | bool | str]:
+        p, q = self.sizes[0]
+        k, n = self.columns(0)
+        told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": 0}
+        told |= {"BIAS": 1 if self.layers[0].bias else -1, "weight_at": 0, "bias_at": 2 * self.weight_bytes}
+        return told | {"FIRST": False, "LAST": False, "Slope": "Slope0"}
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights}
+        numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += [slope(self.layers[0].activation, "Slope0")]
+        return write(self, name, "LayerBackward", lines, [], {8, *self.columns(0)})
+
+
+def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBackward | None:
+    """None where this family has no kernel."""
+    (layer, *further), (c, *_) = layers, layers[0].contractions
+    if further or gpu.arch != 90 or dtype not in ("bfloat16", "float16"):
+        return None
+    if not layer.is_dense or layer.parameters or not LEAST < c.q <= MOST or c.p > MOST:
+        return None
+    plan = LayerBackward((layer,), dtype, 2, gpu)
+    return replace(plan, us=_time(plan, batch)) if plan.shared <= gpu.shared else None
+
+
+def _time(plan: LayerBackward, batch: int) -> float:
+    """Predicted microseconds."""
+    rounds = math.ceil(batch / (128 * plan.gpu.sms))
+    (p, q), (k, n), has_slope = plan.sizes[0], plan.columns(0), plan.has_slope(0)
+    products = (2 + has_slope) * 2 * 128 * k * n / (0.6 * plan.gpu.flops[plan.dtype])
+    slopes = 128 * n * 12 / 32 / plan.gpu.instructions * has_slope
+    memory = 128 * (2 * p + q) * plan.size / (0.9 * plan.gpu.memory_bytes)
+    landed = sum(n for n in (p, q) if n % 4)  # taken apart between two barriers, while nothing else runs
+    apart = 2 * plan.packing_us + 128 * landed * plan.size / 512 * 12 / plan.gpu.instructions + (0.2 if landed else 0)
+    return START_US + rounds * max(products + slopes + apart + 0.4, memory)

@@ -1,0 +1,248 @@
+"""The search for a resident pass's tiling: which tiles, groups and layouts are predicted to be fastest.
+
+The prediction was fitted to thousands of measured tilings; docs/kernels/common.md says how far it is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.resident import Resident, Sandwich, Stage, Stages, Work, last_of, memory_of, round_up, stage_us
+
+LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
+SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry
+MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
+# Tiles of 16 x 8 that a warp takes down and across.
+TILES = (
+    *((1, 1), (1, 2), (1, 4), (1, 7), (1, 8), (2, 1), (2, 2), (2, 4), (2, 7), (2, 8)),
+    *((4, 1), (4, 2), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
+)
+MOST_ODD_TILES = 8  # where places are computed, or sums stay over several terms
+SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
+
+
+@functools.lru_cache(512)
+def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
+    """The fastest tiling by prediction, or None where the weights or one unit do not fit."""
+    found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
+    return Resident(*found[1]) if found else None
+
+
+Candidate = tuple[float, tuple[Any, ...]]  # predicted microseconds, and a Resident's fields
+
+
+def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+    for order in _orders(work):
+        for split in _splits(order, batch, gpu):
+            for chunk in _chunks(order):
+                yield from _tilings(order, chunk, split, batch, gpu)
+
+
+def _orders(work: Work) -> Iterator[Work]:
+    """As given, with the last two modes in the order that a sandwich takes them, and with the first mode first."""
+    seen = [work.steps]
+    yield work
+    last = len(work.sizes) - 1
+    modes = dict(work.steps)
+    for first in ((last - 1, last), (0,)):
+        if (work.inner > 1 and len(first) > 1) or not modes.keys() >= set(first):
+            continue
+        steps = (*((at, modes[at]) for at in first), *(step for step in work.steps if step[0] not in first))
+        if steps not in seen:
+            seen.append(steps)
+            yield replace(work, steps=steps)
+
+
+def _chunks(work: Work) -> Iterator[int]:
+    """Parts of what lies behind the modes, as runs of memory: the longest that fits, and some of 64 bytes and more."""
+    yield work.inner
+    if work.inner == 1:
+        return
+    size = ELEMENT_BYTES[work.dtype]
+    chunks = [run // size for run in (256, 128, 64)]
+    chunks = [chunk for chunk in chunks if chunk < work.inner and work.inner % chunk == 0]
+    if not chunks:
+        most = 2048 // size
+        chunks = [d for d in range(min(most, work.inner - 1), 0, -1) if work.inner % d == 0][:3]
+    yield from chunks
+
+
+def _splits(work: Work, batch: int, gpu: Gpu) -> Iterator[int]:
+    """Parts of the first mode's q, where one weight is large or units are few: each block reads x for its own part."""
+    yield 1
+    (at, mode), *further = work.steps
+    if at > 0 or len(mode.parts) > 1 or work.rank > 1:
+        return
+    whole = mode.q * mode.p * ELEMENT_BYTES[work.dtype]
+    few = batch * work.outer * work.inner * max(1, work.sizes[-1] // 16) < 8 * gpu.sms
+    if whole > gpu.shared // 8 or few:
+        least = 16 if further or work.inner > 1 else 8
+        parts = (d for d in range(2, mode.q // least + 1) if mode.q % (least * d) == 0)
+        yield from itertools.islice((d for d in parts if whole // d < gpu.shared * 3 // 4), 4)
+
+
+def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+    states = work.states_of(split)
+    unit_in, unit_out = math.prod(states[0]) * chunk, math.prod(states[-1]) * chunk
+    unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
+    weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
+    room = gpu.shared - work.rank * size * weights
+    total = batch * work.outer * (work.inner // chunk)
+    run = chunk * size if chunk < work.inner else 128
+    memory = (unit_in + unit_out) * size / gpu.memory_bytes * (1 + 11 / run)  # short runs cost more
+    for warps in (1, 2, 4, 8, 16):
+        units = _units(unit, warps, total)
+        if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
+            continue
+        move = units * (unit_in + unit_out) * size / gpu.shared_bytes
+        for most in MOST_TILES:
+            for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
+                fields = (work, stages, chunk, split, units, warps)
+                busy = sum(stage.time(warps, gpu) for stage in stages) * work.rank + move
+                weight_bytes = sum(stage.weight_bytes for stage in stages) * work.rank
+                slot, *sides = memory_of(stages, work.rank, in_place)
+                fit = _warps_that_fit(work, stages)
+                for slots in (2, 1):
+                    group = slots * slot + sum(sides)
+                    groups = min((gpu.shared - 1024 - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
+                    if groups < 1:
+                        continue
+                    tiles = -(-total // units)
+                    groups = max(1, min(groups, -(-tiles * split // gpu.sms)))
+                    barriers = (len(stages) * (2 if in_place else 1) + 2) * work.rank
+                    # Without a slot or a result of its own, a tile waits for the one before it to leave.
+                    ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
+                    us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, split, gpu)
+                    us += weight_bytes / 59e3
+                    yield us, (*fields, groups, slots, in_place, gpu, us)
+                    if slots == 2 and groups * warps >= fit:
+                        break
+
+
+def _warps_that_fit(work: Work, stages: Stages) -> int:
+    """By their registers: a quarter of a block's warps shares 512 for each lane."""
+    registers = max(stage.registers for stage in stages)
+    if work.rank > 1:  # the last sums stay while the stages before them run
+        last = last_of(stages)
+        registers += 4 * last.mt * last.nt * (2 if work.dtype == "float64" else 1)
+    if work.bias or work.activation != "identity":
+        registers += 16
+    return min(32, 4 * (512 // round_up(registers, 8)))
+
+
+def _units(unit: int, warps: int, total: int) -> int:
+    """Of a tile: at least 512 elements for each warp, where there are so many."""
+    units = 1
+    while units * unit < warps * 512 and units < 64 and units * 2 <= total:
+        units *= 2
+    return units
+
+
+def _schemes(
+    work: Work, chunk: int, split: int, units: int, warps: int, most: int, gpu: Gpu
+) -> Iterator[tuple[bool, Stages]]:
+    for in_place in (False, True):
+        stages = _stages(work, chunk, split, units, warps, most, in_place, gpu)
+        if stages is not None:
+            yield in_place, stages
+    stages = _sandwich(work, split, units, warps, most, gpu)
+    if stages is not None:
+        yield False, stages
+
+
+def _stages(
+    work: Work, chunk: int, split: int, units: int, warps: int, most: int, in_place: bool, gpu: Gpu
+) -> Stages | None:
+    if in_place and work.rank > 1:
+        return None
+    stages: list[Stage | Sandwich] = []
+    for number, ((at, mode), sizes) in enumerate(zip(work.steps, work.states_of(split), strict=False)):
+        rows = units * math.prod(sizes[:at])
+        inner = math.prod(sizes[at + 1 :]) * chunk
+        once = in_place or (work.rank > 1 and number == len(work.steps) - 1)
+        q = mode.q if number else mode.q // split
+        few = min(most, MOST_ODD_TILES) if work.rank > 1 else most
+        stage = _stage(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu)
+        if stage is None:
+            return None
+        stages.append(stage)
+    return tuple(stages)
+
+
+def _sandwich(work: Work, split: int, units: int, warps: int, most: int, gpu: Gpu) -> Stages | None:
+    """With the first two steps at one visit, where their sizes are whole tiles; not in float32, which repairs sums."""
+    last = len(work.sizes) - 1
+    if len(work.steps) < 2 or work.rank > 1 or work.inner > 1 or work.dtype == "float32":
+        return None
+    (at, a), (following, b) = work.steps[:2]
+    if (at, following) != (last - 1, last) or a.q // split % 16 or b.p % 16:
+        return None
+    rows = units * math.prod(work.sizes[:at])
+    first = _sandwich_stage(a.p, a.q // split, b.p, b.q, rows, work.dtype, warps, most, gpu)
+    if first is None:
+        return None
+    stages: list[Stage | Sandwich] = [first]
+    for (at, mode), sizes in list(zip(work.steps, work.states_of(split), strict=False))[2:]:
+        rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
+        stage = _stage(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu)
+        if stage is None:
+            return None
+        stages.append(stage)
+    return tuple(stages)
+
+
+@functools.lru_cache(1024)
+def _sandwich_stage(
+    pa: int, qa: int, pb: int, qb: int, rows: int, dtype: str, warps: int, most: int, gpu: Gpu
+) -> Sandwich | None:
+    nt = -(-qb // 8)
+    found = [
+        Sandwich(Stage(pa, qa, pb, rows, mt, nc, dtype), Stage(pb, qb, 1, rows * qa, mt, nt, dtype))
+        for mt, nc in itertools.product((1, 2), (2, 4))
+        if mt * (nt + nc) * SUM_REGISTERS[dtype] <= most * 5 // 4 and qa % (16 * mt) == 0 and pb % (8 * nc) == 0
+    ]
+    return min(found, key=lambda pair: pair.time(warps, gpu), default=None)
+
+
+@functools.lru_cache(4096)
+def _stage(
+    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu
+) -> Stage | None:
+    """The warp tile that moves and multiplies least; `once`: each warp has at most one."""
+    padded = 1 if inner == 1 else round_up(inner, 8)
+    m, n = (rows, q) if inner == 1 else (q, rows * padded)
+    best = None
+    for mt, nt in TILES:
+        if mt * nt * SUM_REGISTERS[dtype] > most:
+            continue
+        if (mt > 1 and 8 * mt >= m) or (nt > 1 and 4 * nt >= n):
+            continue  # more than half of it would be padding
+        if once and -(-m // (16 * mt)) * -(-n // (8 * nt)) > warps:
+            continue
+        if mt * nt > MOST_ODD_TILES and Stage(p, q, inner, rows, mt, nt, dtype).is_odd:
+            continue
+        time = stage_us(p, q, inner, rows, mt, nt, dtype, warps, gpu)
+        if inner > 1 and padded % (8 * nt) and (8 * nt) % padded:
+            time *= 1.15  # columns whose places are computed as the kernel runs
+        if best is None or time < best[0]:
+            best = (time, mt, nt)
+    return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None
+
+
+def _predict(
+    memory: float, busy: float, barriers: int, warps: int, groups: int, ahead: bool, tiles: int, split: int, gpu: Gpu
+) -> float:
+    """Microseconds, from those of a tile's traffic and of its work in a multiprocessor that has nothing else to do."""
+    blocks = max(gpu.sms // split, 1)
+    each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
+    busy *= 1 + 2 / (groups * warps)
+    overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
+    alone = memory + busy * max(1.0, 4 / warps) + barriers * SYNC_US
+    start = LAUNCH_US + min(RAMP_US, memory * tiles / blocks)
+    return start + alone + max(overlapped, alone - (memory if ahead else 0)) * (each - 1)

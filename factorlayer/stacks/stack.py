@@ -1,0 +1,432 @@
+"""Stacks: layers one behind another, as FactorMLP and fuse run them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.formula import formula
+from factorlayer.activations.named import activate
+from factorlayer.activations.stages import activation_of, scalars
+from factorlayer.autograd.fused import any_requires_grad, runs_in_tf32
+from factorlayer.autograd.nested import through
+from factorlayer.autograd.runtime import CompileError, is_hopper
+from factorlayer.autograd.stacked import (
+    Run,
+    Stack,
+    fused_stack,
+    is_large_product,
+    is_left_to_cublas,
+    is_short,
+    runs,
+    why_auto_is_not_stacked,
+    why_no_stack,
+)
+from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name, run
+from factorlayer.layers import FactorLinear, refuse_script
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.stacks.frozen import Frozen
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One of a stack. A dense layer is a Kronecker product of one factor."""
+
+    spec: LayerSpec
+    chain: Chain
+    tensors: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """`tensors` are weights, parameters of the activation, and the bias behind them."""
+        count = len(self.spec.weight_shapes) + self.chain.parameters + self.chain.bias
+        object.__setattr__(self, "tensors", count)
+
+    def ending_in(self, activation: str) -> Layer:
+        return replace(self, chain=replace(self.chain, activation=activation))
+
+    def __str__(self) -> str:
+        p, q = (" x ".join(map(str, sizes)) for sizes in (self.spec.in_factors, self.spec.out_factors))
+        kind = "" if len(self.spec.in_factors) == 1 else f", {self.spec.structure}"
+        activation = "" if self.chain.activation == "identity" else f", {formula(self.chain.activation)}"
+        return f"{p} -> {q}{kind}{activation}"
+
+
+def layer_of(member: nn.Module) -> Layer | None:
+    """What a FactorLinear or an nn.Linear is, or None of anything else, as of quantised ones."""
+    if any(map(is_foreign, member._parameters.values())):
+        return None
+    if isinstance(member, FactorLinear) and type(member).forward is FactorLinear.forward:
+        return Layer(member.spec, member.chain)
+    if isinstance(member, nn.Linear) and type(member).forward is nn.Linear.forward:
+        spec = LayerSpec("kronecker", (member.in_features,), (member.out_features,))
+        return Layer(spec, Chain.of(spec, member.bias is not None, "identity"))
+    return None
+
+
+def is_foreign(tensor: Tensor | None) -> bool:
+    """Whether it is of a class that has products of its own, as a quantised weight has."""
+    kind = type(tensor)
+    return tensor is not None and kind not in (Tensor, nn.Parameter) and kind.__name__ not in _OF_PYTORCH
+
+
+_OF_PYTORCH = ("DTensor", "FakeTensor", "FunctionalTensor")
+
+
+def run_stack(
+    stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor:
+    """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
+    if len(layers) > 1 and implementation in ("auto", "fused"):
+        try:
+            if x.dim():
+                cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
+                recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+                left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
+                joined = recorded and (implementation == "fused" or is_measured(cast))
+                found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
+                if found:
+                    is_matrix = len(cast.shape) == 2
+                    rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
+                    if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
+                        y = fused_stack(found[0][2], rows, given, recorded)
+                    else:
+                        y = _run_by_run(found, layers, rows, given, implementation, who)
+                    return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+        except (CompileError, torch.OutOfMemoryError):
+            raise
+        except (AttributeError, RuntimeError):
+            if isinstance(x, Tensor) and x.is_nested:
+                return through(lambda rows: run_stack(stack, layers, rows, tensors, implementation, who), x)
+            y = None
+            with contextlib.suppress(RuntimeError):  # as this one is: a hook's, or checkpointing's
+                y = _one_by_one(layers, x, tensors, implementation, who)  # which has better words for what is wrong
+            if y is not None and y.is_complex():  # for weights that are complex, which x is not, there are no kernels
+                return y
+            raise
+    return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def is_measured(x: Tensor) -> bool:
+    """Whether layers that are trained one by one are known to be faster by ours than by PyTorch, if they are joined."""
+    return x.is_cuda and is_hopper(x.get_device()) and is_short(x.dtype, runs_in_tf32(x))
+
+
+def _run_by_run(
+    found: Sequence[Run],
+    layers: Sequence[Layer],
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    implementation: str,
+    who: Sequence[str],
+) -> Tensor:
+    """Each run at once, and layers outside of them one by one."""
+    at = first = 0  # among layers, and among tensors
+    for begin, end, text in (*found, (len(layers), len(layers), "")):
+        behind = first + sum(layer.tensors for layer in layers[at:begin])
+        x = _one_by_one(layers[at:begin], x, tensors[first:behind], implementation, who[at:begin])
+        first = behind + sum(layer.tensors for layer in layers[begin:end])
+        own = tensors[behind:first]
+        if text:
+            x = fused_stack(text, x, own, torch.is_grad_enabled() and any_requires_grad(x, None, own))
+        at = end
+    return x
+
+
+def _one_by_one(
+    layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor:
+    at = 0
+    for layer, name in zip(layers, who, strict=True):
+        end = at + layer.tensors
+        bias = tensors[end - 1] if layer.chain.bias else None
+        way = "batched" if implementation == "fused" and is_left_to_cublas(layer.chain, x) else implementation
+        x = run(layer.spec, layer.chain, x, tensors[at : end - layer.chain.bias], bias, way, name)
+        at = end
+    return x
+
+
+Activation = nn.Module | Expression | str | None
+
+
+class LayerStack(nn.Module):
+    """Layers of a model, one behind another, with activations behind them. The parameters stay the members' own."""
+
+    def __init__(self, members: Sequence[tuple[str, nn.Module, Activation]], implementation: str, who: str) -> None:
+        """Each with its name, and the activation behind it."""
+        super().__init__()
+        self.names, self.implementation = tuple(name for name, *_ in members), implementation
+        self._owner = who
+        self._who = tuple(f"{who}: layer {name}" for name in self.names)
+        self._members: list[_Member] = []  # no children, whose parameters would have two names
+        self.layers: tuple[Layer, ...] = ()
+        self._types: list[type] = []
+        self._have_scalars = False
+        for _, member, activation in members:
+            layer = layer_of(member)
+            assert layer is not None
+            stage, scalar_names = activation_of(activation)
+            added = _Member(member, activation, stage, scalar_names)
+            self._members.append(added)
+            bias = nn.Parameter if layer.chain.bias else type(None)
+            self._types += [*[nn.Parameter] * (len(added.names) - 1), bias]
+            self._have_scalars |= added.has_scalars
+            self.layers += (layer if stage == "identity" else layer.ending_in(stage),)
+        self._stack = Stack(tuple(layer.chain for layer in self.layers))
+        self.frozen: Frozen | None = None
+        self._look()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "implementation":
+            value = implementation_name(value)
+        super().__setattr__(name, value)
+
+    def _look(self) -> None:
+        """Finds where forward looks, which stays where it is: to ask the modules at every call would take longer than
+        all the rest of it."""
+        given = [part for m in self._members for part in (m.layer, m.activation) if isinstance(part, nn.Module)]
+        parts = [part for each in given for part in each.modules()]
+        self._owns = [vars(part) for part in parts]
+        self._hooks = [own[name] for own in self._owns for name in HOOKS]
+        self._parameters_of = [vars(m.layer)["_parameters"] for m in self._members for _ in m.names]
+        self._names_in = [name for m in self._members for name in m.names]
+
+    def __getstate__(self) -> dict[str, Any]:
+        found = ("_owns", "_hooks", "_parameters_of", "_names_in")
+        return {name: value for name, value in self.__dict__.items() if name not in found}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._look()
+
+    def forward(self, x: Tensor) -> Tensor:
+        frozen = self.frozen
+        if frozen is not None:
+            y = frozen.run(x, self.implementation)
+            if y is None:
+                y = run_stack(self._stack, self.layers, x, frozen.tensors, self.implementation, self._who)
+            return y
+        if self._is_hooked():
+            return self._one_by_one(x)
+        tensors = self._tensors()
+        if tensors is None:
+            return self._one_by_one(x)
+        return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
+
+    def _is_hooked(self) -> bool:
+        return any(self._hooks) or any("forward" in own for own in self._owns)
+
+    def freeze(self) -> None:
+        """Runs with what its tensors are now, until it is frozen again, or no more."""
+        if self._is_hooked():
+            raise ValueError(
+                f"{self._owner}: freeze: layers {', '.join(self.names)} should have no hooks, which would not run; "
+                "remove them before"
+            )
+        tensors = self._tensors()
+        if tensors is None:
+            return  # it goes on layer by layer
+        kinds = sorted(set(map(_kind, tensors)))
+        if len(kinds) > 1 or kinds[0].endswith(SHARDED):
+            raise ValueError(
+                f"{self._owner}: freeze: the weights of layers {', '.join(self.names)} should be of one dtype, on one "
+                f"device and no shards; they are {' and '.join(kinds)}; convert them with .to()"
+            )
+        frozen = Frozen(self._stack, tensors)
+        frozen.prepare(self.implementation)
+        self.frozen = frozen
+
+    def unfreeze(self) -> None:
+        self.frozen = None
+
+    def _tensors(self) -> list[Tensor] | None:
+        """The members', layer by layer, or None if some have come to have products of their own."""
+        if not self._have_scalars:
+            try:
+                own = list(map(getitem, self._parameters_of, self._names_in))
+            except KeyError:  # a parametrization has taken the place of a parameter
+                own = []
+            if [type(tensor) for tensor in own] == self._types:
+                return [tensor for tensor in own if tensor is not None]
+        tensors: list[Tensor] = []
+        for member, layer, who in zip(self._members, self.layers, self._who, strict=True):
+            found = member.tensors()
+            if len(found) != layer.tensors:
+                raise ValueError(f"{who} has got or lost its bias since; build or fuse what it is part of again")
+            tensors += found
+        return None if any(map(is_foreign, tensors)) else tensors
+
+    @property
+    def members(self) -> list[nn.Module]:
+        return [member.layer for member in self._members]
+
+    def text_for(self, x: Tensor) -> str:
+        """As the raw ops take it."""
+        return self._stack.text_for(x)
+
+    def run_by(self, implementation: str) -> LayerStack:
+        members = [(name, m.layer, m.activation) for name, m in zip(self.names, self._members, strict=True)]
+        return LayerStack(members, implementation, self._owner)
+
+    def alone(self) -> list[LayerStack]:
+        """Each of its layers by itself."""
+        members = zip(self.names, self._members, strict=True)
+        return [LayerStack([(name, m.layer, m.activation)], self.implementation, self._owner) for name, m in members]
+
+    def explain(self) -> list[str]:
+        learns = " (on a GPU, trained by itself: its activation learns)"
+        large = " (on a GPU in 16 bits and tf32, by cuBLAS: one large product)"
+        return [
+            f"{name}: {layer}{learns if layer.chain.parameters else large if is_large_product(layer.chain) else ''}"
+            for name, layer in zip(self.names, self.layers, strict=True)
+        ]
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        for member in self._members:
+            x = member.layer(x)
+            x = member.activation(x) if isinstance(member.activation, nn.Module) else activate(member.stage, x)
+        return x
+
+
+class RunsAsStacks(nn.Module):
+    """A module whose implementation is that of its stacks, and which is frozen as they are."""
+
+    _implementation: Implementation
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_freeze_again)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks every module for."""
+        refuse_script("FactorMLP" if type(self).__name__ == "FactorMLP" else "fuse")
+
+    @property
+    def stacks(self) -> list[LayerStack]:
+        raise NotImplementedError
+
+    @property
+    def implementation(self) -> Implementation:
+        return self._implementation
+
+    @implementation.setter
+    def implementation(self, name: Implementation) -> None:
+        try:
+            self._implementation = implementation_name(name)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from None
+        for stack in self.stacks:
+            stack.implementation = self._implementation
+        for layer in self._own_layers():
+            layer.implementation = self._implementation
+
+    def _own_layers(self) -> Sequence[FactorLinear]:
+        """Those that nobody else runs: they are called one by one where one of them has a hook."""
+        return ()
+
+    def understood(self) -> list[str]:
+        raise NotImplementedError
+
+    def explain(self) -> str:
+        """What it runs, as it was understood, and by which implementation if one was asked for."""
+        asked = [] if self.implementation == "auto" else [f"  stacks run by {self.implementation}, as asked"]
+        return "\n".join([*self.understood(), *asked])
+
+    def freeze(self) -> Self:
+        """Its stacks, and those of all modules in it, run from now on with what their weights are now, for inference.
+
+        These are packed once, as kernels take them; on a GPU this compiles what calls will run. They are constants: x
+        may have gradients, they have none, and what is done to the parameters has no effect until freeze() is called
+        again. load_state_dict() of the module calls it, and .to(), .half() and the like do the same to what is frozen.
+        Hooks that layers get afterwards are not called. state_dict() has the parameters; copies and pickles are frozen.
+        """
+        stacks = [stack for part in self.modules() if isinstance(part, RunsAsStacks) for stack in part.stacks]
+        before = [stack.frozen for stack in stacks]
+        try:
+            for stack in stacks:
+                stack.freeze()
+        except BaseException:
+            for stack, frozen in zip(stacks, before, strict=True):
+                stack.frozen = frozen
+            raise
+        return self
+
+    def unfreeze(self) -> Self:
+        """Its stacks run with their weights as they are at each call."""
+        for part in self.modules():
+            for stack in part.stacks if isinstance(part, RunsAsStacks) else ():
+                stack.unfreeze()
+        return self
+
+    @property
+    def is_frozen(self) -> bool:
+        return any(stack.frozen is not None for stack in self.stacks)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for stack in self.stacks:
+            if stack.frozen is not None:
+                stack.frozen.apply(fn)
+        return self
+
+
+def _freeze_again(module: nn.Module, incompatible: object) -> None:
+    """With what it has loaded."""
+    if isinstance(module, RunsAsStacks) and module.is_frozen:
+        module.freeze()
+
+
+@dataclass
+class _Member:
+    """A layer, what follows it, and which of its parameters that one's p0, p1, … are."""
+
+    layer: nn.Module
+    activation: Activation
+    stage: str  # what it is in a chain
+    scalar_names: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layer's own parameters."""
+        return (*(self.layer._weight_names if isinstance(self.layer, FactorLinear) else ("weight",)), "bias")
+
+    @property
+    def has_scalars(self) -> bool:
+        return bool(self.scalar_names or (isinstance(self.layer, FactorLinear) and self.layer._scalar_names))
+
+    def tensors(self) -> list[Tensor]:
+        """Weights, the activation's parameters, and the bias."""
+        own, layer = self.layer._parameters, self.layer
+        found = [own[name] if name in own else getattr(layer, name) for name in self.names]
+        bias = found.pop()
+        if isinstance(layer, FactorLinear):
+            found += scalars(layer.activation, layer._scalar_names)
+        if self.scalar_names:
+            found += scalars(self.activation, self.scalar_names)
+        return [tensor for tensor in (*found, bias) if tensor is not None]
+
+
+SHARDED = ", sharded"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}" + SHARDED * (type(tensor).__name__ == "DTensor")
+
+
+HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backward_hooks")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling it does something else than its class's forward."""
+    own = vars(module)
+    return any(own[name] for name in HOOKS) or "forward" in own
