@@ -15,7 +15,6 @@ from dataclasses import replace
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import gradient
-from factorlayer.kernels.emit import LARGEST_NORMALISED
 from factorlayer.kernels.gradient import REDUCTION_US, Gradient, Reduction
 from factorlayer.kernels.kronecker import (
     cluster_backward,
@@ -52,6 +51,7 @@ from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.monarch_mapped import MonarchMapped
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product import few, mapped, single_backward, streamed, wide, wide_gradient, wide_resident
 from factorlayer.kernels.product.column_sums import ColumnSums
 from factorlayer.kernels.product.few import Few
@@ -62,14 +62,15 @@ from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
-from factorlayer.kernels.resident import Mode, Work
 from factorlayer.kernels.stack import dense, dense_backward, dense_backward32, dense_streamed, layer_backward
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.kernels.stack.dense_streamed import WeightChunks
 from factorlayer.kernels.tiling import tile
+from factorlayer.kernels.weights import LARGEST_NORMALISED
+from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.plan import PASS_WEIGHT, Pass, Plan, PlanError
+from factorlayer.plan.plan import PASS_WEIGHT, Plan, PlanError
 
 WORDS = ("backward", "states", "frozen")  # behind the layers of a stack
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
