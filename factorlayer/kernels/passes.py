@@ -94,6 +94,10 @@ class Pass:
         """Passes that make gradients of its blocks' sums."""
         return ()
 
+    def with_bias(self) -> Pass | None:
+        """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""
+        return None
+
     # What it leaves, for the emulator, which runs passes one by one
 
     def outputs(self, batch: int) -> tuple[int, ...]:

@@ -53,6 +53,9 @@ class ClusterBackward(OfTwoModes):
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 
+    def with_bias(self) -> ClusterBackward:
+        return replace(self, bias=True)
+
     def outputs(self, batch: int) -> tuple[int, ...]:
         return batch * self.output_bytes, self.made * self.size
 
