@@ -70,6 +70,9 @@ def measure_rows(sweep: Sweep, rows: Sequence[tuple[Workload, str]], path: Path,
             sweep.rows.sort(key=lambda row: row.index)
             sweep.save(path)
             typer.echo(f"{len(sweep.rows):4}/{len(rows)}  {in_a_line(row)}", err=True)
+            if sweep.device == "cuda":  # graphs keep what they write to
+                gc.collect()
+                torch.cuda.empty_cache()
 
 
 def _in_numbers(ceilings: Ceilings) -> dict[str, float | str | None]:
@@ -146,10 +149,6 @@ def measure_row(
                 row.candidates_us = candidates(calls["v3"], EFFORTS["cuda"])
     except Exception as error:  # a row that raises is a failed one, whatever it was, and the next one is measured
         row.broken.append(f"{type(error).__name__}: {error}")
-    if workload.device == "cuda":
-        calls = {}
-        gc.collect()
-        torch.cuda.empty_cache()
     return row
 
 
