@@ -27,6 +27,14 @@ DTYPES = {
 # Bytes and FLOPs per second. float32 is a third of float16: what fp32 accuracy costs on tensor cores, at best. Its
 # floor counts a third of tf32 (ceilings.py), as that of a product without scales would.
 DATASHEETS = {
+    "H100": {
+        "memory": 3.35e12,
+        "bfloat16": 989e12,
+        "float16": 989e12,
+        "tf32": 495e12,
+        "float32": 989e12 / 3,
+        "float64": 67e12,
+    },
     "H200": {
         "memory": 4.8e12,
         "bfloat16": 989e12,

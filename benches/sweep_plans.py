@@ -1,4 +1,4 @@
-"""What the planner says of a drawn row on this GPU: the time it predicts, and its other ways, timed.
+"""What runs a drawn row: the implementation that auto takes, the time that the planner predicts, its other ways, timed.
 
 Plans are made for three sizes of batch; the prediction is that of the planner for the row's own.
 """
@@ -15,12 +15,26 @@ from benches.timing import Effort, time_cuda
 from factorlayer import FactorLinear
 from factorlayer.autograd.fused import gpu_limits, text_for
 from factorlayer.autograd.runtime import CompileError, class_of_batch, dtype_name, install
-from factorlayer.autograd.stacked import is_left_to_cublas, runs
+from factorlayer.autograd.stacked import is_left_to_cublas, runs, why_auto_is_not_stacked
 from factorlayer.device.gpu import Gpu
+from factorlayer.functional import choose
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import parsed, plan, plan_of, plan_stack
 from factorlayer.plan.schemes import schemes
-from factorlayer.stacks.stack import LayerStack
+from factorlayer.stacks.stack import LayerStack, is_measured
+
+
+def taken_by_auto(call: Call) -> str:
+    """batched, or fused if anything is, forward or in a training step."""
+    module, x = call.function, call.x
+    if isinstance(module, FactorLinear):
+        return choose(module.chain, x, "auto", "benches.sweep")
+    (stack,) = module.stacks  # type: ignore[attr-defined]
+    together = len(stack.layers) > 1 and why_auto_is_not_stacked(stack._stack, x) is None
+    ways = {choose(layer.chain, x, "auto", "benches.sweep") for layer in stack.layers}
+    if together:
+        ways |= {"fused" for back in (False, True) if runs(stack._stack, x, back, back and is_measured(x))}
+    return "fused" if "fused" in ways else "batched"
 
 
 def predicted_us(call: Call) -> float | None:

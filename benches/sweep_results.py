@@ -29,7 +29,7 @@ class SweepRow(Row):
     structure: str = "kronecker"
     activation: str = ""
     flops_share: float = 1.0  # of the dense layer's
-    auto: str = ""  # the implementation that auto takes for a layer
+    auto: str = ""  # batched, if auto runs nothing else
     predicted_us: float | None = None  # by the planner for this batch, forward
     first_seconds: dict[str, float] = field(default_factory=dict)  # of the first call, compiling
     candidates_us: dict[str, float] = field(default_factory=dict)  # of the planner's ways, forward

@@ -21,12 +21,10 @@ from benches.floor import DTYPES, Ceilings, ImpossibleFigureError, dense_work, r
 from benches.results import PASS_NAMES
 from benches.subjects import Call, UnavailableError, build
 from benches.sweep_check import draw_tensors, wrong
-from benches.sweep_plans import candidates, predicted_us
+from benches.sweep_plans import candidates, predicted_us, taken_by_auto
 from benches.sweep_results import Sweep, SweepRow
 from benches.timing import Effort, Timing, sets_needed, time_cpu, time_cuda
 from benches.workloads import PASSES, Block, Workload
-from factorlayer import FactorLinear
-from factorlayer.functional import choose
 
 OURS = ("v3", "auto", "v2")
 EFFORTS = {
@@ -63,6 +61,8 @@ def measure_rows(sweep: Sweep, rows: Sequence[tuple[Workload, str]], path: Path,
             if dtype not in ceilings:
                 ceilings[dtype] = measure_ceilings(sweep.device, dtype)
                 sweep.ceilings[dtype] = _in_numbers(ceilings[dtype])
+                if ceilings[dtype].special is None:
+                    typer.echo(f"{dtype}: floors count no special functions, {ceilings[dtype].special_of}", err=True)
             with tf32_allowed(dtype == "tf32"):
                 row = measure_row(workload, dtype, i, sweep.threads, ceilings[dtype], ways.candidates)
             row.first_seconds = first.get(workload.name, {})
@@ -174,9 +174,7 @@ def _calls(workload: Workload, dtype: str, ceilings: Ceilings, row: SweepRow) ->
             if name in OURS:
                 raise
             row.notes[name] = str(reason).splitlines()[0]
-    layer = calls["auto"][0].function
-    if isinstance(layer, FactorLinear):
-        row.auto = choose(layer.chain, tensors[0].x, "auto", "benches.sweep")
+    row.auto = taken_by_auto(calls["auto"][0])
     row.broken += wrong(workload, dtype, tensors[0], {name: calls[name][0] for name in OURS})
     return calls
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
 
-from benches import report, special, sweep, sweep_rows, sweep_tables
+from benches import ceilings, report, special, sweep, sweep_plans, sweep_rows, sweep_tables
 from benches.floor import DTYPES, Ceilings, Work, refuse_impossible, work
 from benches.subjects import Call, build
 from benches.sweep import BOUNDS, drawn, footprint
@@ -26,6 +26,11 @@ from benches.timing import Timing, sets_needed
 from benches.workloads import ALL_DTYPES, CPU_DTYPES, PASSES, Block, Layer, Workload
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.activations.stages import activation_of
+from factorlayer.autograd.runtime import CompileError
+from factorlayer.device.gpu import Gpu
+from factorlayer.maths.chain import Chain
+from factorlayer.plan.planner import plan, plan_of, plan_stack
+from factorlayer.plan.schemes import schemes
 
 MANY = [row for seed in range(10) for row in drawn(seed, 400, "cuda", ALL_DTYPES)]
 LAYERS = [w for w, _ in MANY if isinstance(w, Layer)]
@@ -209,7 +214,7 @@ def test_a_short_sweep_saves_rows_and_a_figure_and_goes_on(tmp_path: Path, short
         assert (row.workload, row.shape, row.batch, row.dtype) == (workload.name, workload.shape, workload.batch, dtype)
         assert set(row.times) >= {"v3", "auto", "v2"} and row.broken == []
         assert all(row.us(who, of_pass) for who in ("v3", "auto", "v2") for of_pass in PASSES)
-        assert row.auto in (("",) if row.is_block else ("fused", "batched"))
+        assert row.auto in ("fused", "batched")
     assert "auto over batched, fwd+bwd: " in finished.output
     assert "failed: 0 of 3 rows" in finished.output
     assert path.with_suffix(".svg").read_text().count("<!-- efficiency") == 1
@@ -279,6 +284,94 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
         finished = run("--count", "1", "--resume", "--output", str(path))
         assert finished.exit_code == 2
         assert "should be a results file of `python -m benches.sweep`" in finished.output
+
+
+# On a GPU, as far as it can be seen without one.
+
+
+def test_first_calls_are_made_with_the_switch_that_a_row_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def noted(name: str, workload: Workload, *rest: Any) -> Call:
+        seen[workload.name] = torch.backends.cuda.matmul.allow_tf32
+        if workload.name == "2":
+            raise RuntimeError("no such kernel")
+        return build(name, workload, *rest)
+
+    monkeypatch.setattr(sweep_rows, "build", noted)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows: list[tuple[Workload, str]] = [
+        (Layer(str(i), "kronecker", 4, (4, 6), (5, 3), "cpu", (), "this test"), dtype)
+        for i, dtype in enumerate(("float32", "tf32", "float32", "tf32", "float64"))
+    ]
+    seconds = sweep_rows._first_calls(rows, 2)
+    assert seen == {"0": False, "1": True, "2": False, "3": True, "4": False}
+    assert [set(seconds[str(i)]) for i in range(5)] == [set(PASSES), set(PASSES), set(), set(PASSES), set(PASSES)]
+
+
+def test_predictions_are_the_planners_for_the_rows_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu.of(90)
+    monkeypatch.setattr(sweep_plans, "gpu_limits", lambda device: (gpu.arch, gpu.sms, gpu.shared))
+    workload = Layer("a pair", "kronecker", 300, (32, 32), (32, 32), "cpu", (), "this test")
+    call = build("v3", workload, draw_tensors(workload, "bfloat16"))
+    expected = plan(Chain.of(workload.spec, False, "identity"), "bfloat16", 300, gpu).us
+    assert sweep_plans.predicted_us(call) == expected > 0
+    block = Block("a block", (16, 32, 16), "relu", 300, "cpu", (), "this test")
+    call = build("v3", block, draw_tensors(block, "bfloat16"))
+    (stack,) = call.function.stacks  # type: ignore[attr-defined]
+    chains = tuple(layer.chain for layer in stack.layers)
+    assert sweep_plans.predicted_us(call) == plan_stack(chains, "bfloat16", 300, gpu).us > 0
+
+
+def test_candidates_are_installed_one_by_one_and_the_chosen_plan_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, installed = Gpu.of(90), list[str]()
+    workload = Layer("a pair", "kronecker", 300, (32, 32), (32, 32), "cpu", (), "this test")
+    call = build("v3", workload, draw_tensors(workload, "bfloat16"))
+    text = Chain.of(workload.spec, False, "identity").text
+
+    def install(chain: str, dtype: torch.dtype, batch_class: int, device: int, plan: str) -> None:
+        assert (chain, dtype, batch_class) == (text, torch.bfloat16, 1)
+        installed.append(plan)
+        if len(installed) == 2:
+            raise CompileError("not this one")
+
+    def timed(calls: dict[str, list[Call]], of_pass: str, effort: Any) -> Any:
+        assert of_pass == "forward" and list(calls.values()) == [[call]]
+        return {name: Timing(10.0 * len(installed), 0.0, 5) for name in calls}, {}
+
+    monkeypatch.setattr(sweep_plans, "gpu_limits", lambda device: (gpu.arch, gpu.sms, gpu.shared))
+    monkeypatch.setattr(sweep_plans, "install", install)
+    monkeypatch.setattr(sweep_plans, "time_cuda", timed)
+    found = sweep_plans.candidates([call], sweep_rows.EFFORTS["cuda"])
+    ways = schemes(text, "bfloat16", 1, gpu)
+    assert len(ways) > 2
+    assert installed == [way.plan.text() for way in ways] + [plan_of(text, "bfloat16", 1, gpu).text()]
+    assert list(found.values()) == [10.0 * i for i in range(1, len(ways) + 1) if i != 2]
+
+
+def test_pytorch_reads_the_kernel_that_measures_special_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, make = [], torch.rand
+
+    def on_cpu(*sizes: int, device: str, **rest: Any) -> torch.Tensor:
+        assert device == "cuda"
+        return make(*sizes, **rest)
+
+    def launched(code: str, name: str, *rest: Any) -> None:
+        asked.append((code, name))
+
+    monkeypatch.setattr(torch, "rand", on_cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_jiterator_compile_and_launch_kernel", launched, raising=False)
+    for dtype, step in (("float64", "exp(-x)"), ("tf32", "ex2.approx.ftz.f32")):
+        rate, _ = ceilings._special_rate_of_gpu(dtype)
+        assert rate is not None and rate > 0
+        assert asked[-1][1] == "special" and step in asked[-1][0]
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("no compiler\nfor this")
+
+    monkeypatch.setattr(torch._C, "_cuda_jiterator_compile_and_launch_kernel", refused)
+    assert ceilings._special_rate_of_gpu("float32") == (None, "not measured: no compiler")
 
 
 # What is said of rows.
