@@ -22,6 +22,7 @@ from factorlayer.autograd.fused import why_not_fused
 
 SMALLEST_COPY = 256 << 10  # bytes; below it, calling copy_ costs more than copying
 LARGEST_COPY = 512 << 20  # beyond every cache
+SPECIAL_STEPS = 256  # functions for each number read: memory does not count
 
 
 class tf32_allowed:  # noqa: N801 (used as a statement)
@@ -53,12 +54,13 @@ def _cpu_ceilings(dtype: str) -> Ceilings:
             layer = FactorLinear(size**2, size**2, False, factors=(size, size), implementation="fused", dtype=x.dtype)
             rates[f"fused {batch}:{size}^2"] = layer.flops(batch) / _best_seconds(lambda: layer(x))  # noqa: B023
     best = max(rates, key=lambda name: rates[name])
+    special, special_of = _special_rate_of_cpu(torch.float64 if dtype == "float64" else torch.float32)
 
     @functools.cache
     def bandwidth(size: int) -> float:
         return _copy_bandwidth(torch.device("cpu"), min(max(size, SMALLEST_COPY), LARGEST_COPY))
 
-    return Ceilings(bandwidth, rates[best], best)
+    return Ceilings(bandwidth, rates[best], best, None, special, special_of)
 
 
 def _cuda_ceilings(dtype: str) -> Ceilings:
@@ -69,9 +71,10 @@ def _cuda_ceilings(dtype: str) -> Ceilings:
         rate = _matmul_rate(device, DTYPES[dtype], size)
     name = torch.cuda.get_device_name()
     datasheet = next((limits for gpu, limits in DATASHEETS.items() if gpu in name), None)
+    special = _special_rate_of_gpu(dtype)
     if dtype == "float32":
-        return Ceilings(lambda _: copy, rate / 3, "tf32 matmul / 3", datasheet)
-    return Ceilings(lambda _: copy, rate, f"{dtype} matmul", datasheet)
+        return Ceilings(lambda _: copy, rate / 3, "tf32 matmul / 3", datasheet, *special)
+    return Ceilings(lambda _: copy, rate, f"{dtype} matmul", datasheet, *special)
 
 
 def _copy_bandwidth(device: torch.device, footprint: int) -> float:
@@ -92,6 +95,30 @@ def _convolution_rate() -> float:
     weight = torch.randn(512, 512, 1, 1).to(memory_format=torch.channels_last)
     flops = 2 * 16 * 32 * 32 * 512 * 512
     return flops / _best_seconds(lambda: torch.nn.functional.conv2d(x, weight))
+
+
+def _special_rate_of_cpu(dtype: torch.dtype) -> tuple[float, str]:
+    """Of the fastest of three functions, over numbers that stay in the L2."""
+    x = torch.randn(torch.get_num_threads() << 15, dtype=dtype)
+    out = torch.empty_like(x)
+    rates = {}
+    for function in (torch.exp, torch.tanh, torch.sigmoid):
+        rates[f"torch.{function.__name__}"] = x.numel() / _best_seconds(lambda: function(x, out=out), budget=0.1)  # noqa: B023
+    best = max(rates, key=lambda name: rates[name])
+    return rates[best], best
+
+
+def _special_rate_of_gpu(dtype: str) -> tuple[float | None, str]:
+    """Of a kernel that does nothing else: of exponentials, by the special function units, or in float64."""
+    x = torch.rand(1 << 22, dtype=torch.float64 if dtype == "float64" else torch.float32, device="cuda")
+    step = "x = exp(-x);" if dtype == "float64" else 'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(-x));'
+    code = f"template <typename T> T special(T x) {{ for (int i = 0; i < {SPECIAL_STEPS}; ++i) {step} return x; }}"
+    try:
+        function = torch.cuda.jiterator._create_jit_fn(code)
+        seconds = _best_seconds(lambda: function(x), x.device, budget=0.1)
+    except (AttributeError, RuntimeError) as error:
+        return None, f"not measured: {str(error).splitlines()[0]}"
+    return SPECIAL_STEPS * x.numel() / seconds, "exp in float64" if dtype == "float64" else "ex2"
 
 
 def _best_seconds(call: Callable[[], object], device: torch.device | None = None, budget: float = 0.25) -> float:

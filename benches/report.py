@@ -1,7 +1,8 @@
 """Writes the generated tables and the plots from benches/results/*.json: `python -m benches.report`.
 
 All rows of results/NAME.json lie in docs/benchmarks.md, between <!-- benches:begin NAME --> and
-<!-- benches:end NAME -->; README has their means, in a small table, between the same lines of NAME-summary.
+<!-- benches:end NAME -->; README has their means, in a small table, between the same lines of NAME-summary. What the
+sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together.
 With --check nothing is written, and the exit status says whether both files are up to date.
 """
 
@@ -15,9 +16,10 @@ from typing import Annotated
 
 import typer
 
-from benches import tables
+from benches import sweep_figure, sweep_tables, tables
 from benches.machine import in_words
 from benches.results import FOLDER, PASS_NAMES, Results, Row
+from benches.sweep_results import Sweep
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -28,6 +30,7 @@ python -m benches.report
 
 python -m benches.report --check
 """
+SWEEPS = "sweeps"  # the section's name, and the folder's
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -42,7 +45,7 @@ def main(
     try:
         before = {path: path.read_text() for path in (page, readme)}
         after = {
-            page: updated(before[page], page, folder),
+            page: with_sweeps(updated(before[page], page, folder), page, folder),
             readme: updated(before[readme], readme, folder, summary, "-summary"),
         }
         if not check:
@@ -51,6 +54,8 @@ def main(
             for path in _files(folder):
                 if _with_speedups((results := Results.load(path)).rows):
                     draw(results, path)
+            for plot, sweeps in sweeps_of(folder).items():
+                sweep_figure.draw(sweeps, plot)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"benches.report: {error}", err=True)
         raise typer.Exit(2) from None
@@ -92,29 +97,60 @@ def updated(
 ) -> str:
     """The page's text with a section for each results file, whose markers have its name and the suffix."""
     names = {path: path.stem + suffix for path in _files(folder)}
-    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - set(names.values())
+    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {*names.values(), SWEEPS}
     if unknown:
         raise ValueError(
             f"{page} should have sections of the results in {folder} only; there are none of "
             f"{', '.join(sorted(unknown))}; measure them, or remove the section"
         )
     for path, name in names.items():
-        begin, end = (f"<!-- benches:{side} {name} -->" for side in ("begin", "end"))
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ValueError(
-                f"{page} should hold the lines {begin} and {end} once, in this order, for {path.name}; "
-                "they are missing or repeated; put them where its table belongs"
-            )
-        head, tail = text[: text.index(begin)], text[text.index(end) :]
-        text = head + begin + "\n" + "\n".join(write(path, page)) + "\n" + tail
+        text = _put(text, name, write(path, page), page, path.name)
     return text
+
+
+def with_sweeps(text: str, page: Path, folder: Path) -> str:
+    """The page's text with what the sweeps say, a part for each machine."""
+    lines: list[str] = []
+    for plot, sweeps in sweeps_of(folder).items():
+        lines += ["", *sweep_tables.markdown(sweeps), "", f"![Efficiency over floor, {plot.stem}]({_seen(plot, page)})"]
+    if not lines and f"<!-- benches:begin {SWEEPS} -->" not in text:
+        return text
+    return _put(text, SWEEPS, lines[1:], page, SWEEPS)
+
+
+def sweeps_of(folder: Path) -> dict[Path, list[Sweep]]:
+    """Sweeps with rows, by the plot of those that were measured on one machine."""
+    found: dict[Path, list[Sweep]] = {}
+    for path in _files(folder / SWEEPS):
+        sweep = Sweep.load(path)
+        if sweep.rows:
+            machine = sweep.machine.get("gpu") or f"{sweep.machine['cpu']} {sweep.threads} threads"
+            name = re.sub("[^a-z0-9]+", "-", machine.lower()).strip("-")
+            found.setdefault(folder / SWEEPS / f"{name}.svg", []).append(sweep)
+    return found
+
+
+def _put(text: str, name: str, lines: list[str], page: Path, whose: str) -> str:
+    """The text with these lines between a section's two."""
+    begin, end = (f"<!-- benches:{side} {name} -->" for side in ("begin", "end"))
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(
+            f"{page} should hold the lines {begin} and {end} once, in this order, for {whose}; "
+            "they are missing or repeated; put them where its table belongs"
+        )
+    head, tail = text[: text.index(begin)], text[text.index(end) :]
+    return head + "\n".join([begin, *lines, ""]) + tail
 
 
 def _figure(path: Path, rows: list[Row], page: Path) -> str:
     """The plot, by its place as seen from the page."""
-    plot = plot_path(path, rows).resolve()
-    link = Path(os.path.relpath(plot, page.resolve().parent)).as_posix()
-    return f"![Speed-up of v3 over {rows[0].rival}, {plot.stem}]({link})"
+    plot = plot_path(path, rows)
+    return f"![Speed-up of v3 over {rows[0].rival}, {plot.stem}]({_seen(plot, page)})"
+
+
+def _seen(plot: Path, page: Path) -> str:
+    """Where a plot lies, as seen from a page."""
+    return Path(os.path.relpath(plot.resolve(), page.resolve().parent)).as_posix()
 
 
 def plot_path(path: Path, rows: list[Row]) -> Path:

@@ -82,7 +82,7 @@ class Results:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -138,12 +138,12 @@ def lead_means(rows: Iterable[Row], of_pass: str = "forward") -> dict[str, tuple
     return {dtype: (statistics.geometric_mean(values), min(values)) for dtype, values in found.items()}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Four significant digits: more would be noise in every diff."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value

@@ -110,6 +110,8 @@ def measure(
                             "flops_per_second": found.rate,
                             "reached_by": found.rate_of,
                             "copy_bytes_per_second": found.bandwidth(1 << 30),
+                            "special_functions_per_second": found.special,
+                            "special_functions_reached_by": found.special_of,
                         }
                     with tf32_allowed(dtype == "tf32"):
                         row = measure_row(workload, dtype, count, subjects, ceilings[dtype, count], effort)

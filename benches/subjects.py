@@ -1,8 +1,8 @@
 """Who is timed: v1, v2, v3, the dense layer, v2 under torch.compile, and pyfastkron, all on the same tensors.
 
 `build` returns a Call for a name and a set of tensors, or raises UnavailableError with the reason, which
-the tables show. Layers have no bias: the floor counts none. Of a block, dense is nn.Linear and the activations
-one by one, with the block's own weights.
+the tables show; the sweep has it build `auto`, too. Layers have no bias: the floor counts none. Of a block, dense is
+nn.Linear and the activations one by one, with the block's own weights.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Call:
 def build(name: str, workload: Workload, tensors: Tensors) -> Call:
     x, weights, note = tensors.x, tensors.weights, ""
     function: Callable[[Tensor], Tensor]
-    if name in OURS:
+    if name in OURS or name == "auto":
         if name == "v1" and isinstance(workload, Block):
             raise UnavailableError("for dense layers it is the same as v2")
         if name == "v3" and (reason := why_not_fused(x)) is not None:

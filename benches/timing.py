@@ -27,13 +27,16 @@ MOST_SETS = 2048
 @dataclass(frozen=True)
 class Effort:
     """Seconds to spend on all subjects of a pass, seconds of a block of calls, bounds for the rounds, and the
-    slowest forward+backward of a dense layer, by its floor, that is waited for."""
+    slowest forward+backward of a dense layer, by its floor, that is waited for; on a GPU, the most sets of tensors that
+    a graph rotates through, and whether the host's time is taken too."""
 
     budget: float
     block: float
     least: int
     most: int
     slowest_dense: float
+    most_sets: int = MOST_SETS
+    eager: bool = True
 
 
 FULL = Effort(budget=3.0, block=0.02, least=5, most=25, slowest_dense=2.0)
@@ -97,12 +100,12 @@ def _timing(seconds: Sequence[float]) -> Timing:
     return Timing(median * 1e6, (high - low) * 1e6, len(seconds))
 
 
-def sets_needed(bytes_per_call: int) -> int:
+def sets_needed(bytes_per_call: int, most: int = MOST_SETS) -> int:
     """How many sets of tensors a graph rotates through: more than twice the L2, unless one is far larger."""
     cache: int = torch.cuda.get_device_properties("cuda").L2_cache_size
     if bytes_per_call > 8 * cache:
         return 1
-    return min(max(2, math.ceil(2 * cache / bytes_per_call) + 1), MOST_SETS)
+    return min(max(2, math.ceil(2 * cache / bytes_per_call) + 1), most)
 
 
 def time_cuda(calls: dict[str, list[Call]], of_pass: str, effort: Effort) -> tuple[dict[str, Timing], dict[str, str]]:
@@ -113,13 +116,17 @@ def time_cuda(calls: dict[str, list[Call]], of_pass: str, effort: Effort) -> tup
     for name, sets in calls.items():
         try:
             graph = _capture(sets, of_pass, pool)
-            eager[name] = _eager_seconds(sets, of_pass, effort)
+            if effort.eager:
+                eager[name] = _eager_seconds(sets, of_pass, effort)
         except RuntimeError as error:
             failures[name] = f"not captured in a CUDA graph: {str(error).splitlines()[0]}"
             continue
-        blocks[name] = _replayer(graph, len(sets), effort)
+        too_few = effort.most_sets < MOST_SETS and len(sets) >= effort.most_sets
+        blocks[name] = _flushed(graph, len(sets)) if too_few else _replayer(graph, len(sets), effort)
     timings = _round_robin(blocks, effort) if blocks else {}
-    timings = {name: replace(timing, eager_us=eager[name] * 1e6) for name, timing in timings.items()}
+    for name, seconds in eager.items():
+        if name in timings:
+            timings[name] = replace(timings[name], eager_us=seconds * 1e6)
     return timings, failures
 
 
@@ -153,6 +160,25 @@ def _replayer(graph: torch.cuda.CUDAGraph, calls: int, effort: Effort) -> Callab
     seconds(1)
     replays = min(max(1, int(effort.block / 4 / seconds(1))), 50)
     return lambda: seconds(replays) / calls
+
+
+def _flushed(graph: torch.cuda.CUDAGraph, calls: int) -> Callable[[], float]:
+    """Of a graph whose sets of tensors fit into the L2 together: one replay, after something else has filled it."""
+    cache: int = torch.cuda.get_device_properties("cuda").L2_cache_size
+    other = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def seconds() -> float:
+        torch.cuda._sleep(1_000_000)
+        other.fill_(1)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / calls
+
+    seconds()
+    return seconds
 
 
 def _eager_seconds(sets: list[Call], of_pass: str, effort: Effort) -> float:

@@ -15,9 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from benches import special
 from factorlayer import FactorLinear, FactorMLP, Implementation, Structure
+from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.autograd.stacked import LARGEST_DENSE
 from factorlayer.maths.spec import LayerSpec, resolve
 
@@ -31,7 +33,18 @@ Factors = tuple[int, ...]
 NGP_64X4 = (32, 64, 64, 64, 64, 16)
 PINN = (2, *(20,) * 8, 1)
 POLICY = (48, 512, 256, 128, 12)
-ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "elu": nn.ELU, "gelu": nn.GELU}
+JUMPING = ("relu", "leaky_relu")  # activations whose derivative jumps
+
+
+class Activation(nn.Module):
+    """A named one, as PyTorch has it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function = ACTIVATIONS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Layer:
     rank: int = 1
     jumps: ClassVar = 0
     depth: ClassVar = 1
+    functions: ClassVar = (0, 0)  # special ones, forward and backward
 
     @property
     def spec(self) -> LayerSpec:
@@ -59,7 +73,8 @@ class Layer:
         """In words: 20x36·28x44, or features, blocks and rank."""
         if self.structure == "kronecker":
             pairs = zip(self.in_factors, self.out_factors, strict=True)
-            return "·".join(f"{p}" if p == q else f"{p}x{q}" for p, q in pairs)
+            sizes = "·".join(f"{p}" if p == q else f"{p}x{q}" for p, q in pairs)
+            return f"{sizes}, rank {self.rank}" if self.rank > 1 else sizes
         spec = self.spec
         return f"{spec.in_features}>{spec.out_features}, blocks {spec.blocks}, rank {spec.rank}"
 
@@ -132,7 +147,13 @@ class Block:
     @property
     def jumps(self) -> int:
         """Of activations whose derivative jumps: how many are passed."""
-        return len(self.widths) - 2 if self.activation == "relu" else 0
+        return len(self.widths) - 2 if self.activation in JUMPING else 0
+
+    @property
+    def functions(self) -> tuple[int, int]:
+        """Special ones, forward and backward."""
+        values = self.batch * sum(self.widths[1:-1])
+        return values * special.of_value(self.activation), values * special.of_slope(self.activation)
 
     @property
     def costs(self) -> tuple[int, int]:
@@ -149,7 +170,7 @@ class Block:
     def dense(self) -> nn.Sequential:
         parts: list[nn.Module] = []
         for p, q in itertools.pairwise(self.widths):
-            parts += [nn.Linear(p, q, device="meta"), ACTIVATIONS[self.activation]()]
+            parts += [nn.Linear(p, q, device="meta"), Activation(self.activation)]
         return nn.Sequential(*parts[:-1])
 
 
