@@ -204,6 +204,18 @@ def test_a_parameters_gradient_has_every_term(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+def test_every_number_has_its_value_and_gradient(dtype: torch.dtype) -> None:
+    """The last one too, wherever a vector or a chunk of rows ends: 0.5 x where x is negative."""
+    program = (X * 0.5).program
+    for count in (*range(1, 41), *range(250, 264), *range(506, 520)):
+        x, grad_y = -torch.arange(1, count + 1, dtype=dtype)[:, None], torch.arange(2, count + 2, dtype=dtype)[:, None]
+        arguments = x, [torch.ones(1, 1, dtype=dtype)], None, f"tied 0 1 1 1 1; {program}"
+        assert torch.equal(torch.ops.factorlayer.forward(*arguments), 0.5 * x), count
+        (grad_x,) = torch.ops.factorlayer.backward(grad_y, *arguments, 1)
+        assert torch.equal(grad_x, 0.5 * grad_y), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_programs_are_as_accurate_as_torch(name: str, dtype: torch.dtype) -> None:
     """To 4 times the error of torch's operations, one by one in that dtype; with NaN and infinities where those are, or

@@ -39,8 +39,8 @@ from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product.wide_gradient import WideGradient
-from factorlayer.kernels.resident import Mode
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
+from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec

@@ -81,6 +81,8 @@ HOSTILE = {
     "nul-in-front": f"\0{LAYER}",
     "nul-and-more": f"{LAYER}\0; {STRUCT}",
     "non-ascii": f"{LAYER}; gélu",
+    "non-ascii-in-the-wrong-place": f"{LAYER}; gelu; gélu",
+    "non-ascii-too-many": f"{LAYER}; gelu é",
     "no-break-space": f"{LAYER};\u00a0gelu",
     "emoji": "\U0001f4a5" * 1000,
     "empty": "",
@@ -144,6 +146,17 @@ def test_ops_refuse_chains(op: str, text: str, nothing_kept: Any) -> None:
         "factorlayer: chain |ValueError: (chain|stack) ", message
     )
     assert by_python or re.match('factorlayer: (chain|stack) "', message), message[:200]
+
+
+def test_a_stack_is_refused_for_its_length_alone() -> None:
+    """Of words that are all known: with a layer less it is run."""
+    numbers = ",".join(["0." + "0" * (expression.LONGEST_STEP - 2)] * 900)
+    layer = f"tied 0 1 1 1 1; x,{numbers},:0/1.0"
+    fitting = chain.MOST_TEXT // len(f"{layer} | ")
+    x = torch.ones(1, 1)
+    assert OPS.stack_forward(x, [x] * fitting, " | ".join([layer] * fitting)).item() == 1
+    with pytest.raises(REFUSED, match=f"it should have {chain.MOST_TEXT} bytes at most"):
+        OPS.stack_forward(x, [x] * (fitting + 1), " | ".join([layer] * (fitting + 1)))
 
 
 @hostile

@@ -254,3 +254,12 @@ def test_the_raw_ops_are_named_in_one_file() -> None:
     """Everything else goes through fused.py, so that a new engine is added in one place."""
     for op, name in (("forward", "fused.py"), ("stack_forward", "stacked.py"), ("stack_frozen", "frozen.py")):
         assert {path.name for path in MODULES if f"torch.ops.factorlayer.{op}" in path.read_text()} == {name}
+
+
+@pytest.mark.parametrize(
+    "path", [PACKAGE / "plan" / "plan.py", ROOT / "tests" / "emulator" / "driver.py"], ids=lambda path: path.name
+)
+def test_a_plan_and_the_emulator_ask_passes_and_know_no_family(path: Path) -> None:
+    asked = {name for name in imports(path) if name.startswith("factorlayer.kernels")}
+    assert {".".join(name.split(".")[:3]) for name in asked} == {"factorlayer.kernels.passes"}
+    assert "isinstance" not in path.read_text()

@@ -50,9 +50,11 @@ from factorlayer.kernels.product.streamed import Streamed
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
-from factorlayer.kernels.resident import Mode, Resident, Sandwich, Stage, Work
+from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense
 from factorlayer.kernels.stack.dense_backward32 import DenseBackward32, LayerBackward32
+from factorlayer.kernels.stages import Sandwich, Stage
+from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
@@ -684,7 +686,8 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
             few = small.tile(work, batch, gpu)
             assert few is not None and few.shared <= gpu.shared
             assert (
-                few.blocks * few.threads * 128 <= 65536 and few.blocks * (few.sizes.shared + 1024) <= gpu.shared + 1024
+                few.blocks_per_sm * few.threads * 128 <= 65536
+                and few.blocks_per_sm * (few.sizes.shared + 1024) <= gpu.shared + 1024
             )
             floor = batch * 2 * spec.in_features * 4 / gpu.sms / gpu.memory_bytes
             assert floor < few.us < 6 * floor + 5
@@ -1078,7 +1081,7 @@ def test_gradients_of_a_monarch_layer_whose_state_is_large_keep_it_on_chip(dtype
     found = plan(chain, dtype, BATCHES[2], gpu)
     weights, back, of_weights, reduction = found.passes
     assert isinstance(of_weights, MonarchGradient) and isinstance(back, MonarchBack)
-    assert isinstance(weights, MonarchWeights) and weights.output_bytes <= of_weights.part_bytes
+    assert isinstance(weights, MonarchWeights) and weights.prepared_bytes <= of_weights.part_bytes
     assert of_weights.wgmma == (dtype != "tf32") and of_weights.split * of_weights.most <= gpu.sms
     assert max(of_weights.shared, back.shared) <= gpu.shared and back.split == back.cluster == 2
     text = read_text(found.text())

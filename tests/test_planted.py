@@ -71,6 +71,18 @@ def test_one_fault_is_caught_and_one_that_is_none_survives(tmp_path: Path, monke
     assert (house / "csrc" / "one.cpp").read_text().startswith("int one = 1;")
 
 
+@pytest.mark.parametrize("test", ["test_one.py::test_other", "test_other.py", "test_one.py::test_it"])
+def test_a_test_that_fails_anyway_catches_nothing(test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that is not there."""
+    house = tmp_path / "house"
+    for name, text in {"csrc/one.cpp": "int two = 2;", "setup.py": "", "tests/test_one.py": TEST}.items():
+        (house / name).parent.mkdir(parents=True, exist_ok=True)
+        (house / name).write_text(text)
+    monkeypatch.setattr(plant, "ROOT", house)
+    with pytest.raises(RuntimeError, match=f"with no fault planted, these do not pass: tests/{test}"):
+        plant.run([plant.fault("three", "one.cpp", "2", "3", test)], 1, 1, tmp_path / "garden")
+
+
 def test_a_repository_that_is_not_built_is_no_garden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "house" / "csrc").mkdir(parents=True)
     (tmp_path / "house" / "csrc" / "one.cpp").write_text("syntax error")

@@ -19,7 +19,7 @@ from factorlayer.kernels.kronecker import triple
 from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
 from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
 from factorlayer.kernels.kronecker.unit_backward import UnitBackward
-from factorlayer.kernels.resident import Mode, Work
+from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError

@@ -109,8 +109,9 @@ class Vandal:
                 file.write(bytes([byte[0] ^ 1 << self.rng.randrange(8)]) if byte else b"")
 
     def swap(self, path: Path) -> None:
-        other = self.rng.choice(list(self.folder.glob("*.*")))
-        if other.is_file():
+        others = list(self.folder.glob("*.*"))
+        other = self.rng.choice(others) if others else path  # none: the folder was removed since it was read
+        if other != path and other.is_file():
             shutil.copyfile(other, self.beside / "copy")
             os.replace(self.beside / "copy", path)
 

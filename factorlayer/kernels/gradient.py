@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.work import Mode
 from factorlayer.maths.spec import Contraction
 
 MOST_RUNS = 16  # on their way to a thread, of both states together
 LEAST_CHUNKS = 4  # that are worth a block
 PLACE_REGISTERS = 3  # for where a run is read
-MOST_BLOCKS = 65535  # along y of a grid
 REDUCTION_US = 3.0  # of a second kernel, beside what it moves
 SHORT_US = 40.0  # of a pass
 FILLED = 1 << 17  # threads that fill a GPU
@@ -40,7 +42,7 @@ def most_samples(batch: int) -> int:
     return next((most for most in (64, 2048) if batch <= most), 1 << 40)
 
 
-class TileSums:
+class TileSums(Pass):
     """What passes have in common whose blocks each have a tile of the sums, mostly for one contraction's weights."""
 
     contraction: Contraction
@@ -49,10 +51,33 @@ class TileSums:
     batch: int
     blocks: Any  # at once on a multiprocessor
     tiles: Any
-    units_per_sample: Any
-    units_per_block: Any
     bias: Any = False  # whether that of the columns of what comes back is made, too
     folds: Any = 1  # sums for each weight that a block has
+
+    reads = "x"
+    gradients_to = "y"  # of a Reduction behind it
+
+    @property
+    def writes(self) -> str:
+        return "y" if self.is_whole else "s2"
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return int(self.blocks)
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.part_bytes
+
+    @property
+    def finishing(self) -> tuple[Pass, ...]:
+        return () if self.is_whole else (Reduction(self),)
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.weights * ELEMENT_BYTES[self.dtype] if self.is_whole else 0,)
+
+    def sum_bytes(self, blocks: int) -> int:
+        return blocks * (self.part_bytes // self.most)
 
     @property
     def weights(self) -> int:
@@ -198,16 +223,37 @@ class Gradient(TileSums):
         return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
 
 
-class BlockSums:
+class BlockSums(Pass):
     """What passes have in common that make all gradients at once, with one block for each multiprocessor."""
 
     dtype: Any
     gpu: Gpu
     weights: Any
 
+    reads = "x"
+    gradients_to = "w"  # of a Reduction behind it
+
     @property
-    def split(self) -> int:
-        return 1
+    def writes(self) -> str:
+        return "y"
+
+    @property
+    def merged(self) -> tuple[Mode, ...]:
+        """Its modes, if its sums are those of several taken as one."""
+        return ()
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.part_bytes
+
+    @property
+    def finishing(self) -> tuple[Pass, ...]:
+        if self.merged:
+            return Reduction(self, in_place=True), Parts(self.merged, self.dtype)
+        return (Reduction(self),)
+
+    def sum_bytes(self, blocks: int) -> int:
+        return blocks * (self.part_bytes // self.most)
 
     @property
     def units_per_block(self) -> int:
@@ -240,6 +286,8 @@ class Summing(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
+    def gradients_to(self) -> str: ...
+    @property
     def weights(self) -> int: ...
     @property
     def units_per_sample(self) -> int: ...
@@ -256,7 +304,7 @@ class Summing(Protocol):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Reduction(Pass):
     """A pass that adds up what the blocks of another one have summed."""
 
     of: Summing
@@ -267,6 +315,17 @@ class Reduction:
     shared = 256 * 16
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    reads = "s2"
+
+    @property
+    def writes(self) -> str:
+        return "s2" if self.in_place else self.of.gradients_to
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.of.weights * (PART_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype],)
+
+    def result_dtype(self, dtype: str) -> str:
+        return "float32" if self.in_place and PART_BYTES[dtype] == 4 else dtype
 
     @property
     def vector(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from factorlayer.device.code import ELEMENT, MATH
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.resident import round_up
+from factorlayer.kernels.work import round_up
 
 MOST_GROUPS = 12
 START_US = 4.0  # with the weights and the first unit on their way

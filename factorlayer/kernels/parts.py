@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, headers, kernel
-from factorlayer.kernels.emit import factors
-from factorlayer.kernels.gradient import MOST_BLOCKS
-from factorlayer.kernels.resident import Mode
+from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.weights import factors
+from factorlayer.kernels.work import Mode
 
 WARPS = 8  # of a block, each with an element
 
 
 @dataclass(frozen=True)
-class Parts:
+class Parts(Pass):
     """A pass behind one that has summed the gradients of products, and behind what adds up its blocks' sums."""
 
     modes: tuple[Mode, ...]
@@ -26,6 +27,10 @@ class Parts:
     shared = threads * 8
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    reads, writes = "s2", "w"
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.weights * ELEMENT_BYTES[self.dtype],)
 
     @functools.cached_property
     def weights(self) -> int:

@@ -8,347 +8,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from factorlayer.device.code import ask_for
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.stages import Layout, Sandwich, Stage, Stages, last_of, memory_of
+from factorlayer.kernels.weights import normals, product
+from factorlayer.kernels.work import Work, round_up
 
-OVERLAP = 0.09  # of units that work side by side: what the shorter times add
-OTHER_REGISTERS = {"float64": 52, "float32": 48, "tf32": 44, "bfloat16": 32, "float16": 32}
-
-
-# Issued for each k-step: for 16 rows of A, for 8 columns of B, for their product.
-INSTRUCTIONS = {
-    "float64": (2.5, 1.5, 1),
-    "float32": (16, 8, 5),
-    "tf32": (6, 2, 1.2),
-    "bfloat16": (1.5, 1, 1),
-    "float16": (1.5, 1, 1),
-}
-
-
-def _together(*times: float) -> float:
-    """Of units that work side by side, but not perfectly."""
-    return max(times) + OVERLAP * (sum(times) - max(times))
+LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
 @dataclass(frozen=True)
-class Mode:
-    """Neighbouring modes taken as one: (weight, q, p) of each. A product of weights is made as they are loaded."""
-
-    parts: tuple[tuple[int, int, int], ...]
-
-    @property
-    def p(self) -> int:
-        return math.prod(p for _, _, p in self.parts)
-
-    @property
-    def q(self) -> int:
-        return math.prod(q for _, q, _ in self.parts)
-
-
-def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
-    """Ways to take neighbouring modes as one, so that there are two."""
-    parts = [part for mode in modes for part in mode.parts]
-    for i in range(1, len(parts)):
-        yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:]))
-
-
-class OfTwoModes:
-    """What passes of two modes have in common."""
-
-    modes: tuple[Mode, Mode]
-    dtype: str
-    units_per_sample: int
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        first, second = self.modes
-        return first.p, second.p, first.q, second.q
-
-    @property
-    def weights(self) -> int:
-        """Elements of both."""
-        p0, p1, q0, q1 = self.sizes
-        return p0 * q0 + p1 * q1
-
-    @property
-    def asks(self) -> list[tuple[str, str]]:
-        """What a backward pass reads first: x, weights, and grad_y behind them."""
-        p0, p1, q0, q1 = self.sizes
-        size = ELEMENT_BYTES[self.dtype]
-        parts = [part for mode in self.modes for part in mode.parts]
-        weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
-        states = {"params.x": p0 * p1, f"params.weights[{len(parts)}]": q0 * q1}
-        return [*(ask_for(name, self.units_per_sample * count * size) for name, count in states.items()), *weights]
-
-
-@dataclass(frozen=True)
-class Work:
-    """One pass: [outer, the sizes of its modes, inner] -> the same with some modes contracted, in this order."""
-
-    outer: int
-    sizes: tuple[int, ...]
-    inner: int
-    steps: tuple[tuple[int, Mode], ...]  # (position among the sizes, mode)
-    dtype: str
-    rank: int = 1
-    bias: bool = False
-    activation: str = "identity"
-    scalars: int = 0  # the first weight that is a parameter of the activation
-
-    @functools.cached_property
-    def states(self) -> list[tuple[int, ...]]:
-        """Sizes before each step and after the last."""
-        return self.states_of(1)
-
-    @property
-    def asks(self) -> list[tuple[str, str]]:
-        """What a kernel reads first: x, and weights."""
-        size = ELEMENT_BYTES[self.dtype]
-        parts = [part for _, mode in self.steps for part in mode.parts]
-        weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
-        return [ask_for("params.x", self.outer * math.prod(self.sizes) * self.inner * size), *weights]
-
-    def states_of(self, split: int) -> list[tuple[int, ...]]:
-        """Of a block that makes one of `split` parts of what the first step makes of the first mode."""
-        found = [self.sizes]
-        for number, (at, mode) in enumerate(self.steps):
-            q = mode.q if number else mode.q // split
-            found.append((*found[-1][:at], q, *found[-1][at + 1 :]))
-        return found
-
-
-class TakesTwoModes:
-    """What passes have in common that take a work's only two modes at once."""
-
-    work: Work
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
-        return p0, p1, q0, q1
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
-
-    @property
-    def output_bytes(self) -> int:
-        """For one sample."""
-        _, _, q0, q1 = self.sizes
-        return self.work.outer * q0 * q1 * ELEMENT_BYTES[self.work.dtype]
-
-
-Places = TypeVar("Places", int, NDArray[np.int64])
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Rows ROW apart, p's of a row STEP apart, I contiguous: layout.cuh."""
-
-    p: int
-    i: int
-    row: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"Layout<{self.p}, {self.i}, {self.row}, {self.step}>"
-
-    def at(self, e: Places) -> Places:
-        return e // (self.p * self.i) * self.row + e // self.i % self.p * self.step + e % self.i
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One contraction of a tile: `rows` times [p, inner] -> [q, inner], in warp tiles of mt x nt times 16 x 8."""
-
-    p: int
-    q: int
-    inner: int
-    rows: int
-    mt: int
-    nt: int
-    dtype: str
-
-    def __str__(self) -> str:
-        how = "rows" if self.by_rows else "columns"
-        return f"{self.p}→{self.q} by {how} {16 * self.mt}×{8 * self.nt}"
-
-    @property
-    def by_rows(self) -> bool:
-        return self.inner == 1
-
-    @property
-    def inner_padded(self) -> int:
-        return 1 if self.by_rows else round_up(self.inner, 8)
-
-    @property
-    def m(self) -> int:
-        return self.rows if self.by_rows else self.q
-
-    @property
-    def n(self) -> int:
-        return self.q if self.by_rows else self.rows * self.inner_padded
-
-    @functools.cached_property
-    def tiles(self) -> int:
-        return -(-self.m // (16 * self.mt)) * -(-self.n // (8 * self.nt))
-
-    @property
-    def weight_stride(self) -> int:
-        return _row_step(self.p, self.dtype)
-
-    @functools.cached_property
-    def weight_bytes(self) -> int:
-        rows = round_up(self.q, 8 * self.nt) if self.by_rows else round_up(self.q, 16 * self.mt)
-        return rows * self.weight_stride * ELEMENT_BYTES[self.dtype]
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        """Of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps."""
-        padded = round_up(self.p, 8)
-        if self.by_rows:
-            return Layout(self.p, 1, _row_step(self.p, self.dtype), 1)
-        step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)
-        return Layout(self.p, self.inner, padded * step, step)
-
-    @functools.cached_property
-    def state_bytes(self) -> int:
-        """Of the state that it reads, with the rows beyond the last that its tiles touch."""
-        if self.by_rows:
-            rows = round_up(self.rows, 16 * self.mt)
-        else:
-            rows = -(-round_up(self.n, 8 * self.nt) // self.inner_padded)
-        return round_up(rows * self.layout.row * ELEMENT_BYTES[self.dtype], 128)
-
-    @functools.cached_property
-    def is_odd(self) -> bool:
-        """Whether places of its sums have to be computed as the kernel runs, which takes registers."""
-        padded, wide = self.inner_padded, 8 * self.nt
-        uneven = self.rows % 8 if self.by_rows else self.inner % 8 or (padded % wide and wide % padded)
-        return bool(uneven or self.q % 8)
-
-    @functools.cached_property
-    def registers(self) -> int:
-        """A thread's, about: sums, operands, and what the loops need. Split floats take two of each."""
-        words = 2 if self.dtype in ("float32", "float64") else 1
-        places = 24 + 2 * self.nt if self.is_odd else 0
-        return words * (4 * self.mt * self.nt + 4 * self.mt + 2 * self.nt) + OTHER_REGISTERS[self.dtype] + places
-
-    @functools.cached_property
-    def result_layout(self) -> Layout:
-        """Of what it writes, where no stage follows."""
-        if self.by_rows:
-            return Layout(self.q, 1, _odd_eights(round_up(self.q, 8)), 1)
-        step = _odd_eights(round_up(self.inner, 8))
-        return Layout(self.q, self.inner, self.q * step, step)
-
-    @functools.cached_property
-    def result_bytes(self) -> int:
-        return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)
-
-    def time(self, warps: int, gpu: Gpu) -> float:
-        return stage_us(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu)
-
-
-def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu) -> float:
-    """Microseconds of one multiprocessor for a tile, were it alone. The planner asks thousands of times."""
-    m, n = (rows, q) if inner == 1 else (q, rows * (inner + 7 & ~7))
-    tiles = -(-m // (16 * mt)) * -(-n // (8 * nt))
-    shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
-    k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
-    multiply = 2 * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
-    move = (tiles * (16 * mt + 8 * nt) * k + rows * q * inner) * size / gpu.shared_bytes
-    of_a, of_b, of_product = INSTRUCTIONS[dtype]
-    inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
-    issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
-    return _together(multiply, move, issue)
-
-
-@dataclass(frozen=True)
-class Sandwich:
-    """The last two modes at one visit: A by columns, then B by rows, what is between them in registers. `nc` tiles of 8
-    columns of A X are made at a time."""
-
-    first: Stage
-    second: Stage
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return self.first.layout
-
-    @functools.cached_property
-    def state_bytes(self) -> int:
-        return round_up(self.first.rows * self.layout.row * ELEMENT_BYTES[self.first.dtype], 128)
-
-    @functools.cached_property
-    def weight_bytes(self) -> int:
-        return self.first.weight_bytes + self.second.weight_bytes
-
-    @property
-    def tiles(self) -> int:
-        return self.second.tiles
-
-    @functools.cached_property
-    def registers(self) -> int:
-        words = 2 if self.first.dtype == "float64" else 1
-        return self.second.registers + words * 4 * self.first.mt * self.first.nt - 8
-
-    def __str__(self) -> str:
-        return f"[{self.first}, {self.second}]"
-
-    def time(self, warps: int, gpu: Gpu) -> float:
-        a, b = self.first, self.second
-        rounds = -(-self.tiles // warps)
-        rows = 16 * a.mt
-        k = round_up(a.p, 8)
-        multiply = 2 * rounds * warps * rows * a.inner * (k + 8 * b.nt) / gpu.flops[a.dtype]
-        size = ELEMENT_BYTES[a.dtype]
-        chunks = a.inner // (8 * a.nt)
-        read = self.tiles * (k * a.inner + chunks * rows * k + a.inner * 8 * b.nt) * size
-        move = (read + a.rows * a.q * b.q * size) / gpu.shared_bytes
-        of_a, of_b, of_product = INSTRUCTIONS[a.dtype]
-        width = 16 if size == 2 else 8
-        first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
-        second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
-        issue = rounds * warps * (first + second + 8 * b.mt * b.nt + 40) / gpu.instructions
-        return 0.72 * _together(multiply, move, issue)  # nobody waits for anybody
-
-
-Stages = tuple[Stage | Sandwich, ...]
-
-
-def memory_of(stages: Stages, rank: int, in_place: bool) -> tuple[int, int, int]:
-    """Bytes of a slot, and of the buffers beside it for states of odd and of even number."""
-    states = [*(stage.state_bytes for stage in stages), last_of(stages).result_bytes]
-    if in_place:
-        return max(states), 0, 0
-    if rank > 1:
-        return states[0], max(states[1::2]), max(states[2::2], default=0)
-    return max(states[0::2]), max(states[1::2]), 0
-
-
-def last_of(stages: Stages) -> Stage:
-    last = stages[-1]
-    return last.second if isinstance(last, Sandwich) else last
-
-
-@dataclass(frozen=True)
-class Resident:
+class Resident(Pass):
     """A pass, tiled. `us` is the time predicted for `batch` samples."""
 
     work: Work
     stages: Stages
     chunk: int  # of inner
-    split: int  # the first mode is contracted first, and its q cut into so many parts, one for each block
+    split: int = field()  # the first mode is contracted first, and its q cut into so many parts, one for each block
     units: int
     warps: int
     groups: int
@@ -412,6 +95,10 @@ class Resident:
     def units_per_block(self) -> int:
         return self.units * self.groups
 
+    @property
+    def output_bytes(self) -> int:
+        return self.work.outer * math.prod(self.work.states[-1]) * self.work.inner * self.size
+
     def offset(self, state: int) -> int:
         """Where a state lies in the group's memory; -1 is the slot."""
         if self.in_place or state == 0 or (state % 2 == 0 and self.work.rank == 1):
@@ -427,19 +114,203 @@ class Resident:
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
-
-def round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-def _row_step(p: int, dtype: str) -> int:
-    """Elements between rows of p that the matrix unit takes whole: an odd multiple of 16 bytes, of 32 for doubles."""
-    least = 8 if ELEMENT_BYTES[dtype] == 2 else 4
-    n = round_up(p, 8)
-    return n if n // least % 2 else n + least
+    def source(self, name: str) -> str:
+        return source(self, name)
 
 
-def _odd_eights(n: int) -> int:
-    """The next odd multiple of eight."""
-    n = round_up(n, 8)
-    return n if n % 16 else n + 8
+def source(plan: Resident, name: str) -> str:
+    """Self-contained CUDA C++ of the kernel `name`."""
+    work, stages = plan.work, plan.stages
+    layouts = [*(stage.layout for stage in stages), plan.final]
+    struct = [
+        f"using Math = {MATH[work.dtype]};",
+        f"using Element = {ELEMENT[work.dtype]};",
+        cuda_type(work.activation, work.scalars),
+    ]
+    load_run = _run(plan, layouts[0], _region(plan, False))
+    store_run = _run(plan, layouts[-1], _region(plan, True))
+    numbers = {
+        "WARPS": plan.warps,
+        "GROUPS": plan.groups,
+        "UNITS": plan.units,
+        "SLOTS": plan.slots,
+        "RANK": work.rank,
+        "UNITS_PER_SAMPLE": plan.units_per_sample,
+        "COPY": _access(plan, layouts[0], _region(plan, False)),
+        "STORE": _access(plan, layouts[-1], _region(plan, True)),
+        "FINAL": plan.offset(len(stages)),
+        "LOAD_RUN": load_run,
+        "STORE_RUN": store_run,
+        "kBarrierBytes": plan.barrier_bytes,
+        "kWeightBytes": plan.weight_bytes,
+        "kSlotBytes": plan.slot_bytes,
+        "kGroupBytes": plan.group_bytes,
+    }
+    struct += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+    split_step = math.prod(work.states[-1]) // plan.split * work.inner if plan.split > 1 else 0
+    struct += [
+        f"static constexpr i64 SPLIT_STEP = {split_step};",
+        f"static constexpr bool BIAS = {str(work.bias).lower()};",
+        f"static constexpr bool BULK_LOAD = {str(load_run > 0).lower()};",
+        f"static constexpr bool BULK_STORE = {str(store_run > 0).lower()};",
+        f"using Input = {_region_type(plan, False)};",
+        f"using Output = {_region_type(plan, True)};",
+    ]
+    weight_at = 0
+    for i, stage in enumerate(stages):
+        struct.append(f"using S{i} = {_stage_type(plan, i, layouts[i], layouts[i + 1], weight_at)};")
+        weight_at += stage.weight_bytes * work.rank
+    first = "S0::First" if isinstance(stages[0], Sandwich) else "S0"
+    struct += [f"using FirstStage = {first};", "using First = FirstStage::In;", f"using Final = {layouts[-1]};"]
+    struct += _load_weights(plan) + _stages(plan)
+    return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads, asks=work.asks)
+
+
+def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:
+    """rows, contiguous, chunks, slice, step of a unit in memory."""
+    work = plan.work
+    whole = math.prod(work.states[-1 if out else 0])
+    rows = whole // plan.split if out else whole
+    if plan.chunk == work.inner:
+        return 1, rows * work.inner, 1, whole * work.inner, 0
+    return rows, plan.chunk, work.inner // plan.chunk, whole * work.inner, work.inner
+
+
+def _region_type(plan: Resident, out: bool) -> str:
+    return f"Region<{', '.join(map(str, _region(plan, out)))}, {plan.units_per_sample}>"
+
+
+def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
+    """Bytes moved at once: what divides every run, in memory and in shared memory."""
+    _, contiguous, _, whole, step = region
+    run = layout.i if layout.i > 1 else layout.p
+    return math.gcd(16, *(n * plan.size for n in (run, contiguous, whole, step)))
+
+
+def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
+    """Elements that lie together in memory and in shared memory, if the copy engine should move them; or 0."""
+    rows, contiguous, *_ = region
+    step = layout.step if layout.i > 1 else 1
+    together = layout.i if layout.i > 1 else layout.p
+    if step == layout.i:
+        together = layout.p * layout.i if layout.row != layout.p * layout.i else rows * contiguous
+    run = math.gcd(together, contiguous)
+    good = run * plan.size >= LEAST_RUN and _access(plan, layout, region) == 16
+    return run if plan.gpu.arch >= 90 and good else 0
+
+
+def _stage_type(plan: Resident, i: int, layout: Layout, following: Layout, weight: int) -> str:
+    stage = plan.stages[i]
+    step = i + sum(isinstance(earlier, Sandwich) for earlier in plan.stages[:i])
+    if isinstance(stage, Sandwich):
+        first = _single_type(plan, stage.first, i, step, layout, following, weight)
+        second = _single_type(
+            plan, stage.second, i, step + 1, layout, following, weight + stage.first.weight_bytes, True
+        )
+        return f"Sandwich<{first}, {second}>"
+    return _single_type(plan, stage, i, step, layout, following, weight)
+
+
+def _scaled(plan: Resident, step: int) -> bool:
+    """Whether a step's weight is a product that is kept normalised."""
+    return plan.work.dtype == "float16" and len(plan.work.steps[step][1].parts) > 1
+
+
+def _single_type(
+    plan: Resident,
+    stage: Stage,
+    i: int,
+    step: int,
+    layout: Layout,
+    following: Layout,
+    weight: int,
+    from_sums: bool = False,
+) -> str:
+    run = following.i if following.i > 1 else following.p
+    pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
+    words = [
+        str(stage.by_rows).lower(),
+        *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),
+        *(layout, following, plan.offset(i), plan.offset(i + 1), weight),
+        *(str(flag).lower() for flag in (plan.in_place, _splits(stage, following), pairs)),
+        plan.scale_offset(step) if _scaled(plan, step) else -1,
+        stage.weight_stride,
+        str(from_sums).lower(),
+    ]
+    return f"Stage<{', '.join(map(str, words))}>"
+
+
+@functools.lru_cache(1024)
+def _splits(stage: Stage, out: Layout) -> bool:
+    """Whether a sum's place in the next state is its lane's place plus a constant for its tile."""
+
+    def element(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+        if stage.by_rows:
+            return row * stage.q + column
+        padded = stage.inner_padded
+        return (column // padded * stage.q + row) * stage.inner + column % padded
+
+    def at(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+        return out.at(element(row, column))
+
+    m_tiles, n_tiles = -(-stage.m // (16 * stage.mt)), -(-stage.n // (8 * stage.nt))
+    row = (np.arange(m_tiles)[:, None] * 16 * stage.mt + np.arange(8)).reshape(-1, 1, 1, 1)
+    column = (np.arange(n_tiles)[:, None] * 8 * stage.nt + 2 * np.arange(4)).reshape(1, -1, 1, 1)
+    r, c = 8 * np.arange(2 * stage.mt).reshape(1, 1, -1, 1), 8 * np.arange(stage.nt).reshape(1, 1, 1, -1)
+    valid = (row + r < stage.m) & (column + c < stage.n)
+    return bool(np.all(~valid | (at(row + r, column + c) == at(row, column) + at(r, c))))
+
+
+def _load_weights(plan: Resident) -> list[str]:
+    lines = ["template <class C> static DEVICE void load_weights(const C& c) {"]
+    for step, ((_, mode), stage) in enumerate(zip(plan.work.steps, _types(plan), strict=True)):
+        lines.append(f"  for (int term = 0; term < {plan.work.rank}; ++term) {{")
+        for j, (weight, q, p) in enumerate(mode.parts):
+            shift = f" + blockIdx.y * {q // plan.split * p}" if plan.split > 1 and step == 0 else f" + term * {q * p}"
+            lines.append(f"    auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]){shift};")
+        if len(mode.parts) == 1:
+            lines.append(f"    c.template load_weight<{stage}>(term, w0);")
+        else:
+            made = product(mode)
+            if _scaled(plan, step):
+                lines += [f"    const float scale = {normals(mode)};", f"    c.template keep_scale<{stage}>(scale);"]
+                made = f"scale * {made}"
+            make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
+            lines.append(f"    c.template make_weight<{stage}>(term, {make});")
+        lines.append("  }")
+    return [*lines, "}"]
+
+
+def _types(plan: Resident) -> list[str]:
+    """The stage of each step."""
+    types: list[str] = []
+    for i, stage in enumerate(plan.stages):
+        types += [f"S{i}::First", f"S{i}::Second"] if isinstance(stage, Sandwich) else [f"S{i}"]
+    return types
+
+
+def _stages(plan: Resident) -> list[str]:
+    last = len(plan.stages) - 1
+    calls = []
+    for i, stage in enumerate(plan.stages):
+        following = f"S{i + 1}" if i < last else "void"
+        if isinstance(stage, Sandwich):
+            calls.append(f"c.template sandwich<S{i}, {following}>(slot, tile);")
+        else:
+            calls.append(f"c.template stage<S{i}, {following}>(term, slot, tile);")
+    head = "template <class C> static DEVICE void stages(const C& c, u32 slot, i64 tile) {"
+    if plan.work.rank == 1:
+        return [head, "  [[maybe_unused]] constexpr int term = 0;", *(f"  {call}" for call in calls), "}"]
+    return [
+        head,
+        f"  typename C::template Sums<S{last}> y = {{}};",
+        f"  for (int term = 0; term < {plan.work.rank}; ++term) {{",
+        *(f"    {call}" for call in calls[:-1]),
+        f"    if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, slot);",
+        "    c.sync();",
+        "  }",
+        f"  const u32 to = c.template out_address<S{last}>(slot);",
+        f"  if (c.warp < S{last}::TILES) c.template write<S{last}, true>(y, c.warp, to, tile * UNITS);",
+        "  c.template end_stage<void>(0);",
+        "}",
+    ]

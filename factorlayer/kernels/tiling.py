@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.resident import Resident, Sandwich, Stage, Stages, Work, last_of, memory_of, round_up, stage_us
+from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us
+from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
 SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry

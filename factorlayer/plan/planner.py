@@ -15,31 +15,16 @@ from dataclasses import replace
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import gradient
-from factorlayer.kernels.emit import LARGEST_NORMALISED
-from factorlayer.kernels.gradient import REDUCTION_US, Gradient, Reduction
+from factorlayer.kernels.gradient import REDUCTION_US, Gradient
 from factorlayer.kernels.kronecker import (
-    cluster_backward,
     columns,
-    columns_backward,
-    double_backward,
     double_pair,
     eights,
-    eights_backward,
-    large_backward,
-    mixed_backward,
     pair,
-    pair_backward,
-    scaled_backward,
     small,
-    small_backward,
-    split_pair_backward,
-    split_single_backward,
     strip,
-    strip_backward,
     triple,
-    unit_backward,
 )
-from factorlayer.kernels.kronecker.cluster_backward import ClusterBackward
 from factorlayer.kernels.monarch import (
     monarch,
     monarch_backward,
@@ -51,8 +36,8 @@ from factorlayer.kernels.monarch import (
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.monarch_mapped import MonarchMapped
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
-from factorlayer.kernels.parts import Parts
-from factorlayer.kernels.product import few, mapped, single_backward, streamed, wide, wide_gradient, wide_resident
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product import few, mapped, streamed, wide, wide_gradient, wide_resident
 from factorlayer.kernels.product.column_sums import ColumnSums
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
@@ -62,14 +47,16 @@ from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
-from factorlayer.kernels.resident import Mode, Work
 from factorlayer.kernels.stack import dense, dense_backward, dense_backward32, dense_streamed, layer_backward
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.kernels.stack.dense_streamed import WeightChunks
 from factorlayer.kernels.tiling import tile
+from factorlayer.kernels.weights import LARGEST_NORMALISED
+from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.plan import PASS_WEIGHT, Pass, Plan, PlanError
+from factorlayer.plan import registry
+from factorlayer.plan.plan import PASS_WEIGHT, Plan, PlanError
 
 WORDS = ("backward", "states", "frozen")  # behind the layers of a stack
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
@@ -317,7 +304,7 @@ def _in_order(chain: Chain, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
 
 
 def _with_reduction(summing: ColumnSums | Gradient | WideGradient) -> tuple[Pass, ...]:
-    return (summing,) if summing.is_whole else (summing, Reduction(summing))
+    return summing, *summing.finishing
 
 
 def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
@@ -336,9 +323,10 @@ def _slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Slopes | Wide:
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if chain.bias:  # by the kernel that is the fastest without it, if it can
         (first, *_) = _all_gradients(replace(chain, bias=False), dtype, batch, gpu)
-        if not isinstance(first, ClusterBackward):
+        with_bias = first.with_bias()
+        if with_bias is None:
             raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
-        return (replace(first, bias=True),)
+        return (with_bias,)
     found = list(_ways_back(chain, dtype, batch, gpu))
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
@@ -348,14 +336,13 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass
 def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
     first, *more = chain.contractions
     if first.tied and not more:
-        singles = [family.tile(first, dtype, batch, gpu) for family in (single_backward, split_single_backward)]
-        yield from ((single, Reduction(single)) for single in singles if single)
+        yield from registry.ways(registry.OF_ONE_FACTOR, first, dtype, batch, gpu)
     elif chain.slabs:
         if (by_slabs := slab_backward.tile(chain, dtype, batch, gpu)) and _is_worth_it(chain, dtype, gpu):
-            yield by_slabs, Reduction(by_slabs)
+            yield by_slabs, *by_slabs.finishing
     elif not more and (visit := untied_backward.tile(chain, dtype, batch, gpu)):
         if _is_worth_it(chain, dtype, gpu):
-            yield visit, Reduction(visit)
+            yield visit, *visit.finishing
     elif chain.x_turned:
         return
     elif passes := monarch_backward.all_gradients(chain, dtype, batch, gpu):
@@ -366,22 +353,7 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         outer, inner = _around(chain)
         if inner > 1:
             return
-        modes = _modes(chain)
-        wholes = (large_backward, scaled_backward, unit_backward, mixed_backward, split_pair_backward, strip_backward)
-        for of_two in (pair_backward, *wholes):
-            if found := of_two.tile(modes, outer, dtype, batch, gpu):
-                whole = all(len(mode.parts) == 1 for mode in found.modes)
-                parts = () if whole else (Parts(found.modes, dtype),)
-                yield found, Reduction(found, in_place=not whole), *parts
-        for of_small in (eights_backward, small_backward, columns_backward):
-            if made := of_small.tile(modes, outer, dtype, batch, gpu):
-                yield made, Reduction(made)
-        if both := double_backward.tile(modes, outer, dtype, batch, gpu):
-            yield *both, Reduction(both[-1])
-        if three := triple.tile_backward(modes, outer, dtype, batch, gpu):
-            yield *three, Reduction(three[-1])
-        if alone := cluster_backward.tile(modes, outer, dtype, batch, gpu):
-            yield (alone,)
+        yield from registry.ways(registry.OF_FACTORS, _modes(chain), outer, dtype, batch, gpu)
 
 
 @functools.lru_cache(256)

@@ -18,13 +18,15 @@ from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
 from factorlayer.kernels.kronecker.small import Small
 from factorlayer.kernels.monarch import monarch, monarch_mapped, monarch_through
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide import Wide
-from factorlayer.kernels.resident import Resident, Sandwich
+from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_streamed
+from factorlayer.kernels.stages import Sandwich
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import Pass, Plan
+from factorlayer.plan.plan import Plan
 from factorlayer.plan.planner import BATCHES, cuts, one_by_one, parsed, plan
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"

@@ -4,7 +4,7 @@
 // to its slots while it works, and hands the state on from stage to stage through shared memory:
 //     slot -> [contraction]* -> bias, activation -> memory
 // A contraction is Y[r, q] = sum_p X[r, p] W[q, p] where the mode is the last one (by rows: X is operand A), and
-// Y[q, c] = sum_p W[q, p] X[p, c] where modes follow it (W is operand A). All sizes are constants that kernels/emit.py
+// Y[q, c] = sum_p W[q, p] X[p, c] where modes follow it (W is operand A). All sizes are constants that kernels/resident.py
 // writes; sizes that no matrix unit divides are padded with zeros in shared memory.
 //
 // Pass:  Math, Element, Activation, BIAS; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output

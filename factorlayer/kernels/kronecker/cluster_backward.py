@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, most_samples
-from factorlayer.kernels.resident import Mode, OfTwoModes
+from factorlayer.kernels.work import Mode, OfTwoModes
 
 LARGEST = 128
 CLUSTER = 8  # blocks, as any GPU with clusters has
@@ -41,6 +41,9 @@ class ClusterBackward(OfTwoModes):
     bias: bool = False  # makes its gradient as well
 
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    blocks_per_sm = 0  # as many as there is work
+    reads, writes = "x", "y"
+    is_apart = True
 
     @property
     def size(self) -> int:
@@ -49,6 +52,12 @@ class ClusterBackward(OfTwoModes):
     @property
     def threads(self) -> int:
         return 32 * self.warps * self.groups
+
+    def with_bias(self) -> ClusterBackward:
+        return replace(self, bias=True)
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return batch * self.output_bytes, self.made * self.size
 
     @property
     def parts(self) -> int:

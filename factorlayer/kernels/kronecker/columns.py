@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, headers, kernel
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.resident import Mode, Work, round_up
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.states import MOST_MODES, Order, State, Uses, lay_out
+from factorlayer.kernels.work import Mode, Work, round_up
 
 ARCHITECTURES = (90, 100)  # with a copy engine, and units for doubles
 LARGEST = 16
@@ -101,7 +102,7 @@ def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
     return small and 8 * math.prod(max(mode.p, mode.q) for mode in modes) <= gpu.shared // 2
 
 
-class ByColumns:
+class ByColumns(Pass):
     """What such passes have in common, forward and backward."""
 
     gpu: Gpu
@@ -110,7 +111,6 @@ class ByColumns:
     groups: int
     slots: int
 
-    split = 1
     units_per_block = 1
 
     @property
@@ -183,7 +183,6 @@ class Columns(ByColumns):
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return 8 * self.work.outer * math.prod(self.steps[-1].behind.sizes)
 
     @property

@@ -21,8 +21,8 @@ from factorlayer.kernels.kronecker.columns import (
     takes,
     time_of,
 )
-from factorlayer.kernels.resident import Mode
 from factorlayer.kernels.states import Uses, lay_out
+from factorlayer.kernels.work import Mode
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class ColumnsBackward(ByColumns, BlockSums):
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return 8 * self.units_per_sample * math.prod(self.steps[0].before.sizes)
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.resident import Mode, OfTwoModes, round_up
+from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
 DEPTH = 16  # k's of a chunk
 MOST_STAGES, LEAST_STAGES = 6, 3
@@ -34,6 +34,29 @@ class DoubleBackward(OfTwoModes, BlockSums):
     dtype = "float64"
     threads = 384
     size = 8
+
+    @property
+    def writes(self) -> str:
+        return "y" if self.returns else "s2"
+
+    @property
+    def output_bytes(self) -> int:
+        return super().output_bytes if self.returns else 0
+
+    @property
+    def leaves(self) -> str:
+        return "" if self.returns else "sums"
+
+    @property
+    def takes_sums(self) -> int:
+        """Of each block's, those that the other one has left."""
+        p0, _, q0, _ = self.sizes
+        return p0 * q0 if self.returns else 0
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        p0, p1, q0, q1 = self.sizes
+        others = 2 * PART_BYTES[self.dtype] * (q0 * p0 if self.returns else q1 * p1)  # of two blocks
+        return 0 <= missing - others < 16  # and what lies between tensors
 
     @property
     def products(self) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.resident import TakesTwoModes, Work, round_up
+from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 
 DEPTH = 16  # k's of a chunk
 MOST_STAGES, LEAST_STAGES = 4, 3
@@ -28,7 +28,6 @@ class DoublePair(TakesTwoModes):
     us: float = 0.0
 
     threads = 384
-    split = 1
     units_per_block = 1
 
     @property

@@ -8,7 +8,8 @@ from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
-from factorlayer.kernels.resident import Work
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.work import Work
 
 SIZES = Sizes(8, 8, 8, 8, 8)
 WARPS, ROWS = 16, 32  # of a warp
@@ -21,14 +22,13 @@ MULTIPLY_ADDS = 23  # of an element, that would take as long as its products
 
 
 @dataclass(frozen=True)
-class Eights:
+class Eights(Pass):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
     gpu: Gpu
     us: float = 0.0
 
-    split = 1
     units_per_block = 1
     threads = 32 * WARPS
 
@@ -48,7 +48,6 @@ class Eights:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return 4 * self.work.outer * SIZES.size
 
     def __str__(self) -> str:

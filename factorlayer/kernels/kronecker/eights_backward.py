@@ -8,7 +8,7 @@ from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
 from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
-from factorlayer.kernels.resident import Mode
+from factorlayer.kernels.work import Mode
 
 SIZES = Sizes(8, 8, 8, 8, 8)
 WARPS = 16
@@ -32,7 +32,6 @@ class EightsBackward(BlockSums):
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return 4 * self.units_per_sample * SIZES.size
 
     def __str__(self) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.emit import can_be_made, weight_functions
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.resident import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = 128
 LEAST = 24  # of a size that fills the matrix unit

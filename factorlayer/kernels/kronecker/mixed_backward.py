@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, ask_for, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.emit import can_be_made, weight_functions
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.kronecker.unit_backward import BARRIER_BYTES, LARGEST, LEAST, SLAB
-from factorlayer.kernels.resident import Mode, round_up
+from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.work import Mode, merged, round_up
 
 MOST_MIXED = 8  # of the small mode
 CHUNK = 16  # rows of X
@@ -51,8 +51,11 @@ class MixedBackward(BlockSums):
         return sum(mode.p * mode.q for mode in self.modes)
 
     @property
+    def merged(self) -> tuple[Mode, ...]:
+        return merged(self.modes)
+
+    @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.units_per_sample * math.prod(self.sizes[:3]) * self.size
 
     @property

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.emit import normals, product
-from factorlayer.kernels.resident import Mode, Work, round_up
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.weights import normals, product
+from factorlayer.kernels.work import Mode, Work, round_up
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -24,7 +25,7 @@ PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy 
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Pass):
     """A pass of two tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -138,10 +139,6 @@ class Pair:
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
 
     @property
-    def split(self) -> int:
-        return 1
-
-    @property
     def units_per_sample(self) -> int:
         return self.work.outer
 
@@ -151,7 +148,6 @@ class Pair:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         _, _, q0, q1 = self.sizes
         return self.work.outer * self.mixed[1] * q0 * q1 * self.size
 

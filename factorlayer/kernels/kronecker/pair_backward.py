@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.emit import can_be_made, weight_functions
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
-from factorlayer.kernels.resident import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows

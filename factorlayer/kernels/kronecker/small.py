@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.resident import Mode, Work
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.work import Mode, Work
 
 SIZES = (4, 8)
 MOST_THREADS, REGISTERS = 512, 128
@@ -94,7 +95,7 @@ def sizes_in(work: Work) -> Sizes | None:
 
 
 @dataclass(frozen=True)
-class Small:
+class Small(Pass):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -102,7 +103,6 @@ class Small:
     gpu: Gpu
     us: float = 0.0
 
-    split = 1
     units_per_block = 1
 
     @property
@@ -110,7 +110,7 @@ class Small:
         return self.sizes.columns
 
     @functools.cached_property
-    def blocks(self) -> int:
+    def blocks_per_sm(self) -> int:
         """At once on a multiprocessor."""
         return min((self.gpu.shared + 1024) // (self.sizes.shared + 1024), 65536 // (self.threads * REGISTERS))
 
@@ -124,11 +124,10 @@ class Small:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return 4 * self.work.outer * self.sizes.size
 
     def __str__(self) -> str:
-        return f"small: {self.sizes}, {self.blocks} blocks with {self.shared} bytes of shared memory"
+        return f"small: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
@@ -136,7 +135,7 @@ class Small:
         first = dict(work.steps)[0].parts[0][0]
         lines = ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads)]
         lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
-        return kernel(headers("sums.cuh", "small.cuh"), name, "SmallFactors", lines, self.threads, self.blocks)
+        return kernel(headers("sums.cuh", "small.cuh"), name, "SmallFactors", lines, self.threads, self.blocks_per_sm)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:
@@ -145,7 +144,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:
     if sizes is None or sizes.shared > gpu.shared:
         return None
     plan = Small(work, sizes, gpu)
-    return replace(plan, us=time_of(sizes, sum(sizes.modes), 2, plan.blocks, batch * work.outer, gpu))
+    return replace(plan, us=time_of(sizes, sum(sizes.modes), 2, plan.blocks_per_sm, batch * work.outer, gpu))
 
 
 def time_of(sizes: Sizes, multiply_adds: int, states: int, blocks: int, units: int, gpu: Gpu) -> float:

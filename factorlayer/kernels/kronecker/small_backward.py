@@ -8,7 +8,7 @@ from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
 from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
-from factorlayer.kernels.resident import Mode
+from factorlayer.kernels.work import Mode
 
 MOST_THREADS = 256  # whose registers hold three times two modes
 MULTIPLY_ADDS = 3  # for an element of a mode: back, its gradient, and forward again
@@ -41,7 +41,6 @@ class SmallBackward(BlockSums):
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return 4 * self.units_per_sample * self.sizes.size
 
     def __str__(self) -> str:

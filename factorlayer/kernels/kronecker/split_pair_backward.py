@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.emit import weight_functions
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.resident import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.weights import weight_functions
+from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = 64
 LEAST = 24  # of a size that fills the matrix unit
@@ -48,6 +48,9 @@ class SplitPairBackward(OfTwoModes, BlockSums):
     @property
     def pieces(self) -> int:
         return PIECES[self.dtype]
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        return not padding and missing == self.most * self.singles * PART_BYTES[self.dtype]
 
     @property
     def shared(self) -> int:

@@ -57,6 +57,11 @@ class SplitSingleBackward(BlockSums):
         groups = 2 // self.parts
         return BARRIER_BYTES + (self.parts**2 + groups * 2 * self.parts) * self.pieces * SLAB
 
+    @property
+    def output_bytes(self) -> int:
+        c = self.contraction
+        return c.outer * c.p * c.inner * self.size
+
     def __str__(self) -> str:
         c = self.contraction
         return (

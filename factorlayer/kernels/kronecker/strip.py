@@ -12,7 +12,7 @@ from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import most_samples
-from factorlayer.kernels.resident import TakesTwoModes, Work
+from factorlayer.kernels.work import TakesTwoModes, Work
 
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
 START_US = 1.2
@@ -34,6 +34,7 @@ class Strip(TakesTwoModes):
     us: float = 0.0
 
     units_per_block = 1
+    blocks_per_sm = 0  # as many as there is work
 
     @property
     def size(self) -> int:

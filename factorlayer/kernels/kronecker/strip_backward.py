@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
-from factorlayer.kernels.resident import Mode, OfTwoModes
+from factorlayer.kernels.work import Mode, OfTwoModes
 
 LARGEST = 128  # whose sums the warps of a block can hold
 MOST_BYTES = 64 << 20  # of all blocks' sums: a part of a longer chain has many units for each sample
@@ -36,6 +36,7 @@ class StripBackward(OfTwoModes, BlockSums):
     us: float = 0.0
 
     warps = 8  # two for each quarter of a multiprocessor: with one, doubles take 14 % longer, others the same
+    blocks_per_sm = 0  # as many as there is work
 
     @property
     def split(self) -> int:

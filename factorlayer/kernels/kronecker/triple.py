@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import BlockSums, most_samples
+from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
 from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
 from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
 from factorlayer.kernels.kronecker.unit_backward import UnitBackward
-from factorlayer.kernels.resident import Mode, Work, round_up
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.work import Mode, Work, round_up
 
 Behind = SplitPairBackward | UnitBackward
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -35,7 +36,7 @@ BACK_US = 1.4  # that a warpgroup takes for one
 
 
 @dataclass(frozen=True)
-class Triple:
+class Triple(Pass):
     """A pass of three tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -134,7 +135,6 @@ class Triple:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         _, _, q0, q1 = self.pair.sizes
         return self.work.outer * self.mode.q * q0 * q1 * self.size
 
@@ -181,6 +181,8 @@ class TripleBackward(Triple, BlockSums):
     depth: int = 2  # slots of a warpgroup for what comes back
     shares: int = 1  # of a state, each of which makes room for the next one's by itself
 
+    leaves = "begun"
+
     @property
     def dtype(self) -> str:
         return self.work.dtype
@@ -198,6 +200,12 @@ class TripleBackward(Triple, BlockSums):
     @property
     def weights(self) -> int:
         return self.behind.weights
+
+    def sum_bytes(self, blocks: int) -> int:
+        return self.part_bytes
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        return not padding and missing == self.part_bytes - self.most * self.singles * PART_BYTES[self.dtype]
 
     @property
     def last_registers(self) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.emit import can_be_made, weight_functions
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.resident import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = 64
 LEAST = 24  # of a size that fills the matrix unit
@@ -44,6 +44,9 @@ class UnitBackward(OfTwoModes, BlockSums):
     @property
     def weights(self) -> int:
         return self.singles + super().weights
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        return not padding and missing == self.most * self.singles * PART_BYTES[self.dtype]
 
     @property
     def shared(self) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -26,7 +27,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class Monarch:
+class Monarch(Pass):
     """A pass, tiled: blocks of `groups` of the second contraction and 16 * `mt` * `warps_m` samples, `k` groups of the
     first one at a time. `us` is the time predicted."""
 
@@ -143,7 +144,6 @@ class Monarch:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.chain.out_features * self.size
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
+from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -27,7 +28,7 @@ RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
 
-class _Both:
+class _Both(Pass):
     """What the two passes have in common."""
 
     chain: Chain
@@ -91,6 +92,7 @@ class MonarchGradient(_Both, BlockSums):
 
     threads = 32 * (WARPS + 4)  # with those that copy
     units_per_sample = 1
+    reads, writes = "x", "s0"  # beside s2, for sums; s0 is the way back's to write
 
     @property
     def weights(self) -> int:
@@ -156,19 +158,28 @@ class MonarchWeights(_Both):
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
     us = 3.0
+    reads, writes = "x", "s0"  # beside s2; s0 is the way back's to write
+    leaves = "prepared"
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.prepared_bytes
+
+    def sum_bytes(self, blocks: int) -> int:
+        return self.prepared_bytes
 
     @property
     def split(self) -> int:
-        return min(self.output_bytes // (16 * self.threads), 2 * self.gpu.sms)
+        return min(self.prepared_bytes // (16 * self.threads), 2 * self.gpu.sms)
 
     @property
-    def output_bytes(self) -> int:
+    def prepared_bytes(self) -> int:
         """Of all"""
         first, second = self.both
         return second.p * second.inner * (_slabs(second.q * self.size) * 128 + first.p * self.size)
 
     def __str__(self) -> str:
-        return f"monarch weights in another order: {self.output_bytes} bytes"
+        return f"monarch weights in another order: {self.prepared_bytes} bytes"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
@@ -193,6 +204,20 @@ class MonarchBack(_Both):
 
     units_per_sample = 1
     units_per_block = 64
+    reads, writes = "s0", "y"
+    leaves = "state"
+    reads_prepared = True
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return self.turned_bytes, 0, 0
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return batch * self.chain.in_features * self.size, batch * self.turned_bytes
+
+    def written(self, batch: int) -> int:
+        """All but what is behind short rows of a slab."""
+        return batch * (self.chain.in_features + self.chain.out_features) * self.size
 
     @property
     def threads(self) -> int:
@@ -207,7 +232,7 @@ class MonarchBack(_Both):
         return self.split
 
     @property
-    def output_bytes(self) -> int:
+    def turned_bytes(self) -> int:
         """Of grad_y turned, for one sample."""
         return self.both[1].inner * _slabs(self.both[1].q * self.size) * 128
 

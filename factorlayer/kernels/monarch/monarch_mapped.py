@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 
 ROWS = 64  # of a tile
@@ -28,7 +29,7 @@ LARGEST = 1 << 31  # of a map's size
 
 
 @dataclass(frozen=True)
-class MonarchMapped:
+class MonarchMapped(Pass):
     """A pass, tiled: blocks of `n` columns of eight groups of the second contraction, clusters of `cluster` that share
     x; their warpgroups with room for so many `slabs` of x and `slots` of first weights. `us` is the time predicted."""
 
@@ -94,7 +95,6 @@ class MonarchMapped:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.chain.out_features * 4
 
     @property

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("bfloat16", "float16")
@@ -27,7 +28,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class MonarchThrough:
+class MonarchThrough(Pass):
     """A pass, tiled: `n` columns of the result at a time. `us` is the time predicted."""
 
     chain: Chain
@@ -95,7 +96,6 @@ class MonarchThrough:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.chain.out_features * 2
 
     @property

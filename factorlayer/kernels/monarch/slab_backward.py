@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import MOST_BLOCKS, TileSums
+from factorlayer.kernels.gradient import TileSums
+from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -38,6 +39,7 @@ class SlabBackward(TileSums):
     dtype = "tf32"
     threads = THREADS
     blocks = 1  # at once on a multiprocessor
+    writes, gradients_to = "y", "w"
     is_whole = False  # a second kernel makes elements of the sums
     units_per_sample = 1
     units_per_block = LEAST_UNITS * UNIT
@@ -72,9 +74,11 @@ class SlabBackward(TileSums):
     def tiles(self) -> int:
         return self.groups * -(-self.contraction.p // COLUMNS)
 
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (batch * self.output_bytes,)
+
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.groups * self.contraction.p * 4
 
     @property

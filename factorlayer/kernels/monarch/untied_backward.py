@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import MOST_BLOCKS, PART_BYTES, TileSums
+from factorlayer.kernels.gradient import PART_BYTES, TileSums
+from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -49,6 +50,7 @@ class UntiedBackward(TileSums):
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
+    writes, gradients_to = "y", "w"
     is_whole = False  # a second kernel makes elements of the sums
 
     @property
@@ -153,9 +155,11 @@ class UntiedBackward(TileSums):
             for of, (sizes, strides, box) in (("x", x), ("1*", grad))
         )
 
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (batch * self.output_bytes,)
+
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.groups * self.contraction.p * self.size
 
     def __str__(self) -> str:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_SAMPLES = 64
-MOST_BLOCKS = 65535  # along y of a grid
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
@@ -37,7 +37,7 @@ def _registers(held: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Few:
+class Few(Pass):
     """A pass of one contraction, tiled. `us` is the time predicted."""
 
     product: Product
@@ -87,7 +87,6 @@ class Few:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.product.y_features * self.product.size
 
     def __str__(self) -> str:
@@ -147,7 +146,7 @@ def _time(plan: Few) -> float:
 
 
 @dataclass(frozen=True)
-class FewPass:
+class FewPass(Pass):
     """One of three passes that make all gradients of two untied contractions."""
 
     template: str
@@ -160,6 +159,45 @@ class FewPass:
 
     units_per_sample = 1
     units_per_block = 1 << 40
+    is_apart = True
+
+    @property
+    def reads(self) -> str:
+        return {"FewStates": "x", "FewBack": "x", "FewLast": "s0"}[self.template]
+
+    @property
+    def writes(self) -> str:
+        return {"FewStates": "s2", "FewBack": "s0", "FewLast": "y"}[self.template]
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return self.back_bytes, 0, self.states_bytes
+
+    @property
+    def leaves(self) -> str:
+        return "prepared" if self.template == "FewStates" else ""
+
+    reads_prepared = True
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        first, second = self.both
+        if self.template == "FewLast":
+            return batch * first.outer * first.p * self.size, (first.weight_size + second.weight_size) * self.size
+        return (self._bytes_of(batch, padded=True),)
+
+    def written(self, batch: int) -> int:
+        if self.template == "FewLast":
+            return sum(self.outputs(batch))
+        return self._bytes_of(batch, padded=False)
+
+    def _bytes_of(self, batch: int, padded: bool) -> int:
+        """Of states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples beyond."""
+        (first, second), samples, piece = self.both, -(-batch // 8) * 8, 16 // self.size
+        rows = [-(-c.q // piece) * piece for c in self.both]
+        if self.template == "FewStates":
+            turned = first.outer * first.p + second.inner * (second.p + second.q)
+            return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
+        return first.outer * (first.q + (rows[0] if padded else first.q)) * samples * self.size
 
     @property
     def size(self) -> int:
@@ -241,7 +279,7 @@ class FewPass:
         return max(1, 65536 // (self.threads * self.registers))
 
     @property
-    def part_bytes(self) -> int:
+    def states_bytes(self) -> int:
         """Of what the first one makes, for as many samples as there may be."""
         first, second = self.both
         rows = -(-second.q * self.size // 16) * 16 // self.size
@@ -249,7 +287,7 @@ class FewPass:
         return MOST_SAMPLES * features * self.size
 
     @property
-    def output_bytes(self) -> int:
+    def back_bytes(self) -> int:
         """Of what the second one makes, for one sample, which is padded to eight."""
         first, _ = self.both
         row = -(-first.q * self.size // 16) * 16 // self.size

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
 
 ROWS = 128  # of a tile
@@ -28,7 +29,7 @@ SPAN = 2  # tiles of rows whose blocks run side by side
 
 
 @dataclass(frozen=True)
-class Mapped:
+class Mapped(Pass):
     """A pass, tiled: products of 128 by n for `held` groups, by clusters of `cluster` blocks that share rows of x.
     `us` is the time predicted."""
 
@@ -79,8 +80,15 @@ class Mapped:
         return max(1, ROWS // self.tiles)
 
     @property
+    def chunk_bytes(self) -> int:
+        return CHUNK_BYTES
+
+    @property
+    def most_samples(self) -> int:
+        return LARGEST // self.product.outer
+
+    @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.product.y_features * 4
 
     @functools.cached_property

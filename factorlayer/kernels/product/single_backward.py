@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
-from factorlayer.kernels.resident import round_up
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
 
 LARGEST = 128  # whose sums a group can hold
@@ -77,6 +77,11 @@ class SingleBackward(Grouped):
         slot = rows * x + (q * x if self.by_columns else rows * (q + pad))
         weight = q * ((rows if self.by_columns else self.columns) + pad)
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
+
+    @property
+    def output_bytes(self) -> int:
+        c = self.contraction
+        return c.outer * c.p * c.inner * self.size
 
     def __str__(self) -> str:
         c = self.contraction

@@ -9,12 +9,13 @@ from factorlayer.activations.expression import gradient
 from factorlayer.activations.results import gradient_from_result
 from factorlayer.device.code import ELEMENT, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass
 
 EACH = 4  # accesses of a thread that are on their way at once, of either
 
 
 @dataclass(frozen=True)
-class Slopes:
+class Slopes(Pass):
     """Of all elements."""
 
     features: int
@@ -26,7 +27,7 @@ class Slopes:
 
     threads = 256
     shared = 0
-    split = 1
+    blocks_per_sm = 0  # as many as there is work
 
     @property
     def size(self) -> int:
@@ -42,7 +43,6 @@ class Slopes:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.features * self.size
 
     @property

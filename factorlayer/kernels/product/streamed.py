@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, MOST_ASKED, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
-MOST_BLOCKS = 65535  # along y of a grid
 MOST_TILINGS = 64  # that are compared
 ISSUE_RATE = 7e3  # instructions of a multiprocessor's warps in a microsecond
 # Warp tiles, in 16 rows and 8 columns of sums, and registers that they need.
@@ -37,6 +37,8 @@ TILES_32 = {(4, 8): 255, (4, 6): 200, (4, 4): 144, (2, 8): 144, (2, 4): 104, (1,
 TILES_SPLIT = {(4, 4): 240, (2, 6): 200, (2, 4): 160, (1, 8): 168, (1, 4): 112, (1, 2): 80, (1, 1): 64}
 TILES_64 = {(4, 4): 240, (2, 4): 168, (1, 4): 112, (1, 2): 80, (1, 1): 64}
 TILES = {"float64": TILES_64, "float32": TILES_SPLIT, "tf32": TILES_32, "bfloat16": TILES_16, "float16": TILES_16}
+
+STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to find in the L2
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _turned(c: Contraction, following: Contraction) -> tuple[int, int, int] | No
 
 
 @dataclass(frozen=True)
-class Streamed:
+class Streamed(Pass):
     """A pass, tiled. `us` is the time predicted."""
 
     product: Product
@@ -197,6 +199,7 @@ class Streamed:
     registers: int
     gpu: Gpu
     us: float = 0.0
+    blocks_per_sm = 0  # as many as there is work
 
     @property
     def bm(self) -> int:
@@ -296,8 +299,11 @@ class Streamed:
         return self.bm if self.product.by_rows else self.bn
 
     @property
+    def chunk_bytes(self) -> int:
+        return STREAMED_CHUNK_BYTES
+
+    @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.product.terms_out * self.product.y_features * self.product.size
 
     def __str__(self) -> str:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass
 
 ACCESSES = 4  # of a thread, on their way at once
 BLOCKS = 5  # on a multiprocessor: some read while others write
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Pass):
     """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows may be
     `mixed`: what lies as [r, c] of them is taken as [c, r]."""
 
@@ -27,7 +28,7 @@ class Turn:
     mixed: tuple[int, int] | None = None
 
     threads = 256
-    split = 1
+    blocks_per_sm = 0  # as many as there is work
 
     @property
     def size(self) -> int:
@@ -77,7 +78,6 @@ class Turn:
 
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.matrices * self.rows * self.columns * self.size
 
     @property

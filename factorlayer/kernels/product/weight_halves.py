@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from factorlayer.device.code import headers, kernel
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.wide import Wide
 
 Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
-class WeightHalves:
+class WeightHalves(Pass):
     """Of all passes of a plan that want them, which count its time as theirs."""
 
     of: tuple[Wide, ...]
@@ -23,9 +24,18 @@ class WeightHalves:
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
     us = 0.0
+    reads, writes = "none", "s2"
+    leaves = "prepared"
 
     @property
-    def output_bytes(self) -> int:
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.prepared_bytes
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.prepared_bytes,)
+
+    @property
+    def prepared_bytes(self) -> int:
         """Of all"""
         return sum(p.halves_bytes + 4 * p.weight_rows for p in self.of)
 
@@ -35,7 +45,7 @@ class WeightHalves:
         return min(-(-rows * 32 // self.threads), 2 * self.of[0].gpu.sms)
 
     def __str__(self) -> str:
-        return f"weights split: {self.output_bytes} bytes"
+        return f"weights split: {self.prepared_bytes} bytes"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""

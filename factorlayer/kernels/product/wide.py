@@ -15,6 +15,7 @@ from factorlayer.activations.expression import cuda_type, gradient
 from factorlayer.activations.results import gradient_from_result
 from factorlayer.device.code import ELEMENT, headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -30,7 +31,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class Wide:
+class Wide(Pass):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
 
     With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.
@@ -182,8 +183,15 @@ class Wide:
         return self.rows if self._is_small else max(1, self.rows // self.tiles)
 
     @property
+    def chunk_bytes(self) -> int:
+        return CHUNK_BYTES
+
+    @property
+    def reads_prepared(self) -> bool:
+        return self.splits
+
+    @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.product.terms_out * self.product.y_features * self.product.size
 
     def __str__(self) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import MOST_BLOCKS, PART_BYTES, REDUCTION_US, TileSums
+from factorlayer.kernels.gradient import PART_BYTES, REDUCTION_US, TileSums
+from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.maths.spec import Contraction
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")

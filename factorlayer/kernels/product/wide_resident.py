@@ -22,6 +22,7 @@ class WideResident(Wide):
 
     warpgroups = 2  # that multiply
     registers = 224, 56
+    chunk_bytes = 0
 
     @property
     def stage_bytes(self) -> int:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.resident import round_up
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # of the matrix unit's sums
@@ -23,7 +24,7 @@ MOST_TENSORS = 61  # that a kernel is given, and one more for the gradient behin
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Pass):
     """A pass, tiled. `us` is the time predicted."""
 
     layers: tuple[Chain, ...]
@@ -128,10 +129,6 @@ class Dense:
         return sum(map(_tensors, self.layers[:i]))
 
     @property
-    def split(self) -> int:
-        return 1
-
-    @property
     def units_per_sample(self) -> int:
         return 1
 
@@ -140,9 +137,18 @@ class Dense:
         """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
         return 64
 
+    reads = "x"
+
+    @property
+    def writes(self) -> str:
+        return "y"
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        further = [q for _, q in self.sizes[:-1]] if self.states else []
+        return tuple(batch * q * self.size for q in (self.sizes[-1][1], *further))
+
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.sizes[-1][1] * self.size
 
     @property

@@ -12,9 +12,9 @@ from typing import ClassVar
 from factorlayer.activations.expression import slope
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
-from factorlayer.kernels.resident import round_up
 from factorlayer.kernels.stack.dense import Dense, function, write
 from factorlayer.kernels.stack.dense import tile as tile_forward
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 SLAB = 64 * 128  # bytes: 64 samples of 64 features
@@ -92,9 +92,11 @@ class DenseBackward(BlockSums, Dense):
         """Elements of all gradients but x's."""
         return self.sums[-1]
 
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (batch * self.output_bytes,)
+
     @property
     def output_bytes(self) -> int:
-        """For one sample."""
         return self.sizes[0][0] * self.size
 
     def __str__(self) -> str:

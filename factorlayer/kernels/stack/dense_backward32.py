@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from factorlayer.activations.expression import slope
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.resident import round_up
 from factorlayer.kernels.stack.dense import function, write
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.stack.dense_backward import START_US, DenseBackward
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 SAMPLES_BYTES = 64 * 4  # of a feature

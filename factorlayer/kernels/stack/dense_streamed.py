@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.resident import round_up
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function, write
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # sums of a row that a warpgroup holds at once
@@ -113,6 +114,10 @@ class DenseStreamed(Dense):
         return tuple(itertools.accumulate(sizes, initial=0))
 
     @property
+    def reads_prepared(self) -> bool:
+        return len(self.passes) > 1
+
+    @property
     def passes(self) -> tuple[Dense | WeightChunks, ...]:
         return (WeightChunks(self), self) if self.in_chunks else (self,)
 
@@ -207,7 +212,7 @@ class DenseStreamed(Dense):
 
 
 @dataclass(frozen=True)
-class WeightChunks:
+class WeightChunks(Pass):
     """A pass that puts weights as the stages of the one behind it hold them: weight_chunks.cuh."""
 
     of: DenseStreamed
@@ -216,22 +221,31 @@ class WeightChunks:
     threads = 512
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    reads, writes = "none", "s2"
+    leaves = "prepared"
 
     @property
-    def output_bytes(self) -> int:
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.prepared_bytes
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.prepared_bytes,)
+
+    @property
+    def prepared_bytes(self) -> int:
         """Of all"""
         return self.of.chunk_places[-1]
 
     @property
     def split(self) -> int:
-        return min(-(-self.output_bytes // (16 * self.threads)), self.of.gpu.sms)
+        return min(-(-self.prepared_bytes // (16 * self.threads)), self.of.gpu.sms)
 
     @property
     def us(self) -> float:
-        return 2.0 + self.output_bytes / 1e6
+        return 2.0 + self.prepared_bytes / 1e6
 
     def __str__(self) -> str:
-        return f"weights as stages hold them: {self.output_bytes} bytes"
+        return f"weights as stages hold them: {self.prepared_bytes} bytes"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""

@@ -1,0 +1,142 @@
+"""A pass: one kernel of a plan, and what it says of itself to the plan, the runtime and the emulator.
+
+A family's pass is a dataclass with Pass as its base, and overrides what is not as it is here. Nothing else asks which
+family it is of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+MOST_BLOCKS = 65535  # along y of a grid
+CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
+
+
+class Pass:
+    """What is the same of most passes. `units` are what blocks take one after another."""
+
+    if TYPE_CHECKING:  # as properties, so that a family may have them as fields, constants or properties of its own
+
+        @property
+        def us(self) -> float:
+            """Predicted microseconds."""
+
+        @property
+        def threads(self) -> int:
+            """Of a block."""
+
+        @property
+        def shared(self) -> int:
+            """Bytes of a block's shared memory."""
+
+        @property
+        def units_per_sample(self) -> int: ...
+
+        @property
+        def units_per_block(self) -> int:
+            """That are worth a block of their own."""
+
+        @property
+        def split(self) -> int:
+            """Blocks along y of the grid: parts of a unit's work, or of all there is."""
+
+    else:
+        split = 1
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """At most; 0 where there are as many blocks as there is work."""
+        return 1
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """Tensors that the copy engine reads by maps, as csrc/runtime/plan.h has them."""
+        return ()
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        raise NotImplementedError
+
+    # What it reads and writes
+
+    @property
+    def reads(self) -> str:
+        """A buffer of csrc/runtime/plan.h; "state" is what the pass before has made, or x. "none" are weights alone."""
+        return "state"
+
+    @property
+    def writes(self) -> str:
+        """A buffer; "state" is what the next pass reads, or y."""
+        return "state"
+
+    @property
+    def output_bytes(self) -> int:
+        """Of what it writes there for one sample, without padding."""
+        return 0
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        """Bytes that it needs of the scratch buffers beside states: of s0 and s1 for a sample, of s2 for all."""
+        return 0, 0, 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a state between passes, for samples that go through them together; 0 where it does not matter."""
+        return 0
+
+    @property
+    def most_samples(self) -> int:
+        """That one launch can take; 0 is any number."""
+        return 0
+
+    @property
+    def finishing(self) -> tuple[Pass, ...]:
+        """Passes that make gradients of its blocks' sums."""
+        return ()
+
+    def with_bias(self) -> Pass | None:
+        """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""
+        return None
+
+    # What it leaves, for the emulator, which runs passes one by one
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        """Bytes of each tensor that it writes, one behind another, with padding that nobody writes."""
+        return (batch * self.output_bytes,)
+
+    def written(self, batch: int) -> int:
+        """Bytes of these without padding."""
+        return sum(self.outputs(batch))
+
+    def sum_bytes(self, blocks: int) -> int:
+        """Bytes behind its outputs that so many blocks along x of the grid write: sums, or what it prepares."""
+        return 0
+
+    def result_dtype(self, dtype: str) -> str:
+        """Of what it writes."""
+        return dtype
+
+    @property
+    def reads_prepared(self) -> bool:
+        """Whether it reads what a pass before it has left in s2."""
+        return False
+
+    @property
+    def leaves(self) -> str:
+        """What a later pass goes on from: "prepared", weights or states in s2; "state", its second output, in place of
+        x; "begun", outputs and sums that are not whole; "sums", of some weights."""
+        return ""
+
+    @property
+    def takes_sums(self) -> int:
+        """Of each block's sums, the first ones that the pass before it has left."""
+        return 0
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its outputs are tensors of different kinds."""
+        return False
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        """Whether bytes that it has not written, and padding that it has, are sums that another pass writes."""
+        return False

@@ -1,0 +1,238 @@
+"""Stages of a resident pass: how a tile lies in shared memory, and the warp tiles that multiply it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.work import round_up
+
+OVERLAP = 0.09  # of units that work side by side: what the shorter times add
+OTHER_REGISTERS = {"float64": 52, "float32": 48, "tf32": 44, "bfloat16": 32, "float16": 32}
+
+
+# Issued for each k-step: for 16 rows of A, for 8 columns of B, for their product.
+INSTRUCTIONS = {
+    "float64": (2.5, 1.5, 1),
+    "float32": (16, 8, 5),
+    "tf32": (6, 2, 1.2),
+    "bfloat16": (1.5, 1, 1),
+    "float16": (1.5, 1, 1),
+}
+
+
+def _together(*times: float) -> float:
+    """Of units that work side by side, but not perfectly."""
+    return max(times) + OVERLAP * (sum(times) - max(times))
+
+
+Places = TypeVar("Places", int, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows ROW apart, p's of a row STEP apart, I contiguous: layout.cuh."""
+
+    p: int
+    i: int
+    row: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"Layout<{self.p}, {self.i}, {self.row}, {self.step}>"
+
+    def at(self, e: Places) -> Places:
+        return e // (self.p * self.i) * self.row + e // self.i % self.p * self.step + e % self.i
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One contraction of a tile: `rows` times [p, inner] -> [q, inner], in warp tiles of mt x nt times 16 x 8."""
+
+    p: int
+    q: int
+    inner: int
+    rows: int
+    mt: int
+    nt: int
+    dtype: str
+
+    def __str__(self) -> str:
+        how = "rows" if self.by_rows else "columns"
+        return f"{self.p}→{self.q} by {how} {16 * self.mt}×{8 * self.nt}"
+
+    @property
+    def by_rows(self) -> bool:
+        return self.inner == 1
+
+    @property
+    def inner_padded(self) -> int:
+        return 1 if self.by_rows else round_up(self.inner, 8)
+
+    @property
+    def m(self) -> int:
+        return self.rows if self.by_rows else self.q
+
+    @property
+    def n(self) -> int:
+        return self.q if self.by_rows else self.rows * self.inner_padded
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        return -(-self.m // (16 * self.mt)) * -(-self.n // (8 * self.nt))
+
+    @property
+    def weight_stride(self) -> int:
+        return _row_step(self.p, self.dtype)
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        rows = round_up(self.q, 8 * self.nt) if self.by_rows else round_up(self.q, 16 * self.mt)
+        return rows * self.weight_stride * ELEMENT_BYTES[self.dtype]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps."""
+        padded = round_up(self.p, 8)
+        if self.by_rows:
+            return Layout(self.p, 1, _row_step(self.p, self.dtype), 1)
+        step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)
+        return Layout(self.p, self.inner, padded * step, step)
+
+    @functools.cached_property
+    def state_bytes(self) -> int:
+        """Of the state that it reads, with the rows beyond the last that its tiles touch."""
+        if self.by_rows:
+            rows = round_up(self.rows, 16 * self.mt)
+        else:
+            rows = -(-round_up(self.n, 8 * self.nt) // self.inner_padded)
+        return round_up(rows * self.layout.row * ELEMENT_BYTES[self.dtype], 128)
+
+    @functools.cached_property
+    def is_odd(self) -> bool:
+        """Whether places of its sums have to be computed as the kernel runs, which takes registers."""
+        padded, wide = self.inner_padded, 8 * self.nt
+        uneven = self.rows % 8 if self.by_rows else self.inner % 8 or (padded % wide and wide % padded)
+        return bool(uneven or self.q % 8)
+
+    @functools.cached_property
+    def registers(self) -> int:
+        """A thread's, about: sums, operands, and what the loops need. Split floats take two of each."""
+        words = 2 if self.dtype in ("float32", "float64") else 1
+        places = 24 + 2 * self.nt if self.is_odd else 0
+        return words * (4 * self.mt * self.nt + 4 * self.mt + 2 * self.nt) + OTHER_REGISTERS[self.dtype] + places
+
+    @functools.cached_property
+    def result_layout(self) -> Layout:
+        """Of what it writes, where no stage follows."""
+        if self.by_rows:
+            return Layout(self.q, 1, _odd_eights(round_up(self.q, 8)), 1)
+        step = _odd_eights(round_up(self.inner, 8))
+        return Layout(self.q, self.inner, self.q * step, step)
+
+    @functools.cached_property
+    def result_bytes(self) -> int:
+        return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)
+
+    def time(self, warps: int, gpu: Gpu) -> float:
+        return stage_us(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu)
+
+
+def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu) -> float:
+    """Microseconds of one multiprocessor for a tile, were it alone. The planner asks thousands of times."""
+    m, n = (rows, q) if inner == 1 else (q, rows * (inner + 7 & ~7))
+    tiles = -(-m // (16 * mt)) * -(-n // (8 * nt))
+    shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
+    k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
+    multiply = 2 * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
+    move = (tiles * (16 * mt + 8 * nt) * k + rows * q * inner) * size / gpu.shared_bytes
+    of_a, of_b, of_product = INSTRUCTIONS[dtype]
+    inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
+    issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
+    return _together(multiply, move, issue)
+
+
+@dataclass(frozen=True)
+class Sandwich:
+    """The last two modes at one visit: A by columns, then B by rows, what is between them in registers. `nc` tiles of 8
+    columns of A X are made at a time."""
+
+    first: Stage
+    second: Stage
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return self.first.layout
+
+    @functools.cached_property
+    def state_bytes(self) -> int:
+        return round_up(self.first.rows * self.layout.row * ELEMENT_BYTES[self.first.dtype], 128)
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        return self.first.weight_bytes + self.second.weight_bytes
+
+    @property
+    def tiles(self) -> int:
+        return self.second.tiles
+
+    @functools.cached_property
+    def registers(self) -> int:
+        words = 2 if self.first.dtype == "float64" else 1
+        return self.second.registers + words * 4 * self.first.mt * self.first.nt - 8
+
+    def __str__(self) -> str:
+        return f"[{self.first}, {self.second}]"
+
+    def time(self, warps: int, gpu: Gpu) -> float:
+        a, b = self.first, self.second
+        rounds = -(-self.tiles // warps)
+        rows = 16 * a.mt
+        k = round_up(a.p, 8)
+        multiply = 2 * rounds * warps * rows * a.inner * (k + 8 * b.nt) / gpu.flops[a.dtype]
+        size = ELEMENT_BYTES[a.dtype]
+        chunks = a.inner // (8 * a.nt)
+        read = self.tiles * (k * a.inner + chunks * rows * k + a.inner * 8 * b.nt) * size
+        move = (read + a.rows * a.q * b.q * size) / gpu.shared_bytes
+        of_a, of_b, of_product = INSTRUCTIONS[a.dtype]
+        width = 16 if size == 2 else 8
+        first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
+        second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
+        issue = rounds * warps * (first + second + 8 * b.mt * b.nt + 40) / gpu.instructions
+        return 0.72 * _together(multiply, move, issue)  # nobody waits for anybody
+
+
+Stages = tuple[Stage | Sandwich, ...]
+
+
+def memory_of(stages: Stages, rank: int, in_place: bool) -> tuple[int, int, int]:
+    """Bytes of a slot, and of the buffers beside it for states of odd and of even number."""
+    states = [*(stage.state_bytes for stage in stages), last_of(stages).result_bytes]
+    if in_place:
+        return max(states), 0, 0
+    if rank > 1:
+        return states[0], max(states[1::2]), max(states[2::2], default=0)
+    return max(states[0::2]), max(states[1::2]), 0
+
+
+def last_of(stages: Stages) -> Stage:
+    last = stages[-1]
+    return last.second if isinstance(last, Sandwich) else last
+
+
+def _row_step(p: int, dtype: str) -> int:
+    """Elements between rows of p that the matrix unit takes whole: an odd multiple of 16 bytes, of 32 for doubles."""
+    least = 8 if ELEMENT_BYTES[dtype] == 2 else 4
+    n = round_up(p, 8)
+    return n if n // least % 2 else n + least
+
+
+def _odd_eights(n: int) -> int:
+    """The next odd multiple of eight."""
+    n = round_up(n, 8)
+    return n if n % 16 else n + 8

@@ -1,0 +1,56 @@
+"""Weights of modes taken as one, in C++: products of the factors, made as they are loaded."""
+
+from __future__ import annotations
+
+from factorlayer.kernels.work import Mode
+
+LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp looks through
+
+
+def normals(mode: Mode) -> str:
+    """What a product of half-precision weights is multiplied by."""
+    return f"if_needed(normals({', '.join(f'w{j}, {q * p}' for j, (_, q, p) in enumerate(mode.parts))}))"
+
+
+def can_be_made(mode: Mode, dtype: str) -> bool:
+    """Whether a product of weights keeps what the weights say."""
+    if dtype != "float16" or len(mode.parts) == 1:
+        return True
+    return all(q * p <= LARGEST_NORMALISED for _, q, p in mode.parts)
+
+
+def product(mode: Mode) -> str:
+    """An element of the Kronecker product of a mode's weights."""
+    return " * ".join(factors(mode))
+
+
+def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
+    """A weight's elements, weight_x(), and what they are multiplied by, normal_x(): 1 but for products in fp16.
+
+    FACTOR_X is the parameter that it is, or -1.
+    """
+    weights = [
+        f"  auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
+        for j, (weight, _, _) in enumerate(mode.parts)
+    ]
+    normal = normals(mode) if dtype == "float16" and len(mode.parts) > 1 else "1"
+    return [
+        f"static DEVICE Sum<Element> normal_{letter}(const Params& params) {{",
+        *(weights if normal != "1" else []),
+        f"  return {normal};",
+        "}",
+        f"static DEVICE Sum<Element> weight_{letter}(const Params& params, int q, int p) {{",
+        *weights,
+        f"  return {product(mode)};",
+        "}",
+        f"static constexpr int FACTOR_{letter.upper()} = {mode.parts[0][0] if len(mode.parts) == 1 else -1};",
+    ]
+
+
+def factors(mode: Mode) -> list[str]:
+    """Whose product is an element."""
+    found, q_inner, p_inner = [], mode.q, mode.p
+    for j, (_, q, p) in enumerate(mode.parts):
+        q_inner, p_inner = q_inner // q, p_inner // p
+        found.append(f"widen(w{j}[q / {q_inner} % {q} * {p} + p / {p_inner} % {p}])")
+    return found

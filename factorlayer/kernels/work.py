@@ -1,0 +1,138 @@
+"""What a pass has to do: modes of a Kronecker product, some taken as one, that it contracts in some order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from factorlayer.device.code import ask_for
+from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.kernels.passes import Pass
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Neighbouring modes taken as one: (weight, q, p) of each. A product of weights is made as they are loaded."""
+
+    parts: tuple[tuple[int, int, int], ...]
+
+    @property
+    def p(self) -> int:
+        return math.prod(p for _, _, p in self.parts)
+
+    @property
+    def q(self) -> int:
+        return math.prod(q for _, q, _ in self.parts)
+
+
+def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
+    """Ways to take neighbouring modes as one, so that there are two."""
+    parts = [part for mode in modes for part in mode.parts]
+    for i in range(1, len(parts)):
+        yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:]))
+
+
+def merged(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
+    """The modes, if any is several taken as one."""
+    return modes if any(len(mode.parts) > 1 for mode in modes) else ()
+
+
+class OfTwoModes(Pass):
+    """What passes have in common that make all gradients of two modes."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1"""
+        first, second = self.modes
+        return first.p, second.p, first.q, second.q
+
+    @property
+    def weights(self) -> int:
+        """Elements of both."""
+        p0, p1, q0, q1 = self.sizes
+        return p0 * q0 + p1 * q1
+
+    @property
+    def merged(self) -> tuple[Mode, ...]:
+        return merged(self.modes)
+
+    @property
+    def output_bytes(self) -> int:
+        p0, p1, _, _ = self.sizes
+        return self.units_per_sample * p0 * p1 * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What a backward pass reads first: x, weights, and grad_y behind them."""
+        p0, p1, q0, q1 = self.sizes
+        size = ELEMENT_BYTES[self.dtype]
+        parts = [part for mode in self.modes for part in mode.parts]
+        weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
+        states = {"params.x": p0 * p1, f"params.weights[{len(parts)}]": q0 * q1}
+        return [*(ask_for(name, self.units_per_sample * count * size) for name, count in states.items()), *weights]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass: [outer, the sizes of its modes, inner] -> the same with some modes contracted, in this order."""
+
+    outer: int
+    sizes: tuple[int, ...]
+    inner: int
+    steps: tuple[tuple[int, Mode], ...]  # (position among the sizes, mode)
+    dtype: str
+    rank: int = 1
+    bias: bool = False
+    activation: str = "identity"
+    scalars: int = 0  # the first weight that is a parameter of the activation
+
+    @functools.cached_property
+    def states(self) -> list[tuple[int, ...]]:
+        """Sizes before each step and after the last."""
+        return self.states_of(1)
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        """What a kernel reads first: x, and weights."""
+        size = ELEMENT_BYTES[self.dtype]
+        parts = [part for _, mode in self.steps for part in mode.parts]
+        weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
+        return [ask_for("params.x", self.outer * math.prod(self.sizes) * self.inner * size), *weights]
+
+    def states_of(self, split: int) -> list[tuple[int, ...]]:
+        """Of a block that makes one of `split` parts of what the first step makes of the first mode."""
+        found = [self.sizes]
+        for number, (at, mode) in enumerate(self.steps):
+            q = mode.q if number else mode.q // split
+            found.append((*found[-1][:at], q, *found[-1][at + 1 :]))
+        return found
+
+
+class TakesTwoModes(Pass):
+    """What passes have in common that take a work's only two modes at once."""
+
+    work: Work
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """p0, p1, q0, q1"""
+        (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
+        return p0, p1, q0, q1
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def output_bytes(self) -> int:
+        _, _, q0, q1 = self.sizes
+        return self.work.outer * q0 * q1 * ELEMENT_BYTES[self.work.dtype]
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
