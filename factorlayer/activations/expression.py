@@ -60,7 +60,7 @@ class Expression:
     def program(self) -> str:
         """With all derivatives, as a chain's stage has it."""
         if len(in_order(self)) > MOST_STEPS:
-            raise ValueError(f"it has more than {MOST_STEPS} operations; leave a part of it to a layer without activation")
+            raise ValueError(f"it has more than {MOST_STEPS} operations; split it between two layers")
         of_all = _adjoints(self)
         slopes = [of_all.get(leaf, ZERO) for leaf in (X, *map(parameter, range(self.parameters)))]
         text = write(self, *slopes)
