@@ -216,9 +216,12 @@ def block_maker(
     )
 
 
-def inputs(drawn: Drawn, dtype: torch.dtype, device: str, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+def inputs(
+    drawn: Drawn, dtype: torch.dtype, device: str, seed: int, planted: bool = True
+) -> tuple[nn.Module, Tensor, Tensor]:
     """The module, x and grad_y as the dtype has them. Where something is planted all numbers are positive, so that an
-    infinity meets no other one and no zero."""
+    infinity meets no other one and no zero, and weights are so small that sums of positive numbers keep their size;
+    without `planted`, the same but for the plant."""
     generator = torch.Generator().manual_seed(drawn.seed + seed)
     module = copy.deepcopy(drawn.make()).double()
     features = 0
@@ -232,7 +235,7 @@ def inputs(drawn: Drawn, dtype: torch.dtype, device: str, seed: int) -> tuple[nn
         else:
             continue
         for weight in [*shapes, *([] if layer.bias is None else [layer.bias])]:
-            scale = 1.0 if weight is layer.bias else weight.shape[-1] ** -0.5
+            scale = 1.0 if weight is layer.bias else weight.shape[-1] ** (-1.0 if drawn.plant else -0.5)
             weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64) * scale
     x = torch.randn(*drawn.leading, features, generator=generator, dtype=torch.float64) * 10.0 ** drawn.scale[0]
     with torch.no_grad():
@@ -246,6 +249,7 @@ def inputs(drawn: Drawn, dtype: torch.dtype, device: str, seed: int) -> tuple[nn
         if places:
             place = places[int(torch.randint(len(places), (), generator=generator))]
             at = int(torch.randint(place.numel(), (), generator=generator))
-            place.view(-1)[at] = PLANTED[drawn.plant]
+            if planted:
+                place.view(-1)[at] = PLANTED[drawn.plant]
     laid_out = with_layout(x.to(device, dtype), drawn.layout if drawn.leading else "contiguous")
     return module.to(device, dtype), laid_out, grad_y.to(device, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import campaign
@@ -96,11 +97,38 @@ def is_plain(case: drawn.Drawn) -> bool:
 
 def test_a_planted_number_has_to_be_where_batched_has_it() -> None:
     value, other = torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.nan])
-    campaign.check_planted("y", value, value)
+    everywhere = torch.ones(2, dtype=torch.bool)
+    campaign.check_planted("y", value, value, everywhere)
+    campaign.check_planted("y", value, other, torch.tensor([True, False]))
     with pytest.raises(
         FaultError, match=r"isnan of y is not as in batched at 1 places, the first \[1\]: inf, batched nan"
     ):
-        campaign.check_planted("y", value, other)
+        campaign.check_planted("y", value, other, everywhere)
+
+
+def planted_gated(scale: tuple[int, int]) -> drawn.Drawn:
+    case = next(c for n in range(999) if (c := draw(3, n, "cpu")).plant and c.kind == "gated" and c.batch > 7)
+    return replace(case, plant="inf", dtype="float16", scale=scale)
+
+
+def test_what_overflows_by_itself_is_not_taken_for_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float16 where its range ends, one order of sums is 59872 and another one an infinity."""
+    right = campaign.results
+
+    def finite(module: nn.Module, x: Tensor, grad_y: Tensor, implementation: str) -> Results:
+        found = right(module, x, grad_y, implementation)
+        return found if implementation != "fused" else {n: t.clamp(-59872, 59872) for n, t in found.items()}
+
+    monkeypatch.setattr(campaign, "results", finite)
+    assert campaign.check(planted_gated((3, 3)), "cpu") == "out of range"
+    with pytest.raises(FaultError, match=r"isposinf of \w+ is not as in batched"):
+        campaign.check(planted_gated((0, 0)), "cpu")
+
+
+def test_most_planted_cases_are_judged() -> None:
+    planted = [case for n in range(600) if (case := draw(4, n, "cpu", 1 << 16)).plant and case.dtype == "float16"]
+    ends = [campaign.check(case, "cpu") for case in planted]
+    assert ends.count("planted") > 0.7 * len(ends) > 7, ends
 
 
 def test_kernels_that_are_emulated(tmp_path: Path) -> None:

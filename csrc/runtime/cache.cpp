@@ -43,14 +43,30 @@ constexpr time_t HOUR = 3600;                   // marks of use are as exact as 
 constexpr time_t MINUTE = 60;                   // a file is written in much less
 const std::string LIMIT_HEAD = "factorlayer cache limit 1\nbytes ";
 
+// Whether nobody else can have written a file, but root. As its owner is its writer, it matters less whose the folder is:
+// a file that somebody else puts there is not this user's.
+bool is_trusted(const struct stat& known) {
+  return (known.st_uid == geteuid() || known.st_uid == 0) && !(known.st_mode & (S_IWGRP | S_IWOTH));
+}
+
+// Why an entry that is there is not loaded, or nothing.
+std::string why_not_trusted(const std::string& path) {
+  struct stat known;
+  if (stat(path.c_str(), &known) || is_trusted(known)) return "";
+  if (known.st_uid == geteuid() || known.st_uid == 0) return "; others can write to " + path + ", so it is not loaded";
+  return "; " + path + " is user " + std::to_string(known.st_uid) + "'s, so it is not loaded";
+}
+
 // Of files alone: a pipe would make the process wait, a device never ends. A file whose time is not within an hour of the
 // clock, either way, gets the clock's where it is to be marked as used; where it cannot be, it counts as used before.
-std::optional<std::string> read(const std::string& path, bool mark = false) {
+// `to_run`: what is read will be code; then it is marked as used, and read only if it is trusted.
+std::optional<std::string> read(const std::string& path, bool to_run = false) {
   const int file = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   if (file < 0) return std::nullopt;
   struct stat known;
   std::optional<std::string> text;
-  if (!fstat(file, &known) && S_ISREG(known.st_mode) && known.st_size <= LARGEST_FILE) {
+  if (!fstat(file, &known) && S_ISREG(known.st_mode) && known.st_size <= LARGEST_FILE &&
+      (!to_run || is_trusted(known))) {
     text.emplace(size_t(known.st_size), '\0');
     size_t done = 0;
     while (done < text->size()) {
@@ -59,7 +75,7 @@ std::optional<std::string> read(const std::string& path, bool mark = false) {
       else if (count == 0 || errno != EINTR) break;
     }
     if (done < text->size()) text.reset();
-    if (mark && std::llabs(static_cast<long long>(std::time(nullptr)) - known.st_mtime) > HOUR) futimens(file, nullptr);
+    if (to_run && std::llabs(static_cast<long long>(std::time(nullptr)) - known.st_mtime) > HOUR) futimens(file, nullptr);
   }
   close(file);
   return text;
@@ -289,7 +305,8 @@ std::string store(const Key& key, const std::string& contents) {
   std::string reason;
   if (where.empty()) reason = "there is no home folder";
   else if (bytes > most) reason = "one has " + std::to_string(bytes) + " bytes, the limit is " + std::to_string(most);
-  else if (const int error = write_again(where, file_of(key.kind, known), text, most)) reason = std::strerror(error);
+  else if (const int error = write_again(where, file_of(key.kind, known), text, most))
+    reason = std::strerror(error) + why_not_trusted(where + "/" + file_of(key.kind, known));
   if (reason.empty()) return "";
   return "factorlayer cannot keep compiled kernels in " + (where.empty() ? "its cache" : where) + " (" + reason +
          "), so every process compiles them again; " +

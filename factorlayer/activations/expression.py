@@ -59,6 +59,8 @@ class Expression:
     @property
     def program(self) -> str:
         """With all derivatives, as a chain's stage has it."""
+        if len(in_order(self)) > MOST_STEPS:
+            raise ValueError(f"it has more than {MOST_STEPS} operations; split it between two layers")
         of_all = _adjoints(self)
         slopes = [of_all.get(leaf, ZERO) for leaf in (X, *map(parameter, range(self.parameters)))]
         text = write(self, *slopes)
@@ -289,10 +291,19 @@ def _adjoints(output: Expression, gradient: Expression = ONE) -> dict[Expression
 
 def _shares(node: Expression, g: Expression) -> tuple[Expression, ...]:
     """What comes to each argument of a node from g, the derivative by the node."""
-    if g.op == "select" and ZERO in g.args[1:]:
-        condition, *branches = g.args
-        shares = ([ZERO] * len(node.args) if branch is ZERO else _shares(node, branch) for branch in branches)
-        return tuple(select(condition, a, b) for a, b in zip(*shares, strict=True))
+    around: list[tuple[Expression, bool]] = []  # selects of g or 0, the outermost first, and whether g comes first
+    while g.op == "select" and ZERO in g.args[1:]:
+        condition, a, b = g.args
+        around.append((condition, b is ZERO))
+        g = a if b is ZERO else b
+    shares = _plain_shares(node, g)
+    for condition, is_first in reversed(around):
+        shares = tuple(select(condition, each, ZERO) if is_first else select(condition, ZERO, each) for each in shares)
+    return shares
+
+
+def _plain_shares(node: Expression, g: Expression) -> tuple[Expression, ...]:
+    """Of a g that is no select of nothing."""
     if node.op in _UNARY:
         return (_UNARY[node.op](g, node.args[0], node),)
     if node.op in _BINARY:

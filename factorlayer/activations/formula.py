@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from factorlayer.activations.expression import Expression
+from collections.abc import Sequence
+
+from factorlayer.activations.expression import Expression, in_order
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "lt": "<", "le": "<=", "eq": "=="}
 LONGEST = 200  # of a part; what is longer is left out
@@ -10,21 +12,22 @@ LONGEST = 200  # of a part; what is longer is left out
 
 def formula(activation: str) -> str:
     """Of a chain's stage: `x * tanh(softplus(x))`. p0, p1, … are learned."""
-    return _write(Expression.parse(activation), {}) if "/" in activation else activation
+    if "/" not in activation:
+        return activation
+    known: dict[Expression, str] = {}
+    for node in in_order(result := Expression.parse(activation)):
+        text = _write(node, [known[arg] for arg in node.args])
+        known[node] = text if len(text) <= LONGEST else "…"
+    return known[result]
 
 
-def _write(node: Expression, known: dict[Expression, str]) -> str:
-    if node in known:
-        return known[node]
-    parts = [_write(arg, known) for arg in node.args]
+def _write(node: Expression, parts: Sequence[str]) -> str:
+    """Of a node whose arguments are written."""
     if node.op == "number":
-        text = f"{float(node.value or 0):.6g}"
-    elif not parts:
-        text = f"{node.op}{'' if node.value is None else node.value}"
-    elif node.op == "neg" or node.op in INFIX:
+        return f"{float(node.value or 0):.6g}"
+    if not parts:
+        return f"{node.op}{'' if node.value is None else node.value}"
+    if node.op == "neg" or node.op in INFIX:
         inner = [f"({part})" if arg.op in (*INFIX, "neg") else part for arg, part in zip(node.args, parts, strict=True)]
-        text = f"-{inner[0]}" if node.op == "neg" else f" {INFIX[node.op]} ".join(inner)
-    else:
-        text = f"{node.op}({', '.join(parts)})"
-    known[node] = text if len(text) <= LONGEST else "…"
-    return known[node]
+        return f"-{inner[0]}" if node.op == "neg" else f" {INFIX[node.op]} ".join(inner)
+    return f"{node.op}({', '.join(parts)})"
