@@ -16,6 +16,8 @@ from test_expression import Snake
 from test_plan import LARGEST_GRID_Y, dtypes, read_text
 from torch import Tensor, nn
 
+from benches.sweep import drawn
+from benches.workloads import ALL_DTYPES, Layer
 from factorlayer.activations.named import activate, evaluate
 from factorlayer.activations.results import from_result
 from factorlayer.activations.tracing import trace
@@ -32,7 +34,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan
+from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan, plan_of
 
 
 def turned(x: Tensor, outer: int, rows: int, columns: int) -> Tensor:
@@ -404,6 +406,28 @@ def test_what_is_passed_through_has_plans(spec: LayerSpec, dtype: str) -> None:
     for part in seen:
         for chain in (part, Chain.parse(Visit(part, (), False, True, False).back)):
             assert plan(chain, dtype, BATCHES[1], Gpu.of(90)).passes
+
+
+def layers_to_train() -> list[tuple[LayerSpec, str]]:
+    """One whose last groups are so many that the pass preferred for many samples takes no order; and drawn ones."""
+    rows = drawn(11, 40, "cuda", ALL_DTYPES)
+    layers = [(row.spec, dtype) for row, dtype in rows if isinstance(row, Layer)]
+    return [(monarch((53, 10), (23, 2), rank=8), "float16"), *layers]
+
+
+@pytest.mark.parametrize(("spec", "dtype"), layers_to_train(), ids=str)
+def test_what_training_asks_for_has_a_plan(spec: LayerSpec, dtype: str) -> None:
+    """Whether there is one is asked of a usual number of samples; there has to be one of each class of numbers."""
+    chain, gpu = Chain.of(spec, True, "identity"), Gpu.of(90)
+    text, of_dtype = (chain.tf32_text, "float32") if dtype == "tf32" else (chain.text, dtype)
+    for batch in (10, 500, 50_000):
+        asks = has_plan_of_few if batch < LEAST_MIXED else has_plan
+
+        def fits(part: Chain, asks: Callable[..., bool] = asks) -> bool:
+            return asks(part.text, of_dtype, gpu.arch, gpu.sms, gpu.shared)
+
+        for asked, samples in [(text, batch), *texts(text, fits, batch)]:
+            assert plan_of(asked, of_dtype, runtime.class_of_batch(samples), gpu).passes
 
 
 def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:

@@ -157,8 +157,10 @@ class Chain:
     @property
     def is_dense(self) -> bool:
         """Whether it is one matrix product."""
-        (c, *further) = self.contractions
-        return not further and c.tied and c.outer * c.inner == 1 and self.rank == 1
+        if len(self.contractions) != 1 or self.rank > 1:  # torch.compile of PyTorch 2.11 knows no `not` of a tuple
+            return False
+        (c,) = self.contractions
+        return c.tied and c.outer * c.inner == 1
 
     @property
     def is_monarch(self) -> bool:

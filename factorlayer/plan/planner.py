@@ -201,8 +201,8 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
             if both is None:
                 raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
             return Plan(chain, dtype, batch, gpu, _with_reduction(both))
-        made = _gradient(c, dtype, batch, gpu)
-        return Plan(chain, dtype, batch, gpu, _in_order(chain, made) if chain.mixed else made)
+        made = _in_order(chain, c, dtype, batch, gpu) if chain.mixed else _gradient(c, dtype, batch, gpu)
+        return Plan(chain, dtype, batch, gpu, made)
     if chain.sums:
         return Plan(chain, dtype, batch, gpu, _with_reduction(ColumnSums(chain.sums, dtype, batch, gpu)))
     if chain.slope or chain.through:
@@ -295,10 +295,10 @@ def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tup
     return min(ways, key=lambda passes: sum(p.us for p in passes) * (weight if isinstance(passes[0], Gradient) else 1))
 
 
-def _in_order(chain: Chain, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    """Of q's that come in another order."""
-    (c,), summing = chain.contractions, passes[0]
-    if not isinstance(summing, WideGradient) or not chain.mixed or math.prod(chain.mixed[1:]) != c.q or c.inner > 1:
+def _in_order(chain: Chain, c: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """Of q's that come in another order: one family takes them so, and is asked whatever the number of samples."""
+    summing = wide_gradient.tile(c, dtype, batch, gpu)
+    if summing is None or not chain.mixed or math.prod(chain.mixed[1:]) != c.q or c.inner > 1:
         raise PlanError(f"no pass makes {chain.text!r}")
     return _with_reduction(replace(summing, mixed=chain.mixed[1:]))
 
