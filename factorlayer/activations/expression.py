@@ -59,16 +59,17 @@ class Expression:
     @property
     def program(self) -> str:
         """With all derivatives, as a chain's stage has it."""
-        if len(in_order(self)) > MOST_STEPS:
-            raise ValueError(f"it has more than {MOST_STEPS} operations; split it between two layers")
+        too_large = (
+            f"it has more than {MOST_STEPS} operations or {MOST_PARAMETERS} parameters; leave a part of it to a layer "
+            "without activation"
+        )
+        if len(in_order(self)) > MOST_STEPS or self.parameters > MOST_PARAMETERS:
+            raise ValueError(too_large)
         of_all = _adjoints(self)
         slopes = [of_all.get(leaf, ZERO) for leaf in (X, *map(parameter, range(self.parameters)))]
         text = write(self, *slopes)
-        if text.count(",") + text.count("/") >= MOST_STEPS or self.parameters > MOST_PARAMETERS:
-            raise ValueError(
-                f"with its derivatives it has more than {MOST_STEPS} operations or {MOST_PARAMETERS} parameters; leave "
-                "a part of it to a layer without activation"
-            )
+        if text.count(",") + text.count("/") >= MOST_STEPS:
+            raise ValueError(f"with its derivatives {too_large}")
         return text
 
     @property
