@@ -35,6 +35,39 @@ class Gpu:
         """What its kernels are compiled for; Hopper's own instructions need the "a"."""
         return f"sm_{self.arch}a" if self.arch == 90 else f"sm_{self.arch}"
 
+    # What a family may need of a GPU. Instructions that belong to one architecture alone are compiled for it by its
+    # own name, with an "a": those of Hopper are known here.
+
+    @property
+    def wgmma(self) -> bool:
+        """Four warps multiply together out of shared memory."""
+        return self.architecture.endswith("a")
+
+    @property
+    def moves_registers(self) -> bool:
+        """Warps that copy leave registers to those that multiply (setmaxnreg)."""
+        return self.architecture.endswith("a")
+
+    @property
+    def copy_engine(self) -> bool:
+        """Runs of bytes and tiles of tensor maps are copied into shared memory by no thread (cp.async.bulk)."""
+        return self.arch >= 90
+
+    @property
+    def clusters(self) -> bool:
+        """Blocks read each other's shared memory."""
+        return 90 <= self.arch < 120
+
+    @property
+    def doubles(self) -> bool:
+        """Matrix instructions for doubles run at half the rate of floats or more."""
+        return self.arch in (80, 90, 100)
+
+    @property
+    def float_lanes(self) -> int:
+        """Floats that a multiprocessor multiplies and adds at once."""
+        return 64 if self.arch == 80 else 128
+
     @functools.cached_property
     def memory_bytes(self) -> float:
         """Moved through memory, read and written together."""

@@ -196,7 +196,7 @@ def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int])
         together = layout.p * layout.i if layout.row != layout.p * layout.i else rows * contiguous
     run = math.gcd(together, contiguous)
     good = run * plan.size >= LEAST_RUN and _access(plan, layout, region) == 16
-    return run if plan.gpu.arch >= 90 and good else 0
+    return run if plan.gpu.copy_engine and good else 0
 
 
 def _stage_type(plan: Resident, i: int, layout: Layout, following: Layout, weight: int) -> str:

@@ -129,7 +129,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
-    if not 90 <= gpu.arch < 120:  # no clusters
+    if not gpu.clusters:
         return None
     plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
     return min(plans, key=lambda plan: plan.us, default=None)

@@ -15,7 +15,6 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.states import MOST_MODES, Order, State, Uses, lay_out
 from factorlayer.kernels.work import Mode, Work, round_up
 
-ARCHITECTURES = (90, 100)  # with a copy engine, and units for doubles
 LARGEST = 16
 MOST_GROUPS = 15  # of several warps, which have a barrier each
 MOST_WARPS = 16
@@ -96,7 +95,7 @@ def orders_of(modes: Sequence[Mode]) -> list[tuple[int, ...]]:
 
 def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
     """Whether such passes can have these modes."""
-    if gpu.arch not in ARCHITECTURES or not 2 <= len(modes) <= MOST_MODES:
+    if not (gpu.copy_engine and gpu.doubles) or not 2 <= len(modes) <= MOST_MODES:
         return False
     small = all(len(mode.parts) == 1 and 2 <= mode.p <= LARGEST and 2 <= mode.q <= LARGEST for mode in modes)
     return small and 8 * math.prod(max(mode.p, mode.q) for mode in modes) <= gpu.shared // 2

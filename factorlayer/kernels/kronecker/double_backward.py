@@ -117,7 +117,7 @@ class DoubleBackward(OfTwoModes, BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[DoubleBackward, ...]:
     """Both, or none where this family has no kernels."""
-    if gpu.arch != 90 or dtype != "float64" or len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes):
+    if not gpu.moves_registers or dtype != "float64" or len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes):
         return ()
     first, last = modes
     both = [DoubleBackward((first, last), outer, returns, gpu) for returns in (False, True)]

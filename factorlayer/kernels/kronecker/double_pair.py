@@ -79,7 +79,7 @@ class DoublePair(TakesTwoModes):
 
 def tile(work: Work, batch: int, gpu: Gpu) -> DoublePair | None:
     """None where this family has no kernel."""
-    if gpu.arch != 90 or work.dtype != "float64" or work.rank > 1 or work.inner > 1:
+    if not gpu.moves_registers or work.dtype != "float64" or work.rank > 1 or work.inner > 1:
         return None
     if not len(work.steps) == len(work.sizes) == 2 or any(len(mode.parts) > 1 for _, mode in work.steps):
         return None

@@ -65,7 +65,7 @@ class Eights(Pass):
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Eights | None:
     """None where this family has no kernel."""
-    if gpu.arch < 90 or sizes_in(work) != SIZES:
+    if not gpu.copy_engine or sizes_in(work) != SIZES:
         return None
     plan = Eights(work, gpu, time_of(SIZES, MULTIPLY_ADDS, 2, 1, batch * work.outer, gpu))
     return plan if plan.staged >= FEWEST_STAGED else None

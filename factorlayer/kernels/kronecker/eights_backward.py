@@ -45,7 +45,7 @@ class EightsBackward(BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> EightsBackward | None:
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
-    if dtype != "float32" or gpu.arch < 90 or gpu.shared < SHARED or sizes_of(modes) != SIZES:
+    if dtype != "float32" or not gpu.copy_engine or gpu.shared < SHARED or sizes_of(modes) != SIZES:
         return None
     plan = EightsBackward(outer, gpu)
     return replace(plan, us=time_of(SIZES, MULTIPLY_ADDS, 3, 1, batch * outer, gpu))

@@ -58,7 +58,7 @@ class LargeBackward(OfTwoModes, BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> LargeBackward | None:
     """None where this family has no kernel, or warps by themselves need no more products."""
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16") or gpu.shared < LargeBackward.shared:
+    if not gpu.wgmma or dtype not in ("bfloat16", "float16") or gpu.shared < LargeBackward.shared:
         return None
     for both in as_two(modes):
         plan = LargeBackward(both, dtype, outer, gpu)

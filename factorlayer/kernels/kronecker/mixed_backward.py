@@ -116,7 +116,7 @@ class MixedBackward(BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> MixedBackward | None:
     """The fastest by prediction, of all ways to take neighbours as three; None where this family has no kernel."""
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16"):
+    if not gpu.moves_registers or dtype not in ("bfloat16", "float16"):
         return None
     plans = []
     for three in _as_three(modes):

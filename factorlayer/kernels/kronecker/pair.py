@@ -213,7 +213,7 @@ def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     """The tiling of two large modes, and maybe a small one before them; None where this family has no kernel."""
-    if gpu.arch != 90 or work.dtype == "float64" or work.rank > 1 or work.inner > 1:
+    if not gpu.wgmma or work.dtype == "float64" or work.rank > 1 or work.inner > 1:
         return None
     if len(work.steps) != len(work.sizes) or len(work.sizes) not in (2, 3):
         return None

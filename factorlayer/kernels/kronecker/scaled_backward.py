@@ -56,7 +56,7 @@ class ScaledBackward(OfTwoModes, BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ScaledBackward | None:
     """None where this family has no kernel."""
-    if gpu.arch != 90 or dtype != "tf32" or gpu.shared < ScaledBackward.shared:
+    if not gpu.wgmma or dtype != "tf32" or gpu.shared < ScaledBackward.shared:
         return None
     for both in as_two(modes):
         plan = ScaledBackward(both, outer, gpu)

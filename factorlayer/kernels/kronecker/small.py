@@ -18,7 +18,6 @@ MOST_THREADS, REGISTERS = 512, 128
 START_US = 4.0
 OTHER = 1.25  # instructions for each multiply-add
 HIDDEN = 0.7  # of what takes less time, memory or instructions
-HALF_RATE = (80,)  # where a multiprocessor has 64 lanes for floats
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:
 
 def time_of(sizes: Sizes, multiply_adds: int, states: int, blocks: int, units: int, gpu: Gpu) -> float:
     """Predicted microseconds: of units that each take so many multiply-adds for an element, and move so many states."""
-    rate = gpu.instructions * (0.5 if gpu.arch in HALF_RATE else 1)
+    rate = gpu.instructions * gpu.float_lanes / 128
     alone = OTHER * multiply_adds * sizes.size / 32 / rate
     busy = alone * max(1.0, 256 / (sizes.columns * min(blocks, -(-units // gpu.sms))))  # few warps wait
     memory = 4 * states * sizes.size / (0.9 * gpu.memory_bytes)

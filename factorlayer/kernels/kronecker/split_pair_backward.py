@@ -83,7 +83,7 @@ class SplitPairBackward(OfTwoModes, BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SplitPairBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    if gpu.arch != 90 or dtype not in PIECES:
+    if not gpu.wgmma or dtype not in PIECES:
         return None
     plans = []
     for both in as_two(modes):

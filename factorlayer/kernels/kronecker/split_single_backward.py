@@ -84,7 +84,7 @@ class SplitSingleBackward(BlockSums):
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SplitSingleBackward | None:
     """None where this family has no kernel."""
     c = contraction
-    if gpu.arch != 90 or dtype not in PIECES or min(c.p, c.q) < LEAST or max(c.p, c.q) > 2 * BLOCK:
+    if not gpu.wgmma or dtype not in PIECES or min(c.p, c.q) < LEAST or max(c.p, c.q) > 2 * BLOCK:
         return None
     if (c.inner if c.inner > 1 else c.outer) % BLOCK or (c.inner == 1 and (c.p % 4 or c.q % 4)):
         return None

@@ -261,7 +261,7 @@ def tile_backward(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
 ) -> tuple[TripleBackward, Behind] | tuple[()]:
     """What makes all gradients of three large modes; nothing where these families have no kernels."""
-    if len(modes) != 3 or gpu.arch != 90 or dtype not in DTYPES or most_samples(batch) <= 64:
+    if len(modes) != 3 or not gpu.wgmma or dtype not in DTYPES or most_samples(batch) <= 64:
         return ()
     if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
         return ()
@@ -298,7 +298,7 @@ def _tilings_backward(work: Work, gpu: Gpu) -> Iterator[TripleBackward]:
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
     """The tiling of three large modes; None where this family has no kernel."""
-    if gpu.arch != 90 or work.dtype not in DTYPES or work.rank > 1 or work.inner > 1:
+    if not gpu.wgmma or work.dtype not in DTYPES or work.rank > 1 or work.inner > 1:
         return None
     if not len(work.steps) == len(work.sizes) == 3:
         return None

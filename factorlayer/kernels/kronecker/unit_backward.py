@@ -77,7 +77,7 @@ class UnitBackward(OfTwoModes, BlockSums):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> UnitBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16"):
+    if not gpu.wgmma or dtype not in ("bfloat16", "float16"):
         return None
     plans = []
     for both in as_two(modes):

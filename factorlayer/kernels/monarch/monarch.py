@@ -89,7 +89,7 @@ class Monarch(Pass):
     @property
     def loaders(self) -> bool:
         """Whether four more copy: where those that multiply need more registers than all would have."""
-        return self.gpu.arch == 90 and self.warps == 8
+        return self.gpu.moves_registers and self.warps == 8
 
     @property
     def threads(self) -> int:
@@ -201,7 +201,7 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch]
     numbers = -(-first.q // second.inner // 4)
     tiles = -(-second.q // 8)
     most = min(16, second.inner)
-    clusters = (1, 2) if gpu.arch >= 90 and gpu.arch < 120 else (1,)
+    clusters = (1, 2) if gpu.clusters else (1,)
     for mt, warps_m, groups, cluster in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 4, 8, 16), clusters):
         warps = groups // 2 * warps_m
         sums = 8 * mt * tiles

@@ -270,7 +270,7 @@ def all_gradients(
     chain: Chain, dtype: str, batch: int, gpu: Gpu
 ) -> tuple[MonarchWeights, MonarchBack, MonarchGradient, Reduction] | None:
     """The passes, each the fastest by prediction; None if this is no chain for them."""
-    if gpu.arch != 90 or batch <= 64 or not _takes(chain, dtype):
+    if not gpu.wgmma or batch <= 64 or not _takes(chain, dtype):
         return None
     of_weights = min(gradient_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
     back = _back(chain, dtype, batch, gpu)

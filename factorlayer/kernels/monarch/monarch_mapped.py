@@ -146,7 +146,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchMapped | None
 
 
 def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    if dtype != "tf32" or gpu.arch != 90 or batch < ROWS or not chain.is_monarch:
+    if dtype != "tf32" or not gpu.wgmma or batch < ROWS or not chain.is_monarch:
         return False
     if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
         return False

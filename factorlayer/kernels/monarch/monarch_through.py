@@ -144,7 +144,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchThrough | Non
 
 
 def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    if dtype not in DTYPES or gpu.arch != 90 or batch <= 64 or not chain.is_monarch or chain.x_turned:
+    if dtype not in DTYPES or not gpu.wgmma or batch <= 64 or not chain.is_monarch or chain.x_turned:
         return False
     if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
         return False

@@ -114,7 +114,7 @@ class SlabBackward(TileSums):
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
     """None if this is nothing for it."""
-    if gpu.arch != 90 or batch <= UNIT or not _takes(chain, dtype):
+    if not gpu.wgmma or batch <= UNIT or not _takes(chain, dtype):
         return None
     plan = SlabBackward(chain, gpu, batch)
     fits = plan.stages >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)

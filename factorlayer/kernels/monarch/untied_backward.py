@@ -210,7 +210,7 @@ def _takes(chain: Chain, dtype: str) -> bool:
 
 
 def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBackward]:
-    if gpu.arch != 90 or batch <= ROWS or not _takes(chain, dtype):
+    if not gpu.wgmma or batch <= ROWS or not _takes(chain, dtype):
         return
     (c,) = chain.contractions
     groups = c.outer * c.inner

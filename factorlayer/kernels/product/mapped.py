@@ -171,7 +171,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:
 
 def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
     c, b, fast = product.contraction, product.b, product.fast
-    if gpu.arch != 90 or product.dtype != "tf32" or not product.by_rows or product.reads_beside:
+    if not gpu.wgmma or product.dtype != "tf32" or not product.by_rows or product.reads_beside:
         return
     if product.x_step > 1 or product.terms > 1 or c.p % 4 or c.q % 16 or product.weights >= LARGEST:
         return

@@ -268,7 +268,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
 
 
 def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
-    if gpu.arch != 90 or product.dtype not in DTYPES or not product.by_rows:
+    if not gpu.wgmma or product.dtype not in DTYPES or not product.by_rows:
         return
     c, size = product.contraction, product.size
     if product.x_step > 1 or c.p * size % 16 or (product.outer > 1 and product.terms_in > 1):

@@ -229,7 +229,7 @@ def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool 
 
 
 def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> Iterator[WideGradient]:
-    if gpu.arch != 90 or dtype not in DTYPES or c.inner > 1:
+    if not gpu.wgmma or dtype not in DTYPES or c.inner > 1:
         return
     if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
         return

@@ -72,7 +72,7 @@ class WideResident(Wide):
 def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
     c, one = product.contraction, product.groups == product.terms == product.terms_out == product.fast == 1
-    if gpu.arch != 90 or product.size != 2 or not product.by_rows or not one or product.reads_beside:
+    if not gpu.wgmma or product.size != 2 or not product.by_rows or not one or product.reads_beside:
         return None
     if c.p % 8 or c.q % 8 or product.x_step > 1 or (product.mixed >= 0 and product.outer % MIXED):
         return None

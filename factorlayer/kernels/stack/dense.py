@@ -259,7 +259,7 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool
 
 
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[Dense]:
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
+    if not gpu.wgmma or dtype not in ("bfloat16", "float16", "tf32"):
         return
     for chain in layers:
         c = chain.contractions[0]

@@ -264,7 +264,7 @@ def tile(
 def tilings(
     layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
 ) -> Iterator[DenseStreamed]:
-    if gpu.arch != 90 or dtype not in ("bfloat16", "float16", "tf32"):
+    if not gpu.wgmma or dtype not in ("bfloat16", "float16", "tf32"):
         return
     if any(not chain.is_dense or chain.parameters for chain in layers):
         return

@@ -67,7 +67,7 @@ class LayerBackward(DenseBackward):
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBackward | None:
     """None where this family has no kernel."""
     (layer, *further), (c, *_) = layers, layers[0].contractions
-    if further or gpu.arch != 90 or dtype not in ("bfloat16", "float16"):
+    if further or not gpu.wgmma or dtype not in ("bfloat16", "float16"):
         return None
     if not layer.is_dense or layer.parameters or not LEAST < c.q <= MOST or c.p > MOST:
         return None
