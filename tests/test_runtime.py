@@ -6,6 +6,7 @@ was asked for.
 
 from __future__ import annotations
 
+import ctypes.util
 import hashlib
 import os
 import pickle
@@ -405,7 +406,7 @@ def test_the_extension_loads_without_python(native: Path) -> None:
 
 
 def test_a_missing_driver_is_named() -> None:
-    if torch.cuda.is_available():
+    if ctypes.util.find_library("cuda"):  # also where no GPU is visible
         pytest.skip("this machine has a CUDA driver")
     with pytest.raises(
         RuntimeError, match=r"need NVIDIA's driver, libcuda.so.1, which cannot be opened \(.+\); install"
@@ -603,6 +604,8 @@ def test_importing_touches_no_cuda_and_imports_little() -> None:
     assert done.returncode == 0, done.stderr
     imported = done.stdout.split()
     assert "factorlayer.cli.app" not in imported and "factorlayer.plan.planner" not in imported
-    others = {name.split(".")[0] for name in imported} - {"factorlayer", "torch"}
+    # PyTorch's own modules bring Triton along where PyTorch is built for GPUs.
+    others = {name.split(".")[0] for name in imported} - {"factorlayer", "torch", "triton"}
+    others = {name for name in others if not name.startswith("_sysconfigdata")}
     assert others <= set(sys.stdlib_module_names), others
     assert len([name for name in imported if name.startswith("torch.")]) <= 3, imported

@@ -65,6 +65,12 @@ MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 AT_ONCE = 1.2  # what both contractions of a Monarch layer in one pass have to win by
+# What a family's predicted time is multiplied by where another family's stands beside it. They were chosen so that an
+# H200 gets the faster of the two in the tables' rows; one cost model for all families would need none of them.
+COLUMNS, COLUMNS_PADDED = 1.2, 0.6  # beside resident passes, whose predictions are too short with padded modes
+PAIR, PAIR_OF_FEW = 0.85, 1.15  # beside resident passes, which start faster: it shows where units are few
+STREAMED, STREAMED_OF_FEW = 1.2, 0.9  # of streamed products, predicted too short, but better with few samples
+BY_ROWS = 1.3  # of a dense layer as a stack of one, beside passes that move whole 16 bytes
 FLOAT_GRADIENT = 2  # times what a gradient of many floats is predicted to take where warps multiply
 
 
@@ -257,7 +263,7 @@ def _by_rows(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan | None:
 def _margin(chain: Chain, dtype: str) -> float:
     """What such a pass has to win by: nothing where 16 bytes do not divide a row, which others move by elements."""
     (c,) = chain.contractions
-    return 1.3 if all(n * ELEMENT_BYTES[dtype] % 16 == 0 for n in (c.p, c.q)) else 1.0
+    return BY_ROWS if all(n * ELEMENT_BYTES[dtype] % 16 == 0 for n in (c.p, c.q)) else 1.0
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -387,17 +393,16 @@ def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | No
 
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
-    """Of all families, by predicted times. Those of resident passes with large or padded modes are too short, but they
-    start faster than pairs."""
+    """Of all families, by predicted times and the margins between them."""
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
     others = (family.tile(work, batch, gpu) for family in (small, eights, strip, double_pair, triple))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
     by_columns = columns.tile(work, batch, gpu)
     if by_columns:
         padded = any(n % 8 for state in work.states for n in state)
-        found.append((by_columns.us * (0.6 if padded else 1.2), by_columns))
+        found.append((by_columns.us * (COLUMNS_PADDED if padded else COLUMNS), by_columns))
     if paired:
-        found.append((paired.us * (0.85 if batch * work.outer > gpu.sms else 1.15), paired))
+        found.append((paired.us * (PAIR if batch * work.outer > gpu.sms else PAIR_OF_FEW), paired))
     else:
         single = _single(work, batch, gpu)
         if single and (isinstance(single, Mapped | Wide) or not found):
@@ -436,7 +441,7 @@ def _product_pass(
     narrow = streamed.tile(product, batch, gpu)
     tiled = (family.tile(product, batch, gpu) for family in (wide, mapped))
     found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
-    weight = 1.2 if batch > 64 else 0.9
+    weight = STREAMED if batch > 64 else STREAMED_OF_FEW
     return found if found and found.us < weight * narrow.us else narrow
 
 
