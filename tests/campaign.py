@@ -1,8 +1,8 @@
 """Cases drawn at random, one after the other, as long as one likes: python tests/campaign.py --seed 1 --seconds 600
 
 Fused is compared with naive in float64 by the rule of oracle.py, for y and every gradient, measured by batched in the
-same dtype; it is run twice for equal bits; where a NaN or an infinity is planted, it is where batched has it, as far
-as the same numbers without it are well inside the dtype's range. On
+same dtype; it is run twice for equal bits; where a NaN or an infinity is planted, it is where batched or
+float64 has it, as far as the same numbers without it are well inside the dtype's range. On
 `--device emulator` kernels for GPUs are drawn and run on the CPU by tests/emulator. Every fault is printed with the
 command that draws it again.
 """
@@ -141,7 +141,7 @@ def check(drawn: Drawn, device: str) -> str:
             if (value.shape, value.dtype, value.device) != (exact[name].shape, dtype, first[1].device):
                 raise FaultError(f"{name} is {value.dtype} {tuple(value.shape)} on {value.device}")
             if drawn.plant:
-                check_planted(name, value, other[name], keep[name])
+                check_planted(name, value, other[name], exact[name], keep[name])
             elif not bool((value.isfinite() | ~keep[name]).all()):
                 raise FaultError(f"{name} is not finite where batched is")
     if drawn.plant:
@@ -170,10 +170,11 @@ def judged(batched: Results, exact: Results, alone: bool, room: float = 2) -> Re
     return {name: torch.zeros_like(keep) for name, keep in kept.items()}
 
 
-def check_planted(name: str, value: Tensor, other: Tensor, keep: Tensor) -> None:
-    """What is not finite is where batched has it, among what is judged."""
+def check_planted(name: str, value: Tensor, other: Tensor, exact: Tensor, keep: Tensor) -> None:
+    """What is not finite is where batched has it, or float64, among what is judged. They differ where batched rounds a
+    small number between two layers to zero, which makes a NaN of an infinity; fused may keep that number."""
     for has in (torch.isnan, torch.isposinf, torch.isneginf):
-        places = ((has(value) != has(other)) & keep).nonzero()
+        places = ((has(value) != has(other)) & (has(value) != has(exact)) & keep).nonzero()
         if len(places):
             raise FaultError(
                 f"{has.__name__} of {name} is not as in batched at {len(places)} places, "

@@ -98,12 +98,13 @@ def is_plain(case: drawn.Drawn) -> bool:
 def test_a_planted_number_has_to_be_where_batched_has_it() -> None:
     value, other = torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.nan])
     everywhere = torch.ones(2, dtype=torch.bool)
-    campaign.check_planted("y", value, value, everywhere)
-    campaign.check_planted("y", value, other, torch.tensor([True, False]))
+    campaign.check_planted("y", value, value, other, everywhere)
+    campaign.check_planted("y", value, other, value, everywhere)
+    campaign.check_planted("y", value, other, other, torch.tensor([True, False]))
     with pytest.raises(
         FaultError, match=r"isnan of y is not as in batched at 1 places, the first \[1\]: inf, batched nan"
     ):
-        campaign.check_planted("y", value, other, everywhere)
+        campaign.check_planted("y", value, other, other, everywhere)
 
 
 def planted_gated(scale: tuple[int, int]) -> drawn.Drawn:
