@@ -71,7 +71,7 @@ template <class Pass> struct Chain {
     if constexpr (Pass::BULK_LOAD) {
       if (warp == 0 && tile < tiles) load_runs(tile * Pass::UNITS, slot);
     } else {
-      if (tile < tiles) load_pieces(tile * Pass::UNITS, slot_address(slot));
+      if (tile < tiles) load_pieces(static_cast<const Element*>(params.x), tile * Pass::UNITS, slot_address(slot));
       commit_copies();
     }
   }
@@ -90,11 +90,11 @@ template <class Pass> struct Chain {
   }
 
   // Units beyond the last one become zeros.
-  DEVICE void load_pieces(i64 first, u32 to) const {
+  DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
     using R = typename Pass::Input;
     using Place = typename Pass::First;
     constexpr int kEach = Pass::COPY / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    const Element* x = static_cast<const Element*>(params.x);
+    if constexpr (Pass::COPY < 4 && R::kDense) return load_elements(x, first, to);
     if constexpr (Pass::COPY >= 4 && R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
       if (first + Pass::UNITS <= units) {
         const Element* from = x + R::unit(first) + R::along(thread * kEach);
@@ -106,16 +106,93 @@ template <class Pass> struct Chain {
         return;
       }
     }
-#pragma unroll 2
-    for (int j = thread; j < kCount; j += kThreads) {
+    const auto source = [&](int j) -> const Element* {  // or nothing
       const int e = j * kEach, u = e / R::kSize;
-      const bool present = first + u < units;
-      const Element* from = x + (present ? R::unit(first + u) + R::at(e % R::kSize) : 0);
-      const u32 place = to + Place::at(e) * kSize;
-      if constexpr (Pass::COPY >= 4)
-        copy_async<Pass::COPY>(place, from, present);
-      else
-        store_shared(place, present ? *from : Element{});
+      return first + u < units ? x + R::unit(first + u) + R::at(e % R::kSize) : nullptr;
+    };
+    if constexpr (Pass::COPY >= 4) {
+#pragma unroll 2
+      for (int j = thread; j < kCount; j += kThreads) {
+        const Element* from = source(j);
+        copy_async<Pass::COPY>(to + Place::at(j * kEach) * kSize, from ? from : x, from != nullptr);
+      }
+    } else {
+      by_registers<kCount, kThreads>(
+          thread,
+          [&](int j) {
+            const Element* from = source(j);
+            return from ? *from : Element{};
+          },
+          [&](int j) { return to + Place::at(j) * kSize; });
+    }
+  }
+
+  // What is too small to be copied, to shared memory: the loads of several are on their way together.
+  template <int COUNT, int STEP, class Value, class At> static DEVICE void by_registers(int begin, Value value, At at) {
+    constexpr int kRounds = ceil_div(COUNT, STEP), kAtOnce = kRounds < 8 ? kRounds : 8;
+#pragma unroll 1
+    for (int j = begin; j < COUNT; j += STEP * kAtOnce) {
+      Element some[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (j + i * STEP < COUNT) some[i] = value(j + i * STEP);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (j + i * STEP < COUNT) store_shared(at(j + i * STEP), some[i]);
+    }
+  }
+
+  // An element's place in shared memory, and the next one's.
+  template <class Place> struct Walk {
+    u32 place;
+    int i, p;
+    DEVICE Walk(u32 from, int e) : place(from + Place::at(e) * kSize), i(e % Place::I), p(e / Place::I % Place::P) {}
+    DEVICE void next() {
+      place += kSize;
+      if (Place::I > 1 && ++i < Place::I) return;
+      i = 0, place += (Place::STEP - Place::I) * kSize;
+      if (++p == Place::P) p = 0, place += (Place::ROW - Place::P * Place::STEP) * kSize;
+    }
+  };
+  static constexpr int kWord = 16 / kSize;  // elements
+  // Elements of a 16-byte word that lie before `from`.
+  static DEVICE int before(const Element* from) { return int(size_t(from) % 16) / kSize; }
+
+  // Units side by side that 16 bytes do not divide: whole words wherever they begin, whose elements find their places.
+  DEVICE void load_elements(const Element* x, i64 first, u32 to) const {
+    using R = typename Pass::Input;
+    constexpr int kCount = Pass::UNITS * R::kSize, kRounds = ceil_div(kCount / kWord + 2, kThreads);
+    constexpr int kAtOnce = kRounds < 4 ? kRounds : 4;
+    const Element* from = x + R::unit(first);
+    const int skipped = before(from);
+    const int left = units - first > 2 * Pass::UNITS ? 2 * kCount : int((units - first) * R::kSize);  // of x
+#pragma unroll 1
+    for (int j = thread; j * kWord < skipped + kCount; j += kThreads * kAtOnce) {
+      Words<16> words[kAtOnce] = {};
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int e = (j + n * kThreads) * kWord - skipped;
+        if (e < kCount && e + kWord <= left) {
+          words[n] = *reinterpret_cast<const Words<16>*>(from + e);
+        } else if (e < kCount) {
+          Element* element = reinterpret_cast<Element*>(&words[n]);
+#pragma unroll
+          for (int k = 0; k < kWord; ++k)
+            if (e + k >= 0 && e + k < left) element[k] = from[e + k];
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int e = (j + n * kThreads) * kWord - skipped;
+        const Element* element = reinterpret_cast<const Element*>(&words[n]);
+        Walk<typename Pass::First> at(to, e < 0 ? 0 : e);
+#pragma unroll
+        for (int k = 0; k < kWord; ++k)
+          if (e + k >= 0 && e + k < kCount) {
+            store_shared(at.place, e + k < left ? element[k] : Element{});
+            at.next();
+          }
+      }
     }
   }
 
@@ -136,16 +213,22 @@ template <class Pass> struct Chain {
     constexpr int kEach = kPermuted || S::P * kSize % 16 ? 1 : 16 / kSize;
     constexpr int kRow = S::PP / kEach, kCount = S::W_ROWS * kRow;
     const u32 to = weight_address<S>(term);
+    const auto place = [&](int q, int p) { return to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize; };
+    if constexpr (kEach * kSize >= 4) {
 #pragma unroll 4
-    for (int j = threadIdx.x; j < kCount; j += kBlock) {
-      const int q = j / kRow, p = j % kRow * kEach;
-      const bool present = q < S::Q && p < S::P;
-      const Element* from = weight + (present ? q * S::P + p : 0);
-      const u32 place = to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize;
-      if constexpr (kEach * kSize >= 4)
-        copy_async<kEach * kSize>(place, from, present);
-      else
-        store_shared(place, present ? *from : Element{});
+      for (int j = threadIdx.x; j < kCount; j += kBlock) {
+        const int q = j / kRow, p = j % kRow * kEach;
+        const bool present = q < S::Q && p < S::P;
+        copy_async<kEach * kSize>(place(q, p), weight + (present ? q * S::P + p : 0), present);
+      }
+    } else {
+      by_registers<kCount, kBlock>(
+          threadIdx.x,
+          [&](int j) {
+            const int q = j / kRow, p = j % kRow;
+            return q < S::Q && p < S::P ? weight[q * S::P + p] : Element{};
+          },
+          [&](int j) { return place(j / kRow, j % kRow); });
     }
   }
 
@@ -153,12 +236,13 @@ template <class Pass> struct Chain {
   template <class S, class At> DEVICE void make_weight(int term, At at) const {
     constexpr int kCount = S::W_ROWS * S::PP;
     const u32 to = weight_address<S>(term);
-#pragma unroll 8
-    for (int j = threadIdx.x; j < kCount; j += kBlock) {
-      const int q = j / S::PP, p = j % S::PP;
-      const Element value = q < S::Q && p < S::P ? at(q, p) : Element{};
-      store_shared(to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize, value);
-    }
+    by_registers<kCount, kBlock>(
+        threadIdx.x,
+        [&](int j) {
+          const int q = j / S::PP, p = j % S::PP;
+          return q < S::Q && p < S::P ? at(q, p) : Element{};
+        },
+        [&](int j) { return to + (j / S::PP * S::W_STRIDE + Math::place_of(j % S::PP, S::FROM_SUMS)) * kSize; });
   }
   template <class S> DEVICE void keep_scale(float scale) const {
     if (threadIdx.x == 0) store_shared(shared_address(shared_memory) + S::SCALE, 1 / scale);
@@ -454,6 +538,7 @@ template <class Pass> struct Chain {
     using R = typename Pass::Output;
     using Place = typename Pass::Final;
     constexpr int kEach = Pass::STORE / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
+    if constexpr (Pass::STORE < 4 && R::kDense) return store_elements(first, from, y);
     if constexpr (R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
       if (first + Pass::UNITS <= units) {
         Element* to = y + R::unit(first) + R::along(thread * kEach);
@@ -472,6 +557,35 @@ template <class Pass> struct Chain {
       if (first + u >= units) break;
       store_words<Pass::STORE>(y + R::unit(first + u) + R::at(e % R::kSize),
                                load_words<Pass::STORE>(from + Place::at(e) * kSize));
+    }
+  }
+
+  // The other way round: the elements of a word are put together.
+  DEVICE void store_elements(i64 first, u32 from, Element* y) const {
+    using R = typename Pass::Output;
+    constexpr int kCount = Pass::UNITS * R::kSize;
+    Element* to = y + R::unit(first);
+    const int skipped = before(to), present = units - first < Pass::UNITS ? int((units - first) * R::kSize) : kCount;
+#pragma unroll 2
+    for (int j = thread; j * kWord < skipped + present; j += kThreads) {
+      const int e = j * kWord - skipped;
+      Walk<typename Pass::Final> at(from, e < 0 ? 0 : e);
+      Words<16> word = {};
+      Element* element = reinterpret_cast<Element*>(&word);
+#pragma unroll
+      for (int k = 0; k < kWord; ++k)
+        if (e + k >= 0 && e + k < present) {
+          const auto one = load_words<kSize>(at.place);
+          element[k] = reinterpret_cast<const Element&>(one);
+          at.next();
+        }
+      if (e >= 0 && e + kWord <= present) {
+        store_words<16>(to + e, word);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kWord; ++k)
+          if (e + k >= 0 && e + k < present) store_global(to + e + k, element[k]);
+      }
     }
   }
 

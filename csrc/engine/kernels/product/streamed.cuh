@@ -168,9 +168,7 @@ template <class Pass> struct Streamed {
       const i64 behind = at.k + i64(at.term) * (Pass::GROUPS > 1 ? 0 : i64(Q) * P) + i64(at.step) * WG * (i64(Q) * P);
       const bool inside = P % BK == 0 || at.k + Weights::k() < P;
       const u32 shared = to + (kByRows ? kLeftBytes : 0);
-#pragma unroll
-      for (int i = 0; i < Weights::kCount; ++i) {
-        if (!Weights::is_whole(i)) break;
+      copy_pieces<Pass::COPY_W, Weights::kCount>(wanted, [&](int i) {
         const int r = Weights::row(i);
         bool here = inside && from.has_weight >> i & 1;
         if (kByRows && last) here = here && fast + at.step * WG + r / BN < FAST;
@@ -182,15 +180,13 @@ template <class Pass> struct Streamed {
         else
           weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) +
                    (here && wanted ? weight_at(r, at.step) + at.k + Weights::k() : 0);
-        copy_async_if<Pass::COPY_W>(shared + piece(r, Weights::k()), weight, here, wanted);
-      }
+        return Piece{shared + piece(r, Weights::k()), weight, here, Weights::is_whole(i)};
+      });
     }
     if constexpr (kByRows) {
       const i64 behind = at.k + i64(at.term) * Pass::X_TERM + i64(at.step) * WG * P;
       const bool inside = P % BK == 0 || at.k + States::k() < P;
-#pragma unroll
-      for (int i = 0; i < States::kCount; ++i) {
-        if (!States::is_whole(i)) break;
+      copy_pieces<Pass::COPY_X, States::kCount>(wanted, [&](int i) {
         const int r = States::row(i);
         bool here = inside && from.has_x >> i & 1;
         if (last) here = here && fast + at.step * WG + r / BM < FAST;
@@ -198,19 +194,54 @@ template <class Pass> struct Streamed {
         if constexpr (!States::kEven)
           x = from.x + (here && wanted ? state_at(r, at.step) + i64(at.term) * Pass::X_TERM +
                                              i64(at.k + States::k()) * Pass::X_STEP : 0);
-        copy_async_if<Pass::COPY_X>(to + piece(r, States::k()), x, here, wanted);
-      }
+        return Piece{to + piece(r, States::k()), x, here, States::is_whole(i)};
+      });
     } else {
       const Element* x = from.x + i64(at.k) * Pass::INNER + i64(at.term) * Pass::X_TERM;
       const u32 shared = to + kLeftBytes + thread % kColumnRow * Pass::COPY_X;
-#pragma unroll
-      for (int r = 0; r < BK; r += kColumnTogether) {
-        const int l = r + thread / kColumnRow;
-        if (BK % kColumnTogether && l >= BK) break;
+      copy_pieces<Pass::COPY_X, ceil_div(BK, kColumnTogether)>(wanted, [&](int i) {
+        const int l = i * kColumnTogether + thread / kColumnRow;
         // Where a lane takes k = t, t + 4 of the right operand, they are to be the k's that it has of the left.
         const int place = kMatrices ? l : l / 8 * 8 + l % 8 / 2 + l % 2 * 4;
         const bool here = from.has_x && (P % BK == 0 || at.k + l < P);
-        copy_async_if<Pass::COPY_X>(shared + place * kColumnStride * kSize, x + i64(r) * Pass::INNER, here, wanted);
+        return Piece{shared + place * kColumnStride * kSize, x + i64(i) * kColumnTogether * Pass::INNER, here,
+                     BK % kColumnTogether == 0 || l < BK};
+      });
+    }
+  }
+
+  // What a thread copies: to shared memory, from where, if it is there; or nothing at all.
+  struct Piece {
+    u32 to;
+    const Element* from;
+    bool here, whole;
+  };
+  // Those of 2 bytes go through registers, and the loads of several are on their way together.
+  template <int BYTES, int COUNT, class At> static DEVICE void copy_pieces(bool wanted, At at) {
+    if constexpr (BYTES >= 4) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const Piece piece = at(i);
+        if (!piece.whole) break;
+        copy_async_if<BYTES>(piece.to, piece.from, piece.here, wanted);
+      }
+    } else if (wanted) {
+      constexpr int kAtOnce = COUNT < 16 ? COUNT : 16;
+#pragma unroll
+      for (int first = 0; first < COUNT; first += kAtOnce) {
+        u16 bits[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (first + i < COUNT) {
+            const Piece piece = at(first + i);
+            bits[i] = piece.whole && piece.here ? piece.from->bits : u16(0);
+          }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (first + i < COUNT) {
+            const Piece piece = at(first + i);
+            if (piece.whole) store_shared(piece.to, bits[i]);
+          }
       }
     }
   }
