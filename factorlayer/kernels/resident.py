@@ -31,7 +31,7 @@ class Resident(Pass):
     work: Work
     stages: Stages
     chunk: int  # of inner
-    split: int = field()  # the first mode is contracted first, and its q cut into so many parts, one for each block
+    split: int = field()  # blocks for a unit: one for each term, or for each part of the q of what is contracted first
     units: int
     warps: int
     groups: int
@@ -54,8 +54,18 @@ class Resident(Pass):
         return self.last.result_layout
 
     @property
-    def slot_bytes(self) -> int:
+    def parts(self) -> int:
+        """Of the first mode's q, which is contracted first then."""
+        return self.split // self.work.terms
+
+    @property
+    def held_bytes(self) -> int:
+        """Of one state in a slot."""
         return memory_of(self.stages, self.work.rank, self.in_place)[0]
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.work.held * self.held_bytes
 
     @property
     def side_bytes(self) -> tuple[int, int]:
@@ -97,7 +107,11 @@ class Resident(Pass):
 
     @property
     def output_bytes(self) -> int:
-        return self.work.outer * math.prod(self.work.states[-1]) * self.work.inner * self.size
+        return self.work.terms * self.features(-1) * self.size
+
+    def features(self, state: int) -> int:
+        """Of a sample's state in memory, before the first step or behind the last one."""
+        return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
 
     def offset(self, state: int) -> int:
         """Where a state lies in the group's memory; -1 is the slot."""
@@ -110,7 +124,8 @@ class Resident(Pass):
         return (
             f"resident: {self.groups} groups of {self.warps} warps, tiles of {self.units} units, {self.slots} slots, "
             f"{'in place, ' if self.in_place else ''}{self.shared} bytes of shared memory; {stages}"
-            + (f"; the first q in {self.split} parts" if self.split > 1 else "")
+            + (f"; the first q in {self.parts} parts" if self.parts > 1 else "")
+            + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
@@ -135,6 +150,7 @@ def source(plan: Resident, name: str) -> str:
         "UNITS": plan.units,
         "SLOTS": plan.slots,
         "RANK": work.rank,
+        "HELD": work.held,
         "UNITS_PER_SAMPLE": plan.units_per_sample,
         "COPY": _access(plan, layouts[0], _region(plan, False)),
         "STORE": _access(plan, layouts[-1], _region(plan, True)),
@@ -143,13 +159,16 @@ def source(plan: Resident, name: str) -> str:
         "STORE_RUN": store_run,
         "kBarrierBytes": plan.barrier_bytes,
         "kWeightBytes": plan.weight_bytes,
+        "kHeldBytes": plan.held_bytes,
         "kSlotBytes": plan.slot_bytes,
         "kGroupBytes": plan.group_bytes,
     }
     struct += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-    split_step = math.prod(work.states[-1]) // plan.split * work.inner if plan.split > 1 else 0
+    split_step = math.prod(work.states[-1]) // plan.parts * work.inner if plan.parts > 1 else 0
     struct += [
         f"static constexpr i64 SPLIT_STEP = {split_step};",
+        f"static constexpr i64 TERM_IN = {plan.features(0) if work.apart else 0};",
+        f"static constexpr i64 TERM_OUT = {plan.features(-1) if work.terms > 1 else 0};",
         f"static constexpr bool BIAS = {str(work.bias).lower()};",
         f"static constexpr bool BULK_LOAD = {str(load_run > 0).lower()};",
         f"static constexpr bool BULK_STORE = {str(store_run > 0).lower()};",
@@ -170,7 +189,7 @@ def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:
     """rows, contiguous, chunks, slice, step of a unit in memory."""
     work = plan.work
     whole = math.prod(work.states[-1 if out else 0])
-    rows = whole // plan.split if out else whole
+    rows = whole // plan.parts if out else whole
     if plan.chunk == work.inner:
         return 1, rows * work.inner, 1, whole * work.inner, 0
     return rows, plan.chunk, work.inner // plan.chunk, whole * work.inner, work.inner
@@ -266,7 +285,11 @@ def _load_weights(plan: Resident) -> list[str]:
     for step, ((_, mode), stage) in enumerate(zip(plan.work.steps, _types(plan), strict=True)):
         lines.append(f"  for (int term = 0; term < {plan.work.rank}; ++term) {{")
         for j, (weight, q, p) in enumerate(mode.parts):
-            shift = f" + blockIdx.y * {q // plan.split * p}" if plan.split > 1 and step == 0 else f" + term * {q * p}"
+            shift = f" + term * {q * p}"
+            if plan.work.terms > 1:
+                shift = f" + blockIdx.y * {q * p}"
+            elif plan.parts > 1 and step == 0:
+                shift = f" + blockIdx.y * {q // plan.parts * p}"
             lines.append(f"    auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]){shift};")
         if len(mode.parts) == 1:
             lines.append(f"    c.template load_weight<{stage}>(term, w0);")
@@ -305,8 +328,9 @@ def _stages(plan: Resident) -> list[str]:
         head,
         f"  typename C::template Sums<S{last}> y = {{}};",
         f"  for (int term = 0; term < {plan.work.rank}; ++term) {{",
-        *(f"    {call}" for call in calls[:-1]),
-        f"    if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, slot);",
+        f"    const u32 state = slot + {'term * kHeldBytes' if plan.work.apart else '0'};",
+        *(f"    {call.replace('slot', 'state')}" for call in calls[:-1]),
+        f"    if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
         "    c.sync();",
         "  }",
         f"  const u32 to = c.template out_address<S{last}>(slot);",

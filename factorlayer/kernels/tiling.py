@@ -79,7 +79,7 @@ def _splits(work: Work, batch: int, gpu: Gpu) -> Iterator[int]:
     """Parts of the first mode's q, where one weight is large or units are few: each block reads x for its own part."""
     yield 1
     (at, mode), *further = work.steps
-    if at > 0 or len(mode.parts) > 1 or work.rank > 1:
+    if at > 0 or len(mode.parts) > 1 or work.rank > 1 or work.terms > 1:
         return
     whole = mode.q * mode.p * ELEMENT_BYTES[work.dtype]
     few = batch * work.outer * work.inner * max(1, work.sizes[-1] // 16) < 8 * gpu.sms
@@ -92,6 +92,7 @@ def _splits(work: Work, batch: int, gpu: Gpu) -> Iterator[int]:
 def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
     states = work.states_of(split)
     unit_in, unit_out = math.prod(states[0]) * chunk, math.prod(states[-1]) * chunk
+    unit_in *= work.held
     unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
     room = gpu.shared - work.rank * size * weights
@@ -105,10 +106,11 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
         for most in MOST_TILES:
             for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
-                fields = (work, stages, chunk, split, units, warps)
+                fields = (work, stages, chunk, split * work.terms, units, warps)
                 busy = sum(stage.time(warps, gpu) for stage in stages) * work.rank + move
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * work.rank
                 slot, *sides = memory_of(stages, work.rank, in_place)
+                slot *= work.held
                 fit = _warps_that_fit(work, stages)
                 for slots in (2, 1):
                     group = slots * slot + sum(sides)
@@ -116,11 +118,12 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     if groups < 1:
                         continue
                     tiles = -(-total // units)
-                    groups = max(1, min(groups, -(-tiles * split // gpu.sms)))
+                    groups = max(1, min(groups, -(-tiles * split * work.terms // gpu.sms)))
                     barriers = (len(stages) * (2 if in_place else 1) + 2) * work.rank
                     # Without a slot or a result of its own, a tile waits for the one before it to leave.
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
-                    us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, split, gpu)
+                    apart = split * work.terms
+                    us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, apart, gpu)
                     us += weight_bytes / 59e3
                     yield us, (*fields, groups, slots, in_place, gpu, us)
                     if slots == 2 and groups * warps >= fit:

@@ -90,6 +90,14 @@ class Work:
     bias: bool = False
     activation: str = "identity"
     scalars: int = 0  # the first weight that is a parameter of the activation
+    # Of a sum of products that takes several passes: `rank` terms are summed, or each of `terms` makes a state of its own
+    terms: int = 1
+    apart: bool = False  # x has a state for each term
+
+    @property
+    def held(self) -> int:
+        """States of x that a unit takes."""
+        return self.rank if self.apart else 1
 
     @functools.cached_property
     def states(self) -> list[tuple[int, ...]]:

@@ -237,8 +237,9 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
         found = Plan(chain, dtype, batch, gpu, tiled)
         if best is None or found.weight < best.weight:
             best = found
-    if best is None:
-        best = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+    if best is None or (chain.rank > 1 and len(best.passes) > 1):
+        alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+        best = min(alone, best or alone, key=lambda found: found.weight)
     at_once = None if isinstance(best.passes[0], Few) else _at_once(chain, dtype, batch, gpu)
     if at_once and AT_ONCE * at_once.us < best.us:
         return Plan(chain, dtype, batch, gpu, (at_once,))
@@ -394,6 +395,8 @@ def _tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | No
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times and the margins between them."""
+    if work.terms > 1 or work.apart:
+        return tile(work, batch, gpu)
     resident, paired = tile(work, batch, gpu), pair.tile(work, batch, gpu)
     others = (family.tile(work, batch, gpu) for family in (small, eights, strip, double_pair, triple))
     found: list[tuple[float, Pass]] = [(p.us, p) for p in (resident, *others) if p]
@@ -459,7 +462,7 @@ def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
             continue
         seen.add(modes)
         order = _order(modes)
-        most = 1 if chain.rank > 1 else min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
+        most = min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
         for count in range(1, most + 1):
             cuts = _parts(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
             yield from (_works(chain, dtype, modes, cut) for cut in cuts)
@@ -520,7 +523,7 @@ def _works(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[i
     outer, inner = _around(chain)
     for number, part in enumerate(parts):
         first, last = min(part), max(part) + 1
-        final = number == len(parts) - 1
+        begins, final = number == 0, number == len(parts) - 1
         works.append(
             Work(
                 outer=outer * math.prod(sizes[:first]),
@@ -528,7 +531,9 @@ def _works(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[i
                 inner=inner * math.prod(sizes[last:]),
                 steps=tuple((i - first, modes[i]) for i in part),
                 dtype=dtype,
-                rank=chain.rank,
+                rank=chain.rank if final else 1,
+                terms=1 if final else chain.rank,
+                apart=chain.rank > 1 and not begins,
                 bias=chain.bias and final,
                 activation=chain.activation if final else "identity",
                 scalars=len(chain.contractions),

@@ -10,7 +10,9 @@
 // Pass:  Math, Element, Activation, BIAS; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output
 //        (Regions); COPY and STORE, bytes of one access, or LOAD_RUN and STORE_RUN, elements of one run, where BULK_LOAD
 //        and BULK_STORE say that the copy engine moves them; kBarrierBytes, kWeightBytes, kSlotBytes, kGroupBytes;
-//        FirstStage, First (its layout), Final (of the result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages()
+//        FirstStage, First (its layout), Final (of the result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages();
+//        RANK, terms that are summed; TERM_IN and TERM_OUT, a sample's features where x or y has a state for each term (one
+//        term behind the other), or 0; HELD, states in a slot, kHeldBytes apart
 #pragma once
 #include "types/layout.cuh"
 #include "multiply/mma.cuh"
@@ -71,22 +73,30 @@ template <class Pass> struct Chain {
     if constexpr (Pass::BULK_LOAD) {
       if (warp == 0 && tile < tiles) load_runs(tile * Pass::UNITS, slot);
     } else {
-      if (tile < tiles) load_pieces(static_cast<const Element*>(params.x), tile * Pass::UNITS, slot_address(slot));
+      for (int held = 0; tile < tiles && held < Pass::HELD; ++held)
+        load_pieces(state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
       commit_copies();
     }
+  }
+
+  // Where each term has a state of its own, a block takes its own term's, or all of them.
+  DEVICE const Element* state_of(int held) const {
+    const Element* x = static_cast<const Element*>(params.x);
+    if constexpr (Pass::TERM_IN > 0) x += (i64(blockIdx.y) + held) * params.batch * Pass::TERM_IN;
+    return x;
   }
 
   DEVICE void load_runs(i64 first, int slot) const {
     using R = typename Pass::Input;
     constexpr int kRun = Pass::LOAD_RUN, kBytes = kRun * kSize, kEach = R::kSize / kRun;  // runs of a unit
     const int present = units - first < Pass::UNITS ? int(units - first) : Pass::UNITS;
-    const Element* x = static_cast<const Element*>(params.x);
     fence_copy_engine();
-    if (lane.index == 0) expect_bytes(barrier(slot), present * R::kSize * kSize);
+    if (lane.index == 0) expect_bytes(barrier(slot), Pass::HELD * present * R::kSize * kSize);
     __syncwarp();
-    for (int k = lane.index; k < present * kEach; k += 32)
-      load_run(slot_address(slot) + Pass::First::at(k * kRun) * kSize,
-               x + R::unit(first + k / kEach) + R::at(k % kEach * kRun), kBytes, barrier(slot));
+    for (int held = 0; held < Pass::HELD; ++held)
+      for (int k = lane.index; k < present * kEach; k += 32)
+        load_run(slot_address(slot) + held * Pass::kHeldBytes + Pass::First::at(k * kRun) * kSize,
+                 state_of(held) + R::unit(first + k / kEach) + R::at(k % kEach * kRun), kBytes, barrier(slot));
   }
 
   // Units beyond the last one become zeros.
@@ -517,6 +527,7 @@ template <class Pass> struct Chain {
   DEVICE void store(i64 tile, u32 slot) const {
     const u32 from = Pass::FINAL < 0 ? slot : memory + Pass::FINAL;
     Element* y = static_cast<Element*>(params.y) + i64(blockIdx.y) * Pass::SPLIT_STEP;
+    if constexpr (Pass::TERM_OUT > 0) y += i64(blockIdx.y) * params.batch * Pass::TERM_OUT;
     if constexpr (Pass::BULK_STORE) {
       if (warp == 0) store_runs(tile * Pass::UNITS, from, y);
     } else {
@@ -614,7 +625,8 @@ template <class Pass> struct Chain {
       }
       wait_for_load(slot, phase);
       if constexpr (!Pass::BULK_LOAD || Pass::FirstStage::PP != Pass::FirstStage::P) {
-        zero_padding<typename Pass::FirstStage>(slot_address(slot));
+        for (int held = 0; held < Pass::HELD; ++held)
+          zero_padding<typename Pass::FirstStage>(slot_address(slot) + held * Pass::kHeldBytes);
         sync();
       }
       Pass::stages(*this, slot_address(slot), tile);
