@@ -90,7 +90,7 @@ class Work:
     bias: bool = False
     activation: str = "identity"
     scalars: int = 0  # the first weight that is a parameter of the activation
-    # Of a sum of products that takes several passes: `rank` terms are summed, or each of `terms` makes a state of its own
+    # Of a sum of products that takes several passes: `rank` terms are summed, or each of `terms` makes a state
     terms: int = 1
     apart: bool = False  # x has a state for each term
 

@@ -93,6 +93,7 @@ struct Four { u32 x[4]; };
 inline void store_f32x2(u32 to, float x, float y) { store(to, Two<float>{x, y}); }
 inline void store_f64x2(u32 to, double x, double y) { store(to, Two<double>{x, y}); }
 inline void store_u32x4(u32 to, const u32 (&x)[4]) { store(to, Four{x[0], x[1], x[2], x[3]}); }
+inline u16 load_u16(u32 from) { return load<u16>(from); }
 inline u32 load_u32(u32 from) { return load<u32>(from); }
 inline void load_u32x2(u32 from, u32 (&x)[2]) {
   const u64 both = load<u64>(from);

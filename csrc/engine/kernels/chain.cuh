@@ -66,6 +66,8 @@ template <class Pass> struct Chain {
         activation(p) {}
 
   DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group); }
+  // Units of a tile that are there
+  DEVICE int present(i64 first) const { return units - first < Pass::UNITS ? int(units - first) : Pass::UNITS; }
   DEVICE u32 slot_address(int slot) const { return memory + slot * Pass::kSlotBytes; }
 
   // Copies a tile's units, if there is such a tile, to a slot.
@@ -89,7 +91,7 @@ template <class Pass> struct Chain {
   DEVICE void load_runs(i64 first, int slot) const {
     using R = typename Pass::Input;
     constexpr int kRun = Pass::LOAD_RUN, kBytes = kRun * kSize, kEach = R::kSize / kRun;  // runs of a unit
-    const int present = units - first < Pass::UNITS ? int(units - first) : Pass::UNITS;
+    const int present = this->present(first);
     fence_copy_engine();
     if (lane.index == 0) expect_bytes(barrier(slot), Pass::HELD * present * R::kSize * kSize);
     __syncwarp();
@@ -116,24 +118,18 @@ template <class Pass> struct Chain {
         return;
       }
     }
-    const auto source = [&](int j) -> const Element* {  // or nothing
-      const int e = j * kEach, u = e / R::kSize;
-      return first + u < units ? x + R::unit(first + u) + R::at(e % R::kSize) : nullptr;
-    };
+    const Element* from = x + R::from(first);
+    const int chunk = R::chunk(first), there = present(first) * R::kSize;
     if constexpr (Pass::COPY >= 4) {
 #pragma unroll 2
       for (int j = thread; j < kCount; j += kThreads) {
-        const Element* from = source(j);
-        copy_async<Pass::COPY>(to + Place::at(j * kEach) * kSize, from ? from : x, from != nullptr);
+        const int e = j * kEach;
+        copy_async<Pass::COPY>(to + Place::at(e) * kSize, from + (e < there ? R::behind(chunk, e) : 0), e < there);
       }
     } else {
       by_registers<kCount, kThreads>(
-          thread,
-          [&](int j) {
-            const Element* from = source(j);
-            return from ? *from : Element{};
-          },
-          [&](int j) { return to + Place::at(j) * kSize; });
+          thread, [&](int e) { return e < there ? from[R::behind(chunk, e)] : Element{}; },
+          [&](int e) { return to + Place::at(e) * kSize; });
     }
   }
 
@@ -185,21 +181,19 @@ template <class Pass> struct Chain {
         if (e < kCount && e + kWord <= left) {
           words[n] = *reinterpret_cast<const Words<16>*>(from + e);
         } else if (e < kCount) {
-          Element* element = reinterpret_cast<Element*>(&words[n]);
 #pragma unroll
           for (int k = 0; k < kWord; ++k)
-            if (e + k >= 0 && e + k < left) element[k] = from[e + k];
+            if (e + k >= 0 && e + k < left) words[n].word[k / 4] |= u64(from[e + k].bits) << k % 4 * 16;
         }
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int e = (j + n * kThreads) * kWord - skipped;
-        const Element* element = reinterpret_cast<const Element*>(&words[n]);
         Walk<typename Pass::First> at(to, e < 0 ? 0 : e);
 #pragma unroll
         for (int k = 0; k < kWord; ++k)
           if (e + k >= 0 && e + k < kCount) {
-            store_shared(at.place, e + k < left ? element[k] : Element{});
+            store_shared(at.place, e + k < left ? u16(words[n].word[k / 4] >> k % 4 * 16) : u16(0));
             at.next();
           }
       }
@@ -412,9 +406,9 @@ template <class Pass> struct Chain {
     if constexpr (Pass::BIAS) {
       using R = typename Pass::Output;
       const int e = element<S>(row, column);
-      if (inside<S>(row, column) && unit + e / R::kSize < units)
+      if (inside<S>(row, column) && e < present(unit) * R::kSize)
         sum += widen(static_cast<const Element*>(params.bias)[i64(blockIdx.y) * Pass::SPLIT_STEP +
-                                                              R::feature(unit + e / R::kSize) + R::at(e % R::kSize)]);
+                                                              R::feature(R::of_sample(unit), e)]);
     }
     return activation.of(sum);
   }
@@ -538,7 +532,7 @@ template <class Pass> struct Chain {
   DEVICE void store_runs(i64 first, u32 from, Element* y) const {
     using R = typename Pass::Output;
     constexpr int kRun = Pass::STORE_RUN, kEach = R::kSize / kRun;
-    const int present = units - first < Pass::UNITS ? int(units - first) : Pass::UNITS;
+    const int present = this->present(first);
     for (int k = lane.index; k < present * kEach; k += 32)
       store_run(y + R::unit(first + k / kEach) + R::at(k % kEach * kRun), from + Pass::Final::at(k * kRun) * kSize,
                 kRun * kSize);
@@ -562,32 +556,30 @@ template <class Pass> struct Chain {
         return;
       }
     }
-#pragma unroll 2
+    y += R::from(first);
+    const int chunk = R::chunk(first), there = present(first) * R::kSize;
+#pragma unroll 4
     for (int j = thread; j < kCount; j += kThreads) {
-      const int e = j * kEach, u = e / R::kSize;
-      if (first + u >= units) break;
-      store_words<Pass::STORE>(y + R::unit(first + u) + R::at(e % R::kSize),
-                               load_words<Pass::STORE>(from + Place::at(e) * kSize));
+      const int e = j * kEach;
+      if (e >= there) break;
+      store_words<Pass::STORE>(y + R::behind(chunk, e), load_words<Pass::STORE>(from + Place::at(e) * kSize));
     }
   }
 
   // The other way round: the elements of a word are put together.
   DEVICE void store_elements(i64 first, u32 from, Element* y) const {
     using R = typename Pass::Output;
-    constexpr int kCount = Pass::UNITS * R::kSize;
     Element* to = y + R::unit(first);
-    const int skipped = before(to), present = units - first < Pass::UNITS ? int((units - first) * R::kSize) : kCount;
+    const int skipped = before(to), present = this->present(first) * R::kSize;
 #pragma unroll 2
     for (int j = thread; j * kWord < skipped + present; j += kThreads) {
       const int e = j * kWord - skipped;
       Walk<typename Pass::Final> at(from, e < 0 ? 0 : e);
       Words<16> word = {};
-      Element* element = reinterpret_cast<Element*>(&word);
 #pragma unroll
       for (int k = 0; k < kWord; ++k)
         if (e + k >= 0 && e + k < present) {
-          const auto one = load_words<kSize>(at.place);
-          element[k] = reinterpret_cast<const Element&>(one);
+          word.word[k / 4] |= u64(load_u16(at.place)) << k % 4 * 16;
           at.next();
         }
       if (e >= 0 && e + kWord <= present) {
@@ -595,7 +587,7 @@ template <class Pass> struct Chain {
       } else {
 #pragma unroll
         for (int k = 0; k < kWord; ++k)
-          if (e + k >= 0 && e + k < present) store_global(to + e + k, element[k]);
+          if (e + k >= 0 && e + k < present) store_global(to + e + k, Element{u16(word.word[k / 4] >> k % 4 * 16)});
       }
     }
   }

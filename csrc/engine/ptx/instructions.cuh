@@ -114,6 +114,11 @@ DEVICE void store_f64x2(u32 to, double x, double y) {
 DEVICE void store_u32x4(u32 to, const u32 (&x)[4]) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+DEVICE u16 load_u16(u32 from) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+  return x;
+}
 DEVICE u32 load_u32(u32 from) {
   u32 x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");

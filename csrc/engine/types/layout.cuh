@@ -18,8 +18,21 @@ template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_S
   static constexpr int C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_;
   static constexpr bool kDense = kSize == SLICE_;
   static DEVICE i64 unit(i64 u) { return u / CHUNKS * SLICE_ + u % CHUNKS * C; }
-  static DEVICE i64 feature(i64 u) { return unit(u % UNITS_PER_SAMPLE_); }
   static DEVICE i64 at(int e) { return e / C * STEP_ + e % C; }
+
+  // Element e of a tile whose first unit is u: its place behind from(u), which takes no long divisions, and its feature.
+  static DEVICE i64 from(i64 u) { return u / CHUNKS * SLICE_; }
+  static DEVICE int chunk(i64 u) { return int(u % CHUNKS); }
+  static DEVICE i64 behind(int chunk, int e) {
+    if constexpr (kDense) return e;
+    const int here = chunk + e / kSize;
+    return i64(here / CHUNKS) * SLICE_ + here % CHUNKS * C + at(e % kSize);
+  }
+  static DEVICE int of_sample(i64 u) { return int(u % UNITS_PER_SAMPLE_); }
+  static DEVICE int feature(int of_sample, int e) {
+    const int here = UNITS_PER_SAMPLE_ > 1 ? (of_sample + e / kSize) % UNITS_PER_SAMPLE_ : 0;
+    return here / CHUNKS * int(SLICE_) + here % CHUNKS * C + int(at(e % kSize));
+  }
 
   // A tile of units that lie side by side: an element's place behind the first one's.
   static constexpr bool side_by_side(int units) { return kDense || CHUNKS % units == 0; }
