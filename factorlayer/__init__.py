@@ -20,17 +20,22 @@ __all__ = [
     "FactorMLP",
     "Implementation",
     "Structure",
+    "export_choices",
     "factor_linear",
     "fuse",
+    "import_choices",
+    "tune",
 ]
 
 if TYPE_CHECKING:
     from factorlayer.fusion import fuse
     from factorlayer.mlp import FactorMLP
+    from factorlayer.stacks.tuning import tune
+    from factorlayer.tuning.kept import export_choices, import_choices
 
 
 def __getattr__(name: str) -> Any:
-    """Blocks, whose modules are imported when they are needed: it takes as long as all the rest."""
+    """Blocks and tuning, whose modules are imported when they are needed: it takes as long as all the rest."""
     if name == "FactorMLP":
         from factorlayer.mlp import FactorMLP
 
@@ -39,4 +44,12 @@ def __getattr__(name: str) -> Any:
         from factorlayer.fusion import fuse
 
         return fuse
+    if name == "tune":
+        from factorlayer.stacks.tuning import tune
+
+        return tune
+    if name in ("export_choices", "import_choices"):
+        from factorlayer.tuning import kept
+
+        return getattr(kept, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Literal, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
@@ -19,19 +19,24 @@ from factorlayer.autograd.fused import (
     any_requires_grad,
     fused,
     is_sharded,
-    layer_at_once,
     prepare_fused,
     runs_in_tf32,
+    text_for,
     transforms_active,
     why_never_fused,
     why_not_fused,
 )
+from factorlayer.autograd.fused import layer_at_once as every_layer_at_once
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, is_hopper
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec, Structure, spec_of_weights
+from factorlayer.tuning import choices
+
+if TYPE_CHECKING:
+    from factorlayer.tuning.candidates import Forward, Tuned
 
 Implementation = Literal["auto", "naive", "batched", "fused", "v1", "v2", "v3"]
 IMPLEMENTATIONS: dict[str, Implementation] = {"auto": "auto", "naive": "naive", "batched": "batched", "fused": "fused"}
@@ -147,7 +152,10 @@ def _run_batch(
     if implementation == "auto":
         first = x[(0,) * dims]
         is_large = first.numel() >= LARGE_MEMBER and not any_complex(x, weights, bias)
-        chosen = "fused" if is_large and choose(chain, first, "auto", who) == "fused" else "batched"
+        recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
+        rows = first.numel() // spec.in_features if spec.in_features else 0
+        way = choose(chain, first, "auto", who, rows, recorded) if is_large else ""
+        chosen = "fused" if way == "fused" else "batched"
 
     def member(x: Tensor, *given: Tensor) -> Tensor:
         own = given[: len(weights)]
@@ -190,7 +198,7 @@ def run(
             return y.reshape(*shape[:-1], spec.out_features)
     try:
         recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
-        chosen = choose(chain, rows, implementation, who)
+        chosen = choose(chain, rows, implementation, who, rows.shape[0], recorded)
         if chosen == "fused":
             y = fused(chain, rows, weights, bias, recorded)  # which checks the tensors itself, in less time
         else:
@@ -261,7 +269,7 @@ def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tenso
 def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, recorded: bool) -> None:
     """Before a first call with `batch` samples like x: compiles and loads what it would, and its backward pass if it is
     `recorded`."""
-    if choose(chain, x, implementation, who) != "fused":
+    if choose(chain, x, implementation, who, batch, recorded) != "fused":
         return
     try:
         prepare_fused(chain, x, batch, recorded)
@@ -271,8 +279,11 @@ def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, 
         _give_up(chain, x, error)
 
 
-def choose(chain: Chain, x: Tensor, implementation: str, who: str) -> str:
-    """naive, batched or fused. auto takes the fastest that supports the case."""
+def choose(
+    chain: Chain, x: Tensor, implementation: str, who: str, batch: int | None = None, recorded: bool = False
+) -> str:
+    """naive, batched or fused. auto takes the fastest that supports the case: fused, but for what is known better, or
+    was measured for so large a batch, and for a backward pass if it is `recorded`."""
     if implementation == "fused":
         reason = why_not_fused(x, chain)
         if reason is not None:
@@ -280,11 +291,25 @@ def choose(chain: Chain, x: Tensor, implementation: str, who: str) -> str:
         return "fused"
     if implementation != "auto":
         return implementation
-    return "fused" if why_auto_is_batched(chain, x) is None else "batched"
+    return "fused" if why_auto_is_batched(chain, x, batch, recorded) is None else "batched"
 
 
-def why_auto_is_batched(chain: Chain, x: Tensor) -> str | None:
+def why_auto_is_batched(chain: Chain, x: Tensor, batch: int | None = None, recorded: bool = False) -> str | None:
     """Why auto takes the batched implementation for x, or None."""
+    reason = why_auto_has_no_choice(chain, x)
+    if reason is None and (is_dynamo_compiling() or choices.TABLE):  # no look at the table while a graph is compiled
+        return why_measured_batched(text_for(chain, x), x, batch, recorded)
+    return reason
+
+
+def why_measured_batched(text: str, x: Tensor, batch: int | None, recorded: bool) -> str | None:
+    """Of what was tuned. A graph is compiled for every batch, as far as anybody knows."""
+    known = batch if not is_compiling() and type(batch) is int else None
+    return choices.why_batched(text, x.dtype, x.device.type, x.get_device(), known, recorded)
+
+
+def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
+    """Why auto takes the batched implementation whatever was measured, or None."""
     reason = why_not_fused(x, chain)
     if reason is not None:
         return f"fused cannot: {reason}"
@@ -298,6 +323,73 @@ def why_auto_is_batched(chain: Chain, x: Tensor) -> str | None:
     if _given_up:
         return _given_up.get((chain, x.dtype))
     return None
+
+
+# The eager call past the dispatcher, as `run` takes it: the extension's own where no choice is batched, so that nothing
+# is asked at a call. What was kept is read when a layer first runs.
+
+
+def _read_choices_first(*given: object) -> Tensor | None:
+    choices.load()
+    _take_choices()
+    return layer_at_once(*given)
+
+
+def _layer_at_once_if_chosen(
+    text: str, tf32_text: str, chooses: bool, x: Tensor, bias: Tensor | None, weights: Sequence[Tensor]
+) -> Tensor | None:
+    """Leaves what was measured to be faster by batched to `choose`."""
+    if chooses and (text in choices.BATCHED or tf32_text in choices.BATCHED) and type(x) is Tensor and x.dim() == 2:
+        recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
+        if why_measured_batched(tf32_text if runs_in_tf32(x) else text, x, x.shape[0], recorded) is not None:
+            return None
+    return every_layer_at_once(text, tf32_text, chooses, x, bias, weights)
+
+
+def _take_choices() -> None:
+    global layer_at_once
+    layer_at_once = _layer_at_once_if_chosen if choices.BATCHED else every_layer_at_once
+
+
+def _read_kept() -> None:
+    from factorlayer.tuning.kept import read_kept  # not needed where nothing is kept
+
+    read_kept()
+
+
+layer_at_once: Callable[..., Tensor | None] = _read_choices_first
+choices.when_read(_read_kept)
+choices.when_changed(_take_choices)
+
+
+def tune_layer(
+    spec: LayerSpec,
+    chain: Chain,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    batch: int,
+    recorded: bool,
+    who: str,
+) -> Iterator[Tuned]:
+    """Times a layer with `batch` samples like x, with its backward pass if `recorded`, and keeps what is faster."""
+    from factorlayer.tuning.candidates import Tuned, tune  # not needed where nobody tunes
+
+    reason = why_auto_has_no_choice(chain, x)
+    if reason is not None:
+        yield Tuned(who, None, f"auto runs batched: {reason}", lasting=True)
+        return
+
+    def by(implementation: str) -> Forward:
+        def forward(x: Tensor, given: Sequence[Tensor]) -> Tensor:
+            own, last = (given, None) if bias is None else (given[:-1], given[-1])
+            return run(spec, chain, x, own, last, implementation, who)
+
+        return forward
+
+    tensors = [*weights, *([] if bias is None else [bias])]
+    runs = {"fused": by("fused"), "batched": by("batched")}
+    yield from tune(who, text_for(chain, x), x, batch, recorded, tensors, runs)
 
 
 # The chains whose CUDA kernels could not be had, so that the next call does not try again.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.stages import UserActivation, activation_of, scalars
-from factorlayer.autograd.fused import explain_fused
+from factorlayer.autograd.fused import explain_fused, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,
@@ -20,12 +21,18 @@ from factorlayer.functional import (
     choose,
     implementation_name,
     run,
+    tune_layer,
     warm_up,
+    why_auto_has_no_choice,
     why_auto_is_batched,
 )
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import ProjectionError, project, projection_error, to_dense
 from factorlayer.maths.spec import Factors, LayerSpec, Structure, resolve
+from factorlayer.tuning import choices
+
+if TYPE_CHECKING:
+    from factorlayer.tuning.candidates import Tuned
 
 
 def refuse_script(who: str) -> NoReturn:
@@ -248,16 +255,40 @@ class FactorLinear(Recorded):
         warn_of_dense(self.spec, given)
         return record_of_weights(self.spec, found, given)
 
-    def warmup(self, batch: int) -> None:
+    def warmup(self, batch: int, tune: bool = False) -> None:
         """Compiles and loads what calls with `batch` samples run: before a CUDA graph captures one, or a first request.
 
         Under autocast, for autocast's dtype; under torch.no_grad, without what the backward pass runs. On a CPU there
         is nothing to do.
+
+        With tune=True it times the fused and the batched implementation before, and keeps what is faster, for which
+        `auto` takes it from then on, in this process and later ones: for all batches of the same class, on this device.
+        Where that cannot be timed, as for want of memory, a warning says why, and `auto` goes on as it was.
         """
         if batch < 1:
             raise ValueError(f"FactorLinear.warmup: batch should be a positive number of samples, it is {batch}")
-        recorded = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        recorded = self._is_recorded()
+        if tune:
+            choices.check_can_time("FactorLinear.warmup")
+            for tuned in self.tuned(batch, recorded, "FactorLinear.warmup"):
+                if tuned.choice is None and not tuned.lasting:
+                    warnings.warn(str(tuned), RuntimeWarning, stacklevel=2)
         warm_up(self.chain, self._no_samples(), batch, self.implementation, "FactorLinear.warmup", recorded)
+
+    def tuned(self, batch: int, training: bool, who: str) -> Iterator[Tuned]:
+        """Times and keeps, for inference and, if asked for, `training`: each as soon as it is measured."""
+        from factorlayer.tuning.candidates import Tuned
+
+        weights, x = self.weights, self._no_samples()
+        if self.implementation != "auto":
+            yield Tuned(who, None, f"it runs {self.implementation}, as asked", lasting=True)
+            return
+        if self._scalar_names:
+            weights += scalars(self.activation, self._scalar_names)
+        yield from tune_layer(self.spec, self.chain, x, weights, self.bias, batch, training, who)
+
+    def _is_recorded(self) -> bool:
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     def _no_samples(self) -> Tensor:
         weight = self.weights[0]
@@ -267,7 +298,8 @@ class FactorLinear(Recorded):
     def explain(self, batch: int = 1) -> str:
         """What a call with `batch` samples computes, moves and runs, in words."""
         spec, weight, x = self.spec, self.weights[0], self._no_samples()
-        chosen = choose(self.chain, x, self.implementation, "FactorLinear.explain")
+        recorded = self._is_recorded()
+        chosen = choose(self.chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
         lines = [
             repr(self),
             f"{self.parameter_count} parameters, {spec.parameter_count / (spec.in_features * spec.out_features):.2%} "
@@ -283,16 +315,26 @@ class FactorLinear(Recorded):
                 f"  [{c.outer}, {c.p}, {c.inner}] -> [{c.outer}, {c.q}, {c.inner}] by weight_{c.weight}, {shared}"
                 + (f", for each of {spec.terms} terms" if spec.terms > 1 else "")
             )
-        lines.append("runs " + self._implementation_in_words(chosen, x, batch))
+        if self.implementation == "auto" and why_auto_has_no_choice(self.chain, x) is None:
+            lines.append(self._choice_in_words(x, batch))
+        lines.append("runs " + self._implementation_in_words(chosen, x, batch, recorded))
         return "\n".join(lines)
 
-    def _implementation_in_words(self, chosen: str, x: Tensor, batch: int) -> str:
+    def _choice_in_words(self, x: Tensor, batch: int) -> str:
+        """Where auto's choice comes from."""
+        asked = text_for(self.chain, x), x.dtype, x.device.type, x.get_device(), batch
+        found = [choice for training in (False, True) for choice in choices.measured(*asked, training)]
+        if not found:
+            return "auto takes fused as always: nothing was measured"
+        return "\n".join(f"auto takes {choice.implementation}: {choice}" for choice in found)
+
+    def _implementation_in_words(self, chosen: str, x: Tensor, batch: int, recorded: bool) -> str:
         if chosen == "fused" and x.is_cuda:
             return f"fused, on a GPU: {explain_fused(self.chain, x, batch)}"
         if chosen == "fused":
             return f"fused, {torch.ops.factorlayer.instruction_set()} kernels: one pass over x for all contractions"
         if self.implementation == "auto":
-            return f"{chosen}, because {why_auto_is_batched(self.chain, x)}"
+            return f"{chosen}, because {why_auto_is_batched(self.chain, x, batch, recorded)}"
         return f"{chosen}, as asked"
 
     def extra_repr(self) -> str:

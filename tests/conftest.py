@@ -27,6 +27,14 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return 0 if torch.cuda.is_available() else None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_kept() -> None:
+    """What somebody has tuned on this machine changes no test."""
+    from factorlayer.tuning import choices
+
+    choices._load.clear()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     """Every test starts with the same seed and one thread, whatever the test before it did."""

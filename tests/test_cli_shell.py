@@ -119,9 +119,9 @@ def completed(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("factorlayer ", ["check", "profile", "bench", "cache"]),
-        ("factorlayer 16 ", ["check", "profile", "bench"]),
-        ("factorlayer 16 32 20x36 ", ["check", "profile", "bench"]),
+        ("factorlayer ", ["check", "profile", "bench", "tune", "cache"]),
+        ("factorlayer 16 ", ["check", "profile", "bench", "tune"]),
+        ("factorlayer 16 32 20x36 ", ["check", "profile", "bench", "tune"]),
         ("factorlayer --dtype d 16 32 ch", ["check"]),
         ("factorlayer c", ["check", "cache"]),
         ("factorlayer cache ", ["list", "verify", "clear", "limit"]),

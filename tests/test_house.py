@@ -23,6 +23,7 @@ FLOORS = (
     ("kernels/kronecker", "kernels/monarch", "kernels/stack"),
     ("plan",),
     ("autograd",),
+    ("tuning",),
     ("functional.py",),
     ("layers.py",),
     ("stacks",),

@@ -88,7 +88,9 @@ def test_a_page_has_no_errors(errors: Errors, name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(program(PAGES[name]))
-    done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = os.environ | {"FACTORLAYER_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, name]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,7 +1,7 @@
-"""The command line: check, profile and bench of a layer, a block or a model, and the cache. test.py and the entry point
-call main().
+"""The command line: check, profile, bench and tune a layer, a block or a model, and the cache. test.py and the entry
+point call main().
 
-python test.py [OPTIONS] BATCH FACTOR... check | profile | bench
+python test.py [OPTIONS] BATCH FACTOR... check | profile | bench | tune
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factorlayer.cli.arguments import CacheAction, Version, takes_a_case
+from factorlayer.cli.arguments import CacheAction, Version, may_take_a_case, takes_a_case
 from factorlayer.cli.grammar import EXAMPLE, INSTALLED, PROGRAM, Command, CommandAnywhere
 from factorlayer.cli.progress import INTERRUPTED, gather, progress
 from factorlayer.cli.refusals import (
@@ -23,6 +23,7 @@ from factorlayer.cli.refusals import (
     require_plot,
     say_unavailable,
 )
+from factorlayer.cli.tuned import choices_of, move_choices
 from factorlayer.cli.views import sources_of, variants_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    subcommand_metavar="BATCH FACTOR... check|profile|bench",
+    subcommand_metavar="BATCH FACTOR... check|profile|bench|tune",
     epilog=(
         f"Example: {EXAMPLE}\n\n"
         f"Example: {PROGRAM} --dtype d --structure monarch 16 20x36 28x44 check\n\n"
@@ -200,6 +201,36 @@ def bench(
         print_json("bench", case, figures)
     if timed.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+@app.command(cls=Command, epilog=f"Example: {PROGRAM} --dtype b 4096 48 48 tune --export choices.json")
+@may_take_a_case
+def tune(
+    case: "Case | None",
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write all choices that are kept here into a file, at last."),
+    ] = None,
+    import_: Annotated[
+        Path | None,
+        typer.Option("--import", metavar="FILE", dir_okay=False, help="Keep the choices of such a file, at first."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time v3 and v2 here, and keep what is faster: `auto` takes it from then on, for such a layer and class of batch.
+    Without BATCH, choices are exported or imported only."""
+    if case is None and export is None and import_ is None:
+        refuse("BATCH", f"say what to tune, or give --export or --import. For example: {PROGRAM} 4096 48 48 tune")
+    if export is not None:
+        require_folder("--export", export)
+    found = move_choices("--import", import_, as_json)
+    if case is not None:
+        found |= choices_of(problem_of(case), as_json)
+    found |= move_choices("--export", export, as_json)
+    if as_json:
+        configuration = {} if case is None else {"configuration": case.configuration()}
+        typer.echo(json.dumps({"command": "tune", **configuration, **found}, allow_nan=False))
+    raise typer.Exit(INTERRUPTED if found.get("interrupted") else 0)
 
 
 @app.command(cls=Command, epilog=f"Example: {PROGRAM} cache list")

@@ -166,12 +166,21 @@ def own_model(name: str, checkpoint: Path | None, input: str | None) -> "Subject
 
 def takes_a_case(command: Callable[..., None]) -> Callable[..., None]:
     """Gives command(case, …) the arguments and options of case_of in place of `case`."""
-    shared = inspect.signature(case_of).parameters
+    return _with_a_case(command, dict(inspect.signature(case_of).parameters))
+
+
+def may_take_a_case(command: Callable[..., None]) -> Callable[..., None]:
+    """The same, with None for a case where no BATCH is given."""
+    shared = dict(inspect.signature(case_of).parameters)
+    return _with_a_case(command, shared | {"batch": shared["batch"].replace(default=None)})
+
+
+def _with_a_case(command: Callable[..., None], shared: dict[str, inspect.Parameter]) -> Callable[..., None]:
     own = dict(list(inspect.signature(command).parameters.items())[1:])
 
     def run(**given: Any) -> None:
-        case = case_of(**{name: given.pop(name) for name in shared})
-        command(case, **given)
+        words = {name: given.pop(name) for name in shared}
+        command(None if words["batch"] is None else case_of(**words), **given)
 
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (shared | own).values()]
     run.__name__, run.__doc__ = command.__name__, command.__doc__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
@@ -29,14 +30,25 @@ from factorlayer.autograd.stacked import (
     why_auto_is_not_stacked,
     why_no_stack,
 )
-from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name, run
+from factorlayer.functional import (
+    Implementation,
+    any_autocast,
+    autocast,
+    implementation_name,
+    run,
+    tune_layer,
+    why_measured_batched,
+)
 from factorlayer.layers import FactorLinear, refuse_script
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.stacks.frozen import Frozen
+from factorlayer.tuning import choices
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from factorlayer.tuning.candidates import Tuned
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,10 @@ def run_stack(
             if x.dim():
                 cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
                 recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+                if implementation == "auto" and (is_dynamo_compiling() or choices.TABLE):
+                    text, batch = stack.text_for(cast), cast.numel() // (cast.shape[-1] or 1)
+                    if why_measured_batched(text, cast, batch, recorded) is not None:
+                        return _one_by_one(layers, x, tensors, "batched", who)
                 left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
                 joined = recorded and (implementation == "fused" or is_measured(cast))
                 found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
@@ -200,6 +216,7 @@ class LayerStack(nn.Module):
         self._hooks = [own[name] for own in self._owns for name in HOOKS]
         self._parameters_of = [vars(m.layer)["_parameters"] for m in self._members for _ in m.names]
         self._names_in = [name for m in self._members for name in m.names]
+        choices.load()
 
     def __getstate__(self) -> dict[str, Any]:
         found = ("_owns", "_hooks", "_parameters_of", "_names_in")
@@ -283,6 +300,44 @@ class LayerStack(nn.Module):
         members = zip(self.names, self._members, strict=True)
         return [LayerStack([(name, m.layer, m.activation)], self.implementation, self._owner) for name, m in members]
 
+    def tuned(self, batch: int, training: bool) -> Iterator[Tuned]:
+        """Times and keeps what is faster for `batch` samples: as auto runs where nothing was measured, or batched."""
+        from factorlayer.tuning.candidates import Tuned, tune
+
+        who, tensors = f"{self._owner}: {', '.join(self.names)}", self._tensors()
+        if tensors is None or self.implementation != "auto" or self.frozen is not None:
+            why = "it is frozen" if self.frozen is not None else f"it runs {self.implementation}, as asked"
+            yield Tuned(
+                who, None, why if tensors is not None else "its weights have products of their own", lasting=True
+            )
+            return
+        first, last = self.layers[0], tensors[-1]
+        x, _, _ = autocast(tensors[0].new_empty(0, first.spec.in_features), (), None)
+        if len(self.layers) == 1:
+            own, bias = (tensors[:-1], last) if first.chain.bias else (tensors, None)
+            yield from tune_layer(first.spec, first.chain, x, own, bias, batch, training, who)
+            return
+
+        def fused(x: Tensor, given: Sequence[Tensor]) -> Tensor:
+            with choices.ignored():
+                return run_stack(self._stack, self.layers, x, given, "auto", self._who)
+
+        def batched(x: Tensor, given: Sequence[Tensor]) -> Tensor:
+            return run_stack(self._stack, self.layers, x, given, "batched", self._who)
+
+        runs = {"fused": fused, "batched": batched}
+        yield from tune(who, self.text_for(x), x, batch, training, tensors, runs)
+
+    def measured(self) -> list[str]:
+        """What was, for samples like its weights, if it is a stack that auto may run."""
+        tensors = self._tensors()
+        if tensors is None or self.implementation != "auto" or len(self.layers) == 1 or not choices.TABLE:
+            return []
+        x, _, _ = autocast(tensors[0], (), None)
+        asked = self.text_for(x), x.dtype, x.device.type, x.get_device(), None
+        found = [choice for training in (False, True) for choice in choices.measured(*asked, training)]
+        return [f"{', '.join(self.names)}: auto runs {c.implementation}, {c}" for c in found]
+
     def explain(self) -> list[str]:
         learns = " (on a GPU, trained by itself: its activation learns)"
         large = " (on a GPU in 16 bits and tf32, by cuBLAS: one large product)"
@@ -340,7 +395,8 @@ class RunsAsStacks(nn.Module):
     def explain(self) -> str:
         """What it runs, as it was understood, and by which implementation if one was asked for."""
         asked = [] if self.implementation == "auto" else [f"  stacks run by {self.implementation}, as asked"]
-        return "\n".join([*self.understood(), *asked])
+        measured = [f"  {line}" for stack in self.stacks for line in stack.measured()]
+        return "\n".join([*self.understood(), *asked, *measured])
 
     def freeze(self) -> Self:
         """Its stacks, and those of all modules in it, run from now on with what their weights are now, for inference.

@@ -1,0 +1,96 @@
+"""Measured choice on a GPU: events time it, it is kept, obeyed, refused in a capture, and gone with another driver."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import factorlayer
+import factorlayer.functional
+from factorlayer import FactorLinear, FactorMLP
+from factorlayer.tuning import choices, kept, timing
+
+
+@pytest.fixture(autouse=True)
+def _nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
+    monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path))
+    forget()
+    yield
+    forget()
+    choices._load.clear()
+
+
+def forget() -> None:
+    choices.TABLE.clear()
+    choices._warned.clear()
+    choices._load[:] = [kept.read_kept]
+    choices.put([])
+    factorlayer.functional._take_choices()
+
+
+def layer_of() -> FactorLinear:
+    return FactorLinear(256, 256, device="cuda", dtype=torch.bfloat16)
+
+
+def test_a_layer_is_timed_and_says_so() -> None:
+    layer = layer_of()
+    layer.warmup(100, tune=True)
+    found = [choice for places in choices.TABLE.values() for choice in places.values()]
+    assert sorted(choice.training for choice in found) == [False, True]
+    for choice in found:
+        assert choice.place.device == torch.cuda.get_device_name() and choice.place.driver
+        assert 0 < choice.fused_us < 1e5 and 0 < choice.batched_us < 1e5
+    assert f"measured on {torch.cuda.get_device_name()}" in layer.explain(100)
+    x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer(x))
+
+
+def test_auto_runs_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "medians", lambda runs, device: {"fused": 2e-5, "batched": 1e-5})
+    layer, x = layer_of(), torch.randn(100, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        fused = layer(x)
+        layer.warmup(100, tune=True)
+        y = layer(x)
+        layer.implementation = "batched"
+        assert torch.equal(y, layer(x))
+    torch.testing.assert_close(y, fused, rtol=0.05, atol=0.05)
+
+
+def test_another_driver_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "medians", lambda runs, device: {"fused": 2e-5, "batched": 1e-5})
+    layer = layer_of()
+    layer.warmup(100, tune=True)
+    (here, *_) = [choice for places in choices.TABLE.values() for choice in places.values()]
+    other = dataclasses.replace(here.place, driver="1.0")
+    moved = [dataclasses.replace(c, place=other) for places in choices.TABLE.values() for c in places.values()]
+    choices.TABLE.clear()
+    choices.put(moved)
+    with pytest.warns(RuntimeWarning, match=r"measured elsewhere, on .*driver 1\.0"):
+        layer(torch.randn(100, 256, device="cuda", dtype=torch.bfloat16))
+
+
+def test_a_model() -> None:
+    block = FactorMLP([48, (8, 8), (8, 8), 12], device="cuda", dtype=torch.bfloat16)
+    found = factorlayer.tune(block, torch.randn(3000, 48, device="cuda", dtype=torch.bfloat16))
+    assert [tuned.choice.batch_class for tuned in found if tuned.choice] == [2, 2]
+
+
+def test_refused_in_a_capture() -> None:
+    layer, graph = layer_of(), torch.cuda.CUDAGraph()
+    layer.warmup(8)
+    x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), torch.cuda.graph(graph):
+        layer(x)
+        with pytest.raises(RuntimeError, match="kernels cannot be timed inside a CUDA graph capture"):
+            layer.warmup(8, tune=True)
+
+
+def test_too_large_for_the_memory() -> None:
+    with pytest.warns(RuntimeWarning, match="are too many for the memory of cuda"):
+        layer_of().warmup(1 << 40, tune=True)
+    assert not choices.TABLE
