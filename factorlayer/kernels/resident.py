@@ -98,8 +98,17 @@ class Resident(Pass):
         return 32 * self.warps * self.groups
 
     @property
+    def chunks(self) -> int:
+        """Of a slice, the last one maybe not whole."""
+        return -(-self.work.inner // self.chunk)
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.work.inner % self.chunk > 0
+
+    @property
     def units_per_sample(self) -> int:
-        return self.work.outer * (self.work.inner // self.chunk)
+        return self.work.outer * self.chunks
 
     @property
     def units_per_block(self) -> int:
@@ -192,11 +201,12 @@ def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:
     rows = whole // plan.parts if out else whole
     if plan.chunk == work.inner:
         return 1, rows * work.inner, 1, whole * work.inner, 0
-    return rows, plan.chunk, work.inner // plan.chunk, whole * work.inner, work.inner
+    return rows, plan.chunk, plan.chunks, whole * work.inner, work.inner
 
 
 def _region_type(plan: Resident, out: bool) -> str:
-    return f"Region<{', '.join(map(str, _region(plan, out)))}, {plan.units_per_sample}>"
+    width = plan.work.inner if plan.is_ragged else 0
+    return f"Region<{', '.join(map(str, _region(plan, out)))}, {plan.units_per_sample}, {width}>"
 
 
 def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
@@ -214,7 +224,7 @@ def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int])
     if step == layout.i:
         together = layout.p * layout.i if layout.row != layout.p * layout.i else rows * contiguous
     run = math.gcd(together, contiguous)
-    good = run * plan.size >= LEAST_RUN and _access(plan, layout, region) == 16
+    good = not plan.is_ragged and run * plan.size >= LEAST_RUN and _access(plan, layout, region) == 16
     return run if plan.gpu.copy_engine and good else 0
 
 

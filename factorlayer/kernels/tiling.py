@@ -25,6 +25,7 @@ TILES = (
     *((1, 1), (1, 2), (1, 4), (1, 7), (1, 8), (2, 1), (2, 2), (2, 4), (2, 7), (2, 8)),
     *((4, 1), (4, 2), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
 )
+OF_PIECE, OF_WORD_ELEMENT = 30, 7  # instructions for a piece whose place is computed, and for an element of a word
 MOST_ODD_TILES = 8  # where places are computed, or sums stay over several terms
 SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 
@@ -62,16 +63,17 @@ def _orders(work: Work) -> Iterator[Work]:
 
 
 def _chunks(work: Work) -> Iterator[int]:
-    """Parts of what lies behind the modes, as runs of memory: the longest that fits, and some of 64 bytes and more."""
+    """Parts of what lies behind the modes, as runs of memory: the longest that fits, and some of 64 bytes and more, of
+    which the last one is shorter where they do not divide it."""
     yield work.inner
     if work.inner == 1:
         return
     size = ELEMENT_BYTES[work.dtype]
-    chunks = [run // size for run in (256, 128, 64)]
-    chunks = [chunk for chunk in chunks if chunk < work.inner and work.inner % chunk == 0]
+    runs = [run // size for run in (256, 128, 64) if run // size < work.inner]
+    chunks = [run for run in runs if work.inner % run == 0]
     if not chunks:
         most = 2048 // size
-        chunks = [d for d in range(min(most, work.inner - 1), 0, -1) if work.inner % d == 0][:3]
+        chunks = [d for d in range(min(most, work.inner - 1), 0, -1) if work.inner % d == 0][:3] + runs
     yield from chunks
 
 
@@ -96,7 +98,7 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
     unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
     room = gpu.shared - work.rank * size * weights
-    total = batch * work.outer * (work.inner // chunk)
+    total = batch * work.outer * -(-work.inner // chunk)
     run = chunk * size if chunk < work.inner else 128
     memory = (unit_in + unit_out) * size / gpu.memory_bytes * (1 + 11 / run)  # short runs cost more
     for warps in (1, 2, 4, 8, 16):
@@ -104,6 +106,7 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
         if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
+        move += units * sum(_pieces(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
         for most in MOST_TILES:
             for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
                 fields = (work, stages, chunk, split * work.terms, units, warps)
@@ -128,6 +131,17 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     yield us, (*fields, groups, slots, in_place, gpu, us)
                     if slots == 2 and groups * warps >= fit:
                         break
+
+
+def _pieces(elements: int, work: Work, chunk: int) -> float:
+    """Instructions of warps that move a unit by pieces of less than 8 bytes, whose places are computed."""
+    size = ELEMENT_BYTES[work.dtype]
+    run = chunk if chunk < work.inner else elements
+    access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
+    if access >= 8:
+        return 0.0
+    each = OF_WORD_ELEMENT if size == 2 and access == 2 and chunk == work.inner else OF_PIECE * size / access
+    return elements * each / 32
 
 
 def _warps_that_fit(work: Work, stages: Stages) -> int:

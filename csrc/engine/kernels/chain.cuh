@@ -101,7 +101,7 @@ template <class Pass> struct Chain {
                  state_of(held) + R::unit(first + k / kEach) + R::at(k % kEach * kRun), kBytes, barrier(slot));
   }
 
-  // Units beyond the last one become zeros.
+  // Units beyond the last one, and what is missing of a slice's last chunk, become zeros.
   DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
     using R = typename Pass::Input;
     using Place = typename Pass::First;
@@ -124,11 +124,12 @@ template <class Pass> struct Chain {
 #pragma unroll 2
       for (int j = thread; j < kCount; j += kThreads) {
         const int e = j * kEach;
-        copy_async<Pass::COPY>(to + Place::at(e) * kSize, from + (e < there ? R::behind(chunk, e) : 0), e < there);
+        const bool here = e < there && R::has(chunk, e);
+        copy_async<Pass::COPY>(to + Place::at(e) * kSize, from + (here ? R::behind(chunk, e) : 0), here);
       }
     } else {
       by_registers<kCount, kThreads>(
-          thread, [&](int e) { return e < there ? from[R::behind(chunk, e)] : Element{}; },
+          thread, [&](int e) { return e < there && R::has(chunk, e) ? from[R::behind(chunk, e)] : Element{}; },
           [&](int e) { return to + Place::at(e) * kSize; });
     }
   }
@@ -406,7 +407,7 @@ template <class Pass> struct Chain {
     if constexpr (Pass::BIAS) {
       using R = typename Pass::Output;
       const int e = element<S>(row, column);
-      if (inside<S>(row, column) && e < present(unit) * R::kSize)
+      if (inside<S>(row, column) && e < present(unit) * R::kSize && R::has(R::chunk(unit), e))
         sum += widen(static_cast<const Element*>(params.bias)[i64(blockIdx.y) * Pass::SPLIT_STEP +
                                                               R::feature(R::of_sample(unit), e)]);
     }
@@ -562,6 +563,7 @@ template <class Pass> struct Chain {
     for (int j = thread; j < kCount; j += kThreads) {
       const int e = j * kEach;
       if (e >= there) break;
+      if (!R::has(chunk, e)) continue;
       store_words<Pass::STORE>(y + R::behind(chunk, e), load_words<Pass::STORE>(from + Place::at(e) * kSize));
     }
   }

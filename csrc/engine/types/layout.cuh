@@ -13,8 +13,8 @@ template <int P_, int I_, int ROW_, int STEP_> struct Layout {
 };
 
 // In memory: units are slices of a sample's features, or chunks of their last axis. A unit is [ROWS, C], C contiguous,
-// STEP elements from row to row.
-template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_SAMPLE_> struct Region {
+// STEP elements from row to row. Where C does not divide that axis, of WIDTH elements then, the last chunk is not whole.
+template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_SAMPLE_, int WIDTH_ = 0> struct Region {
   static constexpr int C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_;
   static constexpr bool kDense = kSize == SLICE_;
   static DEVICE i64 unit(i64 u) { return u / CHUNKS * SLICE_ + u % CHUNKS * C; }
@@ -28,6 +28,9 @@ template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_S
     const int here = chunk + e / kSize;
     return i64(here / CHUNKS) * SLICE_ + here % CHUNKS * C + at(e % kSize);
   }
+  static DEVICE bool has(int chunk, int e) {
+    return WIDTH_ == 0 || (chunk + e / kSize) % CHUNKS * C + e % C < WIDTH_;
+  }
   static DEVICE int of_sample(i64 u) { return int(u % UNITS_PER_SAMPLE_); }
   static DEVICE int feature(int of_sample, int e) {
     const int here = UNITS_PER_SAMPLE_ > 1 ? (of_sample + e / kSize) % UNITS_PER_SAMPLE_ : 0;
@@ -35,7 +38,7 @@ template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_S
   }
 
   // A tile of units that lie side by side: an element's place behind the first one's.
-  static constexpr bool side_by_side(int units) { return kDense || CHUNKS % units == 0; }
+  static constexpr bool side_by_side(int units) { return WIDTH_ == 0 && (kDense || CHUNKS % units == 0); }
   static constexpr DEVICE i64 along(int e) {
     return kDense ? e : i64(e % kSize / C) * STEP_ + e / kSize * C + e % C;
   }
