@@ -264,7 +264,7 @@ def _single_type(
         *(str(flag).lower() for flag in (plan.in_place, _splits(stage, following), pairs)),
         plan.scale_offset(step) if _scaled(plan, step) else -1,
         stage.weight_stride,
-        str(from_sums).lower(),
+        *(str(flag).lower() for flag in (from_sums, _is_of_parts(stage, following))),
     ]
     return f"Stage<{', '.join(map(str, words))}>"
 
@@ -288,6 +288,18 @@ def _splits(stage: Stage, out: Layout) -> bool:
     r, c = 8 * np.arange(2 * stage.mt).reshape(1, 1, -1, 1), 8 * np.arange(stage.nt).reshape(1, 1, 1, -1)
     valid = (row + r < stage.m) & (column + c < stage.n)
     return bool(np.all(~valid | (at(row + r, column + c) == at(row, column) + at(r, c))))
+
+
+@functools.lru_cache(1024)
+def _is_of_parts(stage: Stage, out: Layout) -> bool:
+    """Whether a sum's place in the next state is its row's plus its column's."""
+    padded = stage.inner_padded
+    row, column = np.arange(stage.m)[:, None], np.arange(stage.n)[None, :]
+    column = column[:, column[0] % padded < stage.inner]
+    if stage.by_rows:
+        return bool(np.all(out.at(row * stage.q + column) == out.at(row * stage.q) + out.at(column)))
+    first, place = row * stage.inner, column // padded * stage.q * stage.inner + column % padded
+    return bool(np.all(out.at(first + place) == out.at(first) + out.at(place)))
 
 
 def _load_weights(plan: Resident) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us
+from factorlayer.kernels.stages import ISSUED, Sandwich, Stage, Stages, last_of, memory_of, stage_us
 from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
@@ -141,7 +141,7 @@ def _pieces(elements: int, work: Work, chunk: int) -> float:
     if access >= 8:
         return 0.0
     each = OF_WORD_ELEMENT if size == 2 and access == 2 and chunk == work.inner else OF_PIECE * size / access
-    return elements * each / 32
+    return elements * each / 32 / ISSUED
 
 
 def _warps_that_fit(work: Work, stages: Stages) -> int:

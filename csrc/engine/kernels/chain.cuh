@@ -23,11 +23,12 @@
 // warp's share. In and Out: layouts of its state and of the next. Offsets in bytes: in, out in the group's memory (-1: the
 // slot), weight in the block's. SPLITS says that a tile's place in Out is its lane's plus a constant, PAIRS that two neighbouring
 // sums are stored at once. SCALE is where a number lies that the sums are multiplied by, or -1. FROM_SUMS: the state is not in
-// shared memory but what a warp has just summed.
+// shared memory but what a warp has just summed. PARTS says that a sum's place in Out is its row's plus its column's.
 template <bool BY_ROWS_, int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, class In_, class Out_, int IN_, int OUT_,
           int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_,
-          bool FROM_SUMS_>
+          bool FROM_SUMS_, bool PARTS_>
 struct Stage {
+  static constexpr bool PARTS = PARTS_;
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = FROM_SUMS_, IN_PLACE = IN_PLACE_, SPLITS = SPLITS_, PAIRS = PAIRS_;
   static constexpr int P = P_, Q = Q_, I = I_, ROWS = ROWS_, MT = MT_, NT = NT_, IN = IN_, OUT = OUT_, WEIGHT = WEIGHT_;
   static constexpr int SCALE = SCALE_;
@@ -368,6 +369,7 @@ template <class Pass> struct Chain {
 
   template <class S, bool LAST> DEVICE void write(const Sums<S>& y, int tile, u32 to, i64 unit) const {
     int row = tile % S::M_TILES * S::MT * 16 + lane.g, column = tile / S::M_TILES * S::NT * 8 + lane.t * 2;
+    if constexpr (!S::SPLITS && S::PARTS) return write_by_parts<S, LAST>(y, row, column, to, unit);
     if constexpr (!S::SPLITS) stay_here(row, column);
     const u32 mine = to + S::Out::at(element<S>(row, column)) * kSize;
     [[maybe_unused]] float scale = 1;
@@ -401,6 +403,34 @@ template <class Pass> struct Chain {
               store_shared(to + S::Out::at(element<S>(row + r, column + c + 1)) * kSize, narrow<Element>(second));
           }
         }
+  }
+  // The same where places are computed as the kernel runs: once for each row, and for each column.
+  template <class S, bool LAST> DEVICE void write_by_parts(const Sums<S>& y, int row, int column, u32 to, i64 unit) const {
+    [[maybe_unused]] float scale = 1;
+    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
+    int columns[2 * S::NT];  // their places, or -1
+#pragma unroll
+    for (int n = 0; n < 2 * S::NT; ++n) {
+      const int c = column + n / 2 * 8 + n % 2;
+      columns[n] = c < S::N && (S::BY_ROWS || S::I == S::IP || c % S::IP < S::I) ? S::Out::at(element<S>(0, c)) : -1;
+    }
+#pragma unroll
+    for (int h = 0; h < 2 * S::MT; ++h) {
+      const int r = row + h * 8;
+      if (r >= S::M) continue;
+      const u32 mine = to + S::Out::at(element<S>(r, 0)) * kSize;
+#pragma unroll
+      for (int n = 0; n < 2 * S::NT; ++n) {
+        if (columns[n] < 0) continue;
+        auto sum = y[h / 2][n / 2][h % 2 * 2 + n % 2];
+        if constexpr (S::SCALE >= 0) sum *= scale;
+        if constexpr (LAST)
+          sum = finished<S>(sum, r, column + n / 2 * 8 + n % 2, unit);
+        else
+          sum = Math::rounded(sum);
+        store_shared(mine + columns[n] * kSize, narrow<Element>(sum));
+      }
+    }
   }
   // A sum with bias and activation
   template <class S> DEVICE Sum<Element> finished(Sum<Element> sum, int row, int column, i64 unit) const {
@@ -544,7 +574,7 @@ template <class Pass> struct Chain {
     using R = typename Pass::Output;
     using Place = typename Pass::Final;
     constexpr int kEach = Pass::STORE / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    if constexpr (Pass::STORE < 4 && R::kDense) return store_elements(first, from, y);
+    if constexpr (Pass::STORE < 8 && kSize == 2 && R::kDense) return store_elements(first, from, y);
     if constexpr (R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
       if (first + Pass::UNITS <= units) {
         Element* to = y + R::unit(first) + R::along(thread * kEach);
