@@ -26,10 +26,6 @@ INSTRUCTIONS = {
 }
 
 
-OF_PLACE = 14  # instructions for a sum whose place is computed as the kernel runs
-ISSUED = 0.45  # of the instructions that a multiprocessor could issue, where places are computed by the warps that fit
-
-
 def _together(*times: float) -> float:
     """Of units that work side by side, but not perfectly."""
     return max(times) + OVERLAP * (sum(times) - max(times))
@@ -119,7 +115,9 @@ class Stage:
 
     @functools.cached_property
     def is_odd(self) -> bool:
-        return is_odd(self.q, self.inner, self.rows, self.nt)
+        padded, wide = self.inner_padded, 8 * self.nt
+        uneven = self.rows % 8 if self.by_rows else self.inner % 8 or (padded % wide and wide % padded)
+        return bool(uneven or self.q % 8)
 
     @functools.cached_property
     def registers(self) -> int:
@@ -155,16 +153,7 @@ def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str
     of_a, of_b, of_product = INSTRUCTIONS[dtype]
     inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
     issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
-    if is_odd(q, inner, rows, nt):
-        issue += shares * 4 * mt * nt * OF_PLACE / ISSUED / gpu.instructions
     return _together(multiply, move, issue)
-
-
-def is_odd(q: int, inner: int, rows: int, nt: int) -> bool:
-    """Whether places of a stage's sums have to be computed as the kernel runs, which takes registers."""
-    padded, wide = inner + 7 & ~7, 8 * nt
-    uneven = rows % 8 if inner == 1 else inner % 8 or (padded % wide and wide % padded)
-    return bool(uneven or q % 8)
 
 
 @dataclass(frozen=True)

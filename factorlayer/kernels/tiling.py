@@ -14,7 +14,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stages import ISSUED, Sandwich, Stage, Stages, last_of, memory_of, stage_us
+from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us
 from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
@@ -134,14 +134,15 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
 
 
 def _pieces(elements: int, work: Work, chunk: int) -> float:
-    """Instructions of warps that move a unit by pieces of less than 8 bytes, whose places are computed."""
+    """Instructions of warps that move a unit by pieces whose places are computed one by one: of less than 8 bytes, or
+    of chunks that do not divide a slice."""
     size = ELEMENT_BYTES[work.dtype]
     run = chunk if chunk < work.inner else elements
     access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
-    if access >= 8:
+    if access >= 8 and work.inner % chunk == 0:
         return 0.0
     each = OF_WORD_ELEMENT if size == 2 and access == 2 and chunk == work.inner else OF_PIECE * size / access
-    return elements * each / 32 / ISSUED
+    return elements * each / 32
 
 
 def _warps_that_fit(work: Work, stages: Stages) -> int:

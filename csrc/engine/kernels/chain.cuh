@@ -574,7 +574,7 @@ template <class Pass> struct Chain {
     using R = typename Pass::Output;
     using Place = typename Pass::Final;
     constexpr int kEach = Pass::STORE / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    if constexpr (Pass::STORE < 8 && kSize == 2 && R::kDense) return store_elements(first, from, y);
+    if constexpr (Pass::STORE < 4 && R::kDense) return store_elements(first, from, y);
     if constexpr (R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
       if (first + Pass::UNITS <= units) {
         Element* to = y + R::unit(first) + R::along(thread * kEach);
