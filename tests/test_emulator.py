@@ -39,6 +39,7 @@ from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product.wide_gradient import WideGradient
+from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
@@ -87,6 +88,8 @@ CASES = [
     Case(kronecker((32, 32), (32, 32)), "float64", 9, LARGE),
     Case(kronecker((32, 32), (32, 32)), "tf32", 9, SMALL, 80),
     Case(kronecker((3, 4, 6), (5, 2, 7)), "float16", 9, SMALL),
+    Case(kronecker((7, 9, 3), (5, 11, 5)), "float16", 33, LARGE),
+    Case(kronecker((33, 31), (31, 33)), "bfloat16", 7, MEDIUM),
     Case(kronecker((4, 9), (6, 5), rank=2), "float32", 21, MEDIUM),
     Case(kronecker((4, 9), (6, 5), rank=2), "bfloat16", 21, MEDIUM, 80),
     Case(kronecker((8,) * 5, (8,) * 5), "bfloat16", 1, SMALL),
@@ -346,6 +349,51 @@ def test_every_scheme_makes_the_same(spec: LayerSpec, dtype: str, emulator: Emul
         assert not errors, scheme
         distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
         assert distance <= 2 * EPS[dtype] * len(spec.contractions) * np.linalg.norm(right), scheme
+
+
+def run_with_less_memory(case: Case, shared: int, emulator: Emulator) -> Plan:
+    """Its plan for a GPU with so many bytes of shared memory, which has run and was right."""
+    run, gpu = prepare(case, emulator), replace(Gpu.of(case.architecture), shared=shared)
+    found = plan(case.plan.chain, case.dtype, case.planned, gpu)
+    kernels = emulator.compile(found)
+    y, errors = emulator.run(found, kernels, run.x, run.weights, run.bias, case.processors)
+    assert not errors
+    right = run.right()
+    distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
+    assert distance <= 2 * EPS[case.dtype] * len(found.chain.contractions) * np.linalg.norm(right)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kronecker((8, 8, 8), (8, 8, 8), rank=3), "bfloat16", 9, LARGE),
+        Case(kronecker((7, 5, 6, 5), (7, 5, 6, 5), rank=2), "bfloat16", 9, LARGE),
+        Case(kronecker((16, 16), (16, 16), rank=2), "float32", 33, LARGE, 80),
+        Case(kronecker((6, 8, 4, 4, 5), (6, 8, 4, 4, 5), rank=3), "float16", 3, MEDIUM),
+    ],
+    ids=str,
+)
+def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emulator) -> None:
+    found = run_with_less_memory(case, 12000 if case.dtype == "bfloat16" and case.spec.rank == 3 else 24000, emulator)
+    first, *_, last = found.passes
+    assert isinstance(first, Resident) and isinstance(last, Resident)
+    rank = case.spec.rank
+    assert (first.work.terms, first.work.apart, last.work.rank, last.work.apart) == (rank, False, rank, True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kronecker((7, 31, 67), (7, 31, 67)), "bfloat16", 3, LARGE),
+        Case(kronecker((31, 7, 130), (31, 5, 130)), "float16", 3, LARGE),
+        Case(kronecker((31, 31, 37), (31, 29, 37)), "float32", 3, MEDIUM),
+    ],
+    ids=str,
+)
+def test_chunks_need_not_divide_a_slice(case: Case, emulator: Emulator) -> None:
+    found = run_with_less_memory(case, 30000, emulator)
+    assert any(isinstance(p, Resident) and p.is_ragged for p in found.passes), found
 
 
 # Of gradients: outer, p, q, inner, tied. Columns, k's or groups lie side by side in memory, in whole runs or not.

@@ -29,6 +29,7 @@ from factorlayer.autograd.runtime import (
     prepare_together,
     raise_failure,
     tf32_allowed,
+    untraced,
     why_not_on_gpu,
 )
 from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
@@ -128,7 +129,7 @@ def has_kernel(text: str, dtype: torch.dtype, device: int, few: bool = False) ->
 
 def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> str:
     """What a function of planner.py says of a text on a GPU; from the cache, if it has been asked before."""
-    answer: str = torch.ops.factorlayer.ask_planner(question, text, dtype_name(dtype), *gpu_limits(device))
+    answer: str = untraced(torch.ops.factorlayer.ask_planner, question, text, dtype_name(dtype), *gpu_limits(device))
     return answer
 
 

@@ -8,10 +8,11 @@ import hashlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,10 +98,19 @@ def _find_reason(index: int) -> str | None:
         name = torch.cuda.get_device_name(index)
         return f"its CUDA kernels need compute capability 8.0 or later, {name} has {major}.{minor}"
     try:
-        torch.ops.factorlayer.compiler()
+        untraced(torch.ops.factorlayer.compiler)
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def untraced(op: Callable[..., Any], *args: Any) -> Any:
+    """What an op says of texts and numbers, asked past whoever watches operators: torch.export has no place for a text
+    that an op returns, and whether a GPU can be used may first be asked while it traces."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return op(*args)
 
 
 def plan_text(chain: str, dtype: torch.dtype, batch: int, capability: int, processors: int, shared_bytes: int) -> str:
