@@ -257,30 +257,33 @@ def _single_type(
 ) -> str:
     run = following.i if following.i > 1 else following.p
     pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
+    splits = _splits(stage, following)
     words = [
         str(stage.by_rows).lower(),
         *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),
         *(layout, following, plan.offset(i), plan.offset(i + 1), weight),
-        *(str(flag).lower() for flag in (plan.in_place, _splits(stage, following), pairs)),
+        *(str(flag).lower() for flag in (plan.in_place, splits, pairs)),
         plan.scale_offset(step) if _scaled(plan, step) else -1,
         stage.weight_stride,
-        *(str(flag).lower() for flag in (from_sums, _is_of_parts(stage, following))),
+        *(str(flag).lower() for flag in (from_sums, not splits and _is_of_parts(stage, following))),
     ]
     return f"Stage<{', '.join(map(str, words))}>"
+
+
+def _element(stage: Stage, row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of a sum in the state that comes out."""
+    if stage.by_rows:
+        return row * stage.q + column
+    padded = stage.inner_padded
+    return (column // padded * stage.q + row) * stage.inner + column % padded
 
 
 @functools.lru_cache(1024)
 def _splits(stage: Stage, out: Layout) -> bool:
     """Whether a sum's place in the next state is its lane's place plus a constant for its tile."""
 
-    def element(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
-        if stage.by_rows:
-            return row * stage.q + column
-        padded = stage.inner_padded
-        return (column // padded * stage.q + row) * stage.inner + column % padded
-
     def at(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
-        return out.at(element(row, column))
+        return out.at(_element(stage, row, column))
 
     m_tiles, n_tiles = -(-stage.m // (16 * stage.mt)), -(-stage.n // (8 * stage.nt))
     row = (np.arange(m_tiles)[:, None] * 16 * stage.mt + np.arange(8)).reshape(-1, 1, 1, 1)
@@ -293,13 +296,11 @@ def _splits(stage: Stage, out: Layout) -> bool:
 @functools.lru_cache(1024)
 def _is_of_parts(stage: Stage, out: Layout) -> bool:
     """Whether a sum's place in the next state is its row's plus its column's."""
-    padded = stage.inner_padded
     row, column = np.arange(stage.m)[:, None], np.arange(stage.n)[None, :]
-    column = column[:, column[0] % padded < stage.inner]
-    if stage.by_rows:
-        return bool(np.all(out.at(row * stage.q + column) == out.at(row * stage.q) + out.at(column)))
-    first, place = row * stage.inner, column // padded * stage.q * stage.inner + column % padded
-    return bool(np.all(out.at(first + place) == out.at(first) + out.at(place)))
+    column = column[:, column[0] % stage.inner_padded < stage.inner]
+    first = np.zeros((1, 1), np.int64)
+    parts = out.at(_element(stage, row, first)) + out.at(_element(stage, first, column))
+    return bool(np.all(out.at(_element(stage, row, column)) == parts))
 
 
 def _load_weights(plan: Resident) -> list[str]:
@@ -335,14 +336,14 @@ def _types(plan: Resident) -> list[str]:
 
 
 def _stages(plan: Resident) -> list[str]:
-    last = len(plan.stages) - 1
+    last, state = len(plan.stages) - 1, "slot" if plan.work.rank == 1 else "state"
     calls = []
     for i, stage in enumerate(plan.stages):
         following = f"S{i + 1}" if i < last else "void"
         if isinstance(stage, Sandwich):
-            calls.append(f"c.template sandwich<S{i}, {following}>(slot, tile);")
+            calls.append(f"c.template sandwich<S{i}, {following}>({state}, tile);")
         else:
-            calls.append(f"c.template stage<S{i}, {following}>(term, slot, tile);")
+            calls.append(f"c.template stage<S{i}, {following}>(term, {state}, tile);")
     head = "template <class C> static DEVICE void stages(const C& c, u32 slot, i64 tile) {"
     if plan.work.rank == 1:
         return [head, "  [[maybe_unused]] constexpr int term = 0;", *(f"  {call}" for call in calls), "}"]
@@ -350,8 +351,8 @@ def _stages(plan: Resident) -> list[str]:
         head,
         f"  typename C::template Sums<S{last}> y = {{}};",
         f"  for (int term = 0; term < {plan.work.rank}; ++term) {{",
-        f"    const u32 state = slot + {'term * kHeldBytes' if plan.work.apart else '0'};",
-        *(f"    {call.replace('slot', 'state')}" for call in calls[:-1]),
+        f"    const u32 state = slot{' + term * kHeldBytes' if plan.work.apart else ''};",
+        *(f"    {call}" for call in calls[:-1]),
         f"    if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
         "    c.sync();",
         "  }",

@@ -115,6 +115,7 @@ class Stage:
 
     @functools.cached_property
     def is_odd(self) -> bool:
+        """Whether places of its sums have to be computed as the kernel runs, which takes registers."""
         padded, wide = self.inner_padded, 8 * self.nt
         uneven = self.rows % 8 if self.by_rows else self.inner % 8 or (padded % wide and wide % padded)
         return bool(uneven or self.q % 8)

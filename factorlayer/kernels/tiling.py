@@ -92,7 +92,7 @@ def _splits(work: Work, batch: int, gpu: Gpu) -> Iterator[int]:
 
 
 def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
-    states = work.states_of(split)
+    states, blocks = work.states_of(split), split * work.terms  # for a unit
     unit_in, unit_out = math.prod(states[0]) * chunk, math.prod(states[-1]) * chunk
     unit_in *= work.held
     unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
@@ -109,7 +109,7 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
         move += units * sum(_pieces(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
         for most in MOST_TILES:
             for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
-                fields = (work, stages, chunk, split * work.terms, units, warps)
+                fields = (work, stages, chunk, blocks, units, warps)
                 busy = sum(stage.time(warps, gpu) for stage in stages) * work.rank + move
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * work.rank
                 slot, *sides = memory_of(stages, work.rank, in_place)
@@ -121,12 +121,11 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     if groups < 1:
                         continue
                     tiles = -(-total // units)
-                    groups = max(1, min(groups, -(-tiles * split * work.terms // gpu.sms)))
+                    groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
                     barriers = (len(stages) * (2 if in_place else 1) + 2) * work.rank
                     # Without a slot or a result of its own, a tile waits for the one before it to leave.
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
-                    apart = split * work.terms
-                    us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, apart, gpu)
+                    us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu)
                     us += weight_bytes / 59e3
                     yield us, (*fields, groups, slots, in_place, gpu, us)
                     if slots == 2 and groups * warps >= fit:
