@@ -322,8 +322,7 @@ class FactorLinear(Recorded):
 
     def _choice_in_words(self, x: Tensor, batch: int) -> str:
         """Where auto's choice comes from."""
-        asked = text_for(self.chain, x), x.dtype, x.device.type, x.get_device(), batch
-        found = [choice for training in (False, True) for choice in choices.measured(*asked, training)]
+        found = choices.of_both_passes(text_for(self.chain, x), x, batch)
         if not found:
             return "auto takes fused as always: nothing was measured"
         return "\n".join(f"auto takes {choice.implementation}: {choice}" for choice in found)

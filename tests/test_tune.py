@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
+from untuned import forget, untuned
 
 import factorlayer
 import factorlayer.functional
@@ -25,27 +26,28 @@ from factorlayer import FactorLinear, FactorMLP, fuse
 from factorlayer.autograd.fused import layer_at_once as every_layer_at_once
 from factorlayer.autograd.runtime import cache_folder, class_of_batch
 from factorlayer.cli.app import app
-from factorlayer.tuning import choices, kept, timing
+from factorlayer.tuning import choices, timing
 
 
 @pytest.fixture(autouse=True)
 def _nothing_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Before, as in a new process with an empty cache, and behind it again."""
     monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path / "cache"))
-    forget()
-    yield
-    forget()
-    choices._load.clear()
+    with untuned():
+        yield
     torch._dynamo.reset()
 
 
-def forget() -> None:
-    choices.TABLE.clear()
-    choices._warned.clear()
-    choices._load[:] = [kept.read_kept]
-    choices.put([])
-    factorlayer.functional._take_choices()
-    factorlayer.functional.layer_at_once = factorlayer.functional._read_choices_first
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes once one choice is kept."""
+
+    def medians(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+        if choices.TABLE:
+            raise KeyboardInterrupt
+        return {"fused": 2.0, "batched": 1.0}
+
+    monkeypatch.setattr(timing, "medians", medians)
 
 
 @pytest.fixture
@@ -379,13 +381,8 @@ def test_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch, times: dict[str, 
             call()
 
 
-def test_an_interrupted_tuning_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def medians(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-        if choices.TABLE:
-            raise KeyboardInterrupt
-        return {"fused": 2.0, "batched": 1.0}
-
-    monkeypatch.setattr(timing, "medians", medians)
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupted_tuning_keeps_what_was_measured() -> None:
     with pytest.raises(KeyboardInterrupt):
         layer_of().warmup(8, tune=True)
     assert [key[3] for key in choices.TABLE] == [False] and len(files()) == 1
@@ -521,13 +518,8 @@ def test_the_command(times: dict[str, float], tmp_path: Path) -> None:
         assert done.exit_code == 2 and message in " ".join(done.stderr.replace("│", " ").split()), done.output
 
 
-def test_ctrl_c_keeps_what_the_command_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def medians(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-        if choices.TABLE:
-            raise KeyboardInterrupt
-        return {"fused": 2.0, "batched": 1.0}
-
-    monkeypatch.setattr(timing, "medians", medians)
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_keeps_what_the_command_has_measured() -> None:
     done = CliRunner().invoke(app, ["8", "3x4", "4x5", "tune"])
     assert done.exit_code == 130 and "interrupted: 1 choices were measured and are kept" in done.stdout
     assert len(files()) == 1

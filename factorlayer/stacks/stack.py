@@ -334,8 +334,7 @@ class LayerStack(nn.Module):
         if tensors is None or self.implementation != "auto" or len(self.layers) == 1 or not choices.TABLE:
             return []
         x, _, _ = autocast(tensors[0], (), None)
-        asked = self.text_for(x), x.dtype, x.device.type, x.get_device(), None
-        found = [choice for training in (False, True) for choice in choices.measured(*asked, training)]
+        found = choices.of_both_passes(self.text_for(x), x, None)
         return [f"{', '.join(self.names)}: auto runs {c.implementation}, {c}" for c in found]
 
     def explain(self) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from factorlayer.autograd.build import VERSION
@@ -154,6 +155,12 @@ def measured(
     if not found:
         _warn_of_another([choice for places in at for choice in places.values()], device, here)
     return found
+
+
+def of_both_passes(text: str, x: Tensor, batch: int | None) -> list[Choice]:
+    """For inference and for training with samples like x."""
+    asked = text, x.dtype, x.device.type, x.get_device(), batch
+    return [choice for training in (False, True) for choice in measured(*asked, training)]
 
 
 def why_batched(

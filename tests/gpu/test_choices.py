@@ -7,28 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from untuned import untuned
 
 import factorlayer
 import factorlayer.functional
 from factorlayer import FactorLinear, FactorMLP
-from factorlayer.tuning import choices, kept, timing
+from factorlayer.tuning import choices, timing
 
 
 @pytest.fixture(autouse=True)
 def _nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
     monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path))
-    forget()
-    yield
-    forget()
-    choices._load.clear()
-
-
-def forget() -> None:
-    choices.TABLE.clear()
-    choices._warned.clear()
-    choices._load[:] = [kept.read_kept]
-    choices.put([])
-    factorlayer.functional._take_choices()
+    with untuned():
+        yield
 
 
 def layer_of() -> FactorLinear:
