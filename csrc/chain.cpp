@@ -233,7 +233,7 @@ static Chain parse(const std::string& text) {
       chain.sums = parse_features(name, words, chain);
     } else if (name == "backward") {
       const bool behind_bias = chain.bias && !has_activation && !chain.gradient && !chain.backward && !chain.x_turned;
-      if ((finishing && !behind_bias) || chain.contractions.empty() || chain.rank != 1)
+      if ((finishing && !behind_bias) || chain.contractions.empty() || (chain.rank != 1 && chain.bias))
         throw std::invalid_argument("\"backward\" stands in the wrong place");
       chain.backward = true;
     } else if ((name == "untied" || (name == "tied" && !chain.x_turned)) && !finishing) {

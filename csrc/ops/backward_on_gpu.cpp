@@ -100,8 +100,8 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   for (const Contraction& c : chain.contractions) {
     STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
                     ", which was not given");
-    check(weights[c.weight], x, c.weight_size(), "a weight");
-    count += c.weight_size();
+    check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
+    count += chain.rank * c.weight_size();
   }
   const bool of_x = wanted & 1, of_bias = wanted & 2;
   std::optional<Tensor> grad_x;

@@ -100,7 +100,16 @@ TensorMap parse_map(Reader& reader) {
 Pass parse_pass(Reader& reader) {
   const std::vector<std::string> words = reader.line("pass", 11);
   Pass pass{};
-  pass.in = buffer(reader, words[1], "x");
+  const size_t plus = words[1].find('+'), at = words[1].find('@');
+  pass.in = at == 0 ? Pass::weight : buffer(reader, words[1].substr(0, plus), "x");
+  pass.beside = Pass::none;
+  if (at == 0) pass.place = int(reader.number(words[1].substr(1), "a weight's number", 0, 61));
+  if (at != 0 && plus != std::string::npos) {
+    if (at == std::string::npos || at < plus) reader.fail("a buffer beside another should be such as +s1@3, it is \"" + shown(words[1]) + "\"");
+    pass.beside = buffer(reader, words[1].substr(plus + 1, at - plus - 1), "x");
+    if (pass.beside < Pass::s0 || pass.beside > Pass::s2) reader.fail("beside another buffer should be s0, s1 or s2");
+    pass.place = int(reader.number(words[1].substr(at + 1), "a weight's number", 0, 61));
+  }
   pass.out = buffer(reader, words[2], "y");
   pass.threads = reader.number(words[3], "the number of threads", 1, 1024);
   pass.shared_bytes = reader.number(words[4], "the bytes of shared memory", 0, 1 << 20);
@@ -156,15 +165,14 @@ Plan parse_plan(const std::string& text) {
   plan.chunk = reader.number(reader.line("chunk", 1)[1], "the chunk", 0, MANY);
   const std::vector<std::string> scratch = reader.line("scratch", 3);
   for (int i = 0; i < 3; ++i) plan.scratch[i] = reader.number(scratch[i + 1], "the bytes of scratch", 0, MANY);
-  bool written[] = {true, false, false, plan.scratch[2] > 0, false, true};  // sums are written beside what a pass says
+  bool written[] = {true, false, false, plan.scratch[2] > 0, false, true, true};  // sums are written beside what a pass says
   bool writes_y = false;
   while (!reader.at_end()) {
     if (plan.passes.size() == MOST_PASSES) reader.fail("a plan has " + std::to_string(MOST_PASSES) + " passes at most");
     plan.passes.push_back(parse_pass(reader));
     const Pass& pass = plan.passes.back();
-    if (!written[pass.in]) reader.fail("this pass reads a buffer that no pass before it wrote");
+    if (!written[pass.in] || (pass.beside != Pass::none && !written[pass.beside])) reader.fail("this pass reads a buffer that no pass before it wrote");
     if (pass.out >= Pass::s0 && pass.out <= Pass::s2 && !plan.scratch[pass.out - 1]) reader.fail("this pass writes scratch of no bytes");
-    if (pass.in == pass.out && pass.in != Pass::outside && pass.in != Pass::s2) reader.fail("this pass reads the buffer that it writes");
     if (pass.in == Pass::none && pass.out != Pass::s2) reader.fail("a pass that reads weights alone should write s2");
     if (pass.in == Pass::none) plan.prepared = plan.scratch[2];
     written[pass.out] = true;

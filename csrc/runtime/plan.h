@@ -4,7 +4,7 @@
 //     factorlayer plan 1
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
-//     pass <in: x|s0|s1|s2|none> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
+//     pass <in: x|s0|s1|s2|@a weight|none, maybe +s0|+s1|+s2@a weight> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
 //         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
 //     <source, and a newline>
 //     map <x, or a weight's number> <tf32|u16> <five sizes> <bytes from one to the next, behind the first size>
@@ -15,7 +15,8 @@
 // floats rounded on their way, or 16 bits as they are. The third size is that for one sample, if the tensor is x or a weight
 // that has samples, as a gradient has: "1*".
 //
-// A pass may add up s2 where it lies. One that reads nothing but weights, "none", prepares them in s2, and needs to run
+// A pass may have another buffer in the place of a weight, "+s1@3", and may write the states that it reads, or add up s2,
+// where they lie. One that reads nothing but weights, "none", prepares them in s2, and needs to run
 // only once for weights that stay as they are. A unit is what a block works on; a launch has as many blocks as its
 // samples have units, or fewer that each loop.
 #pragma once
@@ -37,8 +38,9 @@ constexpr int64_t MOST_SOURCE = int64_t(1) << 24;  // bytes: ours have a hundred
 constexpr int MOST_NAME = 100;                     // letters
 
 struct Pass {
-  enum Buffer { outside, s0, s1, s2, second, none };  // outside: x as input, y as output; second: w, another output
-  Buffer in, out;
+  enum Buffer { outside, s0, s1, s2, second, none, weight };  // outside: x as input, y as output; second: w, another output
+  Buffer in, out, beside;  // weight: it reads weight `place`; beside: what it has in the place of that, or none
+  int place;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;
   int64_t cluster;  // blocks of one, along y

@@ -283,7 +283,13 @@ def texts(text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1
 def _all_terms(
     ops: Ops, chain: Chain, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    """Each term by itself, but for x, whose gradient is the chain back with all terms."""
+    """At once, if there is a plan for that; else each term by itself, but for x, whose gradient is the chain back with
+    all terms."""
+    at_once = replace(chain, activation="identity", bias=False, backward=True)
+    all_wanted = wanted >> 2 == (1 << len(weights)) - 1
+    if all_wanted and all(c.tied for c in chain.contractions) and ops.fits_of(len(x))(at_once):
+        made = ops.all_gradients(grad, x, weights, at_once.text, 1)
+        return {0: made[0]} | {i + 2: of_weight for i, of_weight in enumerate(made[1:])}
     found = {}
     if wanted & 1:
         found[0] = ops.forward(grad, [_transposed(ops, w) for w in weights], None, _back(chain).text)

@@ -53,6 +53,7 @@ class TileSums(Pass):
     tiles: Any
     bias: Any = False  # whether that of the columns of what comes back is made, too
     folds: Any = 1  # sums for each weight that a block has
+    begin = 0
 
     reads = "x"
     gradients_to = "y"  # of a Reduction behind it
@@ -230,8 +231,11 @@ class BlockSums(Pass):
     gpu: Gpu
     weights: Any
 
-    reads = "x"
     gradients_to = "w"  # of a Reduction behind it
+
+    @property
+    def reads(self) -> str:
+        return "x"
 
     @property
     def writes(self) -> str:
@@ -249,7 +253,7 @@ class BlockSums(Pass):
     @property
     def finishing(self) -> tuple[Pass, ...]:
         if self.merged:
-            return Reduction(self, in_place=True), Parts(self.merged, self.dtype)
+            return Reduction(self, in_place=True), Parts(self.merged, self.dtype, self.rank, self.begin)
         return (Reduction(self),)
 
     def sum_bytes(self, blocks: int) -> int:
@@ -263,6 +267,16 @@ class BlockSums(Pass):
     @property
     def folds(self) -> int:
         return 1
+
+    @property
+    def rank(self) -> int:
+        """Terms, of which each weight has one behind the other."""
+        return 1
+
+    @property
+    def begin(self) -> int:
+        """Elements of the gradients of all weights before these, where it makes some of them."""
+        return 0
 
     @property
     def singles(self) -> int:
@@ -300,6 +314,8 @@ class Summing(Protocol):
     @property
     def singles(self) -> int: ...
     @property
+    def begin(self) -> int: ...
+    @property
     def us(self) -> float: ...
 
 
@@ -322,16 +338,27 @@ class Reduction(Pass):
         return "s2" if self.in_place else self.of.gradients_to
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.of.weights * (PART_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype],)
+        return ((self.begin + self.of.weights) * self._result_bytes,)
+
+    def written(self, batch: int) -> int:
+        return self.of.weights * self._result_bytes
+
+    @property
+    def _result_bytes(self) -> int:
+        return (PART_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype]
 
     def result_dtype(self, dtype: str) -> str:
         return "float32" if self.in_place and PART_BYTES[dtype] == 4 else dtype
 
     @property
+    def begin(self) -> int:
+        return 0 if self.in_place else self.of.begin
+
+    @property
     def vector(self) -> int:
         """Sums of a thread: 16 bytes, unless there are so few that more threads are worth more."""
         whole = 16 // PART_BYTES[self.of.dtype]
-        divides = self.of.weights % whole == 0 and self.of.singles % whole == 0
+        divides = all(n % whole == 0 for n in (self.of.weights, self.of.singles, self.begin))
         return whole if divides and self.of.weights * 8 >= whole * FILLED // 2 else 1
 
     @property
@@ -355,6 +382,7 @@ class Reduction(Pass):
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
         numbers |= {"MOST": of.most, "FOLDS": of.folds, "SINGLES": of.singles, "WAYS": self.ways, "VECTOR": self.vector}
+        numbers |= {"BEGIN": self.begin}
         lines = [f"using Element = {ELEMENT[of.dtype]};"]
         lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]

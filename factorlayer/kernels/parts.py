@@ -21,6 +21,8 @@ class Parts(Pass):
 
     modes: tuple[Mode, ...]
     dtype: str
+    rank: int = 1  # terms, of which each weight has one behind the other
+    begin: int = 0  # elements of other weights' gradients before these
     us: float = 3.0
 
     threads = 32 * WARPS
@@ -30,22 +32,26 @@ class Parts(Pass):
     reads, writes = "s2", "w"
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.weights * ELEMENT_BYTES[self.dtype],)
+        return ((self.begin + self.weights) * ELEMENT_BYTES[self.dtype],)
+
+    def written(self, batch: int) -> int:
+        return self.weights * ELEMENT_BYTES[self.dtype]
 
     @functools.cached_property
     def weights(self) -> int:
-        return sum(q * p for mode in self.modes for _, q, p in mode.parts)
+        return self.rank * sum(q * p for mode in self.modes for _, q, p in mode.parts)
 
     @property
     def split(self) -> int:
         return min(-(-self.weights // WARPS), MOST_BLOCKS)
 
     def __str__(self) -> str:
-        return f"parts: {self.weights} sums, of {sum(mode.q * mode.p for mode in self.modes)} of products"
+        return f"parts: {self.weights} sums, of {self.rank * sum(mode.q * mode.p for mode in self.modes)} of products"
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"static constexpr int COUNT = {self.weights};"]
+        lines += [f"static constexpr int BEGIN = {self.begin};"]
         lines += ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
         return kernel(headers("parts.cuh"), name, "Parts", lines, self.threads, 4, starts=True)
 
@@ -55,19 +61,20 @@ class Parts(Pass):
             behind_q, behind_p = mode.q, mode.p
             for j, (_, q, p) in enumerate(mode.parts):
                 behind_q, behind_p = behind_q // q, behind_p // p
-                sizes = [q, p, mode.q, mode.p, behind_q, behind_p, begin, made]
-                yield f"  c.template part<{', '.join(map(str, sizes))}>(at, [&](int q, int p) {{"
-                yield from (f"    {line}" for line in _others(mode, j))
-                yield "  });"
-                made += q * p
-            begin += mode.q * mode.p
+                for term in range(self.rank):
+                    sizes = [q, p, mode.q, mode.p, behind_q, behind_p, begin + term * mode.q * mode.p, made]
+                    yield f"  c.template part<{', '.join(map(str, sizes))}>(at, [&](int q, int p) {{"
+                    yield from (f"    {line}" for line in _others(mode, j, term))
+                    yield "  });"
+                    made += q * p
+            begin += self.rank * mode.q * mode.p
 
 
-def _others(mode: Mode, own: int) -> Iterator[str]:
+def _others(mode: Mode, own: int, term: int) -> Iterator[str]:
     """What an element of a product has beside that of one of its parts."""
     names = []
-    for j, ((weight, _, _), factor) in enumerate(zip(mode.parts, factors(mode), strict=True)):
+    for j, ((weight, q, p), factor) in enumerate(zip(mode.parts, factors(mode), strict=True)):
         if j != own:
-            yield f"auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]);"
+            yield f"auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]) + {term * q * p};"
             names.append(factor)
     yield f"return {' * '.join(names) or 'Sum<Element>(1)'};"

@@ -65,6 +65,11 @@ class Pass:
         return "state"
 
     @property
+    def beside(self) -> tuple[str, int]:
+        """A buffer that it reads beside that, and the weight in whose place; or none."""
+        return "", 0
+
+    @property
     def writes(self) -> str:
         """A buffer; "state" is what the next pass reads, or y."""
         return "state"

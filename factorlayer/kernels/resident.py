@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.stages import Layout, Sandwich, Stage, Stages, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Work, round_up
+from factorlayer.kernels.work import Mode, Work, round_up
 
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
@@ -39,6 +40,21 @@ class Resident(Pass):
     in_place: bool
     gpu: Gpu
     us: float
+    takes: str = ""  # what it reads and gives, buffers of a plan, where that is not the state before and behind it
+    gives: str = ""
+
+    @property
+    def reads(self) -> str:
+        return self.takes or "state"
+
+    @property
+    def writes(self) -> str:
+        return self.gives or "state"
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        s0, s1 = (self.output_bytes if self.gives == buffer else 0 for buffer in ("s0", "s1"))
+        return s0, s1, 0
 
     @property
     def size(self) -> int:
@@ -210,10 +226,14 @@ def _region_type(plan: Resident, out: bool) -> str:
 
 
 def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
-    """Bytes moved at once: what divides every run, in memory and in shared memory."""
+    return copied_at_once(layout, region, plan.size)
+
+
+def copied_at_once(layout: Layout, region: tuple[int, int, int, int, int], size: int) -> int:
+    """Bytes: what divides every run, in memory and in shared memory."""
     _, contiguous, _, whole, step = region
     run = layout.i if layout.i > 1 else layout.p
-    return math.gcd(16, *(n * plan.size for n in (run, contiguous, whole, step)))
+    return math.gcd(16, *(n * size for n in (run, contiguous, whole, step)))
 
 
 def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
@@ -241,8 +261,12 @@ def _stage_type(plan: Resident, i: int, layout: Layout, following: Layout, weigh
 
 
 def _scaled(plan: Resident, step: int) -> bool:
-    """Whether a step's weight is a product that is kept normalised."""
-    return plan.work.dtype == "float16" and len(plan.work.steps[step][1].parts) > 1
+    return is_scaled(plan.work.dtype, plan.work.steps[step][1])
+
+
+def is_scaled(dtype: str, mode: Mode) -> bool:
+    """Whether a weight is a product that is kept normalised."""
+    return dtype == "float16" and len(mode.parts) > 1
 
 
 def _single_type(
@@ -255,15 +279,31 @@ def _single_type(
     weight: int,
     from_sums: bool = False,
 ) -> str:
+    scale = plan.scale_offset(step) if _scaled(plan, step) else -1
+    places = plan.offset(i), plan.offset(i + 1)
+    return stage_type(stage, layout, following, weight, scale, places, plan.in_place, from_sums)
+
+
+def stage_type(
+    stage: Stage,
+    layout: Layout,
+    following: Layout,
+    weight: int,
+    scale: int,
+    places: tuple[int, int] = (-1, -1),
+    in_place: bool = False,
+    from_sums: bool = False,
+) -> str:
+    """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says."""
     run = following.i if following.i > 1 else following.p
     pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
     splits = _splits(stage, following)
     words = [
         str(stage.by_rows).lower(),
         *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),
-        *(layout, following, plan.offset(i), plan.offset(i + 1), weight),
-        *(str(flag).lower() for flag in (plan.in_place, splits, pairs)),
-        plan.scale_offset(step) if _scaled(plan, step) else -1,
+        *(layout, following, *places, weight),
+        *(str(flag).lower() for flag in (in_place, splits, pairs)),
+        scale,
         stage.weight_stride,
         *(str(flag).lower() for flag in (from_sums, not splits and _is_of_parts(stage, following))),
     ]
@@ -307,24 +347,41 @@ def _load_weights(plan: Resident) -> list[str]:
     lines = ["template <class C> static DEVICE void load_weights(const C& c) {"]
     for step, ((_, mode), stage) in enumerate(zip(plan.work.steps, _types(plan), strict=True)):
         lines.append(f"  for (int term = 0; term < {plan.work.rank}; ++term) {{")
-        for j, (weight, q, p) in enumerate(mode.parts):
-            shift = f" + term * {q * p}"
-            if plan.work.terms > 1:
-                shift = f" + blockIdx.y * {q * p}"
-            elif plan.parts > 1 and step == 0:
-                shift = f" + blockIdx.y * {q // plan.parts * p}"
-            lines.append(f"    auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]){shift};")
-        if len(mode.parts) == 1:
-            lines.append(f"    c.template load_weight<{stage}>(term, w0);")
-        else:
-            made = product(mode)
-            if _scaled(plan, step):
-                lines += [f"    const float scale = {normals(mode)};", f"    c.template keep_scale<{stage}>(scale);"]
-                made = f"scale * {made}"
-            make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
-            lines.append(f"    c.template make_weight<{stage}>(term, {make});")
+        term, parts = ("blockIdx.y", 1) if plan.work.terms > 1 else ("term", 1)
+        if plan.parts > 1 and step == 0:
+            term, parts = "blockIdx.y", plan.parts
+        stages: tuple[list[str], list[str]] = ([stage], [])
+        if plan.work.transposed:
+            mode, stages = Mode(tuple((weight, p, q) for weight, q, p in mode.parts)), ([], [stage])
+        lines += [f"    {line}" for line in load_weight_lines(mode, plan.work.dtype, *stages, term, parts)]
         lines.append("  }")
     return [*lines, "}"]
+
+
+def load_weight_lines(
+    mode: Mode, dtype: str, stages: Sequence[str], transposed: Sequence[str], term: str, parts: int = 1, part: int = 0
+) -> list[str]:
+    """A mode's weight to where `stages` have it, and `transposed` ones the other way round: that of a `term`, or one of
+    `parts` of its rows. Transposed ones may take `part` of its columns, the last of which may not be whole."""
+    lines = [
+        f"auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]) + {term} * {q // parts * p};"
+        for j, (weight, q, p) in enumerate(mode.parts)
+    ]
+    if is_scaled(dtype, mode):
+        lines.append(f"const float scale = {normals(mode)};")
+        lines += [f"c.template keep_scale<{stage}>(scale);" for stage in (*stages, *transposed)]
+    made = f"scale * {product(mode)}" if is_scaled(dtype, mode) else product(mode)
+    for stage in stages:
+        if len(mode.parts) == 1:
+            lines.append(f"c.template load_weight<{stage}>(term, w0);")
+        else:
+            make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
+            lines.append(f"c.template make_weight<{stage}>(term, {make});")
+    made = f"w0[q * {mode.p} + p]" if len(mode.parts) == 1 else f"narrow<Element>({made})"
+    begin = f"p += c.part() * {part}; if (p >= {mode.p}) return Element{{}}; " if part else ""
+    for stage in transposed:
+        lines.append(f"c.template make_weight<{stage}>(term, [&](int p, int q) {{ {begin}return {made}; }});")
+    return lines
 
 
 def _types(plan: Resident) -> list[str]:

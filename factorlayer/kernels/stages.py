@@ -26,7 +26,7 @@ INSTRUCTIONS = {
 }
 
 
-def _together(*times: float) -> float:
+def together(*times: float) -> float:
     """Of units that work side by side, but not perfectly."""
     return max(times) + OVERLAP * (sum(times) - max(times))
 
@@ -154,7 +154,7 @@ def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str
     of_a, of_b, of_product = INSTRUCTIONS[dtype]
     inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
     issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
-    return _together(multiply, move, issue)
+    return together(multiply, move, issue)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Sandwich:
         first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
         second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
         issue = rounds * warps * (first + second + 8 * b.mt * b.nt + 40) / gpu.instructions
-        return 0.72 * _together(multiply, move, issue)  # nobody waits for anybody
+        return 0.72 * together(multiply, move, issue)  # nobody waits for anybody
 
 
 Stages = tuple[Stage | Sandwich, ...]

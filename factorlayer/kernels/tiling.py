@@ -43,7 +43,7 @@ Candidate = tuple[float, tuple[Any, ...]]  # predicted microseconds, and a Resid
 def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
     for order in _orders(work):
         for split in _splits(order, batch, gpu):
-            for chunk in _chunks(order):
+            for chunk in chunks_of(order):
                 yield from _tilings(order, chunk, split, batch, gpu)
 
 
@@ -62,7 +62,7 @@ def _orders(work: Work) -> Iterator[Work]:
             yield replace(work, steps=steps)
 
 
-def _chunks(work: Work) -> Iterator[int]:
+def chunks_of(work: Work) -> Iterator[int]:
     """Parts of what lies behind the modes, as runs of memory: the longest that fits, and some of 64 bytes and more, of
     which the last one is shorter where they do not divide it."""
     yield work.inner
@@ -101,12 +101,15 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
     total = batch * work.outer * -(-work.inner // chunk)
     run = chunk * size if chunk < work.inner else 128
     memory = (unit_in + unit_out) * size / gpu.memory_bytes * (1 + 11 / run)  # short runs cost more
-    for warps in (1, 2, 4, 8, 16):
-        units = _units(unit, warps, total)
+    for warps, fewer in itertools.product((1, 2, 4, 8, 16), (1, 4, 16) if work.rank > 1 else (1,)):
+        units = units_of(unit, warps, total)
+        if fewer > 1 and units % fewer:  # of a sum, a warp holds all its share: it may have to be a smaller one
+            continue
+        units //= fewer
         if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
-        move += units * sum(_pieces(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
+        move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
         for most in MOST_TILES:
             for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
                 fields = (work, stages, chunk, blocks, units, warps)
@@ -125,14 +128,14 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     barriers = (len(stages) * (2 if in_place else 1) + 2) * work.rank
                     # Without a slot or a result of its own, a tile waits for the one before it to leave.
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
-                    us = _predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu)
+                    us = predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu)
                     us += weight_bytes / 59e3
                     yield us, (*fields, groups, slots, in_place, gpu, us)
                     if slots == 2 and groups * warps >= fit:
                         break
 
 
-def _pieces(elements: int, work: Work, chunk: int) -> float:
+def pieces_of(elements: int, work: Work, chunk: int) -> float:
     """Instructions of warps that move a unit by pieces whose places are computed one by one: of less than 8 bytes, or
     of chunks that do not divide a slice."""
     size = ELEMENT_BYTES[work.dtype]
@@ -155,7 +158,7 @@ def _warps_that_fit(work: Work, stages: Stages) -> int:
     return min(32, 4 * (512 // round_up(registers, 8)))
 
 
-def _units(unit: int, warps: int, total: int) -> int:
+def units_of(unit: int, warps: int, total: int) -> int:
     """Of a tile: at least 512 elements for each warp, where there are so many."""
     units = 1
     while units * unit < warps * 512 and units < 64 and units * 2 <= total:
@@ -187,7 +190,7 @@ def _stages(
         once = in_place or (work.rank > 1 and number == len(work.steps) - 1)
         q = mode.q if number else mode.q // split
         few = min(most, MOST_ODD_TILES) if work.rank > 1 else most
-        stage = _stage(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu)
+        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu)
         if stage is None:
             return None
         stages.append(stage)
@@ -209,7 +212,7 @@ def _sandwich(work: Work, split: int, units: int, warps: int, most: int, gpu: Gp
     stages: list[Stage | Sandwich] = [first]
     for (at, mode), sizes in list(zip(work.steps, work.states_of(split), strict=False))[2:]:
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
-        stage = _stage(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu)
+        stage = stage_for(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu)
         if stage is None:
             return None
         stages.append(stage)
@@ -230,7 +233,7 @@ def _sandwich_stage(
 
 
 @functools.lru_cache(4096)
-def _stage(
+def stage_for(
     p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu
 ) -> Stage | None:
     """The warp tile that moves and multiplies least; `once`: each warp has at most one."""
@@ -254,7 +257,7 @@ def _stage(
     return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None
 
 
-def _predict(
+def predict(
     memory: float, busy: float, barriers: int, warps: int, groups: int, ahead: bool, tiles: int, split: int, gpu: Gpu
 ) -> float:
     """Microseconds, from those of a tile's traffic and of its work in a multiprocessor that has nothing else to do."""

@@ -93,6 +93,7 @@ class Work:
     # Of a sum of products that takes several passes: `rank` terms are summed, or each of `terms` makes a state
     terms: int = 1
     apart: bool = False  # x has a state for each term
+    transposed: bool = False  # weights lie in memory the other way round: as [p, q]
 
     @property
     def held(self) -> int:

@@ -70,6 +70,8 @@ class Plan:
         lines = ["factorlayer plan 1", f"chunk {self.chunk}", "scratch {} {} {}".format(*self.scratch)]
         for i, p in enumerate(self.passes):
             read, written = self._buffers(i)
+            beside, weight = p.beside
+            read += f"+{beside}@{weight}" if beside else ""
             name = f"factorlayer_{self.dtype}_{i}"
             code = p.source(name)
             lines.append(

@@ -17,6 +17,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import gradient
 from factorlayer.kernels.gradient import REDUCTION_US, Gradient
 from factorlayer.kernels.kronecker import (
+    chain_backward,
     columns,
     double_pair,
     eights,
@@ -25,6 +26,7 @@ from factorlayer.kernels.kronecker import (
     strip,
     triple,
 )
+from factorlayer.kernels.kronecker.chain_backward import Places
 from factorlayer.kernels.monarch import (
     monarch,
     monarch_backward,
@@ -358,9 +360,138 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         yield few_passes
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = _around(chain)
-        if inner > 1:
-            return
-        yield from registry.ways(registry.OF_FACTORS, _modes(chain), outer, dtype, batch, gpu)
+        if inner == 1:
+            yield from registry.ways(registry.OF_FACTORS, _modes(chain), outer, dtype, batch, gpu)
+    plain = all(c.tied for c in chain.contractions) and not (chain.turn or chain.slabs or chain.mixed)
+    visits = _visits(chain, dtype, batch, gpu) if plain and _visits_are_worth_it(chain, dtype, gpu) else None
+    if visits:
+        yield visits
+
+
+@functools.lru_cache(256)
+def _visits_are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether visits are predicted to be faster than one contraction after another. It is asked of one number of
+    samples, so that what has a kernel for few has one for many as well."""
+    batch = BATCHES[1]
+    visits = _visits(chain, dtype, batch, gpu)
+    if visits is None:
+        return False
+    apart = 0.0
+    for i, c in enumerate(chain.contractions):
+        alone = Chain((replace(c, weight=0),), tf32=chain.tf32)
+        back = Chain((replace(c, weight=0, p=c.q, q=c.p),), tf32=chain.tf32)
+        apart += plan(alone, dtype, batch, gpu).us if i < len(chain.contractions) - 1 else 0.0
+        apart += plan(back, dtype, batch, gpu).us + sum(p.us for p in _gradient(c, dtype, batch, gpu))
+    return sum(p.us for p in visits) < chain.rank * apart
+
+
+MOST_VISITS = 3  # of a chain: two buffers hold the states between them
+
+
+@functools.lru_cache(256)
+def _visits(chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int = 0) -> tuple[Pass, ...] | None:
+    """All gradients by visits of neighbouring modes, each of any sizes: the states between them once more, then back.
+    The fastest of all ways, or of those with `count` visits."""
+    ways = [way for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1]))]
+    bounded = sorted(((_least_back_us(chain, dtype, *way, batch, gpu), i) for i, way in enumerate(ways)))
+    best: tuple[Pass, ...] | None = None
+    us = math.inf
+    for least, i in bounded:
+        if least >= us:
+            break
+        passes = _visited(chain, dtype, *ways[i], batch, gpu)
+        if passes and sum(p.us for p in passes) < us:
+            best, us = passes, sum(p.us for p in passes)
+    return best
+
+
+def _least_back_us(
+    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
+) -> float:
+    """No plan of these visits is predicted to be faster: what they move, once each."""
+    works = _works(chain, dtype, modes, runs)
+    states = [math.prod(work.states[0]) * work.outer * work.inner for work in works]
+    states.append(math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner)
+    rank, last = chain.rank, len(works) - 1
+    moved = 3 * sum(states[1:-1]) * rank + sum(states[2:-1]) * rank  # made, read by a visit, and what that gives back
+    moved += states[0] * (1 + bool(last)) + states[-1] * (1 if rank == 1 else 2 - bool(last)) + sum(states[1:-1]) * rank
+    moved += states[0]
+    return 5.0 * len(works) + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
+
+
+def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
+    """Modes, some taken as one, and runs of them that a visit takes."""
+    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
+    if dtype == "float16" and chain.rank > 1:
+        largest = 0
+    seen: set[tuple[Mode, ...]] = set()
+    for longest in (64, 16, 1):
+        modes = _merged(_modes(chain), min(longest, LONGEST_MERGED[dtype]), largest)
+        if modes in seen or len(modes) > MOST_MODES:
+            continue
+        seen.add(modes)
+        for count in range(1, min(len(modes), MOST_VISITS) + 1):
+            for runs in _runs(len(modes), count):
+                for order in (runs, runs[::-1])[: 2 if count > 1 else 1]:
+                    yield modes, order
+
+
+def _runs(modes: int, count: int) -> Iterator[list[list[int]]]:
+    """Neighbouring modes, in so many parts."""
+    for cuts in itertools.combinations(range(1, modes), count - 1):
+        bounds = [0, *cuts, modes]
+        yield [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def _visited(
+    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
+) -> tuple[Pass, ...] | None:
+    parts = [sorted(run, key=lambda i: (1 / modes[i].p - 1 / modes[i].q, -i)) for run in runs]
+    works = _works(replace(chain, activation="identity"), dtype, modes, parts)
+    last, rank = len(works) - 1, chain.rank
+    sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
+    forward: list[Pass] = []
+    for number, work in enumerate(works[:-1]):
+        found = tile(work, batch, gpu)
+        if found is None:
+            return None
+        forward.append(replace(found, takes=f"s{number - 1}" if number else "x", gives=f"s{number}"))
+    back: list[Pass] = []
+    behind = ""  # where the gradient lies that the last visit gets
+    returned = ""  # where the gradient of what the visit before read lies
+    for number in reversed(range(last + 1)):
+        work = replace(works[number], rank=1, terms=rank, apart=False)
+        sums = rank > 1
+        before = f"s{number - 1}" if number else "x"
+        places = Places(
+            grad=len(chain.contractions),
+            begin=sum(sizes[: min(runs[number])]),
+            x=before,
+            g=returned,
+            y=before if number else "" if sums else "y",
+            terms_x=sums and number > 0,
+            terms_g=sums and number < last,
+            terms_y=sums and number > 0,
+        )
+        ways = [chain_backward.tile(work, places, batch, gpu)]
+        if number == last == 1:  # which may as well give another buffer, that its parts do not read
+            ways.append(chain_backward.tile(work, replace(places, y="s1"), batch, gpu))
+        visit = min((way for way in ways if way), key=lambda way: way.us, default=None)
+        if visit is None:
+            return None
+        behind, returned = visit.places.g, visit.places.y
+        back += [visit, *visit.finishing]
+    if rank > 1:
+        first = works[0]
+        steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(first.steps))
+        work = replace(
+            first, sizes=first.states[-1], steps=steps, rank=rank, terms=1, apart=last > 0, bias=False, transposed=True
+        )
+        summed = tile(work, batch, gpu)
+        if summed is None:
+            return None
+        back.append(replace(summed, takes=behind if last else f"@{len(chain.contractions)}", gives="y"))
+    return (*forward, *back)
 
 
 @functools.lru_cache(256)

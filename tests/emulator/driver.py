@@ -144,8 +144,12 @@ class Emulator:
         left.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
+        named = any(p.beside[0] or p.reads == p.writes or p.reads[0] == "@" for p in plan.passes)
+        buffers = Buffers(self.folder) if named else None
         for number, kernel in enumerate(kernels):
             planned = kernel.planned
+            if buffers:
+                buffers.give(planned)
             (self.folder / "maps").write_text("\n".join(planned.maps))
             if planned.leaves == "state":
                 left.touch()
@@ -184,10 +188,36 @@ class Emulator:
                 memory = memory[: places[-1]] + merged(planned, held, memory[places[-1] :])
             parts = [memory[at : at + size] for at, size in zip(places, sizes, strict=False)]
             written = b"".join(parts)
+            if buffers:
+                buffers.take(planned, written)
             for part in parts if planned.is_apart else [written]:
                 outputs.append(decode(part, planned.result_dtype(plan.dtype)))
             (self.folder / "x").write_bytes(memory[places[-1] :] or written)
         return outputs, errors
+
+
+class Buffers:
+    """What plans name whose passes read what others than the one before have made. Sums go from a pass to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.held = folder, {"x": (folder / "x").read_bytes()}
+        self.given: dict[int, bytes] = {}
+
+    def give(self, planned: Pass) -> None:
+        for place, weight in self.given.items():
+            (self.folder / f"w{place}").write_bytes(weight)
+        (beside, place), reads = planned.beside, planned.reads
+        if beside:
+            weight = self.folder / f"w{place}"
+            self.given[place] = weight.read_bytes()
+            weight.write_bytes(self.held[beside])
+        if reads != "s2":
+            x = (self.folder / f"w{reads[1:]}").read_bytes() if reads[0] == "@" else self.held[reads]
+            (self.folder / "x").write_bytes(x)
+
+    def take(self, planned: Pass, written: bytes) -> None:
+        if planned.writes in ("s0", "s1"):
+            self.held[planned.writes] = written
 
 
 def merged(planned: Pass, held: bytes, made: bytes) -> bytes:

@@ -77,7 +77,8 @@ template <class Pass> struct Chain {
       if (warp == 0 && tile < tiles) load_runs(tile * Pass::UNITS, slot);
     } else {
       for (int held = 0; tile < tiles && held < Pass::HELD; ++held)
-        load_pieces(state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
+        load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
+            state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
       commit_copies();
     }
   }
@@ -103,30 +104,29 @@ template <class Pass> struct Chain {
   }
 
   // Units beyond the last one, and what is missing of a slice's last chunk, become zeros.
-  DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
-    using R = typename Pass::Input;
-    using Place = typename Pass::First;
-    constexpr int kEach = Pass::COPY / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    if constexpr (Pass::COPY < 4 && R::kDense) return load_elements(x, first, to);
-    if constexpr (Pass::COPY >= 4 && R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
+  // R: where they lie in memory, Place: in shared memory, COPY: bytes of one access.
+  template <class R, class Place, int COPY> DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
+    constexpr int kEach = COPY / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
+    if constexpr (COPY < 4 && R::kDense) return load_elements<R, Place>(x, first, to);
+    if constexpr (COPY >= 4 && R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
       if (first + Pass::UNITS <= units) {
         const Element* from = x + R::unit(first) + R::along(thread * kEach);
         const u32 place = to + Place::at(thread * kEach) * kSize;
 #pragma unroll 16
         for (int k = 0; k < ceil_div(kCount, kThreads); ++k)
           if (kCount % kThreads == 0 || k * kThreads + thread < kCount)
-            copy_async<Pass::COPY>(place + Place::at(k * kBy) * kSize, from + R::along(k * kBy), true);
+            copy_async<COPY>(place + Place::at(k * kBy) * kSize, from + R::along(k * kBy), true);
         return;
       }
     }
     const Element* from = x + R::from(first);
     const int chunk = R::chunk(first), there = present(first) * R::kSize;
-    if constexpr (Pass::COPY >= 4) {
+    if constexpr (COPY >= 4) {
 #pragma unroll 2
       for (int j = thread; j < kCount; j += kThreads) {
         const int e = j * kEach;
         const bool here = e < there && R::has(chunk, e);
-        copy_async<Pass::COPY>(to + Place::at(e) * kSize, from + (here ? R::behind(chunk, e) : 0), here);
+        copy_async<COPY>(to + Place::at(e) * kSize, from + (here ? R::behind(chunk, e) : 0), here);
       }
     } else {
       by_registers<kCount, kThreads>(
@@ -167,8 +167,7 @@ template <class Pass> struct Chain {
   static DEVICE int before(const Element* from) { return int(size_t(from) % 16) / kSize; }
 
   // Units side by side that 16 bytes do not divide: whole words wherever they begin, whose elements find their places.
-  DEVICE void load_elements(const Element* x, i64 first, u32 to) const {
-    using R = typename Pass::Input;
+  template <class R, class Place> DEVICE void load_elements(const Element* x, i64 first, u32 to) const {
     constexpr int kCount = Pass::UNITS * R::kSize, kRounds = ceil_div(kCount / kWord + 2, kThreads);
     constexpr int kAtOnce = kRounds < 4 ? kRounds : 4;
     const Element* from = x + R::unit(first);
@@ -191,7 +190,7 @@ template <class Pass> struct Chain {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int e = (j + n * kThreads) * kWord - skipped;
-        Walk<typename Pass::First> at(to, e < 0 ? 0 : e);
+        Walk<Place> at(to, e < 0 ? 0 : e);
 #pragma unroll
         for (int k = 0; k < kWord; ++k)
           if (e + k >= 0 && e + k < kCount) {
@@ -556,7 +555,7 @@ template <class Pass> struct Chain {
     if constexpr (Pass::BULK_STORE) {
       if (warp == 0) store_runs(tile * Pass::UNITS, from, y);
     } else {
-      store_pieces(tile * Pass::UNITS, from, y);
+      store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, y);
     }
   }
 
@@ -570,20 +569,20 @@ template <class Pass> struct Chain {
     commit_stores();
   }
 
-  DEVICE void store_pieces(i64 first, u32 from, Element* y) const {
-    using R = typename Pass::Output;
-    using Place = typename Pass::Final;
-    constexpr int kEach = Pass::STORE / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    if constexpr (Pass::STORE < 4 && R::kDense) return store_elements(first, from, y);
+  // A unit's first `limit` elements, of a part that may reach behind what it is a part of.
+  template <class R, class Place, int STORE, bool LIMITED = false>
+  DEVICE void store_pieces(i64 first, u32 from, Element* y, int limit = R::kSize) const {
+    constexpr int kEach = STORE / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
+    if constexpr (STORE < 4 && R::kDense && !LIMITED) return store_elements<R, Place>(first, from, y);
     if constexpr (R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
-      if (first + Pass::UNITS <= units) {
+      if (first + Pass::UNITS <= units && (!LIMITED || limit >= R::kSize)) {
         Element* to = y + R::unit(first) + R::along(thread * kEach);
         const u32 place = from + Place::at(thread * kEach) * kSize;
 #pragma unroll 8
         for (int k = 0; k < ceil_div(kCount, kThreads); ++k)
           if (kCount % kThreads == 0 || k * kThreads + thread < kCount)
-            store_words<Pass::STORE>(to + R::along(k * kBy),
-                                     load_words<Pass::STORE>(place + Place::at(k * kBy) * kSize));
+            store_words<STORE>(to + R::along(k * kBy),
+                               load_words<STORE>(place + Place::at(k * kBy) * kSize));
         return;
       }
     }
@@ -593,20 +592,19 @@ template <class Pass> struct Chain {
     for (int j = thread; j < kCount; j += kThreads) {
       const int e = j * kEach;
       if (e >= there) break;
-      if (!R::has(chunk, e)) continue;
-      store_words<Pass::STORE>(y + R::behind(chunk, e), load_words<Pass::STORE>(from + Place::at(e) * kSize));
+      if (!R::has(chunk, e) || (LIMITED && e % R::kSize >= limit)) continue;
+      store_words<STORE>(y + R::behind(chunk, e), load_words<STORE>(from + Place::at(e) * kSize));
     }
   }
 
   // The other way round: the elements of a word are put together.
-  DEVICE void store_elements(i64 first, u32 from, Element* y) const {
-    using R = typename Pass::Output;
+  template <class R, class Place> DEVICE void store_elements(i64 first, u32 from, Element* y) const {
     Element* to = y + R::unit(first);
     const int skipped = before(to), present = this->present(first) * R::kSize;
 #pragma unroll 2
     for (int j = thread; j * kWord < skipped + present; j += kThreads) {
       const int e = j * kWord - skipped;
-      Walk<typename Pass::Final> at(from, e < 0 ? 0 : e);
+      Walk<Place> at(from, e < 0 ? 0 : e);
       Words<16> word = {};
 #pragma unroll
       for (int k = 0; k < kWord; ++k)

@@ -194,7 +194,7 @@ template <class Pass> struct Gradient {
 // block's; many weights fill the GPU by themselves, of few several threads share one. Pass: Element, COUNT (of weights), WAYS,
 // VECTOR, and what makes the number of blocks: UNITS (of a sample), UNITS_PER_BLOCK, MOST. Each has one for every one of the first
 // SINGLES weights, which lie before the others' sums, and FOLDS for the others.
-// Result: what is written, sums where they come from or elements.
+// Result: what is written, sums where they come from or elements. BEGIN: where, behind other gradients.
 template <class Pass> struct Reduction {
   using Element = typename Pass::Element;
   using Result = typename Pass::Result;
@@ -225,7 +225,7 @@ template <class Pass> struct Reduction {
     const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
     const int present = int(min(blocks, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const auto* x = static_cast<const Some<Part>*>(params.x);
-    auto* y = static_cast<Some<Result>*>(params.y);
+    auto* y = static_cast<Some<Result>*>(params.y) + Pass::BEGIN / VECTOR;
     for (i64 first = i64(blockIdx.y) * kLanes; first < kCount; first += i64(gridDim.y) * kLanes) {
       const i64 at = first + lane;
       Some<Part> sum = {};

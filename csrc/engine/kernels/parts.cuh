@@ -2,7 +2,7 @@
 // the others have elements, dF[q', p'] = sum dW[q, p] x (what the others give there). A warp makes one after the other, always in
 // the same order.
 //
-// Pass: Element, COUNT (of all weights' elements), gradient(), which says what parts the products have
+// Pass: Element, COUNT (of all weights' elements), BEGIN (where their gradients begin, behind other ones), gradient(), which says what parts the products have
 #pragma once
 #include "move/memory.cuh"
 #include "types/params.cuh"
@@ -33,7 +33,7 @@ template <class Pass> struct Parts {
     __syncwarp();
     if (lane == 0) {
       for (int i = 1; i < min(32, kTerms); ++i) sum += load_sum(sums + i * sizeof(Real), sum);
-      store_global(static_cast<Element*>(params.y) + at, narrow<Element>(sum));
+      store_global(static_cast<Element*>(params.y) + Pass::BEGIN + at, narrow<Element>(sum));
     }
     __syncwarp();
   }

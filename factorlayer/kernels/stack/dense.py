@@ -137,7 +137,9 @@ class Dense(Pass):
         """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
         return 64
 
-    reads = "x"
+    @property
+    def reads(self) -> str:
+        return "x"
 
     @property
     def writes(self) -> str:

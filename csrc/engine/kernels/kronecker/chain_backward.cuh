@@ -1,0 +1,275 @@
+// All gradients of a list of tied contractions at one visit, in any order, of any sizes: from x and grad_y of a tile of units,
+//
+//     S[0] = x,  S[i+1] = W[i] S[i];     G[k] = grad_y,  dW[i] += G[i+1] S[i]',  G[i] = W[i]' G[i+1],  grad_x = G[0]
+//
+// States S and gradients G lie in shared memory as Chain's stages read them (kernels/chain.cuh); G[i] takes the place of S[i],
+// which nobody reads behind dW[i]. A warp keeps its tiles of every dW in registers for all units that its group takes; what a
+// unit adds is summed apart, as the matrix unit truncates what it adds to. Where a dW has fewer tiles than a group has warps,
+// several warps share a tile and divide what it is summed over. In the end a block adds up the sums of these and of its groups,
+// and writes them; a second kernel adds up those of the blocks. Blocks along y of the grid have a term each of a sum of products,
+// or, of a single large weight, one of PARTS of its gradient's tiles, and of the rows of grad_x, PART of them.
+//
+// Pass:  Math, Element; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output (Regions of x and of grad_y);
+//        COPY_X, COPY_G, STORE: bytes of one access; kWeightBytes; kStateBytes of x's slot, kSlotBytes of both, kGroupBytes;
+//        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a sample's features where each term has a state of its own (one term behind the other), or 0;
+//        Returned (Region of what a block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block);
+//        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(), walk(),
+//        store_sums()
+#pragma once
+#include "kernels/chain.cuh"
+#include "finish/sums.cuh"
+
+// Of one weight [Q, P]: tiles of MT x NT times 16 x 8, of which a warp has COUNT, and SHARE warps have different ones. X and G are
+// the layouts of the states before and behind its contraction, ROWS of them, with I behind the mode. BEGIN: where a block's sums
+// of its terms begin.
+template <int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, int COUNT_, int SHARE_, class X_, class G_, int BEGIN_>
+struct Learned {
+  static constexpr int P = P_, Q = Q_, I = I_, ROWS = ROWS_, MT = MT_, NT = NT_, COUNT = COUNT_, SHARE = SHARE_, BEGIN = BEGIN_;
+  using X = X_;
+  using G = G_;
+  static constexpr bool BY_ROWS = I == 1;
+  static constexpr int IP = round_up(I, 8), M_TILES = ceil_div(Q, 16 * MT), TILES = M_TILES * ceil_div(P, 8 * NT);
+};
+
+template <class Pass> struct ChainBackward : Chain<Pass> {
+  using Base = Chain<Pass>;
+  using typename Base::Element;
+  using Base::group, Base::kBlock, Base::kSize, Base::kThreads, Base::lane, Base::memory, Base::params, Base::thread,
+      Base::units, Base::warp, Base::weights;
+  using Math = typename Pass::Math;
+  using Real = Sum<Element>;
+  static constexpr int kStep = Math::kStep;
+  static constexpr bool kPairs = kSize == 4;  // k's by n and m
+  static constexpr bool kSplit = Math::kRepairs;
+  static constexpr int kFlush = Math::kFlush > 0 ? Math::kFlush : 1;
+  template <class D> using Tile = Real[D::MT][D::NT][4];
+  template <class D> using Tiles = Tile<D>[D::COUNT];
+
+  DEVICE ChainBackward(const Params& p) : Base(p) {}
+  DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group + 1); }  // the block's own barrier is for the end
+
+  // Zeros where a state has more than its sizes and a product is summed over it: p's up to whole steps, and what lies behind the
+  // mode, or the rows, which gradients of weights are summed over.
+  template <class S> DEVICE void zero_padding(u32 state) const {
+    using L = typename S::In;
+    Base::template zero_padding<S>(state);
+    if constexpr (!S::BY_ROWS && S::IP != S::I) {
+      constexpr int kPad = S::IP - S::I, kCount = S::ROWS * S::P * kPad;
+      for (int j = thread; j < kCount; j += kThreads)
+        store_shared(state + (j / (S::P * kPad) * L::ROW + j / kPad % S::P * L::STEP + S::I + j % kPad) * kSize, Element{});
+    }
+    if constexpr (S::BY_ROWS && S::ROWS % kStep) {
+      constexpr int kCount = (round_up(S::ROWS, kStep) - S::ROWS) * L::ROW;
+      for (int j = thread; j < kCount; j += kThreads) store_shared(state + (S::ROWS * L::ROW + j) * kSize, Element{});
+    }
+  }
+
+  // Floats of a slot to what the matrix unit takes.
+  template <int BYTES> DEVICE void round_state(u32 state) const {
+#pragma unroll 4
+    for (int at = thread * 4; at < BYTES; at += kThreads * 4) store_shared(state + at, tf32_of(load_u32(state + at)));
+  }
+
+  // One contraction. NEXT is the stage that reads the result, or void where that is grad_x.
+  template <class S, class NEXT> DEVICE void contract(u32 from, u32 to, i64 tile_index) const {
+#pragma unroll 1
+    for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
+      typename Base::template Sums<S> y = {};
+      Base::template accumulate<S>(y, tile, 0, from);
+      Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
+    }
+    if constexpr (!is_void<NEXT>) zero_padding<NEXT>(to);
+    sync();
+  }
+
+  // What a tile of units adds to a weight's gradient.
+  template <class D> DEVICE void learn(Tiles<D>& sums, u32 x, u32 g) const {
+    const int share = warp % D::SHARE, fold = warp / D::SHARE;
+#pragma unroll
+    for (int j = 0; j < D::COUNT; ++j) {
+      const int tile = share + (part() * D::COUNT + j) * D::SHARE;
+      if (tile < D::TILES) {
+        const int q = tile % D::M_TILES * D::MT * 16, p = tile / D::M_TILES * D::NT * 8;
+        Tile<D> y = {};
+        if constexpr (D::BY_ROWS)
+          over_rows<D>(y, x + p * kSize, g + q * kSize, fold);
+        else
+          over_inner<D>(y, x + p * D::X::STEP * kSize, g + q * D::G::STEP * kSize, fold);
+#pragma unroll
+        for (int m = 0; m < D::MT; ++m)
+#pragma unroll
+          for (int n = 0; n < D::NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[j][m][n][i] += y[m][n][i];
+      }
+    }
+  }
+
+  // Steps that a warp's fold has of all, some at once.
+  template <class D, class Step> static DEVICE void over_steps(Tile<D>& y, int steps, int fold, Step step) {
+    constexpr int kFolds = Pass::WARPS / D::SHARE;
+    if constexpr (kSplit) {
+#pragma unroll 1
+      for (int at = fold * kFlush; at < steps; at += kFolds * kFlush) {
+        Tile<D> high = {}, low = {};
+#pragma unroll
+        for (int j = 0; j < kFlush; ++j)
+          if (at + j < steps) step(at + j, high, low);
+#pragma unroll
+        for (int m = 0; m < D::MT; ++m)
+#pragma unroll
+          for (int n = 0; n < D::NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)  // of what is not finite, low parts say nothing
+              y[m][n][i] += high[m][n][i] + (fabsf(low[m][n][i]) <= 3.402823466e38f ? low[m][n][i] : 0.f);
+      }
+    } else {
+#pragma unroll 2
+      for (int at = fold; at < steps; at += kFolds) step(at, y, y);
+    }
+  }
+
+  template <class D, int K>
+  static DEVICE void multiply(Tile<D>& y, Tile<D>& low, const typename Math::A (&a)[D::MT], const typename Math::B (&b)[D::NT]) {
+#pragma unroll
+    for (int m = 0; m < D::MT; ++m)
+#pragma unroll
+      for (int n = 0; n < D::NT; ++n) {
+        if constexpr (kSplit) {
+          multiply_tf32(low[m][n], a[m].low, b[n].high);
+          multiply_tf32(low[m][n], a[m].high, b[n].low);
+          multiply_tf32(y[m][n], a[m].high, b[n].high);
+        } else {
+          Math::template multiply<K>(y[m][n], a[m], b[n]);
+        }
+      }
+  }
+
+  // Of the last mode: over the rows, q's and p's side by side.
+  template <class D> DEVICE void over_rows(Tile<D>& y, u32 x, u32 g, int fold) const {
+    constexpr int kG = D::G::ROW, kX = D::X::ROW;
+    g += Math::template lane_a_by_m<kG, kPairs>(lane), x += Math::template lane_b_by_n<kX, kPairs>(lane);
+    over_steps<D>(y, ceil_div(D::ROWS, kStep), fold, [&](int step, Tile<D>& high, Tile<D>& low) {
+      typename Math::A a[D::MT];
+      typename Math::B b[D::NT];
+      u32 from[D::NT];
+#pragma unroll
+      for (int m = 0; m < D::MT; ++m)
+        Math::template load_a_by_m<kG, kPairs, false>(a[m], g + (step * kStep * kG + m * 16) * kSize);
+#pragma unroll
+      for (int n = 0; n < D::NT; ++n) from[n] = x + (step * kStep * kX + n * 8) * kSize;
+      Math::template load_b_by_n<kStep, kX, D::NT, 8, false, kPairs>(b, from, lane.index);
+      multiply<D, kStep>(high, low, a, b);
+    });
+  }
+
+  // Of others: over the rows, and in each over what lies behind the mode, side by side.
+  template <class D> DEVICE void over_inner(Tile<D>& y, u32 x, u32 g, int fold) const {
+    constexpr int kG = D::G::STEP, kX = D::X::STEP, kRow = ceil_div(D::IP, kStep);  // steps of a row
+    g += Math::template lane_row_a<kG>(lane), x += Math::template lane_row_b<kX>(lane);
+    over_steps<D>(y, D::ROWS * kRow, fold, [&](int step, Tile<D>& high, Tile<D>& low) {
+      const int row = step / kRow, i = step % kRow * kStep;
+      const u32 left = g + (row * D::G::ROW + i) * kSize, right = x + (row * D::X::ROW + i) * kSize;
+      if constexpr (kStep == 16 && D::IP % 16 == 8) {  // the last step of a row is half of one
+        if (i + 16 > D::IP) return inner_step<D, 8>(high, low, left, right);
+      }
+      inner_step<D, kStep>(high, low, left, right);
+    });
+  }
+  template <class D, int K> DEVICE void inner_step(Tile<D>& high, Tile<D>& low, u32 left, u32 right) const {
+    typename Math::A a[D::MT];
+    typename Math::B b[D::NT];
+#pragma unroll
+    for (int m = 0; m < D::MT; ++m) Math::template load_row_a<K, D::G::STEP, false>(a[m], left + m * 16 * D::G::STEP * kSize);
+    Math::template load_row_b<K, D::X::STEP, D::NT, false>(b, right);
+    multiply<D, K>(high, low, a, b);
+  }
+
+  // A block's sums of a weight to where they belong, of its groups and of warps that share a tile in their order.
+  template <class D> DEVICE void store(const Tiles<D>& sums) const {
+    Real* to = static_cast<Real*>(params.sums) + i64(blockIdx.x) * Pass::COUNT + D::BEGIN + term() * (D::Q * D::P);
+    constexpr int kOf = D::MT * D::NT, kMembers = 32 * D::SHARE;
+    add_up<D::COUNT * kOf, kBlock, kMembers, Pass::GROUPS * Pass::kGroupBytes, Real>(
+        weights + Pass::kWeightBytes,
+        [&](int n) -> const Real(&)[4] { return sums[n / kOf][n % kOf / D::NT][n % D::NT]; },
+        [&](int n, int member, const Real(&sum)[4]) {
+          const Lane at(member % 32);
+          const int tile = member / 32 + (part() * D::COUNT + n / kOf) * D::SHARE;
+          const int q = (tile % D::M_TILES * D::MT + n % kOf / D::NT) * 16 + at.g;
+          const int p = (tile / D::M_TILES * D::NT + n % D::NT) * 8 + at.t * 2;
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (tile < D::TILES && q + i / 2 * 8 < D::Q && p + i % 2 < D::P)
+              store_global(to + (q + i / 2 * 8) * D::P + p + i % 2, sum[i]);
+        });
+  }
+
+  DEVICE u32 slot_of(int slot) const { return memory + slot * Pass::kSlotBytes; }
+  DEVICE u32 state(int offset) const { return memory + Pass::SLOTS * Pass::kSlotBytes + offset; }
+
+  static DEVICE int term() { return Pass::PARTS > 1 ? blockIdx.y / Pass::PARTS : blockIdx.y; }
+  static DEVICE int part() { return Pass::PARTS > 1 ? blockIdx.y % Pass::PARTS : 0; }
+
+  // What a term has of a tensor that has a state for each.
+  template <i64 FEATURES> DEVICE i64 of_term() const { return i64(term()) * params.batch * FEATURES; }
+
+  // A tile of x and of grad_y, if there is such a tile.
+  DEVICE void load(i64 tile, i64 tiles, int slot) const {
+    if (tile < tiles) {
+      const auto* x = static_cast<const Element*>(params.x) + of_term<Pass::X_TERM>();
+      const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + of_term<Pass::G_TERM>();
+      using Input = typename Pass::Input;
+      using Output = typename Pass::Output;
+      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
+      Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(g, tile * Pass::UNITS, slot_of(slot) + Pass::kStateBytes);
+    }
+    commit_copies();
+  }
+
+  DEVICE void run() const {
+    const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
+    const i64 first = i64(group) * gridDim.x + blockIdx.x;  // few tiles are one for each block
+#pragma unroll
+    for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
+    Pass::load_weights(*this);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    if constexpr (Math::kRounds) {
+      for (int at = threadIdx.x * 4; at < Pass::kWeightBytes; at += kBlock * 4)
+        store_shared(weights + at, tf32_of(load_u32(weights + at)));
+      __syncthreads();
+    }
+    typename Pass::template Sums<ChainBackward> sums;
+    int slot = 0, last = 0;
+#pragma unroll 1
+    for (i64 tile = first; tile < tiles; tile += step) {
+      if (tile != first) {
+        sync();  // the last tile's result has left
+        load(tile + (Pass::SLOTS - 1) * step, tiles, last);
+      }
+      wait_for_copies<Pass::SLOTS - 1>();
+      const u32 x = slot_of(slot), g = x + Pass::kStateBytes;
+      if constexpr (Math::kRounds) {
+        sync();
+        round_state<Pass::kSlotBytes>(x);
+        sync();
+      }
+      zero_padding<typename Pass::FirstX>(x), zero_padding<typename Pass::FirstG>(g);
+      sync();
+      Pass::walk(*this, sums, x, g, tile);
+      if constexpr (Pass::RETURNS) {
+        using Returned = typename Pass::Returned;
+        constexpr int kOfRow = Returned::kSize / Pass::PART;
+        Element* y = static_cast<Element*>(params.y) + of_term<Pass::Y_TERM>() + part() * Pass::PART_STEP;
+        Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE, (Pass::PARTS > 1)>(
+            tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
+      }
+      last = slot;
+      if (++slot == Pass::SLOTS) slot = 0;
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    Pass::store_sums(*this, sums);
+  }
+};

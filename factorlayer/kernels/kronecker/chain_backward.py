@@ -1,0 +1,535 @@
+"""All gradients of a list of tied contractions at one visit: chain_backward.cuh, its tiles and source.
+
+It takes any sizes in any dtype, and is to gradients what resident passes are to layers. A state too large for one visit
+takes several, each with some neighbouring modes (plan/chain_gradients.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from factorlayer.activations.expression import cuda_type
+from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, stage_type
+from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
+from factorlayer.kernels.tiling import chunks_of, pieces_of, predict, stage_for, units_of
+from factorlayer.kernels.work import Mode, Work, merged, round_up
+
+# Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
+TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 4), (4, 2), (4, 4), (2, 8))
+MOST_SUMS = (16, 32, 64, 96)  # of a thread, of all weights: fewer leave room for more warps
+PARTS = (1, 2, 4, 8)
+FEW = 64  # columns for each multiprocessor, of which parts are tried where one block has room for all
+MOST_GROUPS = 15  # each has a barrier of its own
+WARPS = (2, 4, 8, 16)
+OTHER_REGISTERS = 56
+SLACK = 16  # bytes behind a state, which an access of whole 16 bytes may reach
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The gradient of one weight: `rows` times [q, inner] by [p, inner], in warp tiles of mt x nt times 16 x 8."""
+
+    p: int
+    q: int
+    inner: int
+    rows: int
+    mt: int
+    nt: int
+    count: int  # tiles of a warp
+    share: int  # warps with different ones
+
+    @property
+    def sums(self) -> int:
+        """Of a thread."""
+        return 4 * self.mt * self.nt * self.count
+
+    @property
+    def reach_q(self) -> int:
+        return round_up(self.q, 16 * self.mt)
+
+    @property
+    def reach_p(self) -> int:
+        return round_up(self.p, 8 * self.nt)
+
+    def __str__(self) -> str:
+        return f"{self.q}×{self.p} by {16 * self.mt}×{8 * self.nt}"
+
+    def time(self, dtype: str, warps: int, gpu: Gpu) -> float:
+        """Microseconds of a multiprocessor for a tile of units, were it alone."""
+        size = ELEMENT_BYTES[dtype]
+        width = 16 if size == 2 else 8
+        inner = round_up(self.inner, 8)
+        steps = -(-self.rows // width) if self.inner == 1 else self.rows * -(-inner // width)
+        rounds = -(-steps // (warps // self.share)) * self.count * warps
+        of_a, of_b, of_product = INSTRUCTIONS[dtype]
+        issue = rounds * (self.mt * of_a + self.nt * of_b + self.mt * self.nt * of_product + 6)
+        issue += warps * self.count * (4 * self.mt * self.nt + 20)
+        multiply = 2 * rounds * width * 128 * self.mt * self.nt / gpu.flops[dtype]
+        move = rounds * width * (16 * self.mt + 8 * self.nt) * size / gpu.shared_bytes
+        return together(multiply, move, issue / gpu.instructions)
+
+
+@dataclass(frozen=True)
+class ChainBackward(BlockSums):
+    """A pass, tiled. `us` is the time predicted for `batch` samples."""
+
+    work: Work  # its contractions forward; `terms` of a sum are blocks along y of the grid
+    forward: tuple[Stage, ...]  # one for each step, of which the last one is not made
+    back: tuple[Stage, ...]
+    learned: tuple[Learned, ...]
+    chunk: int
+    units: int
+    warps: int
+    groups: int
+    slots: int
+    parts: int  # blocks along y of the grid that share a single weight
+    places: Places
+    gpu: Gpu
+    us: float
+
+    # What a pass says of itself
+
+    @property
+    def dtype(self) -> str:
+        return self.work.dtype
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.groups
+
+    @property
+    def split(self) -> int:
+        return self.work.terms * self.parts
+
+    @property
+    def most(self) -> int:
+        return max(1, self.gpu.sms // self.split)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.work.inner // self.chunk)
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer * self.chunks
+
+    @property
+    def units_per_block(self) -> int:
+        return self.units
+
+    @property
+    def reads(self) -> str:
+        return self.places.x
+
+    @property
+    def beside(self) -> tuple[str, int]:
+        """The buffer that takes grad_y's place, and which parameter that is."""
+        return (self.places.g, self.places.grad) if self.places.g else ("", 0)
+
+    @property
+    def writes(self) -> str:
+        return self.places.y or "s2"
+
+    @property
+    def output_bytes(self) -> int:
+        return self.terms_out * self.features(0) * self.size if self.places.y else 0
+
+    @property
+    def terms_out(self) -> int:
+        return self.work.terms if self.places.terms_y else 1
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        state = self.work.terms * self.size
+        of = {self.places.x: self.features(0) * state, self.places.g: self.features(-1) * state}
+        of[self.places.y] = max(of.get(self.places.y, 0), self.output_bytes)
+        return of.get("s0", 0), of.get("s1", 0), self.part_bytes
+
+    @functools.cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """In the order of the weights."""
+        return tuple(mode for _, mode in sorted(self.work.steps, key=lambda step: step[0]))
+
+    @property
+    def merged(self) -> tuple[Mode, ...]:
+        return merged(self.modes)
+
+    @property
+    def rank(self) -> int:
+        return self.work.terms
+
+    @property
+    def weights(self) -> int:
+        return self.work.terms * sum(mode.p * mode.q for mode in self.modes)
+
+    @property
+    def begin(self) -> int:
+        """Elements of the gradients before these weights'."""
+        return self.places.begin
+
+    @property
+    def asks(self) -> list[tuple[str, str]]:
+        if self.places.g or self.places.x != "x":
+            return []
+        return [
+            ask_for("params.x", self.features(0) * self.size),
+            ask_for(f"params.weights[{self.places.grad}]", self.features(-1) * self.size),
+        ]
+
+    # Memory
+
+    def features(self, state: int) -> int:
+        """Of a sample's state in memory, before the first step or behind the last one."""
+        return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
+
+    @functools.cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of the place of each S, which G takes, and behind them of grad_y's."""
+        found = []
+        for i, (stage, learned) in enumerate(zip(self.forward, self.learned, strict=True)):
+            of_s = _bytes(stage, learned.reach_p, i < len(self.forward) - 1)
+            of_g = _bytes(self.back[i - 1], self.learned[i - 1].reach_q, True) if i else self.back[0].result_bytes
+            found.append(max(of_s, of_g))
+        found.append(_bytes(self.back[-1], self.learned[-1].reach_q, True))
+        return tuple(found)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.state_bytes[0] + self.state_bytes[-1]
+
+    @property
+    def group_bytes(self) -> int:
+        return self.slots * self.slot_bytes + sum(self.state_bytes[1:-1])
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those that are made."""
+        return (*self.forward[:-1], *(self.back if self.places.y else self.back[1:]))
+
+    @property
+    def weight_bytes(self) -> int:
+        return round_up(sum(stage.weight_bytes for stage in self.stages), 128)
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Scales of weights, one for each step."""
+        return 128 if any(is_scaled(self.dtype, mode) for mode in self.modes) else 0
+
+    @property
+    def shared(self) -> int:
+        fold = self.threads * 4 * PART_BYTES[self.dtype]
+        return self.barrier_bytes + self.weight_bytes + max(self.groups * self.group_bytes, fold)
+
+    def __str__(self) -> str:
+        terms = f", {self.work.terms} terms" if self.work.terms > 1 else ""
+        return (
+            f"chain, backward: {self.groups} groups of {self.warps} warps, tiles of {self.units} units"
+            + (f" in chunks of {self.chunk}" if self.chunk != self.work.inner else "")
+            + (f" by {self.parts} blocks" if self.parts > 1 else "")
+            + f", {self.slots} slots, {self.shared} bytes of shared memory{terms}; "
+            + ", ".join(map(str, (*self.stages, *self.learned)))
+        )
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        return source(self, name)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a pass finds states, and leaves the gradient of what it reads: buffers of the plan, each with a state for
+    each term or one for all. `y` is empty where that gradient is not made, `g` where it is grad_y itself, parameter
+    `grad`."""
+
+    grad: int
+    begin: int = 0  # of the gradients of all weights, elements before these
+    x: str = "x"
+    g: str = ""
+    y: str = "y"
+    terms_x: bool = False
+    terms_g: bool = False
+    terms_y: bool = False
+
+
+def _bytes(stage: Stage, reach: int, is_read: bool) -> int:
+    """Of a state, with what tiles touch behind its rows and behind its last one's p's, if the stage itself reads it or
+    only the gradient of its weight does."""
+    layout = stage.layout
+    width = 16 if ELEMENT_BYTES[stage.dtype] == 2 else 8
+    rows = round_up(stage.rows, width) if stage.by_rows else stage.rows
+    behind = max(0, reach - (layout.row if stage.by_rows else layout.row // layout.step))
+    elements = rows * layout.row + behind * (1 if stage.by_rows else layout.step)
+    whole = stage.state_bytes if is_read else 0
+    return round_up(max(whole, elements * ELEMENT_BYTES[stage.dtype] + SLACK), 128)
+
+
+def source(plan: ChainBackward, name: str) -> str:
+    work, last = plan.work, len(plan.forward) - 1
+    layouts = [stage.layout for stage in plan.forward]
+    back_layouts = [plan.back[0].result_layout, *(stage.layout for stage in plan.back)]  # of G
+    places = plan.places
+    regions = [_region(plan, state) for state in (0, -1)]
+    returned = _region(plan, 0, plan.back[0].q if plan.parts > 1 else 0)
+    numbers = {
+        "WARPS": plan.warps,
+        "GROUPS": plan.groups,
+        "UNITS": plan.units,
+        "SLOTS": plan.slots,
+        "RANK": 1,
+        "UNITS_PER_SAMPLE": plan.units_per_sample,
+        "COPY_X": _access(plan, layouts[0], regions[0]),
+        "COPY_G": _access(plan, back_layouts[-1], regions[1]),
+        "STORE": _access(plan, back_layouts[0], returned),
+        "PARTS": plan.parts,
+        "PART": plan.back[0].q,
+        "ROWS": plan.forward[0].p,
+        "kBarrierBytes": plan.barrier_bytes,
+        "kWeightBytes": plan.weight_bytes,
+        "kStateBytes": plan.state_bytes[0],
+        "kSlotBytes": plan.slot_bytes,
+        "kGroupBytes": (plan.shared - plan.barrier_bytes - plan.weight_bytes) // plan.groups // 16 * 16,
+        "GRAD": places.grad,
+        "COUNT": plan.weights,
+    }
+    width = work.inner if plan.work.inner % plan.chunk else 0
+    lines = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
+    lines += [cuda_type("identity", work.scalars), "using FirstStage = void;", "static constexpr bool BIAS = false;"]
+    lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+    for key, state, terms in (("X", 0, places.terms_x), ("G", -1, places.terms_g), ("Y", 0, places.terms_y)):
+        lines.append(f"static constexpr i64 {key}_TERM = {plan.features(state) if terms else 0};")
+    lines.append(f"static constexpr i64 PART_STEP = {plan.back[0].q * work.inner};")
+    lines.append(f"static constexpr bool RETURNS = {str(bool(places.y)).lower()};")
+    for key, region in zip(("Input", "Output", "Returned"), (*regions, returned), strict=True):
+        lines.append(f"using {key} = Region<{', '.join(map(str, region))}, {plan.units_per_sample}, {width}>;")
+    at = 0
+    for i, stage in enumerate(plan.forward):
+        following = layouts[i + 1] if i < last else stage.layout
+        lines.append(f"using F{i} = {_stage_type(plan, i, stage, layouts[i], following, at)};")
+        at += stage.weight_bytes if i < last else 0
+    for i, stage in enumerate(plan.back):
+        lines.append(f"using B{i} = {_stage_type(plan, i, stage, back_layouts[i + 1], back_layouts[i], at)};")
+        at += stage.weight_bytes if i > 0 or places.y else 0
+    begins = dict(zip(plan.modes, itertools.accumulate((m.p * m.q for m in plan.modes), initial=0), strict=False))
+    for i, (d, (_, mode)) in enumerate(zip(plan.learned, work.steps, strict=True)):
+        sizes = (d.p, d.q, d.inner, d.rows, d.mt, d.nt, d.count, d.share)
+        begin = begins[mode] * work.terms
+        words = (*sizes, layouts[i], back_layouts[i + 1], begin)
+        lines.append(f"using D{i} = Learned<{', '.join(map(str, words))}>;")
+    lines += ["using X = F0::In;", f"using G = B{last}::In;", f"using Final = {back_layouts[0]};"]
+    lines += ["using FirstX = F0;", f"using FirstG = B{last};"]
+    tiles = " ".join(f"typename C::template Tiles<D{i}> d{i} = {{}};" for i in range(last + 1))
+    lines.append(f"template <class C> struct Sums {{ {tiles} }};")
+    lines += _load_weights(plan) + _walk(plan)
+    lines.append("template <class C> static DEVICE void store_sums(const C& c, const Sums<C>& sums) {")
+    lines += [f"  c.template store<D{i}>(sums.d{i});" for i in range(last + 1)] + ["}"]
+    code = headers("sums.cuh", "chain.cuh", "chain_backward.cuh")
+    return kernel(code, name, "ChainBackward", lines, plan.threads, asks=plan.asks)
+
+
+def _region(plan: ChainBackward, state: int, part: int = 0) -> tuple[int, int, int, int, int]:
+    """rows, contiguous, chunks, slice, step of a unit in memory, or of a part of its rows."""
+    work, whole = plan.work, math.prod(plan.work.states[state])
+    rows = part or whole
+    if plan.chunk == work.inner:
+        return 1, rows * work.inner, 1, whole * work.inner, 0
+    return rows, plan.chunk, plan.chunks, whole * work.inner, work.inner
+
+
+def _access(plan: ChainBackward, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
+    return copied_at_once(layout, region, plan.size)
+
+
+def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, following: Layout, weight: int) -> str:
+    scale = 4 * i if is_scaled(plan.dtype, plan.work.steps[i][1]) else -1
+    return stage_type(stage, layout, following, weight, scale=scale)
+
+
+def _load_weights(plan: ChainBackward) -> list[str]:
+    lines = ["template <class C> static DEVICE void load_weights(const C& c) {", "  constexpr int term = 0;"]
+    last = len(plan.forward) - 1
+    part = plan.back[0].q if plan.parts > 1 else 0
+    for i, (_, mode) in enumerate(plan.work.steps):
+        names = [f"F{i}"] if i < last else []
+        transposed = [f"B{i}"] if i > 0 or plan.places.y else []
+        lines.append("  {")
+        lines += [f"  {line}" for line in load_weight_lines(mode, plan.dtype, names, transposed, "c.term()", part=part)]
+        lines.append("  }")
+    return [*lines, "}"]
+
+
+def _walk(plan: ChainBackward) -> list[str]:
+    last = len(plan.forward) - 1
+    offsets = list(itertools.accumulate(plan.state_bytes[1:-1], initial=0))
+    state = ["x", *(f"c.state({offset})" for offset in offsets[:-1])]
+    calls = [f"c.template contract<F{i}, F{i + 1}>({state[i]}, {state[i + 1]}, tile);" for i in range(last)]
+    for i in reversed(range(last + 1)):
+        g = "g" if i == last else state[i + 1]
+        calls.append(f"c.template learn<D{i}>(sums.d{i}, {state[i]}, {g});")
+        if i > 0 or plan.places.y:
+            calls += ["c.sync();", f"c.template contract<B{i}, {f'B{i - 1}' if i else 'void'}>({g}, {state[i]}, tile);"]
+    head = "template <class C> static DEVICE void walk(const C& c, Sums<C>& sums, u32 x, u32 g, i64 tile) {"
+    return [head, *(f"  {call}" for call in calls), "}"]
+
+
+@functools.lru_cache(512)
+def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
+    """The fastest by prediction, or None where a unit, or the sums, do not fit. Parts read what others would overwrite,
+    where the gradient takes the place of the state."""
+    return min(_tilings(work, places, batch, gpu), key=lambda plan: plan.us, default=None)
+
+
+def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[ChainBackward]:
+    for parts in PARTS if len(work.steps) == 1 and places.x != places.y else (1,):
+        found = False
+        for plan in _of_parts(work, places, parts, batch, gpu):
+            found = True
+            yield plan
+        if found and batch * work.outer * work.inner >= FEW * gpu.sms:
+            return
+
+
+def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> Iterator[ChainBackward]:
+    size = ELEMENT_BYTES[work.dtype]
+    for chunk, warps in itertools.product(chunks_of(work), WARPS):
+        states = [math.prod(state) * chunk for state in work.states]
+        total = batch * work.outer * -(-work.inner // chunk)
+        units = units_of(max(states), warps, total)
+        if units * sum(states) * size > gpu.shared or (warps > 2 and units * max(states) < warps * 128):
+            continue
+        if parts > 1 and work.steps[0][1].p < 16 * parts:
+            continue
+        for most in (16, 8, 4):
+            both = _stages(work, chunk, units, warps, most, parts, gpu)
+            if both is None:
+                continue
+            seen = set()
+            for most_sums in MOST_SUMS:
+                learned = _learned(work, chunk, units, warps, most_sums, parts, gpu)
+                if learned is None or learned in seen:
+                    continue
+                seen.add(learned)
+                yield from _grouped(work, places, both, learned, chunk, units, warps, parts, total, batch, gpu)
+
+
+def _grouped(
+    work: Work,
+    places: Places,
+    stages: tuple[tuple[Stage, ...], tuple[Stage, ...]],
+    learned: tuple[Learned, ...],
+    chunk: int,
+    units: int,
+    warps: int,
+    parts: int,
+    total: int,
+    batch: int,
+    gpu: Gpu,
+) -> Iterator[ChainBackward]:
+    """Groups as many as fit, with two slots or one."""
+    size, blocks = ELEMENT_BYTES[work.dtype], work.terms * parts
+    words = 2 if work.dtype == "float64" else 1
+    sums = words * sum(d.sums for d in learned)
+    most = max(
+        max(stage.registers for stage in (*stages[0], *stages[1])),
+        OTHER_REGISTERS + max(_temporary(d, work.dtype) for d in learned),
+    )
+    fit = min(32, 4 * (512 // round_up(sums + most, 8)))
+    if sums + most > 255 or fit < warps:
+        return
+    fields = (work, *stages, learned, chunk, units, warps)
+    of_x, of_g = (math.prod(work.states[i]) * chunk * size for i in (0, -1))
+    run = chunk * size if chunk < work.inner else 128
+    moved = of_x * (1 + bool(places.y) / parts) + of_g
+    rate = (gpu.memory_bytes + (parts - 1) * gpu.l2_bytes) / parts  # other parts' blocks find it in L2
+    memory = units * moved / rate * (1 + 11 / run)  # short runs cost more
+    for slots in (2, 1):
+        one = ChainBackward(*fields, 1, slots, parts, places, gpu, 0.0)
+        groups = min((gpu.shared - one.barrier_bytes - one.weight_bytes) // one.group_bytes, fit // warps, MOST_GROUPS)
+        if groups < 1:
+            continue
+        tiles = -(-total // units)
+        groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
+        busy = sum(stage.time(warps, gpu) for stage in one.stages)
+        busy += sum(d.time(work.dtype, warps, gpu) for d in learned)
+        busy += units * moved / gpu.shared_bytes
+        elements = [math.prod(work.states[i]) * chunk for i in (0, -1)]
+        busy += units * (pieces_of(elements[0], work, chunk) * (2 if places.y else 1)) / gpu.instructions
+        busy += units * pieces_of(elements[1], work, chunk) / gpu.instructions
+        barriers = 2 * len(one.stages) + 4
+        us = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu)
+        us += one.weight_bytes / 40e3
+        part = PART_BYTES[work.dtype]
+        us += 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + 2 * min(tiles, one.most) * one.weights * part / (
+            gpu.l2_bytes * gpu.sms
+        )
+        found = ChainBackward(*fields, groups, slots, parts, places, gpu, us)
+        if found.shared <= gpu.shared:
+            yield found
+
+
+def _temporary(d: Learned, dtype: str) -> int:
+    """Registers for a tile's sums and operands."""
+    words = {"float64": 2, "float32": 3}.get(dtype, 1)
+    return words * 4 * d.mt * d.nt + (4 * d.mt + 2 * d.nt) * (2 if words > 1 else 1)
+
+
+@functools.lru_cache(512)
+def _stages(
+    work: Work, chunk: int, units: int, warps: int, most: int, parts: int, gpu: Gpu
+) -> tuple[tuple[Stage, ...], tuple[Stage, ...]] | None:
+    """Forward and back, of each step; of what a single one gives back, one of `parts`."""
+    forward: list[Stage] = []
+    back: list[Stage] = []
+    for (at, mode), sizes in zip(work.steps, work.states, strict=False):
+        rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
+        part = -(-mode.p // parts) if parts == 1 else round_up(-(-mode.p // parts), 16)
+        for p, q, stages in ((mode.p, mode.q, forward), (mode.q, part, back)):
+            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu)
+            if stage is None:
+                return None
+            stages.append(stage)
+    return tuple(forward), tuple(back)
+
+
+@functools.lru_cache(512)
+def _learned(
+    work: Work, chunk: int, units: int, warps: int, most: int, parts: int, gpu: Gpu
+) -> tuple[Learned, ...] | None:
+    """The fastest tiles for each weight whose sums are together at most `most` of a thread: large weights first get
+    what they need at least."""
+    ways = []
+    for (at, mode), sizes in zip(work.steps, work.states, strict=False):
+        rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
+        found = [d for d in _ways(mode.p, mode.q, inner, rows, warps, parts) if d.sums <= most]
+        if not found:
+            return None
+        ways.append(sorted(found, key=lambda d: d.time(work.dtype, warps, gpu)))
+    least = [min(d.sums for d in each) for each in ways]
+    chosen, left = [], most
+    for i, each in enumerate(ways):
+        room = left - sum(least[i + 1 :])
+        d = next((d for d in each if d.sums <= room), None)
+        if d is None:
+            return None
+        chosen.append(d)
+        left -= d.sums
+    return tuple(chosen)
+
+
+def _ways(p: int, q: int, inner: int, rows: int, warps: int, parts: int) -> Iterator[Learned]:
+    for mt, nt in TILES:
+        if (mt > 1 and 8 * mt >= q) or (nt > 1 and 4 * nt >= p):
+            continue  # more than half of it would be padding
+        tiles = -(-(-(-q // (16 * mt)) * -(-p // (8 * nt))) // parts)
+        share = min(warps, 1 << (tiles - 1).bit_length())
+        yield Learned(p, q, inner, rows, mt, nt, -(-tiles // share), share)

@@ -1,0 +1,124 @@
+"""All gradients of any list of tied contractions: what the kernels of a plan make, by the emulator, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from emulator.driver import Emulator, why_not
+from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import Reduction
+from factorlayer.kernels.kronecker.chain_backward import ChainBackward
+from factorlayer.kernels.parts import Parts
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan import planner
+from factorlayer.plan.plan import Plan
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+def visits(spec: LayerSpec, dtype: str, batch: int, gpu: Gpu, count: int | None = None) -> Plan:
+    """The fastest plan by this family alone, of so many visits."""
+    chain, computed = planner.parsed(all_gradients_of(spec).text, dtype)
+    found = planner._visits(chain[0], computed, batch, gpu, count or 0)
+    assert found is not None
+    return Plan(chain[0], computed, batch, gpu, found)
+
+
+def gradients_of(outputs: list[Array], found: Plan, spec: LayerSpec) -> list[Array]:
+    """Of x and of all weights, from what the passes have written."""
+    sizes = [int(np.prod(shape)) for shape in spec.weight_shapes]
+    weights, grad_x = np.full(sum(sizes), np.nan), np.empty(0)
+    for planned, output in zip(found.passes, outputs, strict=True):
+        if planned.writes == "y":
+            grad_x = output
+        if isinstance(planned, Reduction | Parts) and planned.writes == "w":
+            weights[planned.begin : len(output)] = output[planned.begin :]
+    return [grad_x, *np.split(weights, np.cumsum(sizes)[:-1])]
+
+
+def check(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
+    """Infinite and NaN where they have to be, which no other sample is; and the same bits for any order of blocks."""
+    kernels, dtype, draw = emulator.compile(found), found.dtype, drawing(found.dtype)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    sick = {batch // 2, batch - 1}
+    fine = [n for n in range(batch) if n not in sick]
+    before: list[Array] = []
+    for seed, value in enumerate((None, None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[batch // 2, 1 % x.shape[1]], grad[batch - 1, 2 % grad.shape[1]] = value, -value
+        outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
+        assert not errors
+        leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+        right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
+        made = gradients_of(outputs, found, spec)
+        for part, expected in zip(made, (t.numpy().ravel() for t in right), strict=True):
+            finite = np.isfinite(expected)
+            assert not np.isfinite(part[~finite]).any()
+            allowed = 4 * EPS[dtype] * np.sqrt(len(spec.in_factors)) * np.linalg.norm(expected[finite])
+            assert np.linalg.norm(part[finite] - expected[finite]) <= allowed
+        if seed == 1:
+            for part, other in zip(made, before, strict=True):
+                np.testing.assert_array_equal(part, other)
+        before = before or made
+        np.testing.assert_array_equal(made[0].reshape(batch, -1)[fine], before[0].reshape(batch, -1)[fine])
+
+
+CASES = [
+    # in, out, rank, dtype, batch, visits (None: as many as are the fastest)
+    ((12, 12, 12), (12, 12, 12), 1, "bfloat16", 3, 1),
+    ((7, 9), (5, 11), 1, "float16", 9, 1),
+    ((33,), (20,), 1, "tf32", 21, 1),
+    ((4, 3, 5, 6), (2, 7, 5, 3), 1, "float32", 5, 1),
+    ((17, 4, 7), (17, 4, 7), 1, "float64", 4, None),
+    ((6, 10), (10, 6), 3, "bfloat16", 7, 1),
+    ((9, 14), (12, 5), 2, "float32", 5, 2),
+    ((5, 6, 7), (7, 6, 5), 2, "float64", 5, 2),
+    ((20, 3, 24), (11, 5, 24), 1, "bfloat16", 5, 2),
+    ((10, 12, 9), (10, 12, 9), 3, "float16", 3, 3),
+    ((10, 12, 9), (6, 12, 17), 1, "tf32", 5, 3),
+    ((2, 3, 2, 19), (2, 3, 2, 19), 2, "tf32", 6, 2),
+    ((40, 36), (36, 40), 1, "float32", 5, 2),
+    ((90, 7), (131, 5), 1, "float16", 3, 2),
+    ((131, 3), (90, 3), 2, "float64", 2, 2),
+]
+
+
+@pytest.mark.parametrize(("sizes_in", "sizes_out", "rank", "dtype", "batch", "count"), CASES, ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_visits_are_right(
+    sizes_in: tuple[int, ...],
+    sizes_out: tuple[int, ...],
+    rank: int,
+    dtype: str,
+    batch: int,
+    count: int | None,
+    arch: int,
+    emulator: Emulator,
+) -> None:
+    spec = dataclasses.replace(kronecker(sizes_in, sizes_out), rank=rank)
+    found = visits(spec, dtype, 1024, dataclasses.replace(Gpu.of(arch), sms=2), count)
+    check(spec, found, batch, emulator)
+
+
+@pytest.mark.parametrize("sizes", [(18, 167, 12), (164, 12, 41), (211, 13, 200)], ids=str)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_parts_of_a_weight_overwrite_nothing_that_others_read(sizes: tuple[int, ...], rank: int) -> None:
+    chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=rank))
+    for batch in planner.BATCHES:
+        for count in (1, 2, 3):
+            for planned in planner._visits(chain, "bfloat16", batch, Gpu.of(90), count) or ():
+                if isinstance(planned, ChainBackward) and planned.parts > 1:
+                    assert planned.writes not in (planned.reads, planned.beside[0])
