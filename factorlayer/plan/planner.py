@@ -60,6 +60,7 @@ from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
 from factorlayer.plan.plan import PASS_WEIGHT, Plan, PlanError
 
+LEAST_OF_SOME = 128  # samples that the second class is planned for as well, where few of them leave most of a GPU idle
 WORDS = ("backward", "states", "frozen")  # behind the layers of a stack
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
@@ -242,7 +243,8 @@ def _plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
         best = min(alone, best or alone, key=lambda found: found.weight)
-    at_once = None if isinstance(best.passes[0], Few) else _at_once(chain, dtype, batch, gpu)
+    are_few = batch <= few.MOST_SAMPLES and isinstance(best.passes[0], Few)
+    at_once = None if are_few else _at_once(chain, dtype, batch, gpu)
     if at_once and AT_ONCE * at_once.us < best.us:
         return Plan(chain, dtype, batch, gpu, (at_once,))
     by_rows = _by_rows(chain, dtype, batch, gpu)
@@ -569,14 +571,32 @@ def _product_pass(
     product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True
 ) -> Few | Mapped | Streamed | Wide:
     """Times of streamed passes are predicted too short, but they are better with few samples, untied ones apart."""
-    of_few = few.tile(product, batch, gpu, first, last)
-    if of_few:
+    some = LEAST_OF_SOME < batch <= BATCHES[1] and not product.contraction.tied
+    batches = (LEAST_OF_SOME, batch) if some else (batch,)
+    of_few = few.tile(product, batches, gpu, first, last) if batch <= BATCHES[1] else None
+    if of_few and batch <= few.MOST_SAMPLES:
         return of_few
-    narrow = streamed.tile(product, batch, gpu)
+    narrow = streamed.tile(product, batches, gpu)
     tiled = (family.tile(product, batch, gpu) for family in (wide, mapped))
-    found = min((p for p in tiled if p), key=lambda p: p.us, default=None)
+    found: Mapped | Streamed | Wide | None = min((p for p in tiled if p), key=lambda p: p.us, default=None)
     weight = STREAMED if batch > 64 else STREAMED_OF_FEW
-    return found if found and found.us < weight * narrow.us else narrow
+    found = found if found and found.us < weight * narrow.us else narrow
+    if of_few and _is_faster(of_few, found, batches):
+        return of_few
+    return found
+
+
+def _is_faster(of_few: Few, other: Mapped | Streamed | Wide, batches: tuple[int, ...]) -> bool:
+    """For all numbers of samples together; or for each, where the other one is made for many."""
+    us = [few.time(of_few, batch) for batch in batches]
+    if isinstance(other, Streamed):
+        return math.prod(us) < math.prod(STREAMED * streamed.time(other, batch) for batch in batches)
+    others = [_time_of(replace(other, batch=batch)) for batch in batches]
+    return all(mine < another for mine, another in zip(us, others, strict=True))
+
+
+def _time_of(p: Mapped | Wide) -> float:
+    return mapped.time(p) if isinstance(p, Mapped) else wide.time(p)
 
 
 def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:

@@ -71,6 +71,12 @@ inline u32 tf32_of(u32 x) { return (x >> 23 & 255) == 255 ? x : emulator::trunca
 
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_reciprocal(float x) { return 1.f / x; }
+inline double double_of(u32 low, u32 high) {
+  const u64 bits = u64(high) << 32 | low;
+  double x;
+  memcpy(&x, &bits, 8);
+  return x;
+}
 inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline int uniform(int x) { return x; }
 template <class Int> inline void stay_here(Int&, Int&) {}
@@ -142,13 +148,13 @@ inline void load_global(const void* from, u32 (&x)[4], bool present) {
   memset(x, 0, 16);
   if (present) load_global(from, x);
 }
-template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES / 4], bool present) {
-  memset(x, 0, BYTES);
+template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
+  memset(x, 0, sizeof x);
   if (!present) return;
   emulator::read_global(from, BYTES);
   memcpy(x, from, BYTES);
 }
-template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES / 4], bool present) {
+template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   load_global<BYTES>(from, x, present);
 }
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }

@@ -45,6 +45,13 @@ DEVICE u32 tf32_of(u32 x) {
   return y;
 }
 
+// Of its two words
+DEVICE double double_of(u32 low, u32 high) {
+  double x;
+  asm("mov.b64 %0, {%1, %2};" : "=d"(x) : "r"(low), "r"(high));
+  return x;
+}
+
 // The larger one, or NaN if either is.
 DEVICE float larger(float x, float y) {
   float z;
@@ -195,27 +202,36 @@ DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
                "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)));
 }
-template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES / 4], bool present) {
+template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   if constexpr (BYTES == 16)
     load_global(from, x, present);
   else if constexpr (BYTES == 8)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
                  "@p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
                  : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)));
-  else
+  else if constexpr (BYTES == 4)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
+                 : "=&r"(x[0]) : "l"(from), "r"(int(present)));
+  else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u16 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)));
 }
 // The same of what a kernel has made that had not ended when this one started, but has been waited for.
-template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES / 4], bool present) {
+template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   if constexpr (BYTES == 16)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
                  "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                  : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)) : "memory");
-  else
+  else if constexpr (BYTES == 8)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
                  "@p ld.global.v2.u32 {%0, %1}, [%2]; }"
                  : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)) : "memory");
+  else if constexpr (BYTES == 4)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u32 %0, [%1]; }"
+                 : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
+  else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u16 %0, [%1]; }"
+                 : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
 }
 // A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }

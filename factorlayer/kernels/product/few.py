@@ -20,9 +20,12 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_SAMPLES = 64
+SAMPLES = (16, 32, 64)  # of a block, where there are more
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
+WAIT_US = 0.8  # for what L2 or memory has been asked for
+CYCLES = 1.75e3  # in a microsecond
 
 
 def _chunk(size: int) -> int:
@@ -32,7 +35,7 @@ def _chunk(size: int) -> int:
 
 def _registers(held: int, dtype: str) -> int:
     """Of a thread, `held` of which hold a weight."""
-    of_pieces = 16 if dtype == "float32" else 0
+    of_pieces = 16 if dtype in ("float32", "float64") else 0
     return min(255, of_pieces + (64 if held <= 16 else 96 if held <= 32 else 128 if held <= 48 else 240))
 
 
@@ -44,13 +47,19 @@ class Few(Pass):
     wg: int
     ways: int
     height: int
+    rounds: int  # in which a thread has its part of a weight
+    samples: int  # of a block
     first: bool
     last: bool
     gpu: Gpu
     us: float = 0.0
 
     units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    blocks_per_sm = 0  # as many as there is work
+
+    @property
+    def units_per_block(self) -> int:
+        return self.samples
 
     @property
     def threads(self) -> int:
@@ -58,21 +67,29 @@ class Few(Pass):
 
     @property
     def shared(self) -> int:
-        return self.wg * self.ways * self.height * 16 * 18 * 4
+        return self.wg * self.ways * self.height * 16 * 18 * max(4, self.product.size)
 
     @property
     def split(self) -> int:
         p = self.product
-        return -(-p.contraction.q // (16 * self.height)) * (p.groups // self.wg)
+        groups = -(-p.fast // self.wg) * (p.groups // p.fast)
+        return -(-p.contraction.q // (16 * self.height)) * groups
+
+    @property
+    def load(self) -> int:
+        """Bytes of an access to a row."""
+        return math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property
     def held(self) -> int:
-        """Registers of a thread."""
-        return 8 * self.height * -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
+        """Registers of a thread. What comes by 2 bytes has one for each."""
+        chunks = -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
+        return (16 if self.load == 2 else 8) * self.height * -(-chunks // self.rounds)
 
     @property
     def registers(self) -> int:
-        return _registers(self.held, self.product.dtype)
+        of_words = 24 if self.product.dtype == "float32" and self.load < 16 else 0
+        return min(255, of_words + _registers(self.held, self.product.dtype))
 
     @property
     def blocks(self) -> int:
@@ -83,7 +100,7 @@ class Few(Pass):
     def run(self) -> int:
         """Elements that are stored at once."""
         p = self.product
-        return math.gcd(16 // p.size, self.wg if self.wg > 1 else p.b)
+        return math.gcd(16 // p.size, *((self.wg, p.fast) if self.wg > 1 else (p.b,)))
 
     @property
     def output_bytes(self) -> int:
@@ -102,7 +119,8 @@ class Few(Pass):
         numbers = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
         numbers |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
         numbers |= {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "RUN": self.run}
+        numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
+        numbers |= {"LOAD": self.load, "RUN": self.run}
         flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
         lines += [cuda_type(p.activation, p.scalars)]
@@ -113,33 +131,52 @@ class Few(Pass):
         return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False, asks=asks)
 
 
-def tile(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> Few | None:
-    """The fastest tiling by prediction, if it is a product of few samples that there is one for."""
-    p, c = product, product.contraction
-    takes = not c.tied and p.x_step == 1 and p.terms == 1 and not p.reads_beside and p.dtype != "float64"
-    if not takes or batch > MOST_SAMPLES or c.p * p.size % 16:
+def tile(product: Product, batches: tuple[int, ...], gpu: Gpu, first: bool, last: bool) -> Few | None:
+    """The fastest tiling by prediction for all of these numbers of samples, if the product has one. Its `us` is that of
+    the largest."""
+    p = product
+    if p.contraction.tied or p.x_step > 1 or p.terms > 1 or p.reads_beside:
         return None
-    found = []
-    heights = (1,) if p.dtype == "float32" else (1, 2)
+    samples = SAMPLES if batches[-1] > MOST_SAMPLES else SAMPLES[-1:]
+    tilings = _tilings(product, gpu, samples, first, last)
+    found = min(tilings, key=lambda plan: math.prod(time(plan, batch) for batch in batches), default=None)
+    return replace(found, us=time(found, batches[-1])) if found else None
+
+
+def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
+    p = product
+    heights = (1,) if p.dtype in ("float32", "float64") else (1, 2)
     for wg, ways, height in itertools.product((8, 4, 2, 1), (2, 4, 8, 16), heights):
-        if p.fast % wg or (wg > 1 and (p.b > 1 or wg * p.size > 16)) or wg * ways > 16:
+        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > 16)) or wg * ways > 16:
             continue
-        plan = Few(p, wg, ways, height, first, last, gpu)
-        if plan.held <= HELD_ROWS and plan.split <= MOST_BLOCKS and plan.threads * plan.registers <= 65536:
-            found.append(replace(plan, us=_time(plan)))
-    return min(found, key=lambda plan: plan.us, default=None)
+        chunks = -(-p.contraction.p // (_chunk(p.size) * ways))
+        for rounds in range(1, chunks + 1):
+            plan = Few(p, wg, ways, height, rounds, samples[0], first, last, gpu)
+            if plan.held <= HELD_ROWS and plan.threads * plan.registers <= 65536:
+                if plan.split <= MOST_BLOCKS:
+                    yield from (replace(plan, samples=each) for each in samples)
+                break
 
 
-def _time(plan: Few) -> float:
+def time(plan: Few, batch: int) -> float:
     """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind it;
-    more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200."""
+    more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200. Every 16 samples, and
+    every part of a weight, wait for L2 once more."""
     p, gpu = plan.product, plan.gpu
     weight = p.weights * p.size
-    us = (START_US if plan.first else NEXT_US) + weight / (gpu.memory_bytes * gpu.sms)
-    us += weight / plan.height / (gpu.l2_bytes * gpu.sms)
-    waves = -(-plan.split // (gpu.sms * plan.blocks))
-    held = (0.014 if p.dtype == "float32" else 0.006) * plan.held
-    return us + 0.25 * (waves - 1) + held + 0.06 * plan.wg * plan.ways + 1 / plan.run
+    blocks, tiles = -(-batch // plan.samples), -(-batch // 16)
+    us = START_US if plan.first else NEXT_US
+    us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, plan.split)))
+    # A load of a warp has pieces of eight rows, each a line of the first-level cache
+    each = 1 / min(gpu.l2_bytes, 4 * plan.load * CYCLES) / gpu.sms
+    again = tiles if plan.rounds > 1 else blocks  # the weight, from L2
+    moved = (tiles / plan.height + again - 1) * weight * each
+    products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
+    waves = -(-plan.split * blocks // (gpu.sms * plan.blocks))
+    turns = (-(-min(batch, plan.samples) // 16) - 1) * plan.rounds
+    held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * plan.held
+    us += max(moved, products, waves * turns * WAIT_US) + (plan.rounds - 1) * WAIT_US + 0.25 * (waves - 1)
+    return us + held + 0.06 * plan.wg * plan.ways + 1 / plan.run
 
 
 # All gradients of two contractions
@@ -154,7 +191,8 @@ class FewPass(Pass):
     dtype: str
     gpu: Gpu
     ways: int
-    words: int  # of a lane's access to a column
+    words: int  # of a lane's part of a row, by columns
+    rounds: int  # in which a thread has its part of a weight
     us: float = 0.0
 
     units_per_sample = 1
@@ -222,10 +260,14 @@ class FewPass(Pass):
         """Columns of a lane."""
         return self.words * 4 // self.size
 
+    def _load(self, which: int, most: int) -> int:
+        """Bytes of an access to rows of a weight."""
+        return math.gcd(most, self.both[which].p * self.size)
+
     @property
     def tall(self) -> int:
         """A warp's part of a gradient, in 16 rows."""
-        return 1 if self.dtype == "float32" else 2
+        return 1 if self.dtype in ("float32", "float64") else 2
 
     def _column_tiles(self, which: int) -> int:
         c = self.both[which]
@@ -241,8 +283,8 @@ class FewPass(Pass):
         """Blocks that turn states: a square of 16 bytes for each thread, of 16 samples."""
         piece = 16 // self.size
         first, second = self.both
-        across = math.gcd(piece, second.inner)
-        units = 16 // piece * (first.outer * first.p // piece + second.q * second.inner // across)
+        across, across_x = math.gcd(piece, second.inner), math.gcd(piece, first.outer * first.p)
+        units = 16 // piece * (first.outer * first.p // across_x + second.q * second.inner // across)
         units += 16 * -(-second.q // piece) * (second.inner // across)
         return -(-units // self.threads)
 
@@ -258,16 +300,27 @@ class FewPass(Pass):
     @property
     def shared(self) -> int:
         rows = 16 if self.template == "FewStates" else 8 * self.each
-        return self.ways * rows * 18 * 4
+        return self.ways * rows * 18 * max(4, self.size)
 
     @property
     def held(self) -> int:
         """Registers of a thread that hold a weight."""
-        first, second = self.both
         if self.template == "FewStates":
-            return 8 * -(-first.p // (_chunk(self.size) * self.ways))
-        c = second if self.template == "FewBack" else first
-        return 16 // self.size * self.words * -(-c.q // (_chunk(self.size) * self.ways))
+            in_rows = 16 if self._load(0, 16) == 2 else 8
+            return in_rows * -(-self._chunks // self.rounds)
+        words = self.words * (2 if self._load(self._by_columns, 16) == 2 else 1)
+        return 16 // self.size * words * -(-self._chunks // self.rounds)
+
+    @property
+    def _by_columns(self) -> int:
+        """Which weight."""
+        return 1 if self.template == "FewBack" else 0
+
+    @property
+    def _chunks(self) -> int:
+        """Of a warp, of what is contracted."""
+        c = self.both[self._by_columns]
+        return -(-(c.p if self.template == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
 
     @property
     def registers(self) -> int:
@@ -308,7 +361,19 @@ class FewPass(Pass):
         numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {"WAYS": self.ways, "WORDS": self.words, "TALL": self.tall, "STRIPS": STRIPS, "TURNS": self.turns}
+        numbers |= {
+            "WAYS": self.ways,
+            "ROUNDS": self.rounds,
+            "WORDS": self.words,
+            "TALL": self.tall,
+            "STRIPS": STRIPS,
+            "TURNS": self.turns,
+        }
+        columns, piece = 4 * self.words, 16 // self.size
+        numbers |= {"LOAD": self._load(0, 16), "LOAD_0": self._load(0, columns), "LOAD_1": self._load(1, columns)}
+        numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
+        numbers |= {"RUN_X": math.gcd(piece, first.p), "RUN_0": math.gcd(piece, first.p, numbers["OF_0"])}
+        numbers |= {"RUN_1": math.gcd(piece, second.p, numbers["OF_1"])}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         size = self.size
@@ -322,11 +387,7 @@ class FewPass(Pass):
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:
     """Three passes, if they take the chain."""
-    if not _is_pair(chain) or batch > MOST_SAMPLES or dtype == "float64" or chain.rank > 1:
-        return None
-    size = ELEMENT_BYTES[dtype]
-    first, second = chain.contractions
-    if first.p * size % 16 or second.p * size % 16:
+    if not _is_pair(chain) or batch > MOST_SAMPLES or chain.rank > 1:
         return None
     found = []
     for template in ("FewStates", "FewBack", "FewLast"):
@@ -348,11 +409,15 @@ def _is_pair(chain: Chain) -> bool:
 
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
     most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
-    for ways, words in itertools.product((2, 4, 8, 16), (2,) if template == "FewStates" else (2, 4)):
-        plan = FewPass(template, chain, dtype, gpu, ways, words)
-        fits = plan.held <= most and plan.threads * plan.registers <= 65536 and plan.shared <= gpu.shared
-        if all(c.p % plan.each == 0 for c in plan.both) and fits and plan.split <= MOST_BLOCKS:
-            yield plan
+    widths = (4,) if dtype == "float64" else (2,) if template == "FewStates" else (2, 4)
+    for ways, words in itertools.product((2, 4, 8, 16), widths):
+        plan = FewPass(template, chain, dtype, gpu, ways, words, 1)
+        for rounds in range(1, plan._chunks + 1):
+            plan = replace(plan, rounds=rounds)
+            if plan.held <= most and plan.threads * plan.registers <= 65536:
+                if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS:
+                    yield plan
+                break
 
 
 def _backward_time(plan: FewPass) -> float:
@@ -363,10 +428,11 @@ def _backward_time(plan: FewPass) -> float:
     if plan.template == "FewStates":
         held = 0.014 if plan.dtype == "float32" else 0.008
         us = START_US + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
-        return us + 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways
+        return us + 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * WAIT_US
     if plan.template == "FewBack":
         moved, tiles, of_warps = second.weight_size, plan.split, 0.03
     else:
         moved, tiles, of_warps = first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
     us = NEXT_US + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
+    us += (plan.rounds - 1) * WAIT_US
     return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways

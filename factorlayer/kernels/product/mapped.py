@@ -162,7 +162,7 @@ class Mapped(Pass):
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    found = [(_time(plan), -plan.n, plan.cluster, plan) for plan in tilings(product, batch, gpu)]
+    found = [(time(plan), -plan.n, plan.cluster, plan) for plan in tilings(product, batch, gpu)]
     if not found:
         return None
     us, *_, plan = min(found)
@@ -188,7 +188,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
                 yield Mapped(product, n, held, cluster, batch, gpu)
 
 
-def _time(plan: Mapped) -> float:
+def time(plan: Mapped) -> float:
     """Microseconds: multiprocessors take turns at tiles, and nothing runs beside stores. Numbers fitted to an H200."""
     p, gpu, c = plan.product, plan.gpu, plan.product.contraction
     clusters = -(-plan.batch * p.outer // ROWS) * plan.tiles

@@ -263,7 +263,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
     tilings = list(_tilings(product, batch, gpu))
     if not tilings:
         return None
-    us, plan = min(((_time(plan), plan) for plan in tilings), key=lambda found: found[0])
+    us, plan = min(((time(plan), plan) for plan in tilings), key=lambda found: found[0])
     return replace(plan, us=us)
 
 
@@ -317,7 +317,7 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
                 yield held, run, 2
 
 
-def _time(plan: Wide) -> float:
+def time(plan: Wide) -> float:
     """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
     product, gpu, size = plan.product, plan.gpu, plan.product.size
     tiles = -(-plan.batch * product.outer // plan.rows) * plan.tiles

@@ -1,9 +1,10 @@
-// Untied contractions of few samples (64 at most), which take as long as it takes to ask memory for a weight: all that a thread
-// reads of one is on its way to registers at once, 16 bytes (or 8) for an access, before it waits for the kernel that makes
-// the states. Warps of a group share what is contracted, and add up their sums in shared memory, in order.
+// Untied contractions of few samples, which take as long as it takes to ask memory for a weight: all that a thread
+// reads of one is on its way to registers at once, by the widest accesses that rows allow, before it waits for the kernel
+// that makes the states. Warps of a group share what is contracted, and add up their sums in shared memory, in order.
 //
 // A weight is the left operand, read as it lies. By rows, Y[q, n] = sum_p W[q, p] X[p, n], a lane's piece of 16 bytes has the
-// p's that are its own in two steps of the matrix unit: which p is which k is free, if X's pieces are read alike. By columns,
+// p's that are its own in two steps of the matrix unit (of doubles: in one): which p is which k is free, if X's pieces are
+// read alike. By columns,
 // Y[p, n] = sum_q W[q, p] X[q, n], a lane's pieces lie in the rows q that are its own, and the p's of a piece are rows of as
 // many tiles. So are those of dW[q, p] = sum_n G[q, n] X[p, n], a row of 64 bytes from four lanes.
 #pragma once
@@ -11,36 +12,45 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 
+template <class Element> struct WordOf { using type = u32; };
+template <> struct WordOf<double> { using type = double; };
+
 // Operands made of words, and their products
 template <class Math> struct FewMath {
   using Element = typename Math::Element;
-  static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize, kChunk = 4 * kPiece;  // elements of four lanes: two steps
-  static constexpr int kStepOfLane = kPiece / 2;                                           // elements of a lane in one step
-  static_assert(kSize <= 4);
+  using Word = typename WordOf<Element>::type;
+  using Total = Sum<Element>;
+  static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize, kChunk = 4 * kPiece;  // elements: of a lane, of four
+  static constexpr int kWords = 16 / int(sizeof(Word)), kSteps = kWords / 2;               // of a piece
+  static constexpr int kStepOfLane = kPiece / kSteps;                                      // elements of a lane in one step
   using A = typename Math::A;
   using B = typename Math::B;
-  struct Sums { float sum[4] = {}, low[4] = {}; };
-  static DEVICE A left(u32 x0, u32 x1, u32 x2, u32 x3) {
-    const u32 x[4] = {x0, x1, x2, x3};
+  struct Sums { Total sum[4] = {}, low[4] = {}; };
+  static DEVICE A left(Word x0, Word x1, Word x2, Word x3) {
+    const Word x[4] = {x0, x1, x2, x3};
     A a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (Math::kRepairs)
         Math::split(x[i], a.high[i], a.low[i]);
+      else if constexpr (Math::kRounds)
+        a.r[i] = tf32_of(x[i]);
       else
-        a.r[i] = Math::kRounds ? tf32_of(x[i]) : x[i];
+        a.r[i] = x[i];
     }
     return a;
   }
-  static DEVICE B right(u32 x0, u32 x1) {
-    const u32 x[2] = {x0, x1};
+  static DEVICE B right(Word x0, Word x1) {
+    const Word x[2] = {x0, x1};
     B b;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (Math::kRepairs)
         Math::split(x[i], b.high[i], b.low[i]);
+      else if constexpr (Math::kRounds)
+        b.r[i] = tf32_of(x[i]);
       else
-        b.r[i] = Math::kRounds ? tf32_of(x[i]) : x[i];
+        b.r[i] = x[i];
     }
     return b;
   }
@@ -61,7 +71,7 @@ template <class Math> struct FewMath {
       for (int s = 0; s < STEPS; ++s) Math::template multiply<Math::kStep>(y.sum, a[s], b[s]);
     }
   }
-  static DEVICE float total(const Sums& y, int i) {
+  static DEVICE Total total(const Sums& y, int i) {
     if constexpr (Math::kRepairs) return y.sum[i] + (fabsf(y.low[i]) <= 3.402823466e38f ? y.low[i] : 0.f);
     return y.sum[i];
   }
@@ -70,7 +80,7 @@ template <class Math> struct FewMath {
     if constexpr (LENGTH % kPiece) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int first = from + i * (4 / kSize);
+        const int first = from + i * 4 / kSize;
         if (first >= LENGTH) x[i] = 0;
         else if (kSize == 2 && first + 1 >= LENGTH) x[i] &= 0xffff;
       }
@@ -78,26 +88,57 @@ template <class Math> struct FewMath {
   }
 };
 
-// What warps have summed, in shared memory: for each of WAYS warps ROWS rows of 16 samples.
-template <int ROWS, int WAYS> struct FewTotals {
-  static constexpr int kStride = 18, kWarp = ROWS * kStride * 4, kBytes = WAYS * kWarp;
-  u32 memory;
-  DEVICE void put(int way, int row, int sample, float x, float y) const {
-    store_f32x2(memory + way * kWarp + (row * kStride + sample) * 4, x, y);
+// What a lane has asked memory for of a row, BYTES by accesses of LOAD. Elements of 2 bytes that come one by one have a register
+// each until they are used.
+template <class Math, int LOAD, int BYTES = 16> struct FewPiece {
+  using Base = FewMath<Math>;
+  using Element = typename Base::Element;
+  static constexpr int kEach = LOAD / Base::kSize, kAccesses = BYTES / LOAD, kOfOne = LOAD < 4 ? 1 : LOAD / 4;  // registers
+  u32 of[kAccesses][kOfOne];
+  // `left` elements are there from `from` on, none if that is not positive. MADE by a kernel that had not ended when this one started.
+  template <bool MADE> DEVICE void ask(const Element* from, int left) {
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+      if constexpr (MADE)
+        load_made<LOAD>(from + i * kEach, of[i], i * kEach < left);
+      else
+        load_global<LOAD>(from + i * kEach, of[i], i * kEach < left);
+    }
   }
-  DEVICE float at(int row, int sample) const {
-    float sum = 0;
+  DEVICE typename Base::Word word(int i) const {
+    const u32* all = &of[0][0];
+    if constexpr (Base::kSize == 8)
+      return double_of(all[i * 2], all[i * 2 + 1]);
+    else if constexpr (LOAD < 4)
+      return all[i * 2] | all[i * 2 + 1] << 16;
+    else
+      return all[i];
+  }
+};
+
+// What warps have summed, in shared memory: for each of WAYS warps ROWS rows of 16 samples.
+template <class Total, int ROWS, int WAYS> struct FewTotals {
+  static constexpr int kStride = 18, kSize = sizeof(Total), kWarp = ROWS * kStride * kSize, kBytes = WAYS * kWarp;
+  u32 memory;
+  DEVICE void put(int way, int row, int sample, Total x, Total y) const {
+    store_shared(memory + way * kWarp + (row * kStride + sample) * kSize, Pair<Total>(x, y));
+  }
+  DEVICE Total at(int row, int sample) const {
+    Total sum = 0;
 #pragma unroll
     for (int way = 0; way < WAYS; ++way)
-      sum += __uint_as_float(load_u32(memory + way * kWarp + (row * kStride + sample) * 4));
+      sum += load_sum(memory + way * kWarp + (row * kStride + sample) * kSize, sum);
     return sum;
   }
 };
 
 // COUNT neighbours of a result, by one access.
-template <class Element, int COUNT> DEVICE void store_few(Element* to, const float (&x)[COUNT]) {
+template <class Element, int COUNT> DEVICE void store_few(Element* to, const Sum<Element> (&x)[COUNT]) {
   if constexpr (COUNT == 1) {
     store_global(to, narrow<Element>(x[0]));
+  } else if constexpr (sizeof(Element) == 8) {
+    const Pair<double> both(x[0], x[1]);
+    store_words<16>(to, *reinterpret_cast<const Words<16>*>(&both));
   } else {
     constexpr int kBytes = COUNT * sizeof(Element);
     u32 words[kBytes / 4];
@@ -111,49 +152,80 @@ template <class Element, int COUNT> DEVICE void store_few(Element* to, const flo
     store_global<kBytes>(to, words);
   }
 }
+// COUNT of them by accesses of RUN; `left` are there, a multiple of RUN.
+template <int RUN, class Element, int COUNT> DEVICE void store_few(Element* to, const Sum<Element> (&x)[COUNT], int left) {
+#pragma unroll
+  for (int first = 0; first < COUNT; first += RUN) {
+    Sum<Element> run[RUN];
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) run[i] = x[first + i];
+    if (first < left) store_few(to + first, run);
+  }
+}
 
-// HEIGHT times 16 rows of a weight, [.., P], times 16 samples at a time; one of WAYS warps has every WAYS-th chunk of p's.
-template <class Math, int P, int HEIGHT, int WAYS> struct FewRows : FewMath<Math> {
+// HEIGHT times 16 rows of a weight, [.., P], times 16 samples at a time; one of WAYS warps has every WAYS-th chunk of p's, a
+// ROUNDS-th of these at once in registers. Rows come by accesses of LOAD_W and LOAD_X bytes.
+template <class Math, int P, int HEIGHT, int WAYS, int ROUNDS, int LOAD_W, int LOAD_X> struct FewRows : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
-  static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kMine = ceil_div(ceil_div(P, kChunk), WAYS);
-  static_assert(P % kPiece == 0);
+  static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk;
+  static constexpr int kMine = ceil_div(ceil_div(ceil_div(P, kChunk), WAYS), ROUNDS);
+  using Sums = typename Base::Sums[HEIGHT][2];
+  using Totals = FewTotals<typename Base::Total, HEIGHT * 16, WAYS>;
   const int way;
   const Lane lane;
-  u32 weight[kMine][HEIGHT * 2][4];
+  FewPiece<Math, LOAD_W> weight[kMine][HEIGHT * 2];
   DEVICE FewRows(int way) : way(way) {}
-  DEVICE int first(int i) const { return (i * WAYS + way) * kChunk + lane.t * kPiece; }
+  DEVICE int first(int i, int round) const { return ((round * kMine + i) * WAYS + way) * kChunk + lane.t * kPiece; }
   // row(i) is where one begins, null where there is none.
-  template <class Row> DEVICE void fetch(const Row& row) {
+  template <class Row> DEVICE void fetch(const Row& row, int round = 0) {
     const Element* from[HEIGHT * 2];
 #pragma unroll
     for (int h = 0; h < HEIGHT * 2; ++h) from[h] = row(h * 8 + lane.g);
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
-      for (int h = 0; h < HEIGHT * 2; ++h) load_global<16>(from[h] + first(i), weight[i][h], from[h] && first(i) < P);
+      for (int h = 0; h < HEIGHT * 2; ++h)
+        weight[i][h].template ask<false>(from[h] + first(i, round), from[h] ? P - first(i, round) : 0);
   }
   // row(n) is where sample n's p's begin, null where there is none.
-  template <class Row> DEVICE void multiply(const FewTotals<HEIGHT * 16, WAYS>& totals, const Row& row) const {
-    typename Base::Sums y[HEIGHT][2];
+  template <class Row> DEVICE void add(Sums& y, const Row& row, int round = 0) const {
     const Element* from[2] = {row(lane.g), row(lane.g + 8)};
-    u32 x[kMine][2][4];
+    FewPiece<Math, LOAD_X> x[kMine][2];
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
-      for (int n = 0; n < 2; ++n) load_made<16>(from[n] + first(i), x[i][n], from[n] && first(i) < P);
+      for (int n = 0; n < 2; ++n) x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? P - first(i, round) : 0);
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const typename Base::B b[2] = {Base::right(x[i][n][0], x[i][n][1]), Base::right(x[i][n][2], x[i][n][3])};
+        typename Base::B b[Base::kSteps];
+#pragma unroll
+        for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
 #pragma unroll
         for (int h = 0; h < HEIGHT; ++h) {
           const auto &u = weight[i][h * 2], &l = weight[i][h * 2 + 1];
-          const typename Base::A a[2] = {Base::left(u[0], l[0], u[1], l[1]), Base::left(u[2], l[2], u[3], l[3])};
+          typename Base::A a[Base::kSteps];
+#pragma unroll
+          for (int s = 0; s < Base::kSteps; ++s)
+            a[s] = Base::left(u.word(s * 2), l.word(s * 2), u.word(s * 2 + 1), l.word(s * 2 + 1));
           Base::multiply(y[h][n], a, b);
         }
       }
+  }
+  // All of what has been fetched of rounds, the first of which there is already; the first again, if there are `more` samples.
+  template <class Weight, class Row> DEVICE void sum(Sums& y, const Weight& weight, const Row& row, bool more) {
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; ++round) {
+      add(y, row, round);
+      if constexpr (ROUNDS > 1) {
+        const bool last = round + 1 == ROUNDS;
+        if (!last || more) fetch(weight, last ? 0 : round + 1);
+      }
+    }
+  }
+  DEVICE void put(const Totals& totals, const Sums& y) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -163,62 +235,83 @@ template <class Math, int P, int HEIGHT, int WAYS> struct FewRows : FewMath<Math
   }
 };
 
-// Columns of a weight, [Q, P], 8 * kEach of them, times 16 samples at a time: WORDS of a lane in each of its rows.
-template <class Math, int P, int Q, int WORDS, int WAYS> struct FewColumns : FewMath<Math> {
+// Columns of a weight, [Q, P], 8 * kEach of them, times 16 samples at a time: WORDS of a lane in each of its rows, by accesses of
+// LOAD bytes, a ROUNDS-th at once in registers.
+template <class Math, int P, int Q, int WORDS, int WAYS, int ROUNDS, int LOAD> struct FewColumns : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
+  using Piece = FewPiece<Math, LOAD, WORDS * 4>;
   static constexpr int kSize = Base::kSize, kPiece = Base::kPiece, kChunk = Base::kChunk;
   static constexpr int kEach = WORDS * 4 / kSize, kTiles = kEach / 2, kColumns = 8 * kEach;
-  static constexpr int kMine = ceil_div(ceil_div(Q, kChunk), WAYS), kRow = round_up(Q, kPiece);
-  static_assert(P % kEach == 0);
+  static constexpr int kMine = ceil_div(ceil_div(ceil_div(Q, kChunk), WAYS), ROUNDS), kRow = round_up(Q, kPiece);
+  using Sums = typename Base::Sums[kTiles][2];
+  using Totals = FewTotals<typename Base::Total, kColumns, WAYS>;
   const int way;
   const Lane lane;
-  u32 weight[kMine][kPiece][WORDS];
+  Piece weight[kMine][kPiece];
   DEVICE FewColumns(int way) : way(way) {}
-  DEVICE int first(int i) const { return (i * WAYS + way) * kChunk + lane.t * kPiece; }
-  DEVICE void fetch(const Element* group, int column) {
+  DEVICE int first(int i, int round) const { return ((round * kMine + i) * WAYS + way) * kChunk + lane.t * kPiece; }
+  DEVICE void fetch(const Element* group, int column, int round = 0) {
     const int p = column + lane.g * kEach;
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
-      for (int r = 0; r < kPiece; ++r)
-        load_global<WORDS * 4>(group + i64(first(i) + r) * P + p, weight[i][r], p < P && first(i) + r < Q);
+      for (int r = 0; r < kPiece; ++r) {
+        const int q = first(i, round) + r;
+        weight[i][r].template ask<false>(group + i64(q) * P + p, q < Q ? P - p : 0);
+      }
   }
   // The left operand of step s: rows of tile m are p's 2m and 2m + 1 of each lane's piece.
   DEVICE typename Base::A left(int i, int s, int m) const {
-    if constexpr (kSize == 4) {
+    if constexpr (kSize >= 4) {
       const auto &w = weight[i][s * 2], &v = weight[i][s * 2 + 1];
-      return Base::left(w[m * 2], w[m * 2 + 1], v[m * 2], v[m * 2 + 1]);
+      return Base::left(w.word(m * 2), w.word(m * 2 + 1), v.word(m * 2), v.word(m * 2 + 1));
     } else {
-      const u32 w0 = weight[i][s * 4][m], w1 = weight[i][s * 4 + 1][m];
-      const u32 w2 = weight[i][s * 4 + 2][m], w3 = weight[i][s * 4 + 3][m];
+      const u32 w0 = weight[i][s * 4].word(m), w1 = weight[i][s * 4 + 1].word(m);
+      const u32 w2 = weight[i][s * 4 + 2].word(m), w3 = weight[i][s * 4 + 3].word(m);
       return Base::left((w0 & 0xffff) | w1 << 16, w0 >> 16 | (w1 & 0xffff0000), (w2 & 0xffff) | w3 << 16,
                         w2 >> 16 | (w3 & 0xffff0000));
     }
   }
   // row(n) is where sample n's q's begin, kRow of them in memory; null where there is none.
-  template <class Row> DEVICE void multiply(const FewTotals<kColumns, WAYS>& totals, const Row& row) const {
-    typename Base::Sums y[kTiles][2];
+  template <class Row> DEVICE void add(Sums& y, const Row& row, int round) const {
     const Element* from[2] = {row(lane.g), row(lane.g + 8)};
-    u32 x[kMine][2][4];
+    FewPiece<Math, 16> x[kMine][2];
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        load_made<16>(from[n] + first(i), x[i][n], from[n] && first(i) < Q);
-        Base::template cut<Q>(x[i][n], first(i));
+        x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? Q - first(i, round) : 0);
+        Base::template cut<Q>(x[i][n].of[0], first(i, round));
       }
 #pragma unroll
     for (int i = 0; i < kMine; ++i)
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
-        const typename Base::A a[2] = {left(i, 0, m), left(i, 1, m)};
+        typename Base::A a[Base::kSteps];
+#pragma unroll
+        for (int s = 0; s < Base::kSteps; ++s) a[s] = left(i, s, m);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const typename Base::B b[2] = {Base::right(x[i][n][0], x[i][n][1]), Base::right(x[i][n][2], x[i][n][3])};
+          typename Base::B b[Base::kSteps];
+#pragma unroll
+          for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
           Base::multiply(y[m][n], a, b);
         }
       }
+  }
+  // As FewRows has it
+  template <class Row> DEVICE void sum(Sums& y, const Element* group, int column, const Row& row, bool more) {
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; ++round) {
+      add(y, row, round);
+      if constexpr (ROUNDS > 1) {
+        const bool last = round + 1 == ROUNDS;
+        if (!last || more) fetch(group, column, last ? 0 : round + 1);
+      }
+    }
+  }
+  DEVICE void put(const Totals& totals, const Sums& y) const {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -230,51 +323,52 @@ template <class Math, int P, int Q, int WORDS, int WAYS> struct FewColumns : Few
   }
 };
 
-// A warp's HEIGHT times 16 rows and STRIPS * kChunk columns of a weight's gradient, from states that have `samples` side by side, a
-// multiple of 8 of them: G [Q][samples] and X [P][samples].
-template <class Math, int P, int Q, int HEIGHT, int STRIPS> struct FewOuter : FewMath<Math> {
+// A warp's HEIGHT times 16 rows and STRIPS * kChunk columns of a weight's gradient, stored by runs of RUN, from states that have
+// `samples` side by side, a multiple of 8 of them: G [Q][samples] and X [P][samples].
+template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewOuter : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
   static constexpr int kPiece = Base::kPiece, kLane = Base::kStepOfLane, kStep = 4 * kLane, kTiles = kPiece / 2;
-  static constexpr int kSteps = 16 / kStep, kRows = HEIGHT * 16;
+  static constexpr int kAtOnce = 16 / kStep, kRows = HEIGHT * 16, kBytes = kLane * Base::kSize;  // steps; bytes of an access
   static constexpr int kColumns = STRIPS * Base::kChunk;
+  using Piece = FewPiece<Math, kBytes, kBytes>;
   static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int q, int p) {
     const Lane lane;
     typename Base::Sums y[HEIGHT][STRIPS][kTiles];
 #pragma unroll 1
-    for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kSteps * kStep) {
-      u32 of_g[kSteps][HEIGHT * 2][2], of_x[kSteps][STRIPS][kTiles][2];
+    for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kAtOnce * kStep) {
+      Piece of_g[kAtOnce][HEIGHT * 2], of_x[kAtOnce][STRIPS][kTiles];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const bool here = n + s * kStep < samples;
+      for (int s = 0; s < kAtOnce; ++s) {
+        const int left = samples - n - s * kStep;
 #pragma unroll
         for (int h = 0; h < HEIGHT * 2; ++h) {
           const int row = q + lane.g + h * 8;
-          load_made<8>(g + i64(row) * samples + n + s * kStep, of_g[s][h], here && row < Q);
+          of_g[s][h].template ask<true>(g + i64(row) * samples + n + s * kStep, row < Q ? left : 0);
         }
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
             const int column = p + strip * Base::kChunk + lane.g / 2 * kPiece + j * 2 + lane.g % 2;
-            load_made<8>(x + i64(column) * samples + n + s * kStep, of_x[s][strip][j], here && column < P);
+            of_x[s][strip][j].template ask<true>(x + i64(column) * samples + n + s * kStep, column < P ? left : 0);
           }
       }
-      typename Base::A a[HEIGHT][kSteps];
+      typename Base::A a[HEIGHT][kAtOnce];
 #pragma unroll
       for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
+        for (int s = 0; s < kAtOnce; ++s) {
           const auto &u = of_g[s][h * 2], &l = of_g[s][h * 2 + 1];
-          a[h][s] = Base::left(u[0], l[0], u[1], l[1]);
+          a[h][s] = Base::left(u.word(0), l.word(0), u.word(1), l.word(1));
         }
 #pragma unroll
       for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
-          typename Base::B b[kSteps];
+          typename Base::B b[kAtOnce];
 #pragma unroll
-          for (int s = 0; s < kSteps; ++s) b[s] = Base::right(of_x[s][strip][j][0], of_x[s][strip][j][1]);
+          for (int s = 0; s < kAtOnce; ++s) b[s] = Base::right(of_x[s][strip][j].word(0), of_x[s][strip][j].word(1));
 #pragma unroll
           for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
         }
@@ -284,28 +378,30 @@ template <class Math, int P, int Q, int HEIGHT, int STRIPS> struct FewOuter : Fe
 #pragma unroll
       for (int h = 0; h < HEIGHT * 2; ++h) {
         const int row = q + lane.g + h * 8, column = p + strip * Base::kChunk + lane.t * kPiece;
-        float sums[kPiece];
+        typename Base::Total sums[kPiece];
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
-        if (row < Q && column < P) store_few(to + i64(row) * P + column, sums);
+        store_few<RUN>(to + i64(row) * P + column, sums, row < Q ? P - column : 0);
       }
   }
 };
 
 // A pass of one contraction by rows. y: [sample][group / FAST][a][group % FAST][b], as in streamed.cuh; a block has HEIGHT
-// times 16 columns a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's.
+// times 16 columns a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's. Where there
+// are more samples than a few, blocks along x of the grid take turns at 16 of them.
 //
 // Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
-//        HEIGHT, RUN, ROUND_Y, FIRST (of its plan's passes), LAST
+//        HEIGHT, ROUNDS, LOAD, RUN, ROUND_Y, FIRST (of its plan's passes), LAST
 template <class Pass> struct Few {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
-  static constexpr int P = Pass::P, Q = Pass::Q, FAST = Pass::FAST, B = Pass::B;
+  static constexpr int P = Pass::P, Q = Pass::Q, FAST = Pass::FAST, B = Pass::B, ROUNDS = Pass::ROUNDS;
   static constexpr int WG = Pass::WG, WAYS = Pass::WAYS, RUN = Pass::RUN;
   static constexpr int kThreads = WG * WAYS * 32, kRows = Pass::HEIGHT * 16;
-  static constexpr int kColumnTiles = ceil_div(Q, kRows), kGroupTiles = FAST / WG;
-  static_assert(FAST % WG == 0 && (WG == 1 ? B : WG) % RUN == 0 && (WG == 1 || B == 1) && 16 % RUN == 0);
-  using Totals = FewTotals<kRows, WAYS>;
+  static constexpr int kColumnTiles = ceil_div(Q, kRows), kGroupTiles = ceil_div(FAST, WG);
+  static_assert((WG == 1 ? B : WG) % RUN == 0 && FAST * B % RUN == 0 && (WG == 1 || B == 1) && 16 % RUN == 0);
+  using Rows = FewRows<Math, P, Pass::HEIGHT, WAYS, ROUNDS, Pass::LOAD, Pass::LOAD>;
+  using Totals = typename Rows::Totals;
   const Params& params;
   DEVICE Few(const Params& given) : params(given) {}
 
@@ -324,39 +420,44 @@ template <class Pass> struct Few {
     const int warp = threadIdx.x / 32, part = warp / WAYS, tile = blockIdx.y;
     const int q = tile % kColumnTiles * kRows, fast = tile / kColumnTiles % kGroupTiles * WG;
     const int slow = tile / (kColumnTiles * kGroupTiles);
-    const int group = weight_of(slow, fast + part);
+    const bool here = FAST % WG == 0 || fast + part < FAST;  // this warp's group
+    const int group = here ? weight_of(slow, fast + part) : 0;
     const Element* weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + i64(group) * Q * P;
-    FewRows<Math, P, Pass::HEIGHT, WAYS> rows(warp % WAYS);
-    rows.fetch([&](int i) { return q + i < Q ? weight + i64(weight_row(q + i)) * P : nullptr; });
+    Rows rows(warp % WAYS);
+    const auto row = [&](int i) { return here && q + i < Q ? weight + i64(weight_row(q + i)) * P : nullptr; };
+    rows.fetch(row);
     const typename Pass::Activation activation(params);
     if constexpr (!Pass::FIRST) wait_for_kernel_before();
     if constexpr (Pass::LAST) start_next_kernel();
 
     const Totals totals{shared_address(shared_memory)};
     const Element* x = static_cast<const Element*>(params.x) + i64(group) * P;
+    const i64 step = i64(gridDim.x) * 16;
 #pragma unroll 1
-    for (int first = 0; first < params.batch; first += 16) {
-      if (first) __syncthreads();
-      rows.multiply({totals.memory + part * Totals::kBytes}, [&](int n) {
-        return first + n < params.batch ? x + i64(first + n) * Pass::X_SAMPLE : nullptr;
-      });
+    for (i64 first = i64(blockIdx.x) * 16; first < params.batch; first += step) {
+      const int present = params.batch - first < 16 ? int(params.batch - first) : 16;
+      const auto sample = [&](int n) { return here && n < present ? x + (first + n) * Pass::X_SAMPLE : nullptr; };
+      typename Rows::Sums y;
+      rows.sum(y, row, sample, first + step < params.batch);
+      if (first >= step) __syncthreads();
+      rows.put({totals.memory + part * Totals::kBytes}, y);
       __syncthreads();
       constexpr int kAcross = kRows * WG / RUN;
 #pragma unroll 1
       for (int cell = threadIdx.x; cell < 16 * kAcross; cell += kThreads) {
         const int n = cell / kAcross, e = cell % kAcross * RUN, g = e % WG, j = e / WG;
-        if (first + n >= params.batch || q + j >= Q) continue;
+        if (n >= present || q + j >= Q || (FAST % WG && fast + g >= FAST)) continue;
         const i64 at = feature(slow, fast + g, q + j);
-        float sums[RUN];
+        Sum<Element> sums[RUN];
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
           const int behind = WG == 1 ? 0 : i;
-          float sum = Totals{totals.memory + (g + behind) * Totals::kBytes}.at(j + i - behind, n);
+          auto sum = Totals{totals.memory + (g + behind) * Totals::kBytes}.at(j + i - behind, n);
           if constexpr (Pass::BIAS) sum += widen(static_cast<const Element*>(params.bias)[at + i]);
           sum = activation.of(sum);
           sums[i] = Pass::ROUND_Y ? Math::rounded(sum) : sum;
         }
-        store_few(static_cast<Element*>(params.y) + i64(first + n) * Pass::Y_SAMPLE + at, sums);
+        store_few(static_cast<Element*>(params.y) + (first + n) * Pass::Y_SAMPLE + at, sums);
       }
     }
   }
@@ -370,8 +471,9 @@ template <class Pass> struct Few {
 //   FewLast    the gradients of both weights, and of x, by columns of the first weight
 //
 // Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is
-//        the next), OF_0 and OF_1 (where their gradients begin in w), WAYS, WORDS (of an access to columns), TALL and STRIPS (of a
-//        warp's part of a gradient), TURNS (blocks)
+//        the next), OF_0 and OF_1 (where their gradients begin in w), WAYS, ROUNDS, WORDS (of a lane in a row, by columns), TALL
+//        and STRIPS (of a warp's part of a gradient), TURNS (blocks), bytes of an access to rows of the weights: LOAD, LOAD_0, LOAD_1 (by
+//        columns); elements of one: to x ACROSS_X, to groups of grad_y ACROSS_G, to gradients RUN_X, RUN_0, RUN_1
 template <class Pass> struct FewBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
@@ -400,7 +502,7 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory, Base::grad;
-  static constexpr int kColumnTiles = ceil_div(Q0, 16), kAcross = L % kPiece ? L % (kPiece / 2) ? 1 : kPiece / 2 : kPiece;
+  static constexpr int kColumnTiles = ceil_div(Q0, 16), kAcross = Pass::ACROSS_G, kAcrossX = Pass::ACROSS_X;
   DEVICE FewStates(const Params& given) : Base(given) {}
 
   // ACROSS columns of kPiece rows that are STEP apart, of which `count` are there (or none): column c goes to place(c).
@@ -422,12 +524,12 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     Element* y = static_cast<Element*>(params.y);
     constexpr int kGroups = L / kAcross, kPieces = Base::kRow1 / kPiece;
     const int runs = samples / kPiece;
-    const int of_x = K * P0 / kPiece * runs, of_g = Q1 * kGroups * runs, all = of_x + of_g + kPieces * kGroups * batch;
+    const int of_x = K * P0 / kAcrossX * runs, of_g = Q1 * kGroups * runs, all = of_x + of_g + kPieces * kGroups * batch;
 #pragma unroll 1
     for (int unit = block * kThreads + threadIdx.x; unit < all; unit += Pass::TURNS * kThreads) {
       if (unit < of_x) {
-        const int n = unit % runs * kPiece, column = unit / runs * kPiece;
-        turn<kPiece>(x + i64(n) * (K * P0) + column, K * P0, batch - n,
+        const int n = unit % runs * kPiece, column = unit / runs * kAcrossX;
+        turn<kAcrossX>(x + i64(n) * (K * P0) + column, K * P0, batch - n,
                      [&](int c) { return y + Base::turned_x() + i64(column + c) * samples + n; });
       } else if (unit < of_x + of_g) {
         const int at = unit - of_x, n = at % runs * kPiece, l = at / runs % kGroups * kAcross, q = at / (runs * kGroups);
@@ -447,25 +549,30 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     if (blockIdx.y < Pass::TURNS) return turn_all(blockIdx.y);
     const int tile = blockIdx.y - Pass::TURNS, k = tile / kColumnTiles, j = tile % kColumnTiles * 16;
     const int warp = threadIdx.x / 32;
-    FewRows<typename Pass::Math, P0, 1, WAYS> rows(warp);
+    using Rows = FewRows<typename Pass::Math, P0, 1, WAYS, Pass::ROUNDS, Pass::LOAD, Pass::LOAD>;
+    Rows rows(warp);
     const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
     // Rows count (l, r).
-    rows.fetch([&](int i) { return j + i < Q0 ? weight + i64((j + i) % R * L + (j + i) / R) * P0 : nullptr; });
-    const FewTotals<16, WAYS> totals{memory};
+    const auto row = [&](int i) { return j + i < Q0 ? weight + i64((j + i) % R * L + (j + i) / R) * P0 : nullptr; };
+    rows.fetch(row);
+    const typename Rows::Totals totals{memory};
     const Element* x = static_cast<const Element*>(params.x) + k * P0;
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
 #pragma unroll 1
     for (int first = 0; first < samples; first += 16) {
+      typename Rows::Sums y;
+      const auto sample = [&](int n) { return first + n < batch ? x + i64(first + n) * (K * P0) : nullptr; };
+      rows.sum(y, row, sample, first + 16 < samples);
       if (first) __syncthreads();
-      rows.multiply(totals, [&](int n) { return first + n < batch ? x + i64(first + n) * (K * P0) : nullptr; });
+      rows.put(totals, y);
       __syncthreads();
 #pragma unroll 1
       for (int cell = threadIdx.x; cell < 16 * 16 / kPiece; cell += kThreads) {
         const int row = cell / (16 / kPiece), n = cell % (16 / kPiece) * kPiece, l = (j + row) / R, r = (j + row) % R;
         if (j + row >= Q0 || first + n >= samples) continue;
-        float sums[kPiece];
+        Sum<Element> sums[kPiece];
 #pragma unroll
-        for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? totals.at(row, n + i) : 0.f;
+        for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? totals.at(row, n + i) : 0;
         store_few(h + (i64(l) * P1 + k * R + r) * samples + first + n, sums);
       }
     }
@@ -477,32 +584,36 @@ template <class Pass> struct FewBack : FewBackward<Pass> {
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory;
-  using Columns = FewColumns<typename Pass::Math, P1, Q1, Pass::WORDS, WAYS>;
+  using Columns = FewColumns<typename Pass::Math, P1, Q1, Pass::WORDS, WAYS, Pass::ROUNDS, Pass::LOAD_1>;
   static constexpr int kTiles = ceil_div(P1, Columns::kColumns);
   DEVICE FewBack(const Params& given) : Base(given) {}
   DEVICE void run() const {
     start_next_kernel();
     const int l = blockIdx.y / kTiles, p = blockIdx.y % kTiles * Columns::kColumns;
     Columns columns(threadIdx.x / 32);
-    columns.fetch(Base::weight(Pass::WEIGHT_1) + i64(l) * Q1 * P1, p);
+    const Element* weight = Base::weight(Pass::WEIGHT_1) + i64(l) * Q1 * P1;
+    columns.fetch(weight, p);
     wait_for_kernel_before();
-    const FewTotals<Columns::kColumns, WAYS> totals{memory};
+    const typename Columns::Totals totals{memory};
     const Element* g = static_cast<const Element*>(params.sums) + Base::rows_of_g() + i64(l) * samples * Base::kRow1;
     Element* to = static_cast<Element*>(params.y);
 #pragma unroll 1
     for (int first = 0; first < samples; first += 16) {
+      typename Columns::Sums y;
+      const auto sample = [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow1 : nullptr; };
+      columns.sum(y, weight, p, sample, first + 16 < samples);
       if (first) __syncthreads();
-      columns.multiply(totals, [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow1 : nullptr; });
+      columns.put(totals, y);
       __syncthreads();
 #pragma unroll 1
       for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
         const int column = cell % Columns::kColumns, n = cell / Columns::kColumns * kPiece;
         if (p + column >= P1 || first + n >= samples) continue;
         const int k = (p + column) / R, q = (p + column) % R * L + l;
-        float sums[kPiece];
+        Sum<Element> sums[kPiece];
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) {
-          sums[i] = first + n + i < batch ? totals.at(column, n + i) : 0.f;
+          sums[i] = first + n + i < batch ? totals.at(column, n + i) : 0;
           const i64 row = i64(k) * samples + first + n + i;
           store_global(to + Base::rows_of_gh() + row * Base::kRow0 + q, narrow<Element>(sums[i]));
         }
@@ -518,9 +629,9 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   using Element = typename Pass::Element;
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
   using Base::params, Base::batch, Base::samples, Base::memory;
-  using Columns = FewColumns<Math, P0, Q0, Pass::WORDS, WAYS>;
-  using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS>;
-  using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS>;
+  using Columns = FewColumns<Math, P0, Q0, Pass::WORDS, WAYS, Pass::ROUNDS, Pass::LOAD_0>;
+  using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS, Pass::RUN_0>;
+  using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS, Pass::RUN_1>;
   static constexpr int kTiles = ceil_div(P0, Columns::kColumns), kOfX = K * kTiles;
   template <class Outer, int P, int Q> struct OfWeight {
     static constexpr int kAcross = ceil_div(P, Outer::kColumns), kDown = ceil_div(Q, Outer::kRows);
@@ -538,26 +649,30 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   DEVICE void of_x(int tile) const {
     const int k = tile / kTiles, p = tile % kTiles * Columns::kColumns;
     Columns columns(threadIdx.x / 32);
-    columns.fetch(Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0, p);
+    const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
+    columns.fetch(weight, p);
     wait_for_kernel_before();
     start_next_kernel();
-    const FewTotals<Columns::kColumns, WAYS> totals{memory};
+    const typename Columns::Totals totals{memory};
     const Element* g = static_cast<const Element*>(params.x) + Base::rows_of_gh() + i64(k) * samples * Base::kRow0;
-    Element* y = static_cast<Element*>(params.y) + k * P0 + p;
+    Element* to = static_cast<Element*>(params.y) + k * P0 + p;
 #pragma unroll 1
     for (int first = 0; first < batch; first += 16) {
+      typename Columns::Sums y;
+      const auto sample = [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow0 : nullptr; };
+      columns.sum(y, weight, p, sample, first + 16 < batch);
       if (first) __syncthreads();
-      columns.multiply(totals, [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow0 : nullptr; });
+      columns.put(totals, y);
       __syncthreads();
 #pragma unroll 1
       for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
         constexpr int kAcross = Columns::kColumns / kPiece;
         const int column = cell % kAcross * kPiece, n = cell / kAcross;
-        if (p + column >= P0 || first + n >= batch) continue;
-        float sums[kPiece];
+        if (first + n >= batch) continue;
+        Sum<Element> sums[kPiece];
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) sums[i] = totals.at(column + i, n);
-        store_few(y + i64(first + n) * (K * P0) + column, sums);
+        store_few<Pass::RUN_X>(to + i64(first + n) * (K * P0) + column, sums, P0 - p - column);
       }
     }
   }
