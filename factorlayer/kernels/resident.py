@@ -205,7 +205,12 @@ def source(plan: Resident, name: str) -> str:
         struct.append(f"using S{i} = {_stage_type(plan, i, layouts[i], layouts[i + 1], weight_at)};")
         weight_at += stage.weight_bytes * work.rank
     first = "S0::First" if isinstance(stages[0], Sandwich) else "S0"
-    struct += [f"using FirstStage = {first};", "using First = FirstStage::In;", f"using Final = {layouts[-1]};"]
+    struct += [
+        f"using FirstStage = {first};",
+        "using AlsoRaw = void;",
+        "using First = FirstStage::In;",
+        f"using Final = {layouts[-1]};",
+    ]
     struct += _load_weights(plan) + _stages(plan)
     return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads, asks=work.asks)
 

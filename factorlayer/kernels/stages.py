@@ -140,11 +140,21 @@ class Stage:
         return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)
 
     def time(self, warps: int, gpu: Gpu) -> float:
-        return stage_us(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu)
+        return together(*self.parts(warps, gpu))
+
+    def parts(self, warps: int, gpu: Gpu) -> tuple[float, float, float]:
+        return stage_parts(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu)
 
 
 def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu) -> float:
     """Microseconds of one multiprocessor for a tile, were it alone. The planner asks thousands of times."""
+    return together(*stage_parts(p, q, inner, rows, mt, nt, dtype, warps, gpu))
+
+
+def stage_parts(
+    p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu
+) -> tuple[float, float, float]:
+    """What multiplying, moving and issuing take of that."""
     m, n = (rows, q) if inner == 1 else (q, rows * (inner + 7 & ~7))
     tiles = -(-m // (16 * mt)) * -(-n // (8 * nt))
     shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
@@ -154,7 +164,7 @@ def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str
     of_a, of_b, of_product = INSTRUCTIONS[dtype]
     inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
     issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
-    return together(multiply, move, issue)
+    return multiply, move, issue
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class Emulator:
         left.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
-        named = any(p.beside[0] or p.reads == p.writes or p.reads[0] == "@" for p in plan.passes)
+        named = any(p.beside[0] or p.reads[0] == "@" or p.reads == p.writes in ("s0", "s1") for p in plan.passes)
         buffers = Buffers(self.folder) if named else None
         for number, kernel in enumerate(kernels):
             planned = kernel.planned

@@ -10,7 +10,7 @@
 // Pass:  Math, Element, Activation, BIAS; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output
 //        (Regions); COPY and STORE, bytes of one access, or LOAD_RUN and STORE_RUN, elements of one run, where BULK_LOAD
 //        and BULK_STORE say that the copy engine moves them; kBarrierBytes, kWeightBytes, kSlotBytes, kGroupBytes;
-//        FirstStage, First (its layout), Final (of the result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages();
+//        FirstStage, AlsoRaw (another one that reads what came from memory, or void), First (its layout), Final (of the result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages();
 //        RANK, terms that are summed; TERM_IN and TERM_OUT, a sample's features where x or y has a state for each term (one
 //        term behind the other), or 0; HELD, states in a slot, kHeldBytes apart
 #pragma once
@@ -122,16 +122,32 @@ template <class Pass> struct Chain {
     const Element* from = x + R::from(first);
     const int chunk = R::chunk(first), there = present(first) * R::kSize;
     if constexpr (COPY >= 4) {
-#pragma unroll 2
+      Pace<Place, kBy> at(thread * kEach);
+      PaceOf<R, Pass::UNITS, kBy> of(chunk, thread * kEach);
+#pragma unroll 4
       for (int j = thread; j < kCount; j += kThreads) {
-        const int e = j * kEach;
-        const bool here = e < there && R::has(chunk, e);
-        copy_async<COPY>(to + Place::at(e) * kSize, from + (here ? R::behind(chunk, e) : 0), here);
+        const bool here = of.e < there && of.is_there();
+        copy_async<COPY>(to + at.place * kSize, from + (here ? of.behind() : 0), here);
+        at.next(), of.next();
       }
     } else {
-      by_registers<kCount, kThreads>(
-          thread, [&](int e) { return e < there && R::has(chunk, e) ? from[R::behind(chunk, e)] : Element{}; },
-          [&](int e) { return to + Place::at(e) * kSize; });
+      constexpr int kRounds = ceil_div(kCount, kThreads), kAtOnce = kRounds < 8 ? kRounds : 8;
+      Pace<Place, kThreads> at(thread);
+      PaceOf<R, Pass::UNITS, kThreads> of(chunk, thread);
+#pragma unroll 1
+      for (int j = thread; j < kCount; j += kThreads * kAtOnce) {
+        Element some[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          some[i] = of.e < there && of.is_there() ? from[of.behind()] : Element{};
+          of.next();
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (j + i * kThreads < kCount) store_shared(to + at.place * kSize, some[i]);
+          at.next();
+        }
+      }
     }
   }
 
@@ -150,18 +166,6 @@ template <class Pass> struct Chain {
     }
   }
 
-  // An element's place in shared memory, and the next one's.
-  template <class Place> struct Walk {
-    u32 place;
-    int i, p;
-    DEVICE Walk(u32 from, int e) : place(from + Place::at(e) * kSize), i(e % Place::I), p(e / Place::I % Place::P) {}
-    DEVICE void next() {
-      place += kSize;
-      if (Place::I > 1 && ++i < Place::I) return;
-      i = 0, place += (Place::STEP - Place::I) * kSize;
-      if (++p == Place::P) p = 0, place += (Place::ROW - Place::P * Place::STEP) * kSize;
-    }
-  };
   static constexpr int kWord = 16 / kSize;  // elements
   // Elements of a 16-byte word that lie before `from`.
   static DEVICE int before(const Element* from) { return int(size_t(from) % 16) / kSize; }
@@ -190,13 +194,19 @@ template <class Pass> struct Chain {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int e = (j + n * kThreads) * kWord - skipped;
-        Walk<Place> at(to, e < 0 ? 0 : e);
+        const auto element = [&](int k) { return u16(words[n].word[k / 4] >> k % 4 * 16); };
+        Pace<Place, 1> at(e < 0 ? 0 : e);
+        if (e >= 0 && e + kWord <= (left < kCount ? left : kCount)) {
 #pragma unroll
-        for (int k = 0; k < kWord; ++k)
-          if (e + k >= 0 && e + k < kCount) {
-            store_shared(at.place, e + k < left ? u16(words[n].word[k / 4] >> k % 4 * 16) : u16(0));
-            at.next();
-          }
+          for (int k = 0; k < kWord; ++k) store_shared(to + at.place * kSize, element(k)), at.next();
+        } else {
+#pragma unroll
+          for (int k = 0; k < kWord; ++k)
+            if (e + k >= 0 && e + k < kCount) {
+              store_shared(to + at.place * kSize, e + k < left ? element(k) : u16(0));
+              at.next();
+            }
+        }
       }
     }
   }
@@ -311,7 +321,7 @@ template <class Pass> struct Chain {
 
   // Whether a stage reads what came from memory; states between stages, and weights, are stored as the matrix unit
   // wants them.
-  template <class S> static constexpr bool kRaw = is_same<S, typename Pass::FirstStage>;
+  template <class S> static constexpr bool kRaw = is_same<S, typename Pass::FirstStage> || is_same<S, typename Pass::AlsoRaw>;
 
   template <class S, int K, int STEP_A> DEVICE void step(Sums<S>& y, u32 a_from, const u32 (&b_from)[S::NT], int k) const {
     typename Math::A a[S::MT];
@@ -588,12 +598,13 @@ template <class Pass> struct Chain {
     }
     y += R::from(first);
     const int chunk = R::chunk(first), there = present(first) * R::kSize;
+    Pace<Place, kBy> at(thread * kEach);
+    PaceOf<R, Pass::UNITS, kBy> of(chunk, thread * kEach);
 #pragma unroll 4
     for (int j = thread; j < kCount; j += kThreads) {
-      const int e = j * kEach;
-      if (e >= there) break;
-      if (!R::has(chunk, e) || (LIMITED && e % R::kSize >= limit)) continue;
-      store_words<STORE>(y + R::behind(chunk, e), load_words<STORE>(from + Place::at(e) * kSize));
+      if (of.e < there && of.is_there() && !(LIMITED && of.e % R::kSize >= limit))
+        store_words<STORE>(y + of.behind(), load_words<STORE>(from + at.place * kSize));
+      at.next(), of.next();
     }
   }
 
@@ -604,17 +615,19 @@ template <class Pass> struct Chain {
 #pragma unroll 2
     for (int j = thread; j * kWord < skipped + present; j += kThreads) {
       const int e = j * kWord - skipped;
-      Walk<Place> at(from, e < 0 ? 0 : e);
+      Pace<Place, 1> at(e < 0 ? 0 : e);
       Words<16> word = {};
-#pragma unroll
-      for (int k = 0; k < kWord; ++k)
-        if (e + k >= 0 && e + k < present) {
-          word.word[k / 4] |= u64(load_u16(at.place)) << k % 4 * 16;
-          at.next();
-        }
       if (e >= 0 && e + kWord <= present) {
+#pragma unroll
+        for (int k = 0; k < kWord; ++k) word.word[k / 4] |= u64(load_u16(from + at.place * kSize)) << k % 4 * 16, at.next();
         store_words<16>(to + e, word);
       } else {
+#pragma unroll
+        for (int k = 0; k < kWord; ++k)
+          if (e + k >= 0 && e + k < present) {
+            word.word[k / 4] |= u64(load_u16(from + at.place * kSize)) << k % 4 * 16;
+            at.next();
+          }
 #pragma unroll
         for (int k = 0; k < kWord; ++k)
           if (e + k >= 0 && e + k < present) store_global(to + e + k, Element{u16(word.word[k / 4] >> k % 4 * 16)});

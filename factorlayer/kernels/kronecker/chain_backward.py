@@ -18,7 +18,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
-from factorlayer.kernels.tiling import chunks_of, pieces_of, predict, stage_for, units_of
+from factorlayer.kernels.tiling import chunks_of, predict, stage_for, units_of
 from factorlayer.kernels.work import Mode, Work, merged, round_up
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
@@ -29,6 +29,10 @@ FEW = 64  # columns for each multiprocessor, of which parts are tried where one 
 MOST_GROUPS = 15  # each has a barrier of its own
 WARPS = (2, 4, 8, 16)
 OTHER_REGISTERS = 56
+# Instructions of a warp beside its products, counted in machine code: for an odd sum, whose place
+# is computed, for an element of padding, and for a piece of a state that is moved.
+OF_ODD_SUM, OF_PADDING, OF_PIECE = 6, 8, 10
+LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 SLACK = 16  # bytes behind a state, which an access of whole 16 bytes may reach
 
 
@@ -63,6 +67,10 @@ class Learned:
 
     def time(self, dtype: str, warps: int, gpu: Gpu) -> float:
         """Microseconds of a multiprocessor for a tile of units, were it alone."""
+        return together(*self.parts_of_time(dtype, warps, gpu))
+
+    def parts_of_time(self, dtype: str, warps: int, gpu: Gpu) -> tuple[float, float, float]:
+        """What multiplying, moving and issuing take of that."""
         size = ELEMENT_BYTES[dtype]
         width = 16 if size == 2 else 8
         inner = round_up(self.inner, 8)
@@ -73,7 +81,7 @@ class Learned:
         issue += warps * self.count * (4 * self.mt * self.nt + 20)
         multiply = 2 * rounds * width * 128 * self.mt * self.nt / gpu.flops[dtype]
         move = rounds * width * (16 * self.mt + 8 * self.nt) * size / gpu.shared_bytes
-        return together(multiply, move, issue / gpu.instructions)
+        return multiply, move, issue / gpu.instructions
 
 
 @dataclass(frozen=True)
@@ -304,7 +312,7 @@ def source(plan: ChainBackward, name: str) -> str:
     }
     width = work.inner if plan.work.inner % plan.chunk else 0
     lines = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
-    lines += [cuda_type("identity", work.scalars), "using FirstStage = void;", "static constexpr bool BIAS = false;"]
+    lines += [cuda_type("identity", work.scalars), "static constexpr bool BIAS = false;"]
     lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
     for key, state, terms in (("X", 0, places.terms_x), ("G", -1, places.terms_g), ("Y", 0, places.terms_y)):
         lines.append(f"static constexpr i64 {key}_TERM = {plan.features(state) if terms else 0};")
@@ -324,10 +332,11 @@ def source(plan: ChainBackward, name: str) -> str:
     for i, (d, (_, mode)) in enumerate(zip(plan.learned, work.steps, strict=True)):
         sizes = (d.p, d.q, d.inner, d.rows, d.mt, d.nt, d.count, d.share)
         begin = begins[mode] * work.terms
-        words = (*sizes, layouts[i], back_layouts[i + 1], begin)
+        raw = (str(i == 0).lower(), str(i == last).lower())
+        words = (*sizes, layouts[i], back_layouts[i + 1], begin, *raw)
         lines.append(f"using D{i} = Learned<{', '.join(map(str, words))}>;")
     lines += ["using X = F0::In;", f"using G = B{last}::In;", f"using Final = {back_layouts[0]};"]
-    lines += ["using FirstX = F0;", f"using FirstG = B{last};"]
+    lines += ["using FirstX = F0;", f"using FirstG = B{last};", "using FirstStage = F0;", f"using AlsoRaw = B{last};"]
     tiles = " ".join(f"typename C::template Tiles<D{i}> d{i} = {{}};" for i in range(last + 1))
     lines.append(f"template <class C> struct Sums {{ {tiles} }};")
     lines += _load_weights(plan) + _walk(plan)
@@ -459,12 +468,11 @@ def _grouped(
             continue
         tiles = -(-total // units)
         groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
-        busy = sum(stage.time(warps, gpu) for stage in one.stages)
-        busy += sum(d.time(work.dtype, warps, gpu) for d in learned)
-        busy += units * moved / gpu.shared_bytes
-        elements = [math.prod(work.states[i]) * chunk for i in (0, -1)]
-        busy += units * (pieces_of(elements[0], work, chunk) * (2 if places.y else 1)) / gpu.instructions
-        busy += units * pieces_of(elements[1], work, chunk) / gpu.instructions
+        waits = 1 / (1 - math.exp(-LONGEST_WAIT * groups * warps))
+        parts_of_time = [stage.parts(warps, gpu) for stage in one.stages]
+        parts_of_time += [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
+        busy = sum(together(multiply, move, issue * waits) for multiply, move, issue in parts_of_time)
+        busy += units * moved / gpu.shared_bytes + waits * _beside_products(one) / gpu.instructions
         barriers = 2 * len(one.stages) + 4
         us = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu)
         us += one.weight_bytes / 40e3
@@ -475,6 +483,23 @@ def _grouped(
         found = ChainBackward(*fields, groups, slots, parts, places, gpu, us)
         if found.shared <= gpu.shared:
             yield found
+
+
+def _beside_products(plan: ChainBackward) -> float:
+    """Instructions of warps for a tile of units."""
+    work, size = plan.work, plan.size
+    count = 0.0
+    for stage in plan.stages:
+        padded = stage.rows * (round_up(stage.p, 8) - stage.p) * max(1, stage.inner_padded)
+        padded += stage.rows * stage.p * (stage.inner_padded - stage.inner) if stage.inner > 1 else 0
+        count += OF_PADDING * padded / 32
+        count += OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0
+    for state, times in ((0, 2 if plan.places.y else 1), (-1, 1)):
+        run = plan.chunk if plan.chunk < work.inner else math.prod(work.states[state]) * work.inner
+        access = math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16)
+        elements = plan.units * math.prod(work.states[state]) * plan.chunk
+        count += times * OF_PIECE * elements * size / access / 32
+    return count
 
 
 def _temporary(d: Learned, dtype: str) -> int:

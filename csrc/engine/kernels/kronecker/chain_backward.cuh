@@ -21,9 +21,11 @@
 
 // Of one weight [Q, P]: tiles of MT x NT times 16 x 8, of which a warp has COUNT, and SHARE warps have different ones. X and G are
 // the layouts of the states before and behind its contraction, ROWS of them, with I behind the mode. BEGIN: where a block's sums
-// of its terms begin.
-template <int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, int COUNT_, int SHARE_, class X_, class G_, int BEGIN_>
+// of its terms begin. RAW_X, RAW_G: whether these states are as memory has them.
+template <int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, int COUNT_, int SHARE_, class X_, class G_, int BEGIN_, bool RAW_X_,
+          bool RAW_G_>
 struct Learned {
+  static constexpr bool RAW_X = RAW_X_, RAW_G = RAW_G_;
   static constexpr int P = P_, Q = Q_, I = I_, ROWS = ROWS_, MT = MT_, NT = NT_, COUNT = COUNT_, SHARE = SHARE_, BEGIN = BEGIN_;
   using X = X_;
   using G = G_;
@@ -62,12 +64,6 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       constexpr int kCount = (round_up(S::ROWS, kStep) - S::ROWS) * L::ROW;
       for (int j = thread; j < kCount; j += kThreads) store_shared(state + (S::ROWS * L::ROW + j) * kSize, Element{});
     }
-  }
-
-  // Floats of a slot to what the matrix unit takes.
-  template <int BYTES> DEVICE void round_state(u32 state) const {
-#pragma unroll 4
-    for (int at = thread * 4; at < BYTES; at += kThreads * 4) store_shared(state + at, tf32_of(load_u32(state + at)));
   }
 
   // One contraction. NEXT is the stage that reads the result, or void where that is grad_x.
@@ -155,10 +151,10 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       u32 from[D::NT];
 #pragma unroll
       for (int m = 0; m < D::MT; ++m)
-        Math::template load_a_by_m<kG, kPairs, false>(a[m], g + (step * kStep * kG + m * 16) * kSize);
+        Math::template load_a_by_m<kG, kPairs, D::RAW_G>(a[m], g + (step * kStep * kG + m * 16) * kSize);
 #pragma unroll
       for (int n = 0; n < D::NT; ++n) from[n] = x + (step * kStep * kX + n * 8) * kSize;
-      Math::template load_b_by_n<kStep, kX, D::NT, 8, false, kPairs>(b, from, lane.index);
+      Math::template load_b_by_n<kStep, kX, D::NT, 8, D::RAW_X, kPairs>(b, from, lane.index);
       multiply<D, kStep>(high, low, a, b);
     });
   }
@@ -180,8 +176,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     typename Math::A a[D::MT];
     typename Math::B b[D::NT];
 #pragma unroll
-    for (int m = 0; m < D::MT; ++m) Math::template load_row_a<K, D::G::STEP, false>(a[m], left + m * 16 * D::G::STEP * kSize);
-    Math::template load_row_b<K, D::X::STEP, D::NT, false>(b, right);
+    for (int m = 0; m < D::MT; ++m) Math::template load_row_a<K, D::G::STEP, D::RAW_G>(a[m], left + m * 16 * D::G::STEP * kSize);
+    Math::template load_row_b<K, D::X::STEP, D::NT, D::RAW_X>(b, right);
     multiply<D, K>(high, low, a, b);
   }
 
@@ -250,11 +246,6 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       }
       wait_for_copies<Pass::SLOTS - 1>();
       const u32 x = slot_of(slot), g = x + Pass::kStateBytes;
-      if constexpr (Math::kRounds) {
-        sync();
-        round_state<Pass::kSlotBytes>(x);
-        sync();
-      }
       zero_padding<typename Pass::FirstX>(x), zero_padding<typename Pass::FirstG>(g);
       sync();
       Pass::walk(*this, sums, x, g, tile);
