@@ -11,8 +11,8 @@ from emulator.driver import Emulator, why_not
 from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
-from factorlayer.kernels.kronecker.chain_backward import ChainBackward
 from factorlayer.kernels.parts import Parts
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec

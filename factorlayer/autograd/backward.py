@@ -288,8 +288,9 @@ def _all_terms(
     at_once = replace(chain, activation="identity", bias=False, backward=True)
     all_wanted = wanted >> 2 == (1 << len(weights)) - 1
     if all_wanted and all(c.tied for c in chain.contractions) and ops.fits_of(len(x))(at_once):
-        made = ops.all_gradients(grad, x, weights, at_once.text, 1)
-        return {0: made[0]} | {i + 2: of_weight for i, of_weight in enumerate(made[1:])}
+        made = ops.all_gradients(grad, x, weights, at_once.text, wanted & 1)
+        of_x = {0: made.pop(0)} if wanted & 1 else {}
+        return of_x | {i + 2: of_weight for i, of_weight in enumerate(made)}
     found = {}
     if wanted & 1:
         found[0] = ops.forward(grad, [_transposed(ops, w) for w in weights], None, _back(chain).text)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us
+from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us, together
 from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
@@ -25,7 +25,13 @@ TILES = (
     *((1, 1), (1, 2), (1, 4), (1, 7), (1, 8), (2, 1), (2, 2), (2, 4), (2, 7), (2, 8)),
     *((4, 1), (4, 2), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
 )
-OF_PIECE, OF_WORD_ELEMENT = 30, 7  # instructions for a piece whose place is computed, and for an element of a word
+# Instructions of a warp for a piece of less than 8 bytes, side by side in memory or far apart (where they are in as
+# many sectors), and for an element of a word.
+OF_PIECE, OF_FAR_PIECE, OF_WORD_ELEMENT = 12, 30, 5
+# Of a warp beside its products, counted in machine code: for a sum whose place is computed, 16 bytes of padding, and
+# for that of a row.
+OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 6, 8, 12
+LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 MOST_ODD_TILES = 8  # where places are computed, or sums stay over several terms
 SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 
@@ -114,6 +120,8 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
             for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
                 fields = (work, stages, chunk, blocks, units, warps)
                 busy = sum(stage.time(warps, gpu) for stage in stages) * work.rank + move
+                plain = [stage for stage in stages if isinstance(stage, Stage)]
+                odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * work.rank
                 slot, *sides = memory_of(stages, work.rank, in_place)
                 slot *= work.held
@@ -128,11 +136,36 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     barriers = (len(stages) * (2 if in_place else 1) + 2) * work.rank
                     # Without a slot or a result of its own, a tile waits for the one before it to leave.
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
+                    if odd:
+                        busy = work.rank * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
                     us = predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu)
                     us += weight_bytes / 59e3
                     yield us, (*fields, groups, slots, in_place, gpu, us)
                     if slots == 2 and groups * warps >= fit:
                         break
+
+
+def waits_of(warps: int) -> float:
+    """Times what instructions take on a multiprocessor with so many warps, where they depend on each other."""
+    return 1 / (1 - math.exp(-LONGEST_WAIT * warps))
+
+
+def odd_us(stages: Sequence[Stage], warps: int, groups: int, gpu: Gpu) -> float:
+    """Of a tile, where places are computed as the kernel runs: then what is issued is most of it."""
+    waits = waits_of(groups * warps)
+    parts = (stage.parts(warps, gpu) for stage in stages)
+    products = sum(together(multiply, move, issue * waits) for multiply, move, issue in parts)
+    return products + waits * sum(map(beside_products, stages)) / gpu.instructions
+
+
+def beside_products(stage: Stage) -> float:
+    """Instructions of warps for places of odd sums, and for padding."""
+    count = OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0.0
+    rows = stage.rows * (round_up(stage.p, 8) > stage.p)
+    if stage.by_rows:
+        return count + rows * OF_PADDED_ROW / 32
+    words = rows * (round_up(stage.p, 8) - stage.p) * stage.layout.step * ELEMENT_BYTES[stage.dtype] / 16
+    return count + words * OF_PADDING / 32
 
 
 def pieces_of(elements: int, work: Work, chunk: int) -> float:
@@ -143,8 +176,9 @@ def pieces_of(elements: int, work: Work, chunk: int) -> float:
     access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
     if access >= 8 and work.inner % chunk == 0:
         return 0.0
-    each = OF_WORD_ELEMENT if size == 2 and access == 2 and chunk == work.inner else OF_PIECE * size / access
-    return elements * each / 32
+    if chunk < work.inner:
+        return elements * OF_FAR_PIECE * size / access / 32
+    return elements * (OF_WORD_ELEMENT if size == access == 2 else OF_PIECE * size / access) / 32
 
 
 def _warps_that_fit(work: Work, stages: Stages) -> int:

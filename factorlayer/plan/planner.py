@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels import gradient
+from factorlayer.kernels import chain_backward, gradient
+from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.gradient import REDUCTION_US, Gradient
 from factorlayer.kernels.kronecker import (
-    chain_backward,
     columns,
     double_pair,
     eights,
@@ -26,7 +26,6 @@ from factorlayer.kernels.kronecker import (
     strip,
     triple,
 )
-from factorlayer.kernels.kronecker.chain_backward import Places
 from factorlayer.kernels.monarch import (
     monarch,
     monarch_backward,
@@ -378,13 +377,32 @@ def _visits_are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     visits = _visits(chain, dtype, batch, gpu)
     if visits is None:
         return False
-    apart = 0.0
-    for i, c in enumerate(chain.contractions):
-        alone = Chain((replace(c, weight=0),), tf32=chain.tf32)
-        back = Chain((replace(c, weight=0, p=c.q, q=c.p),), tf32=chain.tf32)
-        apart += plan(alone, dtype, batch, gpu).us if i < len(chain.contractions) - 1 else 0.0
-        apart += plan(back, dtype, batch, gpu).us + sum(p.us for p in _gradient(c, dtype, batch, gpu))
-    return sum(p.us for p in visits) < chain.rank * apart
+    return sum(p.us for p in visits) < chain.rank * _apart_us(chain, dtype, batch, gpu)
+
+
+def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
+    """Of all gradients of one term by several calls, as autograd/backward.py would make them: a run of neighbours by a
+    family that makes all of theirs, or a contraction by itself, its gradient and that of what it reads."""
+    steps, last = chain.contractions, len(chain.contractions) - 1
+    least = [0.0] + [math.inf] * len(steps)  # of the first so many contractions
+    for end in range(1, len(steps) + 1):
+        for begin in range(end):
+            order = sorted(c.weight for c in steps[begin:end])
+            if order[-1] - order[0] >= len(order):
+                continue
+            part = Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps[begin:end]), tf32=chain.tf32)
+            if end == begin + 1:
+                (c,) = part.contractions
+                back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
+                us = plan(back, dtype, batch, gpu).us + sum(p.us for p in _gradient(c, dtype, batch, gpu))
+            else:
+                outer, inner = _around(part)
+                ways = registry.ways(registry.OF_FACTORS, _modes(part), outer, dtype, batch, gpu) if inner == 1 else ()
+                us = min((sum(p.us for p in way) for way in ways), default=math.inf)
+            if us < math.inf and end <= last:
+                us += plan(part, dtype, batch, gpu).us
+            least[end] = min(least[end], least[begin] + us)
+    return least[-1]
 
 
 MOST_VISITS = 3  # of a chain: two buffers hold the states between them

@@ -213,13 +213,17 @@ template <class Pass> struct Chain {
 
   // Zeros where a layout of a stage pads p up to what the matrix unit takes.
   template <class S> DEVICE void zero_padding(u32 state) const {
-    if constexpr (S::PP != S::P) {
-      constexpr int kPad = S::PP - S::P, kCount = S::ROWS * kPad * S::IP;
-      for (int j = thread; j < kCount; j += kThreads) {
-        const int i = j % S::IP, p = S::P + j / S::IP % kPad, row = j / (S::IP * kPad);
-        store_shared(state + (row * S::In::ROW + p * S::In::STEP + i) * kSize, Element{});
-      }
+    if constexpr (S::PP != S::P && S::BY_ROWS) {
+      for (int row = thread; row < S::ROWS; row += kThreads) zeros<S::PP - S::P>(state + (row * S::In::ROW + S::P) * kSize);
+    } else if constexpr (S::PP != S::P) {  // whole p's, with what lies between them
+      constexpr int kWords = (S::PP - S::P) * S::In::STEP / kWord;
+      for (int j = thread; j < S::ROWS * kWords; j += kThreads)
+        store_u32x4(state + (j / kWords * S::In::ROW + S::P * S::In::STEP) * kSize + j % kWords * 16, {0, 0, 0, 0});
     }
+  }
+  template <int COUNT> static DEVICE void zeros(u32 to) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) store_shared(to + i * kSize, Element{});
   }
 
   // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros.
@@ -288,13 +292,17 @@ template <class Pass> struct Chain {
     } else {
       a = weight + row * S::W_STRIDE * kSize + Math::template lane_row_a<S::W_STRIDE>(lane);
       const u32 from = state + Math::template lane_b_by_n<S::In::STEP>(lane);
+      b[0] = from + (column / S::IP * S::In::ROW + column % S::IP) * kSize;
+      [[maybe_unused]] int i = column % S::IP;
 #pragma unroll
-      for (int n = 0; n < S::NT; ++n) {
-        if constexpr (kAligned)
-          b[n] = (n ? b[0] : from + (column / S::IP * S::In::ROW + column % S::IP) * kSize) +
-                 (n * 8 / S::IP * S::In::ROW + n * 8 % S::IP) * kSize;
-        else
-          b[n] = from + ((column + n * 8) / S::IP * S::In::ROW + (column + n * 8) % S::IP) * kSize;
+      for (int n = 1; n < S::NT; ++n) {
+        if constexpr (kAligned) {
+          b[n] = b[0] + (n * 8 / S::IP * S::In::ROW + n * 8 % S::IP) * kSize;
+        } else {  // the next eight of this row, or of the next one
+          i += 8;
+          const bool over = i == S::IP;
+          i = over ? 0 : i, b[n] = b[n - 1] + (over ? S::In::ROW - S::IP + 8 : 8) * kSize;
+        }
       }
     }
     all_steps<S, kStepA>(y, a, b);

@@ -56,13 +56,13 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     using L = typename S::In;
     Base::template zero_padding<S>(state);
     if constexpr (!S::BY_ROWS && S::IP != S::I) {
-      constexpr int kPad = S::IP - S::I, kCount = S::ROWS * S::P * kPad;
-      for (int j = thread; j < kCount; j += kThreads)
-        store_shared(state + (j / (S::P * kPad) * L::ROW + j / kPad % S::P * L::STEP + S::I + j % kPad) * kSize, Element{});
+      for (int j = thread; j < S::ROWS * S::P; j += kThreads)
+        Base::template zeros<S::IP - S::I>(state + (j / S::P * L::ROW + j % S::P * L::STEP + S::I) * kSize);
     }
     if constexpr (S::BY_ROWS && S::ROWS % kStep) {
-      constexpr int kCount = (round_up(S::ROWS, kStep) - S::ROWS) * L::ROW;
-      for (int j = thread; j < kCount; j += kThreads) store_shared(state + (S::ROWS * L::ROW + j) * kSize, Element{});
+      constexpr int kWords = (round_up(S::ROWS, kStep) - S::ROWS) * L::ROW / Base::kWord;
+      for (int j = thread; j < kWords; j += kThreads)
+        store_u32x4(state + S::ROWS * L::ROW * kSize + j * 16, {0, 0, 0, 0});
     }
   }
 

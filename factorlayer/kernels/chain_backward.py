@@ -18,7 +18,17 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
-from factorlayer.kernels.tiling import chunks_of, predict, stage_for, units_of
+from factorlayer.kernels.tiling import (
+    OF_FAR_PIECE,
+    OF_PADDED_ROW,
+    OF_PIECE,
+    chunks_of,
+    odd_us,
+    predict,
+    stage_for,
+    units_of,
+    waits_of,
+)
 from factorlayer.kernels.work import Mode, Work, merged, round_up
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
@@ -29,10 +39,6 @@ FEW = 64  # columns for each multiprocessor, of which parts are tried where one 
 MOST_GROUPS = 15  # each has a barrier of its own
 WARPS = (2, 4, 8, 16)
 OTHER_REGISTERS = 56
-# Instructions of a warp beside its products, counted in machine code: for an odd sum, whose place
-# is computed, for an element of padding, and for a piece of a state that is moved.
-OF_ODD_SUM, OF_PADDING, OF_PIECE = 6, 8, 10
-LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 SLACK = 16  # bytes behind a state, which an access of whole 16 bytes may reach
 
 
@@ -468,11 +474,11 @@ def _grouped(
             continue
         tiles = -(-total // units)
         groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
-        waits = 1 / (1 - math.exp(-LONGEST_WAIT * groups * warps))
-        parts_of_time = [stage.parts(warps, gpu) for stage in one.stages]
-        parts_of_time += [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
-        busy = sum(together(multiply, move, issue * waits) for multiply, move, issue in parts_of_time)
-        busy += units * moved / gpu.shared_bytes + waits * _beside_products(one) / gpu.instructions
+        waits = waits_of(groups * warps)
+        of_learned = (d.parts_of_time(work.dtype, warps, gpu) for d in learned)
+        busy = odd_us(one.stages, warps, groups, gpu)
+        busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
+        busy += units * moved / gpu.shared_bytes + waits * _moving(one) / gpu.instructions
         barriers = 2 * len(one.stages) + 4
         us = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu)
         us += one.weight_bytes / 40e3
@@ -485,20 +491,17 @@ def _grouped(
             yield found
 
 
-def _beside_products(plan: ChainBackward) -> float:
-    """Instructions of warps for a tile of units."""
-    work, size = plan.work, plan.size
-    count = 0.0
-    for stage in plan.stages:
-        padded = stage.rows * (round_up(stage.p, 8) - stage.p) * max(1, stage.inner_padded)
-        padded += stage.rows * stage.p * (stage.inner_padded - stage.inner) if stage.inner > 1 else 0
-        count += OF_PADDING * padded / 32
-        count += OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0
+def _moving(plan: ChainBackward) -> float:
+    """Instructions of warps that move a tile of units, and what is beside the products of its gradients."""
+    work, size, count = plan.work, plan.size, 0.0
     for state, times in ((0, 2 if plan.places.y else 1), (-1, 1)):
         run = plan.chunk if plan.chunk < work.inner else math.prod(work.states[state]) * work.inner
         access = math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16)
         elements = plan.units * math.prod(work.states[state]) * plan.chunk
-        count += times * OF_PIECE * elements * size / access / 32
+        each = OF_PIECE if plan.chunk == work.inner or access >= 8 else OF_FAR_PIECE
+        count += times * each * elements * size / access / 32
+    for stage in plan.stages:  # what gradients are summed over is padded, too
+        count += stage.rows * stage.p * OF_PADDED_ROW / 32 if stage.inner_padded > stage.inner else 0
     return count
 
 
