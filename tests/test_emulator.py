@@ -38,6 +38,8 @@ from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
+from factorlayer.kernels.product import few
+from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
@@ -777,6 +779,29 @@ def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> N
     assert not errors
     right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)])).ravel()
     assert np.linalg.norm(outputs[-1] - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
+
+
+# Groups that one warp each takes, side by side in whole sectors; more of them than there are
+@pytest.mark.parametrize(
+    ("outputs", "dtype", "wg"),
+    [((10, 17), "bfloat16", 16), ((6, 9), "float16", 8), ((3, 9), "float64", 8), ((5, 8), "tf32", 4)],
+)
+def test_more_than_a_few_samples_of_groups_side_by_side(
+    outputs: tuple[int, int], dtype: str, wg: int, emulator: Emulator
+) -> None:
+    spec = monarch((6, 20), outputs, rank=3)
+    gpu = Gpu.of(90)
+    found = plan(Chain.of(spec, False, "identity"), dtype, 1024, gpu)
+    product = products(found.chain, dtype)[1]
+    tilings = few._tilings(product, gpu, few.SAMPLES, False, True)
+    last = next(each for each in tilings if (each.wg, each.ways, each.samples) == (wg, 1, 32))
+    found = replace(found, passes=(few.tile(products(found.chain, dtype)[0], (128, 1024), gpu, True, False), last))
+    draw = drawing(dtype)
+    x, weights = draw(75, spec.in_features), [draw(*shape) / 8 for shape in spec.weight_shapes]
+    made, errors = emulator.run(found, emulator.compile(found), x, weights, None, blocks=3)
+    assert not errors
+    right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)])).ravel()
+    assert np.linalg.norm(made[-1] - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
 
 
 def mixed_rows(chain: Chain) -> Array:

@@ -25,6 +25,9 @@ START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are 
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
 WAIT_US = 0.8  # for what L2 or memory has been asked for
+SECTOR = 32  # bytes that L2 stores at once
+STORED_BYTES = 40e3  # by a multiprocessor in a microsecond, of whole sectors
+PART_US = 3.2e-3  # for a part of a sector: 2.8 million of them, of 1024 samples of 16 times 256 → 688, took 69 us
 CYCLES = 1.75e3  # in a microsecond
 
 
@@ -103,6 +106,23 @@ class Few(Pass):
         return math.gcd(16 // p.size, *((self.wg, p.fast) if self.wg > 1 else (p.b,)))
 
     @property
+    def together(self) -> int:
+        """Elements of a sample that lie side by side in y, of what a block makes."""
+        p, columns = self.product, 16 * self.height
+        if self.wg == p.fast:
+            return min(columns, p.contraction.q) * self.wg
+        return self.wg if self.wg > 1 else min(columns, p.b)
+
+    @property
+    def stored_us(self) -> float:
+        """Of a multiprocessor, for one sample if it were alone."""
+        p = self.product
+        run = self.together * p.size
+        parts = 0 if run % SECTOR == 0 and p.fast * p.b * p.size % SECTOR == 0 else 1 if run < SECTOR else 2
+        each = parts * PART_US + max(0, run - parts * SECTOR) / STORED_BYTES
+        return p.y_features / self.together * each
+
+    @property
     def output_bytes(self) -> int:
         return self.product.y_features * self.product.size
 
@@ -146,8 +166,12 @@ def tile(product: Product, batches: tuple[int, ...], gpu: Gpu, first: bool, last
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
     p = product
     heights = (1,) if p.dtype in ("float32", "float64") else (1, 2)
-    for wg, ways, height in itertools.product((8, 4, 2, 1), (2, 4, 8, 16), heights):
-        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > 16)) or wg * ways > 16:
+    longest = 2 * SECTOR if len(samples) > 1 else 16  # bytes of a run
+    least = 1 if len(samples) > 1 and p.dtype != "float32" else 2  # warps of a group: splitting needs registers as well
+    for wg, ways, height in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights):
+        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > longest)):
+            continue
+        if ways < least or not 2 <= wg * ways <= 16:
             continue
         chunks = -(-p.contraction.p // (_chunk(p.size) * ways))
         for rounds in range(1, chunks + 1):
@@ -161,7 +185,7 @@ def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, 
 def time(plan: Few, batch: int) -> float:
     """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind it;
     more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200. Every 16 samples, and
-    every part of a weight, wait for L2 once more."""
+    every part of a weight, wait for L2 once more, in each block that a multiprocessor takes."""
     p, gpu = plan.product, plan.gpu
     weight = p.weights * p.size
     blocks, tiles = -(-batch // plan.samples), -(-batch // 16)
@@ -171,11 +195,14 @@ def time(plan: Few, batch: int) -> float:
     each = 1 / min(gpu.l2_bytes, 4 * plan.load * CYCLES) / gpu.sms
     again = tiles if plan.rounds > 1 else blocks  # the weight, from L2
     moved = (tiles / plan.height + again - 1) * weight * each
+    states = batch * (p.x_features * (not p.ours_in) + p.y_features) * p.size / (gpu.memory_bytes * gpu.sms)
+    stored = batch * plan.stored_us / gpu.sms if batch > MOST_SAMPLES else 0  # of few, nobody waits for L2
     products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
     waves = -(-plan.split * blocks // (gpu.sms * plan.blocks))
-    turns = (-(-min(batch, plan.samples) // 16) - 1) * plan.rounds
+    turns = -(-min(batch, plan.samples) // 16) * plan.rounds
+    waits = (waves * turns - plan.rounds) * WAIT_US
     held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * plan.held
-    us += max(moved, products, waves * turns * WAIT_US) + (plan.rounds - 1) * WAIT_US + 0.25 * (waves - 1)
+    us += max(moved, products, states, stored, waits) + (plan.rounds - 1) * WAIT_US + 0.25 * (waves - 1)
     return us + held + 0.06 * plan.wg * plan.ways + 1 / plan.run
 
 
