@@ -45,8 +45,9 @@ from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import Plan
-from factorlayer.plan.planner import BATCHES, cuts, has_plan, plan, plan_stack
+from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_stack
 from factorlayer.plan.schemes import schemes
 
 # What a rounding may be off by, or two where sums are rounded as well
