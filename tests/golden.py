@@ -110,6 +110,10 @@ def stacks() -> Iterator[Case]:
             yield text, dtype.replace("tf32", "float32"), batch_class, architecture
 
 
+def cases() -> list[Case]:
+    return list(dict.fromkeys([*layers(), *stacks()]))
+
+
 def hashed(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -117,7 +121,7 @@ def hashed(text: str) -> str:
 def golden() -> tuple[dict[str, str], Counter[str]]:
     """Of each case a hash and the predicted time, or why there is no plan; and how many plans have which passes."""
     found, passes = dict[str, str](), Counter[str]()
-    for case in dict.fromkeys([*layers(), *stacks()]):
+    for case in cases():
         text, dtype, batch_class, architecture = case
         name = f"{text} {dtype} {batch_class} sm_{architecture}"
         try:

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.monarch import monarch, monarch_mapped, monarch_through
-from factorlayer.kernels.monarch.monarch import Monarch
-from factorlayer.kernels.monarch.monarch_mapped import MonarchMapped
-from factorlayer.kernels.monarch.monarch_through import MonarchThrough
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product import mapped, streamed
-from factorlayer.kernels.product.few import Few
-from factorlayer.kernels.product.mapped import Mapped
-from factorlayer.kernels.product.turn import Turn
+from factorlayer.kernels.product.streamed import products, y_turned
 from factorlayer.kernels.product.weight_halves import with_halves
-from factorlayer.kernels.stack import dense_streamed
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import gradients
+from factorlayer.plan import gradients, registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
 from factorlayer.plan.products import one_by_one
 from factorlayer.plan.works import least_us, tile_all
-
-AT_ONCE = 1.2  # what both contractions of a Monarch layer in one pass have to win by
-BY_ROWS = 1.3  # of a dense layer as a stack of one, beside passes that move whole 16 bytes
 
 
 @functools.lru_cache(256)
@@ -40,23 +30,23 @@ def _passes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if chain.sums:
         return gradients.sums(chain, dtype, batch, gpu)
     if chain.slope or chain.through:
-        return (gradients.slopes(chain, dtype, batch, gpu),)
+        return gradients.slopes(chain, dtype, batch, gpu)
     if chain.backward:
         return gradients.all_gradients(chain, dtype, batch, gpu)
     if chain.slabs:
-        return (_by_slabs(chain, dtype, batch, gpu),)
-    if chain.turn and not (chain.contractions and streamed.y_turned(chain)):
+        return _by_slabs(chain, dtype, batch, gpu)
+    if chain.turn and not (chain.contractions and y_turned(chain)):
         return _turned(chain, chain.turn, dtype, batch, gpu)
     return _forward(chain, dtype, batch, gpu)
 
 
-def _by_slabs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Mapped:
+def _by_slabs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """One contraction that makes a state which lies by slabs."""
-    (product,) = streamed.products(chain, dtype)
-    by_maps = mapped.tile(product, batch, gpu)
-    if by_maps is None:
+    (product,) = products(chain, dtype)
+    found = registry.fastest(registry.OF_SLABS, product, batch, gpu)
+    if not found:
         raise PlanError(f"no pass makes {chain.text!r}")
-    return by_maps
+    return found
 
 
 def _turned(chain: Chain, turn: tuple[int, int, int], dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -65,7 +55,7 @@ def _turned(chain: Chain, turn: tuple[int, int, int], dtype: str, batch: int, gp
     mixed = chain.mixed[1:] if chain.mixed else None
     if mixed and (chain.contractions or math.prod(mixed) != turn[1]):
         raise PlanError(f"{chain.text!r} turns other rows than it mixes")
-    return *first, Turn(*turn, dtype, batch, gpu, mixed)
+    return *first, *registry.fastest(registry.OF_TURN, *turn, dtype, batch, gpu, mixed=mixed)
 
 
 def _forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -83,28 +73,17 @@ def _forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
         best = min(alone, best or alone, key=lambda found: found.weight)
-    at_once = None if isinstance(best.passes[0], Few) else _at_once(chain, dtype, batch, gpu)
-    if at_once and AT_ONCE * at_once.us < best.us:
-        return (at_once,)
-    by_rows = _by_rows(chain, dtype, batch, gpu)
-    return (by_rows if by_rows and by_rows.us * _margin(chain, dtype) < best.us else best).passes
+    return next((offer.passes for offer in _at_once(chain, dtype, batch, gpu, best) if offer.us < best.us), best.passes)
 
 
-def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | MonarchMapped | MonarchThrough | None:
-    """Both contractions of a Monarch layer."""
-    tiled = [family.tile(chain, dtype, batch, gpu) for family in (monarch_mapped, monarch_through, monarch)]
-    return min((plan for plan in tiled if plan), key=lambda plan: plan.us, default=None)
+def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[registry.Offer]:
+    """The fastest of those that take both contractions of a Monarch layer, unless few samples have a family by itself,
+    and of those that take a dense layer as a stack of one, unless samples are few."""
+    if not registry.family_of(best.passes[0]).alone:
+        yield from _first(registry.offers(registry.OF_MONARCH, chain, dtype, batch, gpu))
+    if chain.is_dense and not chain.turn and not chain.x_turned and batch > BATCHES[0]:
+        yield from _first(registry.offers(registry.OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
 
 
-def _by_rows(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan | None:
-    """A dense layer by the pass that takes stacks of them, its weight streamed, unless there are few samples."""
-    if not chain.is_dense or chain.turn or chain.x_turned or batch <= BATCHES[0]:
-        return None
-    found = dense_streamed.tile((chain,), dtype, batch, gpu)
-    return Plan(chain, dtype, batch, gpu, found.passes) if found else None
-
-
-def _margin(chain: Chain, dtype: str) -> float:
-    """What such a pass has to win by: nothing where 16 bytes do not divide a row, which others move by elements."""
-    (c,) = chain.contractions
-    return BY_ROWS if all(n * ELEMENT_BYTES[dtype] % 16 == 0 for n in (c.p, c.q)) else 1.0
+def _first(offers: Iterator[registry.Offer]) -> list[registry.Offer]:
+    return sorted(offers, key=lambda offer: offer.us)[:1]
