@@ -20,7 +20,7 @@ Barrier* find_barrier(u32 address) {
 void settle(Barrier& barrier) {
   if (barrier.left > 0 || barrier.bytes != 0) return;
   barrier.left = barrier.count, ++barrier.phase;
-  barrier.done = barrier.gathered, barrier.gathered = Clock();
+  barrier.done = barrier.gathered, barrier.gathered.clear();
   progress();
 }
 void arrive_at(Barrier& barrier, const Clock& clock) {
@@ -49,7 +49,7 @@ long come_to(Meeting& meeting, int wanted, const char* what) {
   if (++meeting.here == wanted) {
     meeting.here = 0, ++meeting.count;
     meeting.any_then = meeting.any, meeting.any = false;
-    meeting.done = meeting.gathered, meeting.gathered = Clock();
+    meeting.done = meeting.gathered, meeting.gathered.clear();
   }
   return count;
 }
