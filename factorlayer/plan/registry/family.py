@@ -66,9 +66,8 @@ class Takes:
         parts = [WORDS.get(self.dtypes, ", ".join(self.dtypes)), *(need.replace("_", " ") for need in self.needs)]
         noun = {True: "tied ", False: "untied ", None: ""}[self.tied] + f"contraction{'s' * (self.factors[1] > 1)}"
         parts += [f"{_range(self.factors)} {noun}"] if self.factors != (1, ANY) else []
-        parts += (
-            [f"sizes {_range(self.sizes)}{', several factors as one' * self.merged}"] if self.sizes != (1, ANY) else []
-        )
+        merged = ", several factors as one" * self.merged
+        parts += [f"sizes {_range(self.sizes)}{merged}"] if self.sizes != (1, ANY) else []
         parts += [f"{_range(self.samples)} samples"] if self.samples != (1, ANY) else []
         return "; ".join([*parts, *(["sums"] if self.sums else []), *([self.more] if self.more else [])])
 
@@ -158,7 +157,7 @@ class Family:
     header: str = ""  # its stem, where it is not the module's
     margin: Margin = Margin()
     told: tuple[str, ...] = ()
-    alone: bool = False  # where it has a kernel, others of its kind are not asked
+    alone: bool = False  # where it has a kernel, those of its kind behind it are not asked
     settles: bool = False  # where it has a kernel, contractions one by one are not asked
     last: bool = False  # taken only where no family of another kind has a kernel
 
@@ -192,7 +191,7 @@ class Offer(NamedTuple):
 
 
 def offers(families: Iterable[Family], *asked: Any, **told: Any) -> Iterator[Offer]:
-    """Of each family that has a kernel, or of the first one that answers alone."""
+    """Of each family that has a kernel, up to the first one that answers alone."""
     about = Asked.of(*asked)
     for family in families:
         if passes := family._way(about, asked, told):
