@@ -18,9 +18,11 @@ from factorlayer.autograd.runtime import CompileError, class_of_batch, dtype_nam
 from factorlayer.autograd.stacked import is_left_to_cublas, runs, why_auto_is_not_stacked
 from factorlayer.device.gpu import Gpu
 from factorlayer.functional import choose
+from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import parsed, plan, plan_of, plan_stack
+from factorlayer.plan.planner import parsed, plan_of
 from factorlayer.plan.schemes import schemes
+from factorlayer.plan.stacks import plan_stack
 from factorlayer.stacks.stack import LayerStack, is_measured
 
 

@@ -18,6 +18,7 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
 from factorlayer.plan.plan import Plan
+from factorlayer.plan.visits import visits as visits_of
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -30,7 +31,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 def visits(spec: LayerSpec, dtype: str, batch: int, gpu: Gpu, count: int | None = None) -> Plan:
     """The fastest plan by this family alone, of so many visits."""
     chain, computed = planner.parsed(all_gradients_of(spec).text, dtype)
-    found = planner._visits(chain[0], computed, batch, gpu, count or 0)
+    found = visits_of(chain[0], computed, batch, gpu, count or 0)
     assert found is not None
     return Plan(chain[0], computed, batch, gpu, found)
 
@@ -119,6 +120,6 @@ def test_parts_of_a_weight_overwrite_nothing_that_others_read(sizes: tuple[int, 
     chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=rank))
     for batch in planner.BATCHES:
         for count in (1, 2, 3):
-            for planned in planner._visits(chain, "bfloat16", batch, Gpu.of(90), count) or ():
+            for planned in visits_of(chain, "bfloat16", batch, Gpu.of(90), count) or ():
                 if isinstance(planned, ChainBackward) and planned.parts > 1:
                     assert planned.writes not in (planned.reads, planned.beside[0])

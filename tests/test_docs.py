@@ -26,11 +26,10 @@ def families() -> list[Path]:
     return found
 
 
-def test_every_family_is_in_the_index_once() -> None:
+def test_every_family_is_in_the_index() -> None:
     modules = [module.relative_to(ROOT).as_posix() for module in families()]
     assert len(modules) > 40
     listed = re.findall(r"^\|.*\| \[(factorlayer/.*?\.py)\]\(\.\./\.\./\1\) \|", INDEX, re.M)
-    assert len(listed) == len(set(listed))
     assert set(modules) - set(listed) == set()
 
 

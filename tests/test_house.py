@@ -21,6 +21,7 @@ FLOORS = (
     ("kernels",),
     ("kernels/product",),
     ("kernels/kronecker", "kernels/monarch", "kernels/stack"),
+    ("plan/registry",),
     ("plan",),
     ("autograd",),
     ("tuning",),

@@ -22,8 +22,9 @@ from factorlayer.kernels.kronecker.unit_backward import UnitBackward
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, cuts, plan
+from factorlayer.plan.planner import BATCHES, plan
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 32  # bytes, of values that are kept for a while

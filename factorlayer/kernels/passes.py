@@ -99,6 +99,19 @@ class Pass:
         """Passes that make gradients of its blocks' sums."""
         return ()
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Itself, with those that it needs before and behind it."""
+        return self, *self.finishing
+
+    def from_the_end(self) -> Pass:
+        """The same, that takes the last samples first, if that is faster behind a pass which has made them last."""
+        return self
+
+    def us_of(self, batch: int) -> float:
+        """Predicted microseconds for another number of samples, where families are compared at several."""
+        raise NotImplementedError
+
     def with_bias(self) -> Pass | None:
         """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""
         return None

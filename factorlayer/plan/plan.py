@@ -11,6 +11,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.maths.chain import Chain
 
+BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
 
 

@@ -26,8 +26,11 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_streamed
 from factorlayer.kernels.stages import Sandwich
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import Plan
-from factorlayer.plan.planner import BATCHES, cuts, one_by_one, parsed, plan
+from factorlayer.plan.cuts import cuts
+from factorlayer.plan.layers import plan
+from factorlayer.plan.plan import BATCHES, Plan
+from factorlayer.plan.planner import parsed
+from factorlayer.plan.products import one_by_one
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
 CLUSTER = "shared memory of a cluster"

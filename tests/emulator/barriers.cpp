@@ -1,5 +1,5 @@
 // Barriers of all kinds, what lands at them, and the copy engine.
-#include <limits>
+#include <iterator>
 
 #include "machine.h"
 
@@ -20,7 +20,7 @@ Barrier* find_barrier(u32 address) {
 void settle(Barrier& barrier) {
   if (barrier.left > 0 || barrier.bytes != 0) return;
   barrier.left = barrier.count, ++barrier.phase;
-  barrier.done = barrier.gathered, barrier.gathered = Clock();
+  barrier.done = barrier.gathered, barrier.gathered.clear();
   progress();
 }
 void arrive_at(Barrier& barrier, const Clock& clock) {
@@ -49,12 +49,12 @@ long come_to(Meeting& meeting, int wanted, const char* what) {
   if (++meeting.here == wanted) {
     meeting.here = 0, ++meeting.count;
     meeting.any_then = meeting.any, meeting.any = false;
-    meeting.done = meeting.gathered, meeting.gathered = Clock();
+    meeting.done = meeting.gathered, meeting.gathered.clear();
   }
   return count;
 }
 void wait_in(Meeting& meeting, long count, const char* what) {
-  wait_until(what, [&] { return meeting.count != count; });
+  wait_until(what, [&meeting, count] { return meeting.count != count; });
   self().clock.join(meeting.done);
 }
 void meet_at(Meeting& meeting, int wanted, const char* what) { wait_in(meeting, come_to(meeting, wanted, what), what); }
@@ -62,37 +62,43 @@ void meet_at(Meeting& meeting, int wanted, const char* what) { wait_in(meeting, 
 }  // namespace
 
 namespace {
-long earliest = std::numeric_limits<long>::max();  // of all landings: in most rounds nothing is due
-void put_off(Landing&& landing) {
-  earliest = std::min(earliest, landing.due);
-  landings.push_back(std::move(landing));
+void put_off(std::unique_ptr<Landing> landing) {
+  ++all[landing->thread].landings, ++still_to_land;
+  due_in[landing->due % kSlowest].push_back({put_off_so_far++, std::move(landing)});
   progress();
+}
+void land(Landing& landing) {
+  --all[landing.thread].landings, --still_to_land;
+  std::swap(current, landing.thread);
+  for (const Copy& copy : landing.copies) land(copy);
+  std::swap(current, landing.thread);
+  if (landing.from)
+    for (Cell& cell : cells_at(landing.from, u32(landing.bytes))) --cell.leaving;
+  if (landing.bytes) {
+    landing.barrier->gathered.join(landing.clock);
+    landing.barrier->bytes -= landing.bytes;
+    settle(*landing.barrier);
+  } else {
+    arrive_at(*landing.barrier, landing.clock);
+  }
 }
 }  // namespace
 
+// Every round takes what is due in it, and what the round before has put off for itself: nothing else can be.
 void land_what_is_due(bool all_of_it, int thread) {
-  if (!all_of_it && rounds < earliest) return;
-  earliest = std::numeric_limits<long>::max();
-  for (auto landing = landings.begin(); landing != landings.end();) {
-    if (!(landing->due <= rounds || (all_of_it && landing->thread == thread))) {
-      earliest = std::min(earliest, landing->due);
-      ++landing;
-      continue;
-    }
-    std::swap(current, landing->thread);
-    for (const Copy& copy : landing->copies) land(copy);
-    std::swap(current, landing->thread);
-    if (landing->from)
-      for (Cell& cell : cells_at(landing->from, u32(landing->bytes))) --cell.leaving;
-    if (landing->bytes) {
-      landing->barrier->gathered.join(landing->clock);
-      landing->barrier->bytes -= landing->bytes;
-      settle(*landing->barrier);
-    } else {
-      arrive_at(*landing->barrier, landing->clock);
-    }
-    landing = landings.erase(landing);
-  }
+  vector<Put> due;
+  const auto take = [&](vector<Put>& puts, auto is_due) {
+    const auto rest = std::stable_partition(puts.begin(), puts.end(), [&](const Put& put) { return !is_due(*put.landing); });
+    std::move(rest, puts.end(), std::back_inserter(due));
+    puts.erase(rest, puts.end());
+  };
+  for (long round : {rounds - 1, rounds})
+    if (round >= 0 && !due_in[round % kSlowest].empty())
+      take(due_in[round % kSlowest], [](const Landing& landing) { return landing.due <= rounds; });
+  if (all_of_it && all[thread].landings > 0)
+    for (auto& puts : due_in) take(puts, [&](const Landing& landing) { return landing.thread == thread; });
+  std::sort(due.begin(), due.end(), [](const Put& a, const Put& b) { return a.number < b.number; });
+  for (Put& put : due) land(*put.landing);
 }
 
 void init_barrier(uint32_t barrier, int arrivals) {
@@ -111,23 +117,24 @@ void arrive(uint32_t barrier, uint32_t expected_bytes) {
   ++step();
 }
 void arrive_with_copies(uint32_t barrier) {
-  Landing landing = {rounds + random_below(slowest_landing), current, {}, find_barrier(barrier), {}, 0};
+  const long due = rounds + random_below(slowest_landing);
+  std::unique_ptr<Landing> landing(new Landing{due, current, {}, find_barrier(barrier), {}, 0});
   commit_copies();
   for (auto& group : self().copy_groups)
     for (const Copy& copy : group) {
-      landing.copies.push_back(copy);
+      landing->copies.push_back(copy);
       for (Cell& cell : cells_at(copy.to, copy.bytes))
         cell.writer = short(current), cell.written = step();
     }
   self().copy_groups.clear();
-  landing.clock = self().clock;
+  landing->clock = self().clock;
   ++step();
   put_off(std::move(landing));
 }
 void wait(uint32_t barrier, uint32_t phase) {
   hesitate();
   Barrier& at = *find_barrier(barrier);
-  wait_until("a barrier in shared memory", [&] { return (at.phase & 1) != phase; });
+  wait_until("a barrier in shared memory", [&at, phase] { return (at.phase & 1) != phase; });
   self().clock.join(at.done);
 }
 
@@ -145,12 +152,13 @@ void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, 
   check_write("a run", to, bytes);
   // The engine's own clock, of which only who waits at the barrier hears.
   static u32 runs = 0;
-  Landing landing = {rounds + random_below(slowest_landing), current, {{to, bytes, from, bytes}}, &at, {}, long(bytes)};
-  landing.clock.seen[threads] = ++runs;
-  landing.from = shared_from, landing.made = made;
+  const long due = rounds + random_below(slowest_landing);
+  std::unique_ptr<Landing> landing(new Landing{due, current, {{to, bytes, from, bytes}}, &at, {}, long(bytes)});
+  landing->clock.seen[threads] = ++runs;
+  landing->from = shared_from, landing->made = made;
   for (Cell& cell : cells_at(to, bytes))
     cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;
-  begin_copy(landing.copies[0]);
+  begin_copy(landing->copies[0]);
   put_off(std::move(landing));
 }
 // What the copy engine reads of shared memory, until it has.
@@ -230,9 +238,10 @@ void send_words(uint32_t to, const uint32_t* words, uint32_t count, uint32_t bar
   if (!is_inside("what is sent", to, bytes)) return;
   Barrier& at = *find_barrier(barrier);
   check_write("what is sent", to, bytes);
-  Landing landing = {rounds + random_below(slowest_landing), current, {}, &at, self().clock, bytes, 0, {words, words + count}};
-  landing.copies.push_back({to, bytes, landing.words.data(), bytes});
-  begin_copy(landing.copies[0]);
+  const long due = rounds + random_below(slowest_landing);
+  std::unique_ptr<Landing> landing(new Landing{due, current, {}, &at, self().clock, bytes, 0, {words, words + count}});
+  landing->copies.push_back({to, bytes, landing->words.data(), bytes});
+  begin_copy(landing->copies[0]);
   ++step();
   put_off(std::move(landing));
 }
@@ -289,7 +298,7 @@ void together(const char* what, void* mine, void (*act)(void* const* of_lanes)) 
   if (lanes.here && strcmp(lanes.what, what)) error("lanes of a warp at %s and at %s", what, lanes.what);
   lanes.what = what, lanes.of_lanes[current % 32] = mine;
   const long count = lanes.count;
-  if (++lanes.here < 32) return wait_until(what, [&] { return lanes.count != count; });
+  if (++lanes.here < 32) return wait_until(what, [&lanes, count] { return lanes.count != count; });
   act(lanes.of_lanes);
   lanes.here = 0, ++lanes.count;
 }

@@ -6,11 +6,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <list>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "emulator.h"
@@ -31,7 +31,7 @@ using u64 = uint64_t;
 
 constexpr int kMostThreads = 2048, kMostWarps = kMostThreads / 32, kNobody = -1;
 constexpr long kPatience = 20000;  // rounds of all threads in which nothing happens
-constexpr size_t kStack = 256 << 10, kPage = 4096;
+constexpr size_t kStack = 256 << 10, kStagger = 1088, kPage = 4096;
 constexpr u32 kPoison = 0x7fbadbad;  // of sums in flight: a NaN
 
 inline int block_threads, cluster, shared_bytes;
@@ -99,6 +99,8 @@ struct Group {
 struct Thread {
   void* stack = nullptr;
   bool done = false;
+  bool (*is_ready)(const void* awaited) = nullptr;  // whether it need not wait any more, without its own turn
+  alignas(8) u8 awaited[32];
   long arrived = -1;  // at the cluster's barrier, and waits for more meetings than these
   Clock clock;
   vector<Copy> copies;  // since the last commit
@@ -110,6 +112,7 @@ struct Thread {
   vector<Product> products;
   std::deque<Group> groups;
   std::map<float*, vector<float>> in_flight;  // sums
+  int landings = 0;  // of its own that are still to come
 };
 inline vector<Thread> all;
 inline void* scheduler;
@@ -134,15 +137,23 @@ inline int hesitation = 8;
 inline void hesitate() {
   if (random_below(hesitation) == 0) pause();
 }
+inline bool is_patient() { return rounds - last_progress <= kPatience; }
 template <class Ready> void wait_until(const char* what, Ready ready) {
+  static_assert(std::is_trivially_copyable_v<Ready> && sizeof ready <= sizeof self().awaited);
   while (!ready()) {
-    if (rounds - last_progress > kPatience) {
+    if (!is_patient()) {
       error("nobody goes on; this one waits for %s", what);
       std::_Exit(1);
     }
+    memcpy(self().awaited, &ready, sizeof ready);
+    self().is_ready = [](const void* awaited) { return (*static_cast<const Ready*>(awaited))(); };
     pause();
   }
+  self().is_ready = nullptr;
   progress();
+}
+inline bool waits(const Thread& thread) {
+  return thread.is_ready && is_patient() && !thread.is_ready(thread.awaited);
 }
 
 // Whether this thread comes after what another one did at some step.
@@ -277,7 +288,10 @@ struct Landing {
   vector<u32> words = {};  // if it comes from registers
   std::shared_ptr<vector<u8>> made = nullptr;  // what is copied, if it is not as it lies in memory
 };
-inline std::list<Landing> landings;
+constexpr u32 kSlowest = 128;  // rounds that a landing takes, fewer than these
+struct Put { long number; std::unique_ptr<Landing> landing; };  // the first to be put off lands first
+inline vector<Put> due_in[kSlowest];  // by the round
+inline long put_off_so_far, still_to_land;
 inline u32 slowest_landing = 8;
 void land_what_is_due(bool all_of_it = false, int thread = kNobody);
 

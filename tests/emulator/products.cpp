@@ -159,8 +159,8 @@ void wait_for_products(int pending) {
   Thread& thread = self();
   if (!thread.products.empty()) error("products waited for, but not committed");
   const Thread* group = &all[current / 128 * 128];
-  wait_until("products of the warpgroup", [&] {
-    return std::all_of(group, group + 128, [&](const Thread& other) { return other.committed >= thread.committed; });
+  wait_until("products of the warpgroup", [group, mine = thread.committed] {
+    return std::all_of(group, group + 128, [mine](const Thread& other) { return other.committed >= mine; });
   });
   ++thread.waits;
   together("wgmma.wait_group", &pending, [](void* const* of_lanes) {

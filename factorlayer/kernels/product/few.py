@@ -15,7 +15,7 @@ from factorlayer.activations.expression import cuda_type
 from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
-from factorlayer.kernels.product.streamed import Product
+from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -126,6 +126,9 @@ class Few(Pass):
     def output_bytes(self) -> int:
         return self.product.y_features * self.product.size
 
+    def us_of(self, batch: int) -> float:
+        return time(self, batch)
+
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
         return (
@@ -151,9 +154,10 @@ class Few(Pass):
         return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False, asks=asks)
 
 
-def tile(product: Product, batches: tuple[int, ...], gpu: Gpu, first: bool, last: bool) -> Few | None:
-    """The fastest tiling by prediction for all of these numbers of samples, if the product has one. Its `us` is that of
-    the largest."""
+def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
+    """The fastest tiling by prediction, if the product has one; in the middle class of batches for its fewest samples,
+    too."""
+    batches = batches_of(product, batch)
     p = product
     if p.contraction.tied or p.x_step > 1 or p.terms > 1 or p.reads_beside:
         return None

@@ -130,6 +130,9 @@ class Mapped(Pass):
             for of, (sizes, strides, box) in (("x", x), (c.weight, weights))
         )
 
+    def us_of(self, batch: int) -> float:
+        return time(replace(self, batch=batch))
+
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
         return (

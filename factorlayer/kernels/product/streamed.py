@@ -309,6 +309,9 @@ class Streamed(Pass):
     def output_bytes(self) -> int:
         return self.product.terms_out * self.product.y_features * self.product.size
 
+    def us_of(self, batch: int) -> float:
+        return time(self, batch)
+
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
         tile = f"{self.bm}×{self.columns}" if p.by_rows else f"{self.bm}×{self.bn}"
@@ -368,8 +371,18 @@ class Streamed(Pass):
         return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
 
 
-def tile(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Streamed:
-    """The fastest tiling for all of these numbers of samples by prediction. Its `us` is that of the largest."""
+LEAST_OF_SOME, MOST_OF_SOME = 128, 1024  # samples of the middle class: with few of them most of a GPU may be idle
+
+
+def batches_of(product: Product, batch: int) -> tuple[int, ...]:
+    """Numbers of samples that a tiling is compared for, the one that is asked for last."""
+    some = LEAST_OF_SOME < batch <= MOST_OF_SOME and not product.contraction.tied
+    return (LEAST_OF_SOME, batch) if some else (batch,)
+
+
+def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
+    """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too."""
+    batches = batches_of(product, batch)
     tilings = dict.fromkeys(plan for batch in batches for plan in _tilings(product, batch, gpu))
     plan = min(tilings, key=lambda plan: math.prod(time(plan, batch) for batch in batches))
     return replace(plan, us=time(plan, batches[-1]))

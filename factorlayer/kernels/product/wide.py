@@ -51,6 +51,11 @@ class Wide(Pass):
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
 
+    def from_the_end(self) -> Wide:
+        """In 16 bits, unless it makes more than it reads, which does not get faster so."""
+        takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
+        return replace(self, from_last=True) if takes else self
+
     @property
     def rows(self) -> int:
         return self.n if self.product.size == 4 else 64 * self.consumers
@@ -193,6 +198,9 @@ class Wide(Pass):
     @property
     def output_bytes(self) -> int:
         return self.product.terms_out * self.product.y_features * self.product.size
+
+    def us_of(self, batch: int) -> float:
+        return time(replace(self, batch=batch))
 
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction

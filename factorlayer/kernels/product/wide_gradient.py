@@ -222,10 +222,18 @@ class WideGradient(TileSums):
         return kernel(code, name, "WideGradient", lines, self.threads)
 
 
-def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> WideGradient | None:
+def tile(
+    contraction: Contraction,
+    dtype: str,
+    batch: int,
+    gpu: Gpu,
+    bias: bool = False,
+    mixed: tuple[int, int] | None = None,
+) -> WideGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
     timed = (replace(plan, us=_time(plan)) for plan in tilings(contraction, dtype, batch, gpu, bias))
-    return min(timed, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
+    found = min(timed, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
+    return replace(found, mixed=mixed) if found and mixed else found
 
 
 def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> Iterator[WideGradient]:

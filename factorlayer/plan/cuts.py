@@ -1,0 +1,114 @@
+"""A chain of tied contractions cut into passes: which neighbouring factors are taken as one, and what each pass does.
+
+What neither knows a GPU nor a family of kernels: works.py tiles what is found here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from factorlayer.kernels.weights import LARGEST_NORMALISED
+from factorlayer.kernels.work import Mode, Work
+from factorlayer.maths.chain import Chain
+from factorlayer.plan.plan import PlanError
+
+LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
+MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
+
+
+def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
+    """Ways to cut the chain into passes: fewer passes first, more only while nothing fits."""
+    if not all(c.tied for c in chain.contractions):
+        return
+    seen: set[tuple[Mode, ...]] = set()
+    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
+    if dtype == "float16" and chain.rank > 1:
+        largest = 0
+    for longest in (64, 16, 1):
+        modes = merged(modes_of(chain), min(longest, LONGEST_MERGED[dtype]), largest)
+        if modes in seen or (seen and len(modes) > MOST_MODES):
+            continue
+        seen.add(modes)
+        order = _order(modes)
+        most = min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
+        for count in range(1, most + 1):
+            cuts = _parts(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
+            yield from (works_of(chain, dtype, modes, cut) for cut in cuts)
+
+
+def modes_of(chain: Chain) -> tuple[Mode, ...]:
+    """Of the Kronecker product, slowest first."""
+    by_weight = sorted(chain.contractions, key=lambda c: c.weight)
+    sizes = [c.p for c in by_weight]
+    outer, inner = around(chain)
+    for c in chain.contractions:
+        if (c.outer, c.inner) != (outer * math.prod(sizes[: c.weight]), inner * math.prod(sizes[c.weight + 1 :])):
+            raise PlanError(f"the contractions of {chain.text!r} are not those of a Kronecker product")
+        sizes[c.weight] = c.q
+    return tuple(Mode(((c.weight, c.q, c.p),)) for c in by_weight)
+
+
+def around(chain: Chain) -> tuple[int, int]:
+    """Sizes of the state before and behind the modes that the chain contracts: of a part of a longer chain."""
+    first = chain.contractions[0]
+    sizes = {c.weight: c.p for c in chain.contractions}
+    before = math.prod(p for weight, p in sizes.items() if weight < first.weight)
+    behind = math.prod(p for weight, p in sizes.items() if weight > first.weight)
+    return first.outer // before, first.inner // behind
+
+
+def merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
+    """Neighbours taken as one, from the last on, while the product is at most `longest` and no weight has more than
+    `largest` elements."""
+    found = [modes[-1]]
+    for mode in reversed(modes[:-1]):
+        small = all(q * p <= largest for _, q, p in mode.parts + found[0].parts)
+        if small and max(mode.p * found[0].p, mode.q * found[0].q) <= longest:
+            found[0] = Mode(mode.parts + found[0].parts)
+        else:
+            found.insert(0, mode)
+    return tuple(found)
+
+
+def _order(modes: tuple[Mode, ...]) -> list[int]:
+    """Fewest multiply-adds, as in spec.py; last modes first among equals."""
+    return sorted(reversed(range(len(modes))), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
+
+
+def _even(order: list[int], count: int) -> list[list[int]]:
+    bounds = [len(order) * i // count for i in range(count + 1)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _parts(order: list[int], count: int) -> Iterator[list[list[int]]]:
+    for cuts in itertools.combinations(range(1, len(order)), count - 1):
+        bounds = [0, *cuts, len(order)]
+        yield [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:
+    sizes, works = [mode.p for mode in modes], []
+    outer, inner = around(chain)
+    for number, part in enumerate(parts):
+        first, last = min(part), max(part) + 1
+        begins, final = number == 0, number == len(parts) - 1
+        works.append(
+            Work(
+                outer=outer * math.prod(sizes[:first]),
+                sizes=tuple(sizes[first:last]),
+                inner=inner * math.prod(sizes[last:]),
+                steps=tuple((i - first, modes[i]) for i in part),
+                dtype=dtype,
+                rank=chain.rank if final else 1,
+                terms=1 if final else chain.rank,
+                apart=chain.rank > 1 and not begins,
+                bias=chain.bias and final,
+                activation=chain.activation if final else "identity",
+                scalars=len(chain.contractions),
+            )
+        )
+        for i in part:
+            sizes[i] = modes[i].q
+    return works

@@ -1,0 +1,45 @@
+"""The passes of a layer forward: the fastest of all ways to cut it, of contractions one by one, and of all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import Pass
+from factorlayer.maths.chain import Chain
+from factorlayer.plan import registry
+from factorlayer.plan.cuts import cuts
+from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan
+from factorlayer.plan.products import one_by_one
+from factorlayer.plan.works import least_us, tile_all
+
+
+def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once, and a stack of one."""
+    best: Plan | None = None
+    for works in cuts(chain, dtype):
+        if best is not None and PASS_WEIGHT ** (len(works) - 1) * least_us(works, batch, gpu) > best.weight:
+            continue
+        tiled = tile_all(works, batch, gpu)
+        if tiled is None:
+            continue
+        found = Plan(chain, dtype, batch, gpu, tiled)
+        if best is None or found.weight < best.weight:
+            best = found
+    if best is None or (chain.rank > 1 and len(best.passes) > 1):
+        alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+        best = min(alone, best or alone, key=lambda found: found.weight)
+    return next((offer.passes for offer in _at_once(chain, dtype, batch, gpu, best) if offer.us < best.us), best.passes)
+
+
+def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[registry.Offer]:
+    """The fastest of those that take both contractions of a Monarch layer, unless few samples have a family by itself,
+    and of those that take a dense layer as a stack of one, unless samples are few."""
+    if batch > BATCHES[0] or not registry.family_of(best.passes[0]).alone:
+        yield from _first(registry.offers(registry.OF_MONARCH, chain, dtype, batch, gpu))
+    if chain.is_dense and not chain.turn and not chain.x_turned and batch > BATCHES[0]:
+        yield from _first(registry.offers(registry.OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
+
+
+def _first(offers: Iterator[registry.Offer]) -> list[registry.Offer]:
+    return sorted(offers, key=lambda offer: offer.us)[:1]

@@ -1,0 +1,124 @@
+"""Passes that make gradients: of one weight, of all weights at one visit, of a bias, and back through an activation."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from factorlayer.activations.results import from_result
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import REDUCTION_US
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.streamed import products
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
+from factorlayer.plan import registry
+from factorlayer.plan.cuts import around, modes_of
+from factorlayer.plan.plan import BATCHES, PlanError
+from factorlayer.plan.products import one_by_one
+from factorlayer.plan.visits import are_worth_it, visits
+
+
+def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The gradient of the weight of one contraction, and maybe that of a bias behind it."""
+    (c,) = chain.contractions
+    c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
+    if chain.bias:
+        both = registry.fastest(registry.OF_WEIGHT_AND_BIAS, c, dtype, batch, gpu, bias=True)
+        if not both:
+            raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
+        return both
+    if not chain.mixed:
+        return _gradient(c, dtype, batch, gpu)
+    if not (found := _in_order(c, chain.mixed, dtype, batch, gpu)):
+        raise PlanError(f"no pass makes {chain.text!r}")
+    return found
+
+
+def sums(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """Over samples, of what is given: the gradient of a bias."""
+    return registry.fastest(registry.OF_SUMS, chain.sums, dtype, batch, gpu)
+
+
+def slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The way back through an activation, by itself or with the product that makes what is activated."""
+    if chain.through and from_result(chain.activation) is None:
+        raise PlanError(f"the slope of {chain.activation!r} cannot be told from its result")
+    if not chain.contractions:
+        asked = chain.slope or chain.through, chain.activation, dtype, batch, gpu
+        return registry.fastest(registry.OF_SLOPES, *asked, through=chain.through > 0)
+    product, *further = products(chain, dtype)
+    takes = not further and chain.rank == 1 and not chain.parameters
+    found = registry.fastest(registry.OF_PRODUCT_AND_SLOPES, product, batch, gpu) if takes else ()
+    if not found:
+        raise PlanError(f"no pass makes the product and the slopes of {chain.text!r} at once")
+    return found
+
+
+def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    if chain.bias:  # by the kernel that is the fastest without it, if it can
+        (first, *_) = all_gradients(replace(chain, bias=False), dtype, batch, gpu)
+        with_bias = first.with_bias()
+        if with_bias is None:
+            raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
+        return (with_bias,)
+    found = list(_ways_back(chain, dtype, batch, gpu))
+    if not found:
+        raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
+    return min(found, key=lambda passes: sum(p.us for p in passes))
+
+
+def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
+    first, *more = chain.contractions
+    if first.tied and not more:
+        yield from registry.ways(registry.OF_ONE_FACTOR, first, dtype, batch, gpu)
+    elif chain.slabs or not more:
+        visit = registry.fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
+        if visit and _is_worth_it(chain, dtype, gpu):
+            yield visit
+    elif chain.x_turned:
+        return
+    elif passes := next(registry.ways(registry.OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
+        yield passes
+    elif chain.rank == 1 and all(c.tied for c in chain.contractions):
+        outer, inner = around(chain)
+        if inner == 1:
+            yield from registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
+    plain = all(c.tied for c in chain.contractions) and not (chain.turn or chain.slabs or chain.mixed)
+    found = visits(chain, dtype, batch, gpu) if plain and are_worth_it(chain, dtype, gpu) else None
+    if found:
+        yield found
+
+
+def _at_one_visit(chain: Chain) -> tuple[registry.Family, ...]:
+    """Families of one untied contraction."""
+    return registry.OF_ONE_UNTIED_BY_SLABS if chain.slabs else registry.OF_ONE_UNTIED
+
+
+@functools.lru_cache(256)
+def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
+    kernel for these has one for fewer as well."""
+    batch = BATCHES[-1]
+    visit = registry.fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
+    (c,) = chain.contractions
+    grouped = replace(c, outer=c.outer * c.inner, inner=1)
+    back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
+    apart = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
+    return len(visit) > 0 and visit[0].us + REDUCTION_US < sum(p.us for p in apart)
+
+
+def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    found = registry.fastest(registry.OF_WEIGHT, contraction, dtype, batch, gpu)
+    if not found:
+        raise PlanError(f"no pass makes the gradient of {contraction}: it has too many groups")
+    return found
+
+
+def _in_order(c: Contraction, mixed: tuple[int, int, int], dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """Of q's that come in another order: one family takes them so, and is asked whatever the number of samples."""
+    if math.prod(mixed[1:]) != c.q or c.inner > 1:
+        return ()
+    return registry.fastest(registry.OF_WEIGHT_IN_ORDER, c, dtype, batch, gpu, mixed=mixed[1:])

@@ -1,0 +1,85 @@
+"""Families of Monarch layers: both contractions at once, and gradients of untied contractions."""
+
+from __future__ import annotations
+
+from factorlayer.kernels.monarch import (
+    monarch,
+    monarch_backward,
+    monarch_mapped,
+    monarch_through,
+    slab_backward,
+    untied_backward,
+)
+from factorlayer.kernels.product import few
+from factorlayer.plan.registry.family import ANY, FEW, MANY, ON_TABLES, Family, Margin, Takes
+
+# Both contractions of a Monarch layer: tile(chain, dtype, batch, gpu)
+
+AT_ONCE = Margin(1.2, source=f"beside two passes: {ON_TABLES}")
+MONARCH_MAPPED = Family(
+    "monarch mapped",
+    "A Monarch layer of many small groups in tf32",
+    monarch_mapped.tile,
+    (monarch_mapped.MonarchMapped,),
+    "monarch",
+    Takes(("tf32",), ("wgmma",), (2, 2), tied=False, samples=(monarch_mapped.ROWS, ANY)),
+    margin=AT_ONCE,
+)
+MONARCH_THROUGH = Family(
+    "monarch through",
+    "A Monarch layer of few large groups",
+    monarch_through.tile,
+    (monarch_through.MonarchThrough,),
+    "monarch",
+    Takes(monarch_through.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="4 or 8 groups"),
+    margin=AT_ONCE,
+)
+MONARCH = Family(
+    "monarch",
+    "A Monarch layer of many small groups",
+    monarch.tile,
+    (monarch.Monarch,),
+    "monarch",
+    Takes(monarch.DTYPES, factors=(2, 2), tied=False),
+    margin=AT_ONCE,
+)
+OF_MONARCH = (MONARCH_MAPPED, MONARCH_THROUGH, MONARCH)
+
+# Gradients of untied contractions: tile(chain, dtype, batch, gpu)
+
+UNTIED_BACKWARD = Family(
+    "untied backward",
+    "Both gradients of an untied contraction in 16 bits",
+    untied_backward.tile,
+    (untied_backward.UntiedBackward,),
+    "untied",
+    Takes(untied_backward.DTYPES, ("wgmma",), (1, 1), tied=False, samples=MANY, more="p and q are multiples of 8"),
+)
+SLAB_BACKWARD = Family(
+    "slab backward",
+    "Both gradients of an untied contraction in tf32",
+    slab_backward.tile,
+    (slab_backward.SlabBackward,),
+    "untied",
+    Takes(("tf32",), ("wgmma",), (1, 1), tied=False, samples=MANY, more="a grad_y that lies by slabs"),
+)
+MONARCH_BACKWARD = Family(
+    "monarch backward",
+    "All gradients of a Monarch layer of many small groups",
+    monarch_backward.all_gradients,
+    (monarch_backward.MonarchBack, monarch_backward.MonarchWeights, monarch_backward.MonarchGradient),
+    "monarch",
+    Takes(monarch_backward.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="a state that is the largest"),
+    header="monarch_back",
+)
+FEW_BACKWARD = Family(
+    "few backward",
+    "All gradients of few samples of a Monarch layer",
+    few.all_gradients,
+    (few.FewPass,),
+    "few-samples",
+    Takes(factors=(2, 2), tied=False, samples=FEW),
+)
+OF_ONE_UNTIED = (UNTIED_BACKWARD,)
+OF_ONE_UNTIED_BY_SLABS = (SLAB_BACKWARD,)
+OF_TWO_UNTIED = (MONARCH_BACKWARD, FEW_BACKWARD)  # of which the first that has a kernel is taken

@@ -1,0 +1,117 @@
+"""Families of one contraction, of the gradient of one weight, and of what goes before and behind contractions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels import gradient
+from factorlayer.kernels.gradient import Gradient, Reduction
+from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.product import few, mapped, streamed, wide, wide_gradient, wide_resident
+from factorlayer.kernels.product.column_sums import ColumnSums
+from factorlayer.kernels.product.slopes import Slopes
+from factorlayer.kernels.product.turn import Turn
+from factorlayer.kernels.product.weight_halves import WeightHalves
+from factorlayer.maths.spec import Contraction
+from factorlayer.plan.registry.family import FEW, HALVES, ON_TABLES, Family, Margin, Takes
+
+# One contraction: tile(product, batch, gpu), and of few samples whether it is the first and the last of its chain
+
+
+def _is_of_few(product: streamed.Product, batch: int, gpu: Gpu) -> bool:
+    return batch <= FEW[1]
+
+
+FEW_PRODUCT = Family(
+    "few",
+    "Few samples of a Monarch layer, one contraction",
+    few.tile,
+    (few.Few,),
+    "few-samples",
+    Takes(factors=(1, 1), tied=False, samples=FEW),
+    told=("first", "last"),
+    alone=True,
+)
+# The same of more samples, which is compared with what the others make of them
+FEW_OF_SOME = replace(FEW_PRODUCT, takes=Takes(factors=(1, 1), tied=False), alone=False)
+STREAMED = Family(
+    "streamed",
+    "One contraction, untied or too large, any GPU",
+    streamed.tile,
+    (streamed.Streamed,),
+    "wide",
+    Takes(factors=(1, 1), sums=True),
+    margin=Margin(1.2, 0.9, _is_of_few, f"beside wide and mapped ones, better with few samples: {ON_TABLES}"),
+    last=True,
+)
+WIDE = Family(
+    "wide",
+    "One contraction, rows of whole 16 bytes",
+    wide.tile,
+    (wide.Wide,),
+    "wide",
+    Takes(wide.DTYPES, ("wgmma",), (1, 1), sums=True),
+)
+MAPPED = Family(
+    "mapped", "One contraction in tf32", mapped.tile, (mapped.Mapped,), "wide", Takes(("tf32",), ("wgmma",), (1, 1))
+)
+WIDE_RESIDENT = Family(
+    "wide resident",
+    "A mode of 8 before a wide product, few k (lokr)",
+    wide_resident.tile,
+    (wide_resident.WideResident,),
+    "wide",
+    Takes(HALVES, ("wgmma",), (1, 1), tied=True),
+)
+OF_PRODUCT_OF_SOME = (FEW_OF_SOME,)
+OF_PRODUCT = (FEW_PRODUCT, STREAMED, WIDE, MAPPED)
+OF_MIXED_PRODUCT = (WIDE, WIDE_RESIDENT)  # of a mode of 8 before it
+OF_SLABS = (MAPPED,)  # whose y lies by slabs
+
+# The gradient of one weight: tile(contraction, dtype, batch, gpu)
+
+
+def _is_of_many_floats(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> bool:
+    return dtype == "float32" and batch > FEW[1]
+
+
+GRADIENT = Family(
+    "gradient",
+    "The gradient of any one weight, any GPU",
+    gradient.tile,
+    (Gradient,),
+    "gradients",
+    Takes(factors=(1, 1)),
+    margin=Margin(
+        1.0, 2.0, _is_of_many_floats, f"beside wide gradients, where warps multiply many floats: {ON_TABLES}"
+    ),
+)
+WIDE_GRADIENT = Family(
+    "wide gradient",
+    "The gradient of a large weight, and of a bias with it",
+    wide_gradient.tile,
+    (wide_gradient.WideGradient,),
+    "gradients",
+    Takes(wide_gradient.DTYPES, ("wgmma",), (1, 1), more="nothing behind the mode"),
+    told=("bias", "mixed"),
+)
+OF_WEIGHT = (GRADIENT, WIDE_GRADIENT)
+OF_WEIGHT_AND_BIAS = (WIDE_GRADIENT,)
+OF_WEIGHT_IN_ORDER = (WIDE_GRADIENT,)  # of q's that come in another order
+
+# Before and behind contractions: tile(features, dtype, batch, gpu) of sums, tile(features, activation, dtype, batch,
+# gpu) of slopes, tile(outer, rows, columns, dtype, batch, gpu) of turns
+
+COLUMN_SUMS = Family("column sums", "A bias's gradient", ColumnSums, (ColumnSums,), "gradients")
+SLOPES = Family("slopes", "An activation's slope", Slopes, (Slopes,), "gradients", told=("through",))
+TURN = Family("turn", "Turned states, weights, grad_y", Turn, (Turn,), "untied", told=("mixed",))
+OF_SUMS, OF_SLOPES, OF_TURN = (COLUMN_SUMS,), (SLOPES,), (TURN,)
+OF_PRODUCT_AND_SLOPES = (WIDE,)
+
+# Beside others' passes, which ask for them
+
+WEIGHT_HALVES = Family("weight halves", "Weights of wide products in float", None, (WeightHalves,), "wide")
+REDUCTION = Family("reduction", "Sums of blocks, added in order", None, (Reduction,), "gradients")
+PARTS = Family("parts", "Factors that a pass has taken as one", None, (Parts,), "gradients")
+BESIDE = (WEIGHT_HALVES, REDUCTION, PARTS)

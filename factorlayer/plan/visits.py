@@ -1,0 +1,179 @@
+"""All gradients of a Kronecker product, of any sizes and rank, by visits of neighbouring modes.
+
+Forward passes make the states between visits once more; then each visit, from the last one on, makes the gradients of
+its weights and that of the state that it has read, which takes the state's place (kernels/chain_backward.py). Of a sum
+of products each term has states of its own, and a last pass adds up what comes back to x.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.chain_backward import Places
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.weights import LARGEST_NORMALISED
+from factorlayer.kernels.work import Mode
+from factorlayer.maths.chain import Chain
+from factorlayer.plan import registry
+from factorlayer.plan.cuts import LONGEST_MERGED, MOST_MODES, around, merged, modes_of, works_of
+from factorlayer.plan.forward import forward
+from factorlayer.plan.plan import BATCHES
+
+MOST_VISITS = 3  # of a chain: two buffers hold the states between them
+
+
+@functools.lru_cache(256)
+def visits(chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int = 0) -> tuple[Pass, ...] | None:
+    """All gradients by visits of neighbouring modes, each of any sizes: the states between them once more, then back.
+    The fastest of all ways, or of those with `count` visits."""
+    ways = [way for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1]))]
+    bounded = sorted(((_least_back_us(chain, dtype, *way, batch, gpu), i) for i, way in enumerate(ways)))
+    best: tuple[Pass, ...] | None = None
+    us = math.inf
+    for least, i in bounded:
+        if least >= us:
+            break
+        passes = _visited(chain, dtype, *ways[i], batch, gpu)
+        if passes and sum(p.us for p in passes) < us:
+            best, us = passes, sum(p.us for p in passes)
+    return best
+
+
+def _least_back_us(
+    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
+) -> float:
+    """No plan of these visits is predicted to be faster: what they move, once each."""
+    works = works_of(chain, dtype, modes, runs)
+    states = [math.prod(work.states[0]) * work.outer * work.inner for work in works]
+    states.append(math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner)
+    rank, last = chain.rank, len(works) - 1
+    moved = 3 * sum(states[1:-1]) * rank + sum(states[2:-1]) * rank  # made, read by a visit, and what that gives back
+    moved += states[0] * (1 + bool(last)) + states[-1] * (1 if rank == 1 else 2 - bool(last)) + sum(states[1:-1]) * rank
+    moved += states[0]
+    return 5.0 * len(works) + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
+
+
+def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
+    """Modes, some taken as one, and runs of them that a visit takes."""
+    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
+    if dtype == "float16" and chain.rank > 1:
+        largest = 0
+    seen: set[tuple[Mode, ...]] = set()
+    for longest in (64, 16, 1):
+        modes = merged(modes_of(chain), min(longest, LONGEST_MERGED[dtype]), largest)
+        if modes in seen or len(modes) > MOST_MODES:
+            continue
+        seen.add(modes)
+        for count in range(1, min(len(modes), MOST_VISITS) + 1):
+            for runs in _runs(len(modes), count):
+                for order in (runs, runs[::-1])[: 2 if count > 1 else 1]:
+                    yield modes, order
+
+
+def _runs(modes: int, count: int) -> Iterator[list[list[int]]]:
+    """Neighbouring modes, in so many parts."""
+    for cuts in itertools.combinations(range(1, modes), count - 1):
+        bounds = [0, *cuts, modes]
+        yield [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def _visited(
+    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
+) -> tuple[Pass, ...] | None:
+    parts = [sorted(run, key=lambda i: (1 / modes[i].p - 1 / modes[i].q, -i)) for run in runs]
+    works = works_of(replace(chain, activation="identity"), dtype, modes, parts)
+    last, rank = len(works) - 1, chain.rank
+    sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
+    forward: list[Pass] = []
+    for number, work in enumerate(works[:-1]):
+        found = _tiled(registry.RESIDENT, work, batch, gpu)
+        if found is None:
+            return None
+        forward.append(replace(found, takes=f"s{number - 1}" if number else "x", gives=f"s{number}"))
+    back: list[Pass] = []
+    behind = ""  # where the gradient lies that the last visit gets
+    returned = ""  # where the gradient of what the visit before read lies
+    for number in reversed(range(last + 1)):
+        work = replace(works[number], rank=1, terms=rank, apart=False)
+        sums = rank > 1
+        before = f"s{number - 1}" if number else "x"
+        places = Places(
+            grad=len(chain.contractions),
+            begin=sum(sizes[: min(runs[number])]),
+            x=before,
+            g=returned,
+            y=before if number else "" if sums else "y",
+            terms_x=sums and number > 0,
+            terms_g=sums and number < last,
+            terms_y=sums and number > 0,
+        )
+        ways = [_tiled(registry.CHAIN_BACKWARD, work, places, batch, gpu)]
+        if number == last == 1:  # which may as well give another buffer, that its parts do not read
+            ways.append(_tiled(registry.CHAIN_BACKWARD, work, replace(places, y="s1"), batch, gpu))
+        visit = min((way for way in ways if way), key=lambda way: way.us, default=None)
+        if visit is None:
+            return None
+        behind, returned = visit.places.g, visit.places.y
+        back += [visit, *visit.finishing]
+    if rank > 1:
+        first = works[0]
+        steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(first.steps))
+        work = replace(
+            first, sizes=first.states[-1], steps=steps, rank=rank, terms=1, apart=last > 0, bias=False, transposed=True
+        )
+        summed = _tiled(registry.RESIDENT, work, batch, gpu)
+        if summed is None:
+            return None
+        back.append(replace(summed, takes=behind if last else f"@{len(chain.contractions)}", gives="y"))
+    return (*forward, *back)
+
+
+@functools.lru_cache(256)
+def are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether visits are predicted to be faster than one contraction after another. It is asked of one number of
+    samples, so that what has a kernel for few has one for many as well."""
+    batch = BATCHES[1]
+    found = visits(chain, dtype, batch, gpu)
+    return found is not None and sum(p.us for p in found) < chain.rank * _apart_us(chain, dtype, batch, gpu)
+
+
+def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
+    """Of all gradients of one term by several calls, as autograd/backward.py would make them: a run of neighbours by a
+    family that makes all of theirs, or a contraction by itself, its gradient and that of what it reads."""
+    steps, last = chain.contractions, len(chain.contractions) - 1
+    least = [0.0] + [math.inf] * len(steps)  # of the first so many contractions
+    for end in range(1, len(steps) + 1):
+        for begin in range(end):
+            order = sorted(c.weight for c in steps[begin:end])
+            if order[-1] - order[0] >= len(order):
+                continue
+            part = Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps[begin:end]), tf32=chain.tf32)
+            if end == begin + 1:
+                (c,) = part.contractions
+                back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
+                us = _us(forward(back, dtype, batch, gpu))
+                us += _us(registry.fastest(registry.OF_WEIGHT, c, dtype, batch, gpu))
+            else:
+                outer, inner = around(part)
+                asked = modes_of(part), outer, dtype, batch, gpu
+                ways = registry.ways(registry.OF_FACTORS, *asked) if inner == 1 else ()
+                us = min(map(_us, ways), default=math.inf)
+            if us < math.inf and end <= last:
+                us += _us(forward(part, dtype, batch, gpu))
+            least[end] = min(least[end], least[begin] + us)
+    return least[-1]
+
+
+def _us(passes: tuple[Pass, ...]) -> float:
+    return sum(p.us for p in passes)
+
+
+def _tiled(family: registry.Family, *asked: Any) -> Any:
+    """Its pass, without those that finish it."""
+    return family.tile(*asked) if family.tile else None

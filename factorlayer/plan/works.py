@@ -1,0 +1,64 @@
+"""A work of a Kronecker product, one pass of a cut, by the family that is predicted to be the fastest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.streamed import Product
+from factorlayer.kernels.product.wide import MIXED
+from factorlayer.kernels.work import Work
+from factorlayer.maths.spec import Contraction
+from factorlayer.plan import registry
+from factorlayer.plan.plan import BATCHES
+from factorlayer.plan.products import product_pass
+
+
+def least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
+    """No tiling of them is predicted to be faster."""
+    elements = sum((math.prod(p.states[0]) + math.prod(p.states[-1])) * p.outer * p.inner for p in passes)
+    return 2.0 * len(passes) + batch * elements * ELEMENT_BYTES[passes[0].dtype] / gpu.memory_bytes / gpu.sms
+
+
+def tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
+    tiled = []
+    for work in passes:
+        found = _fastest(work, batch, gpu)
+        if found is None:
+            return None
+        tiled.append(found)
+    return tuple(tiled)
+
+
+def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
+    """Of all families, by predicted times and the margins between them."""
+    offers = list(registry.offers(registry.OF_WORK, work, batch, gpu))
+    found = [(offer.us, offer.passes[0]) for offer in offers]
+    if not any(offer.family.settles for offer in offers):
+        single = _single(work, batch, gpu)
+        if single and not (offers and registry.family_of(single).last):
+            found.append((single.us, single))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
+    """A pass of one factor whose weight comes from memory again and again, and maybe of one of 8 before it."""
+    if any(len(mode.parts) > 1 for _, mode in work.steps) or len(work.steps) != len(work.sizes):
+        return None
+    if work.rank > 1 or work.terms > 1 or work.apart:
+        return None
+    *before, mode = (mode for _, mode in sorted(work.steps, key=lambda step: step[0]))
+    ((weight, q, p),) = mode.parts
+    outer = work.outer * math.prod(each.p for each in before)
+    contraction = Contraction(weight, outer, p, q, work.inner, tied=True)
+    product = Product(
+        work.dtype, contraction, work.inner, 1, 1, q, bias=work.bias, activation=work.activation, scalars=work.scalars
+    )
+    if not before:
+        return product_pass(product, batch, gpu)
+    if len(before) > 1 or before[0].p != MIXED or before[0].q != MIXED or batch <= BATCHES[0]:
+        return None
+    product = replace(product, mixed=before[0].parts[0][0])
+    return next(iter(registry.fastest(registry.OF_MIXED_PRODUCT, product, batch, gpu)), None)
