@@ -1,5 +1,6 @@
 """Two gloo ranks on this machine: gradients are the average of the ranks' own, of whole weights and of sharded ones."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from factorlayer import FactorLinear
+from factorlayer import FactorLinear, functional
 
 RANKS = 2
 
@@ -80,9 +81,21 @@ def compare_dtensors(kind: str, mesh: DeviceMesh, of_x: Placement, of_parameters
     plain, x = module(kind, "naive"), sample(6)
     y = plain(x)
     y.square().sum().backward()
+    why = "fused cannot: nobody has said how its kernels are sharded, and x is a DTensor"
+    for implementation, does in (("auto", "runs batched"), ("batched", ""), ("fused", "is refused")):
+        told = module(kind, implementation).explain()
+        assert "DTensor" not in told
+        said = sharded(module(kind, implementation), mesh, of_parameters).explain().removeprefix(told).strip()
+        assert said == (does and f"its parameters are DTensors now: an x that is one {does}, because {why}")
     for implementation in ("auto", "batched"):
         model = sharded(module(kind, implementation), mesh, of_parameters)
-        found = model(distribute_tensor(x, mesh, [of_x]))
+        functional._warned.clear()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = model(distribute_tensor(x, mesh, [of_x]))
+        said = [str(w.message) for w in warned if "factorlayer" in str(w.message)]
+        assert len(said) == (implementation == "auto")
+        assert all("runs the batched implementation, not the fused one: nobody has said how its" in s for s in said)
         torch.testing.assert_close(found.full_tensor(), y)
         found.square().sum().backward()
         for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -103,6 +116,7 @@ def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.feature("DTensors", result="falls back")
 def test_dtensors(tmp_path: Path) -> None:
     mp.spawn(run_dtensors, args=(str(tmp_path / "store"),), nprocs=RANKS)
 
@@ -123,5 +137,6 @@ def checkpoint_in_parallel(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.feature("activation checkpointing under DistributedDataParallel", result="works")
 def test_checkpointing_in_parallel(tmp_path: Path) -> None:
     mp.spawn(checkpoint_in_parallel, args=(str(tmp_path / "store"),), nprocs=RANKS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from factorlayer import fuse
@@ -165,17 +165,81 @@ def test_modes_copies_checkpoints_and_dtypes_of_such_a_model() -> None:
     assert fused.float()(IDS).dtype == torch.float32
 
 
+@pytest.mark.feature("fuse: torch.compile of models that are fused in parts", result="falls back")
 def test_compiled_such_a_model_is_the_same() -> None:
     torch._dynamo.reset()
     plain = Model().double().eval()
     compiled = torch.compile(fuse(plain), backend="aot_eager")
+    words = r"torch\.compile and torch\.export Model runs as it was, unfused.* as in model\.set_submodule\(\"layers\.0"
     with torch.no_grad():
-        torch.testing.assert_close(compiled(IDS), plain(IDS))
+        with pytest.warns(UserWarning, match=words):
+            torch.testing.assert_close(compiled(IDS), plain(IDS))
         plain.layers[0].scale = 4.0
-        torch.testing.assert_close(compiled(IDS), plain(IDS))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(compiled(IDS), plain(IDS))
+
+
+class Branches(nn.Module):
+    """On its arguments alone, so that torch.compile has it as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.out = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        for _ in range(int(count)):
+            x = x + self.mlp(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_as_a_whole_such_a_model_is_the_same_and_says_what_to_do(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    plain = Branches().double()
+    fused, x = fuse(plain), torch.randn(5, 4, dtype=torch.float64)
+    assert [stack.names for stack in fused.stacks] == [("mlp.0", "mlp.2")]
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    parameters = list(plain.parameters())
+    with pytest.warns(UserWarning, match="Branches runs as it was") as told:
+        found = torch.autograd.grad(compiled(x, 2).square().sum(), parameters)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(x, 2).square().sum(), parameters))
+    assert len(told) == 1  # as the graph is made
+    advice = str(told[0].message).partition("as in ")[2].partition(", and")[0]
+    exec(advice, {"model": plain, "fuse": fuse})
+    graphs: list[fx.Graph] = []
+
+    def keep(module: fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    compiled = torch.compile(plain, backend=keep, fullgraph=True, dynamic=dynamic)
+    found = torch.autograd.grad(compiled(x, 2).square().sum(), parameters)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(x, 2).square().sum(), parameters))
+    assert sum(node.target is nn.functional.linear for graph in graphs for node in graph.nodes) == 1  # out
+
+
+def test_compiled_parts_that_a_graph_calls_are_the_same() -> None:
+    torch._dynamo.reset()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.branches = nn.Linear(4, 4), nn.Linear(4, 4), Branches()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.branches(self.b(torch.relu(self.a(x))), 2)
+
+    plain = Around().double()
+    fused = fuse(plain)
+    assert [stack.names for stack in fused.stacks] == [("a", "b"), ("branches.mlp.0", "branches.mlp.2")]
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="branches runs as it was"):
+        torch.testing.assert_close(compiled(X), plain(X))
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.feature("fuse: nn.TransformerEncoder", result="works")
 def test_pytorchs_transformer_layers(norm_first: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first).double()
