@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from versions import fails_before_2_12
 
 from factorlayer import FactorLinear, FactorMLP, fuse
 
@@ -65,11 +66,19 @@ def test_all_programs_are_run() -> None:
         assert f'"{name}"' in here or (name == "serve.cpp" and name in SHELL)
 
 
+aoti_loads = fails_before_2_12(
+    "AOTInductor's loader crashes where a build for GPUs finds none",
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+)
+
+
+@aoti_loads
 @pytest.mark.feature("AOTInductor, from Python", result="works")
 def test_aot_inductor_in_python(package: Path, run: Run) -> None:
     run(sys.executable, "load.py")
 
 
+@aoti_loads
 @pytest.mark.feature("AOTInductor, from C++", result="works")
 def test_aot_inductor_in_cpp(package: Path, folder: Path, run: Run) -> None:
     run("bash", "-euc", SHELL, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
