@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import nearly
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,7 +137,7 @@ def test_what_is_changed_in_such_a_model_counts() -> None:
     ):
         before = plain(IDS)
         change()
-        assert not torch.equal(plain(IDS), before) or len(plain.layers) == 4
+        assert not nearly(plain(IDS), before) or len(plain.layers) == 4
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.testing.assert_close(fused(IDS), plain(IDS))
@@ -149,14 +150,14 @@ def test_modes_copies_checkpoints_and_dtypes_of_such_a_model() -> None:
     assert not fused.eval().training and not plain.training and not plain.layers[0].mlp.training
     right = fused(IDS)
     for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused).freeze()):
-        assert torch.equal(again(IDS), right) and len(again.stacks) == 3
+        assert nearly(again(IDS), right) and len(again.stacks) == 3
         again.load_state_dict({name: 2 * value for name, value in fused.state_dict().items()})
-        assert not torch.equal(again(IDS), right)
-    assert torch.equal(pickle.loads(pickle.dumps(fused.freeze()))(IDS), fused(IDS))
+        assert not nearly(again(IDS), right)
+    assert nearly(pickle.loads(pickle.dumps(fused.freeze()))(IDS), fused(IDS))
     frozen = fused(IDS)
     with torch.no_grad():
         plain.layers[0].mlp[0].weight.mul_(2)
-    assert torch.equal(fused(IDS), frozen)
+    assert nearly(fused(IDS), frozen)
     torch.testing.assert_close(fused.unfreeze()(IDS), plain(IDS))
     embeds = plain.embed(IDS).detach().requires_grad_()
     y = checkpoint(lambda e: fused(embeds=e), embeds, use_reentrant=False)
@@ -312,8 +313,8 @@ def test_arguments_that_were_not_traced_count(given: tuple[Any, ...], named: dic
     torch.testing.assert_close(fused(X, None, gain=1.0), plain(X))  # what they are when left out
     with pytest.warns(UserWarning, match="Options is called with other arguments than those it was traced with"):
         y = fused(X, *given, **named)
-    assert torch.equal(y, plain(X, *given, **named))
-    assert torch.equal(fused(X, *given, **named), y)
+    assert nearly(y, plain(X, *given, **named))
+    assert nearly(fused(X, *given, **named), y)
     torch.testing.assert_close(fused(X), plain(X))
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         fused()
@@ -332,7 +333,7 @@ def test_what_is_no_tensor_where_a_tensor_was_traced_counts() -> None:
     fused = fuse(plain)
     torch.testing.assert_close(fused(X, X), plain(X, X))
     with pytest.warns(UserWarning, match="called with what is no tensor"):
-        assert torch.equal(fused(X, None), plain(X, None))
+        assert nearly(fused(X, None), plain(X, None))
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -360,7 +361,7 @@ def test_what_a_trace_read_counts_when_it_changes(change: str) -> None:
     assert not torch.allclose(plain(X), before)
     with pytest.warns(UserWarning, match=r"Options is not what it was traced as \(.*fuse the model again"):
         y = fused(X)
-    assert torch.equal(y, plain(X)) and torch.equal(fused(X), y)
+    assert nearly(y, plain(X)) and nearly(fused(X), y)
     assert "Options: its own forward runs, because" in fused.explain()
     if change not in ("hook", "forward"):
         torch.testing.assert_close(fuse(plain)(X), plain(X))
@@ -372,7 +373,7 @@ def test_a_changed_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = fuse(plain)
     monkeypatch.setattr(Options, "kind", 9.0)
     with pytest.warns(UserWarning, match=r"Options\.kind is another"):
-        assert torch.equal(fused(X), plain(X))
+        assert nearly(fused(X), plain(X))
 
 
 def test_what_is_set_in_the_result_is_the_modules() -> None:
@@ -381,7 +382,7 @@ def test_what_is_set_in_the_result_is_the_modules() -> None:
     fused.scale = 4.0
     assert plain.scale == fused.scale == 4.0
     with pytest.warns(UserWarning, match=r"Options\.scale is another"):
-        assert torch.equal(fused(X), plain(X))
+        assert nearly(fused(X), plain(X))
     fused.scale = 2.0  # what it was
     with warnings.catch_warnings():
         warnings.simplefilter("error")
