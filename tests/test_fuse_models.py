@@ -239,6 +239,18 @@ def test_compiled_parts_that_a_graph_calls_are_the_same() -> None:
         torch.testing.assert_close(compiled(X), plain(X))
 
 
+def test_compiled_such_a_model_says_that_it_is_not_frozen() -> None:
+    torch._dynamo.reset()
+    plain = Branches().double()
+    compiled = torch.compile(fuse(plain).freeze(), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        plain.mlp[0].weight.mul_(2)
+        with pytest.warns(
+            UserWarning, match="unfused, with its parameters as they are and not as they were frozen: they"
+        ):
+            torch.testing.assert_close(compiled(X, 2), plain(X, 2))
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.feature("fuse: nn.TransformerEncoder", result="works")
 def test_pytorchs_transformer_layers(norm_first: bool) -> None:

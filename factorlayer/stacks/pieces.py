@@ -235,7 +235,8 @@ class InParts:
     def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """As torch.compile sees it, which cannot follow a stand-in: the module itself."""
         if self.stacks:
-            _say_as_it_was(self._name(), next(iter(self._alone()), ""))
+            frozen = any(stack.frozen is not None for stack in self.stacks.values())
+            _say_as_it_was(self._name(), next(iter(self._alone()), ""), frozen)
         return self.module(*given, **named)
 
     def _alone(self) -> Iterator[str]:
@@ -279,10 +280,11 @@ class Part(nn.Module):
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]  # called once, as the graph is made
-def _say_as_it_was(name: str, part: str) -> None:
+def _say_as_it_was(name: str, part: str, frozen: bool) -> None:
     warnings.warn(
-        f"fuse: under torch.compile and torch.export {name} runs as it was, unfused: they cannot follow a forward of "
-        "which only parts are fused"
+        f"fuse: under torch.compile and torch.export {name} runs as it was, unfused"
+        + ", with its parameters as they are and not as they were frozen" * frozen
+        + ": they cannot follow a forward of which only parts are fused"
         + f'; fuse these by themselves, as in model.set_submodule("{part}", fuse(model.get_submodule("{part}"))), and '
         "compile that model" * bool(part),
         stacklevel=2,
