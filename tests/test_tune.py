@@ -210,6 +210,7 @@ def test_the_classes_of_batch_are_those_of_plans() -> None:
 def test_the_folder_is_the_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert choices.folder() == cache_folder() / "choices"
     monkeypatch.delenv("FACTORLAYER_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for base in ("", "not/absolute", str(tmp_path)):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         assert choices.folder() == cache_folder() / "choices"
