@@ -134,7 +134,7 @@ def _forward(module: nn.Module, piece: Whole | InParts, twin: nn.Module) -> Call
     def forward(*given: Any, **named: Any) -> Any:
         if whole is not None:
             return whole.run(module, given, named)
-        return module(*given, **named) if is_compiling() else twin(*given, **named)
+        return piece.compiled(given, named) if is_compiling() else twin(*given, **named)
 
     whole = piece if isinstance(piece, Whole) else None
     try:

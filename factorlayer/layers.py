@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.stages import UserActivation, activation_of, scalars
-from factorlayer.autograd.fused import explain_fused, text_for
+from factorlayer.autograd.fused import explain_fused, explain_shards, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,
@@ -318,7 +318,7 @@ class FactorLinear(Recorded):
         if self.implementation == "auto" and why_auto_has_no_choice(self.chain, x) is None:
             lines.append(self._choice_in_words(x, batch))
         lines.append("runs " + self._implementation_in_words(chosen, x, batch, recorded))
-        return "\n".join(lines)
+        return "\n".join([*lines, *explain_shards(self.implementation, self.parameters())])
 
     def _choice_in_words(self, x: Tensor, batch: int) -> str:
         """Where auto's choice comes from."""

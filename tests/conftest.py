@@ -1,8 +1,12 @@
-"""Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise."""
+"""Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise.
+
+FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a random order, by its seed: settings.py.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +23,13 @@ hypothesis.settings.register_profile(
     "factorlayer", derandomize=True, deadline=None, max_examples=50, print_blob=False, database=None
 )
 hypothesis.settings.load_profile("factorlayer")
+THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
+ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if ORDER is not None:
+        random.Random(ORDER).shuffle(items)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -37,9 +48,9 @@ def _nothing_kept() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
-    """Every test starts with the same seed and one thread, whatever the test before it did."""
+    """Every test starts with the same seed and as many threads, whatever the test before it did."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)

@@ -202,7 +202,7 @@ def check_rule(
     seed: int = 0,
     layout: str = "contiguous",
     badly_scaled: bool = False,
-    threads: int = 1,
+    threads: int | None = None,
 ) -> None:
     """AssertionError, with all the numbers, where fused breaks the rule."""
     fewest = min(case.spec.out_features, *(math.prod(shape) for shape in case.spec.weight_shapes))
@@ -213,12 +213,13 @@ def check_rule(
     )
 
 
-def check_rule_on(case: Case, inputs: Sequence[Inputs], threads: int = 1) -> None:
+def check_rule_on(case: Case, inputs: Sequence[Inputs], threads: int | None = None) -> None:
     dtype = inputs[0].x.dtype
     right = [results(case, i.to(torch.float64), "naive") for i in inputs]
-    torch.set_num_threads(threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
     fused = [results(case, i, "fused") for i in inputs]
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)
     for one, reference in zip(fused, right, strict=True):
         shapes = {name: (value.shape, value.dtype) for name, value in one.items()}
         assert shapes == {name: (value.shape, dtype) for name, value in reference.items()}

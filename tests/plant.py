@@ -265,6 +265,8 @@ FAULTS = (
         "at < sums_size_",
         f"{FUSED}::test_rule_with_threads",
     ),
+    fault("rows-of-a-bias", "cpu/backward.h", "for (; at < end; at += length)", "for (; at < 0; at += length)", EXACT),
+    fault("rows-as-one", "cpu/backward.h", "n = size; n < length; n += size", "n = size; n < 0; n += size", EXACT),
     fault("last-block", "cpu/run.h", "std::min(samples, batch - b * samples)", "samples", EXACT),
     fault("rest-of-a-row", "cpu/pointwise.h", "x + load_first(bias + i, last) : x", "x : x", EXACT),
 )

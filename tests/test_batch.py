@@ -44,6 +44,7 @@ def by_members(spec: LayerSpec, x: Tensor, weights: list[Tensor], bias: Tensor, 
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=str)
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+@pytest.mark.feature("weights with batch axes", result="works")
 def test_members_have_their_own_weights(
     spec: LayerSpec, batch: tuple[int, ...], large: bool, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

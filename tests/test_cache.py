@@ -572,3 +572,11 @@ def test_the_cache_command(cache: Path) -> None:
     assert f"  plan {CHAIN} in float32, batch class 0 for sm_90 with 132 SMs" in run("cache list")[1][0]
     assert run("cache clear")[0] == 0
     assert sorted(path.name for path in cache.iterdir()) == mine
+
+
+def test_the_command_says_that_there_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "FACTORLAYER_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    result = CliRunner().invoke(app, ["cache", "list", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["folder"] is None
+    assert "in no folder (neither HOME nor FACTORLAYER_CACHE is set); 0 of at most" in result.stderr

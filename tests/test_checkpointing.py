@@ -105,6 +105,7 @@ def assert_same(found: list[Tensor | None], right: list[Tensor | None], implemen
 @each_way
 @pytest.mark.parametrize("way", [*CHECKPOINTED, *KEPT])
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.feature("activation checkpointing, reentrant and not, nested, selective", result="works")
 def test_gradients_are_those_without(kind: str, implementation: str, way: str) -> None:
     model, x = module(kind, implementation), sample(5)
     right = gradients(lambda m, x: m(x), model, x)
@@ -148,6 +149,7 @@ def test_checkpointing_under_autocast(kind: str, implementation: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("implementation", ["auto", "fused"])
+@pytest.mark.feature("activation checkpointing inside torch.compile", result="works")
 def test_checkpointing_compiled(kind: str, implementation: str) -> None:
     torch._dynamo.reset()
     model, x = module(kind, implementation), sample(5)
@@ -201,6 +203,7 @@ def test_a_weight_that_was_written_to_is_noticed(kind: str, implementation: str)
 
 @each_kind
 @pytest.mark.parametrize("implementation", ["auto", "fused"])
+@pytest.mark.feature("torch.inference_mode", result="works")
 def test_inference_tensors_are_not_recorded(kind: str, implementation: str) -> None:
     model = module(kind, implementation)
     with torch.inference_mode():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from versions import fails_before_2_12
 
 from factorlayer import FactorLinear, FactorMLP, fuse
 
@@ -65,22 +66,34 @@ def test_all_programs_are_run() -> None:
         assert f'"{name}"' in here or (name == "serve.cpp" and name in SHELL)
 
 
+aoti_loads = fails_before_2_12(
+    "AOTInductor's loader crashes where a build for GPUs finds none",
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+)
+
+
+@aoti_loads
+@pytest.mark.feature("AOTInductor, from Python", result="works")
 def test_aot_inductor_in_python(package: Path, run: Run) -> None:
     run(sys.executable, "load.py")
 
 
+@aoti_loads
+@pytest.mark.feature("AOTInductor, from C++", result="works")
 def test_aot_inductor_in_cpp(package: Path, folder: Path, run: Run) -> None:
     run("bash", "-euc", SHELL, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     found = torch.frombuffer(bytearray((folder / "y.bin").read_bytes()), dtype=torch.float32).reshape(33, 16)
     torch.testing.assert_close(found, expected_of(folder, (torch.arange(33 * 64).float() / 1000).reshape(33, 64)))
 
 
+@pytest.mark.feature("torch.export, run where factorlayer is not", result="falls back")
 def test_export_runs_where_factorlayer_is_not(folder: Path, run: Run) -> None:
     run(sys.executable, "export.py")
     hide = "import sys; sys.modules['factorlayer'] = None\n"  # every import of it is an ImportError
     run(sys.executable, "-c", hide + PROGRAMS["elsewhere.py"])
 
 
+@pytest.mark.feature("ONNX", result="falls back")
 def test_onnx(run: Run) -> None:
     for needed in ("onnx", "onnxscript"):
         pytest.importorskip(needed)
@@ -92,6 +105,7 @@ def test_onnx(run: Run) -> None:
         run(sys.executable, "-c", other.replace("session.input_names[0]", "session.get_inputs()[0].name"))
 
 
+@pytest.mark.feature("torch.jit.trace without gradients", result="works")
 def test_trace(run: Run) -> None:
     run(sys.executable, "trace.py")
 
@@ -117,6 +131,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+@pytest.mark.feature("torch.jit.script", result="refused")
 def test_script_is_refused(kind: str, nested: bool) -> None:
     module = nn.Sequential(make(kind)) if nested else make(kind)
     with pytest.raises(RuntimeError, match=r"torch\.jit\.script cannot compile .* use torch\.export or torch\.compile"):

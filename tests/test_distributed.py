@@ -1,5 +1,6 @@
 """Two gloo ranks on this machine: gradients are the average of the ranks' own, of whole weights and of sharded ones."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_mod
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from versions import fails_before_2_12
 
-from factorlayer import FactorLinear
+from factorlayer import FactorLinear, functional
 
 RANKS = 2
 
@@ -62,12 +64,12 @@ def sharded(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Modu
     return distribute_module(layer, mesh, shard)
 
 
-def run_dtensors(rank: int, store: str) -> None:
+def run_dtensors(rank: int, store: str, of_parameters: Placement) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     try:
         mesh = init_device_mesh("cpu", (RANKS,))
         for kind in ("layer", "block", "fuse"):
-            for of_x, of_parameters in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
+            for of_x in (Shard(0), Replicate()):
                 compare_dtensors(kind, mesh, of_x, of_parameters)
             refuse_dtensors(kind, mesh)
         dist.barrier()
@@ -80,9 +82,21 @@ def compare_dtensors(kind: str, mesh: DeviceMesh, of_x: Placement, of_parameters
     plain, x = module(kind, "naive"), sample(6)
     y = plain(x)
     y.square().sum().backward()
+    why = "fused cannot: nobody has said how its kernels are sharded, and x is a DTensor"
+    for implementation, does in (("auto", "runs batched"), ("batched", ""), ("fused", "is refused")):
+        told = module(kind, implementation).explain()
+        assert "DTensor" not in told
+        said = sharded(module(kind, implementation), mesh, of_parameters).explain().removeprefix(told).strip()
+        assert said == (does and f"its parameters are DTensors now: an x that is one {does}, because {why}")
     for implementation in ("auto", "batched"):
         model = sharded(module(kind, implementation), mesh, of_parameters)
-        found = model(distribute_tensor(x, mesh, [of_x]))
+        functional._warned.clear()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = model(distribute_tensor(x, mesh, [of_x]))
+        said = [str(w.message) for w in warned if "factorlayer" in str(w.message)]
+        assert len(said) == (implementation == "auto")
+        assert all("runs the batched implementation, not the fused one: nobody has said how its" in s for s in said)
         torch.testing.assert_close(found.full_tensor(), y)
         found.square().sum().backward()
         for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -103,8 +117,17 @@ def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_dtensors(tmp_path: Path) -> None:
-    mp.spawn(run_dtensors, args=(str(tmp_path / "store"),), nprocs=RANKS)
+@pytest.mark.feature("DTensors", result="falls back")
+@pytest.mark.parametrize(
+    "of_parameters",
+    [
+        Replicate(),
+        pytest.param(Shard(0), marks=fails_before_2_12("a DTensor sharded along a factor refuses to be viewed")),
+    ],
+    ids=["whole", "sharded"],
+)
+def test_dtensors(of_parameters: Placement, tmp_path: Path) -> None:
+    mp.spawn(run_dtensors, args=(str(tmp_path / "store"), of_parameters), nprocs=RANKS)
 
 
 def checkpoint_in_parallel(rank: int, store: str) -> None:
@@ -123,5 +146,6 @@ def checkpoint_in_parallel(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.feature("activation checkpointing under DistributedDataParallel", result="works")
 def test_checkpointing_in_parallel(tmp_path: Path) -> None:
     mp.spawn(checkpoint_in_parallel, args=(str(tmp_path / "store"),), nprocs=RANKS)

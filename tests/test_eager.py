@@ -131,7 +131,7 @@ def test_who_looks_on_is_shown_the_ops() -> None:
     ],
     ids=["subclass", "meta", "dtype", "features", "dimensions", "samples", "sparse", "zeros"],
 )
-@pytest.mark.feature("tensor subclasses, sparse tensors and others past the fast path", result="falls back")
+@pytest.mark.feature("what the fast call leaves to the ops: subclasses and others", result="falls back")
 def test_what_is_special_is_left_to_the_ops(x: Tensor) -> None:
     assert call(FactorLinear(12, 20), x) is None
 
@@ -142,7 +142,7 @@ def test_it_chooses_as_auto_does() -> None:
     assert call(dense, x, choose=False) is not None
 
 
-@pytest.mark.feature("torch.autograd.grad(is_grads_batched=True)", result="refused")
+@pytest.mark.feature("torch.autograd.grad(is_grads_batched=True) by one call", result="works")
 def test_gradients_of_many_at_once_are_left_to_the_ops() -> None:
     """One call of an op makes them, of all vectors as samples."""
     layer, x = FactorLinear(12, 20).requires_grad_(False), torch.randn(5, 12, requires_grad=True)

@@ -12,6 +12,7 @@ from oracle import nearly
 from test_fusion import model
 from test_mlp import block, each_block
 from torch import Tensor, nn
+from versions import fails_before_2_12
 
 import factorlayer.stacks.frozen
 from factorlayer import FactorMLP, fuse
@@ -239,6 +240,7 @@ def test_compiles_as_a_whole(kind: str) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(mlp(x).sum(), x)[0])
 
 
+@fails_before_2_12("Dynamo's graph does not name the op; that results are right is test_compiles_as_a_whole's")
 def test_a_compiled_graph_calls_the_op_that_is_frozen() -> None:
     torch._dynamo.reset()
     graphs: list[str] = []

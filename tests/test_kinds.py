@@ -72,6 +72,7 @@ AS_DENSE: dict[str, Callable[[Tensor], Tensor]] = {
 @each_kind
 @each_way
 @pytest.mark.parametrize("form", AS_DENSE)
+@pytest.mark.feature("tensor subclasses, conjugate and negative views, expanded and overlapping x", result="works")
 def test_it_is_its_numbers(kind: str, implementation: str, form: str) -> None:
     x = AS_DENSE[form](sample(5)).detach()
     dense = (x.inner if isinstance(x, Wrapped) else x.as_subclass(Tensor)) * 1
@@ -103,6 +104,7 @@ def test_modes_change_nothing(kind: str, implementation: str, mode: Callable[[],
 
 @each_kind
 @each_way
+@pytest.mark.feature("FakeTensorMode", result="works")
 def test_fake_tensors_have_the_shapes(kind: str, implementation: str) -> None:
     right = gradients(module(kind, implementation), sample(5))
     model = module(kind, implementation)
@@ -114,6 +116,7 @@ def test_fake_tensors_have_the_shapes(kind: str, implementation: str) -> None:
 @each_kind
 @each_way
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.feature("make_fx, with real, fake and symbolic tensors", result="works")
 def test_make_fx(kind: str, implementation: str, tracing: str) -> None:
     model = module(kind, implementation)
 
@@ -137,6 +140,7 @@ def pieces(layout: torch.layout) -> tuple[list[Tensor], Tensor]:
 @each_kind
 @each_way
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.feature("nested tensors, strided and jagged", result="works")
 def test_nested(kind: str, implementation: str, layout: torch.layout) -> None:
     model = module(kind, implementation)
     parts, x = pieces(layout)
@@ -211,6 +215,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @each_way
 @pytest.mark.parametrize("form", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*(beta state|quantize|quantized).*:UserWarning", "ignore:.*quanti.*")
+@pytest.mark.feature("sparse, mkldnn and quantised x", result="refused")
 def test_refused(kind: str, implementation: str, form: str) -> None:
     make, message = REFUSED[form]
     model = module(kind, implementation, torch.float32)

@@ -105,14 +105,17 @@ def layer_by_layer(stack: Stack, given: Given, implementation: str) -> Results:
     return {"y": x.detach()} | {f"gradient {i}": g for i, g in enumerate(gradients)}
 
 
-def check_rule(stack: Stack, dtype: torch.dtype, seed: int = 0, layout: str = "contiguous", threads: int = 1) -> None:
+def check_rule(
+    stack: Stack, dtype: torch.dtype, seed: int = 0, layout: str = "contiguous", threads: int | None = None
+) -> None:
     """The rule of oracle.py, with what it allows where the reference itself moves as far with an eps in the inputs."""
     fewest = min(t.numel() for t in draw_given(stack, torch.float64, 0).tensors)
     draws = [draw_given(stack, dtype, seed + i, layout) for i in range(max(1, min(12, 64 // fewest)))]
     right = [layer_by_layer(stack, d.map(Tensor.double), "naive") for d in draws]
-    torch.set_num_threads(threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
     found = [by_the_ops(stack, d) for d in draws]
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)
     for one, reference in zip(found, right, strict=True):
         for name, value in one.items():
             assert (value.shape, value.dtype) == (reference[name].shape, dtype), name

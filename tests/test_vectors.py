@@ -113,12 +113,16 @@ def made(ask: Ask, kind: str, implementation: str) -> list[Tensor]:
 @pytest.mark.parametrize("implementation", ["auto", "fused"])
 @pytest.mark.parametrize("way", REVERSE)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.feature(
+    "vectorised Jacobians and Hessians: is_grads_batched, vectorize=True, vmap of autograd.grad", result="works"
+)
 def test_reverse_mode(kind: str, implementation: str, way: str) -> None:
     torch.testing.assert_close(made(REVERSE[way], kind, implementation), made(REVERSE[way], kind, "naive"))
 
 
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("way", FORWARD)
+@pytest.mark.feature("Jacobians and Hessians by forward mode, vectorised", result="falls back")
 def test_forward_mode(kind: str, way: str) -> None:
     """auto runs the batched implementation, and fused is refused."""
     torch.testing.assert_close(made(FORWARD[way], kind, "auto"), made(FORWARD[way], kind, "naive"))

@@ -28,7 +28,7 @@ template <class T, class S> class Backward {
   // The buffers of one task.
   struct Buffers {
     T *rows[2], *g_state, *gx_state, *x_rows, *scratch, *packed, *sum;
-    double* total;
+    double *total, *row_sum;
     std::vector<Kept> kept;
   };
 
@@ -40,7 +40,7 @@ template <class T, class S> class Backward {
   std::vector<Wanted> wanted_;
   int64_t first_;      // layer that gradients go back to
   int64_t reach_ = 0;  // behind the last layer whose inputs are needed
-  int64_t sums_size_ = 0, scratch_size_ = 0;
+  int64_t sums_size_ = 0, scratch_size_ = 0, row_sum_size_ = 0;
   int64_t blocks_per_flush_;
   bool flushes_ = false;
   T* sums_;                   // [tasks, sums_size]: of the last few blocks
@@ -96,7 +96,10 @@ template <class T, class S> class Backward {
   Wanted plan(const Layer<T, S>& layer, void* const* gradients) {
     Wanted wanted{gradients, nullptr, {}, std::vector<int64_t>(layer.stages), sums_size_, layer.stages};
     if (layer.chain.bias) wanted.bias = gradients[layer.bias_index()];
-    if (wanted.bias) sums_size_ += layer.out, scratch_size_ = std::max(scratch_size_, layer.out);
+    if (wanted.bias) {
+      sums_size_ += layer.out;
+      row_sum_size_ = std::max(row_sum_size_, rows_as_one(layer.out) * layer.out);
+    }
     void* const* of_parameters = gradients + layer.parameter_index();
     const int64_t parameters = int64_t(layer.chain.parameters());
     if (std::any_of(of_parameters, of_parameters + parameters, [](void* gradient) { return gradient; })) {
@@ -132,6 +135,7 @@ template <class T, class S> class Backward {
       kept.y_rows = l + 1 < count_ ? take(layer.out * samples) : nullptr;
     }
     b.scratch = take(scratch_size_), b.packed = take(kPackedSize<T>);
+    b.row_sum = reinterpret_cast<double*>(take(row_sum_size_ * int64_t(sizeof(double) / sizeof(T))));
     return b;
   }
 
@@ -186,6 +190,25 @@ template <class T, class S> class Backward {
     }
   }
 
+  // Short rows are added several at a time, which fills vectors.
+  static int64_t rows_as_one(int64_t size) { return std::max<int64_t>(1, 64 / size); }
+
+  // Adds the sum of a block's rows to `sum`. Numbers added one behind another in T lose bits, and equal ones, as the
+  // gradient of a mean is, all in one direction: so four are added in T at a time, and their sums in double.
+  static void add_rows(int64_t count, int64_t size, const T* rows, double* total, T* sum) {
+    if (count == 1) return add(size, rows, sum);
+    const int64_t length = rows_as_one(size) * size, end = count * size;
+    std::fill(total, total + length, 0.0);
+    int64_t at = 0;
+    for (; at + 4 * length <= end; at += 4 * length) {
+      const T *a = rows + at, *b = a + length, *c = b + length, *d = c + length;
+      for (int64_t i = 0; i < length; ++i) total[i] += (a[i] + b[i]) + (c[i] + d[i]);
+    }
+    for (; at < end; at += length) add(std::min(length, end - at), rows + at, total);
+    for (int64_t n = size; n < length; n += size) add(size, total + n, total);
+    for (int64_t i = 0; i < size; ++i) sum[i] += T(total[i]);
+  }
+
   void go_back(int64_t first, int64_t count, const Buffers& b) const {
     if (first_ == count_) return;
     const T* g = read_rows<T, S>(grad_y_, first, count, run_.out, b.rows[count_ % 2]);
@@ -198,11 +221,7 @@ template <class T, class S> class Backward {
         const int64_t parameters = wanted_[l].parameters;
         layer.activation.backward(count, b.kept[l].z_rows, own, parameters < 0 ? nullptr : b.total + parameters);
       }
-      if (wanted_[l].bias) {  // of a block by itself first: a sum of many numbers, one after the other, loses bits
-        std::copy(g, g + layer.out, b.scratch);
-        for (int64_t n = 1; n < count; ++n) add(layer.out, g + n * layer.out, b.scratch);
-        add(layer.out, b.scratch, b.sum + wanted_[l].bias_offset);
-      }
+      if (wanted_[l].bias) add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset);
       const bool passes = l > first_ || grad_x_;
       if (!passes && wanted_[l].earliest == layer.stages) return;
       g = layer.from_rows(block, layer.out, g, b.g_state);

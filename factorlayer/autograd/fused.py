@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,16 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
 
 def is_sharded(x: Tensor) -> bool:
     return type(x).__name__ == "DTensor"  # by name: to import it takes seconds
+
+
+def explain_shards(implementation: str, parameters: Iterable[Tensor]) -> list[str]:
+    """What explain() adds where parameters are DTensors: those are for an x that is one, or, as fully_shard's, whole
+    when they are used."""
+    shard = next(filter(is_sharded, parameters), None)
+    if shard is None or implementation not in ("auto", "fused"):
+        return []
+    does = "is refused" if implementation == "fused" else "runs batched"
+    return [f"its parameters are DTensors now: an x that is one {does}, because fused cannot: {why_never_fused(shard)}"]
 
 
 def text_for(chain: Chain, x: Tensor) -> str:

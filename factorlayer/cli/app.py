@@ -251,25 +251,28 @@ def cache(
     """List, verify, clear or limit the CUDA kernels and plans that are kept on disk. Past the limit, 1 GiB by default,
     those used least recently are removed."""
     from factorlayer.autograd import runtime
+    from factorlayer.tuning import choices
 
     if size is not None and action is not CacheAction.limit:
         refuse("SIZE", f"it is what the cache is limited to, {action.value} takes none; {size} came")
     if size is not None:
         set_cache_limit(size)
-    folder, entries, room = runtime.cache_folder(), runtime.cache_entries(), runtime.cache_room()
+    folder = None if choices.folder() is None else runtime.cache_folder()
+    where = "no folder (neither HOME nor FACTORLAYER_CACHE is set)" if folder is None else folder
+    entries, room = runtime.cache_entries(), runtime.cache_room()
     damaged = [entry for entry in entries if not entry.whole]
     if action is CacheAction.clear:
-        summary = f"{runtime.clear_cache()} of {len(entries)} kernels and plans removed from {folder}"
+        summary = f"{runtime.clear_cache()} of {len(entries)} kernels and plans removed from {where}"
     elif action is CacheAction.verify:
-        summary = f"{len(entries)} kernels and plans in {folder}, {len(damaged)} damaged; {room}"
+        summary = f"{len(entries)} kernels and plans in {where}, {len(damaged)} damaged; {room}"
         summary += "; damaged ones are made again when they are needed" if damaged else ""
     else:
-        summary = f"{len(entries)} kernels and plans in {folder}; {room}"
+        summary = f"{len(entries)} kernels and plans in {where}; {room}"
     for entry in {CacheAction.list: entries, CacheAction.verify: damaged}.get(action, []):
         typer.echo(entry.line(), err=as_json)
     typer.echo(summary, err=as_json)
     if as_json:
-        found = {"folder": str(folder), **asdict(room), "entries": [asdict(entry) for entry in entries]}
+        found = {"folder": folder and str(folder), **asdict(room), "entries": [asdict(entry) for entry in entries]}
         typer.echo(json.dumps({"command": "cache", "action": action.value, **found}))
     raise typer.Exit(1 if action is CacheAction.verify and damaged else 0)
 

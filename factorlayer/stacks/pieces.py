@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
 from factorlayer.stacks.graph import Reasons, is_leaf, put_stack, runs_of, signature, trace
 from factorlayer.stacks.guard import is_equal
 from factorlayer.stacks.stack import LayerStack, RunsAsStacks, is_hooked
-from factorlayer.stacks.stand_in import Either, stand_in, why_none
+from factorlayer.stacks.stand_in import stand_in, why_none
 
 METHODS = ("_ff_block", "feed_forward_chunk")  # by which others call the two layers of a transformer's block
 
@@ -92,7 +92,7 @@ class Whole:
     ) -> dict[str, Whole | InParts]:
         """Those that the graph calls and does not look into, by the names of their calls."""
         parts: dict[str, Whole | InParts] = {}
-        self._others: dict[str, Either] = {}
+        self._others: dict[str, Part] = {}
         for node in self.trace.graph.nodes:
             if node.op != "call_module" or str(node.target) in own:
                 continue
@@ -100,7 +100,7 @@ class Whole:
             part = _part_of(self.module.get_submodule(path), f"{self.path}{path}.", known, implementation)
             if part is not None:
                 name = self._free_name(f"part_{len(parts)}")
-                parts[name], self._others[name] = part, Either(part.module, part.twin())
+                parts[name], self._others[name] = part, Part(part)
                 node.target = name
                 self.stacks |= part.stacks
         return parts
@@ -156,6 +156,10 @@ class Whole:
 
     def _called(self) -> str:
         return self.path.rstrip(".") or type(self.module).__name__
+
+    def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """As torch.compile sees it, which follows a graph."""
+        return self.run(self.module, given, named)
 
     def twin(self) -> nn.Module:
         """A stand-in that runs as it says."""
@@ -228,6 +232,24 @@ class InParts:
         for piece in (*self.methods, *self.parts.values()):
             self.stacks |= piece.stacks
 
+    def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """As torch.compile sees it, which cannot follow a stand-in: the module itself."""
+        if self.stacks:
+            frozen = any(stack.frozen is not None for stack in self.stacks.values())
+            _say_as_it_was(self._name(), next(iter(self._alone()), ""), frozen)
+        return self.module(*given, **named)
+
+    def _alone(self) -> Iterator[str]:
+        """The paths of parts that could be fused by themselves."""
+        for part in self.parts.values():
+            if isinstance(part, InParts):
+                yield from part._alone()
+            elif part.stacks:
+                yield part.path.rstrip(".")
+
+    def _name(self) -> str:
+        return self.path.rstrip(".") or type(self.module).__name__
+
     def twin(self) -> nn.Module:
         if not self.parts and not self.methods:
             return self.module
@@ -235,12 +257,35 @@ class InParts:
         return stand_in(self.module, parts, {whole.method: whole.as_method() for whole in self.methods})
 
     def explain(self) -> list[str]:
-        name = self.path.rstrip(".") or type(self.module).__name__
         fused = "with parts of it fused (under torch.compile as it was)" if self.stacks else "as it was"
         because = f", because {self.why}" if self.why else ""
-        lines = [f"  {name}: its own forward, {fused}{because}"]
+        lines = [f"  {self._name()}: its own forward, {fused}{because}"]
         for whole in self.methods:
             lines += whole.explain()
         for part in self.parts.values():
             lines += part.explain()
         return lines + [f"  {self.path}{child}: as it was{why}" for child, why in self._left.items()]
+
+
+class Part(nn.Module):
+    """A part that a graph calls: its stand-in, or what torch.compile can follow."""
+
+    def __init__(self, piece: Whole | InParts) -> None:
+        super().__init__()
+        self._both = (piece, piece.twin())  # in a tuple: no children, whose parameters would have two names
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        piece, twin = self._both
+        return piece.compiled(given, named) if is_compiling() else twin(*given, **named)
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]  # called once, as the graph is made
+def _say_as_it_was(name: str, part: str, frozen: bool) -> None:
+    warnings.warn(
+        f"fuse: under torch.compile and torch.export {name} runs as it was, unfused"
+        + ", with its parameters as they are and not as they were frozen" * frozen
+        + ": they cannot follow a forward of which only parts are fused"
+        + f'; fuse these by themselves, as in model.set_submodule("{part}", fuse(model.get_submodule("{part}"))), and '
+        "compile that model" * bool(part),
+        stacklevel=2,
+    )

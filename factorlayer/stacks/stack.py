@@ -16,7 +16,7 @@ from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
 from factorlayer.activations.stages import activation_of, scalars
-from factorlayer.autograd.fused import any_requires_grad, runs_in_tf32
+from factorlayer.autograd.fused import any_requires_grad, explain_shards, runs_in_tf32
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, is_hopper
 from factorlayer.autograd.stacked import (
@@ -395,7 +395,9 @@ class RunsAsStacks(nn.Module):
         """What it runs, as it was understood, and by which implementation if one was asked for."""
         asked = [] if self.implementation == "auto" else [f"  stacks run by {self.implementation}, as asked"]
         measured = [f"  {line}" for stack in self.stacks for line in stack.measured()]
-        return "\n".join([*self.understood(), *asked, *measured])
+        of_stacks = (p for stack in self.stacks for member in stack.members for p in member.parameters())
+        shards = [f"  {line}" for line in explain_shards(self.implementation, of_stacks)]
+        return "\n".join([*self.understood(), *asked, *measured, *shards])
 
     def freeze(self) -> Self:
         """Its stacks, and those of all modules in it, run from now on with what their weights are now, for inference.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_compiling
 
 from factorlayer.stacks.guard import class_like
 
@@ -74,15 +73,3 @@ def _found_by_all(parts: Parts) -> tuple[Callable[[nn.Module], dict[str, Any]], 
         self.__dict__["_modules"] = modules
 
     return get, put
-
-
-class Either(nn.Module):
-    """A module's stand-in, and under torch.compile, which cannot follow it, the module itself."""
-
-    def __init__(self, module: nn.Module, twin: nn.Module) -> None:
-        super().__init__()
-        self._both = (module, twin)  # in a tuple: no children, whose parameters would have two names
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        module, twin = self._both
-        return module(*given, **named) if is_compiling() else twin(*given, **named)
