@@ -112,10 +112,10 @@ struct Accurate {
 
   template <class T> static DEVICE T one_plus_erf(T x) { return T(1) + erf(x); }
   template <class T> static DEVICE T one_plus_tanh(T x) { return T(2) * sigmoid(T(2) * x); }
-  // n / (n + 2), n = e^x (e^x + 2), and 1 where that is rounded to it: what is left to 1 may be multiplied by a large x.
+  // n / (n + 2), n = e^x (e^x + 2). Near 1 what is left to it has to vanish with x: it may be multiplied by a large x.
   template <class T> static DEVICE T tanh_of_softplus(T x) {
-    const T e = exp(x), n = e * (e + T(2));
-    return x > T(sizeof(T) == 4 ? 10 : 20) ? T(1) : quotient(n, n + T(2));
+    const T e = exp(x), n = e * (e + T(2)), r = quotient(T(1), n + T(2));
+    return n > T(16) ? T(1) - T(2) * r : n * r;
   }
 };
 
@@ -179,8 +179,8 @@ template <int BITS> struct Short {
   }
   static DEVICE float one_plus_tanh(float x) { return 2.f * fast_reciprocal(1.f + fast_exp2(-2 * kLog2e * x)); }
   static DEVICE float tanh_of_softplus(float x) {  // as Accurate's
-    const float e = exp(x), n = e * (e + 2.f);
-    return x > 10.f ? 1.f : n * fast_reciprocal(n + 2.f);
+    const float e = exp(x), n = e * (e + 2.f), r = fast_reciprocal(n + 2.f);
+    return n > 16.f ? fmaf(-2.f, r, 1.f) : n * r;
   }
 };
 
