@@ -1,9 +1,9 @@
 // The functions that activations are made of, which activations/written.py writes out as structs of a kernel: a sum is
 // activated before it is rounded. Docs, errors and instructions of each: docs/kernels/activations.md.
 //
-// Accurate: of double, and of float within 3 units in the last place. Short: of float, for results that are rounded to BITS
-// (8 of bf16, 11 of fp16 and tf32), off by at most 2^-12 of it. None of them branches, but Accurate sines and cosines beyond
-// 2^17, whose code is apart. NaN, infinities and signs are those of PyTorch's; what Short makes below 2^-126 is zero.
+// Accurate: of double, and of float within 3 units in the last place. Short: of float, for results that are rounded to BITS, off
+// by at most 2^-14 of it (11 of fp16 and tf32), or 2^-11 (8 of bf16). None of them branches, but Accurate sines and cosines, whose
+// code for angles beyond 2^17 is apart, and powers. NaN and infinities are PyTorch's; what Short makes below 2^-126 is zero.
 #pragma once
 #include "types/params.cuh"
 
