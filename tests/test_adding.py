@@ -71,5 +71,5 @@ def test_an_activation_of_ones_own_touches_no_file(copy: Path) -> None:
 
 def test_the_files_of_a_named_activation_have_the_one_that_is_named_there() -> None:
     files = files_of("A named activation")
-    assert len(files) == 6
+    assert len(files) == 5
     assert [path for path in files if not re.search(r"\bsilu\b", (ROOT / path).read_text())] == []

@@ -25,14 +25,12 @@ from factorlayer.activations.expression import (
     Expression,
     X,
     apply,
-    cuda_type,
     in_order,
     number,
     parameter,
     parse,
     power,
     select,
-    slope,
     write,
 )
 from factorlayer.activations.named import ACTIVATIONS, activate, evaluate
@@ -412,45 +410,6 @@ def test_refuses_what_is_no_function() -> None:
         activation_of(nn.ReLU)
 
 
-def test_cuda() -> None:
-    """Constants that C++ has no word for, comparisons as conditions and as numbers, and what it has no code for."""
-    e = select(apply("lt", X, -math.inf), apply("le", X, 0.1) * math.nan, apply("exp", -X))
-    assert e.cuda("Mine") == (
-        "struct Mine {\n"
-        "  DEVICE Mine(const Params&) {}\n"
-        "  template <class T> static DEVICE T of([[maybe_unused]] T x) {\n"
-        "    const bool v0 = x < T(-__uint_as_float(0x7f800000u));\n"
-        "    const bool v1 = x <= T(0.1);\n"
-        "    const T v2 = T(v1) * T(__uint_as_float(0x7fc00000u));\n"
-        "    const T v3 = -x;\n"
-        "    const T v4 = exp_(v3);\n"
-        "    const T v5 = v0 ? v2 : v4;\n"
-        "    return v5;\n"
-        "  }\n"
-        "};"
-    )
-    assert "return T(v0);" in apply("eq", X, 0).cuda("Mine")
-    assert "const T v0 = x != T(0) ? T(1.0) : T(2.0);" in apply("select", X, 1, 2).cuda("Mine")
-    assert cuda_type("gelu", 2) == "using Activation = struct gelu;"
-    assert cuda_type(e.program, 2) == e.cuda("Activation")
-    assert slope("square", "Slope") == (X + X).cuda("Slope")
-    assert slope(e.program, "Slope") == e.derivative().cuda("Slope")
-    learned = parameter(2) * X + parameter(0)
-    assert learned.cuda("Mine", 3) == (
-        "struct Mine {\n"
-        "  const Sum<Element> p2, p0;\n"
-        "  DEVICE Mine(const Params& params) : p2(widen(*static_cast<const Element*>(params.weights[5]))), "
-        "p0(widen(*static_cast<const Element*>(params.weights[3]))) {}\n"
-        "  template <class T> DEVICE T of([[maybe_unused]] T x) const {\n"
-        "    const T v0 = p2 * x;\n"
-        "    const T v1 = v0 + p0;\n"
-        "    return v1;\n"
-        "  }\n"
-        "};"
-    )
-    assert cuda_type(learned.program, 3) == learned.cuda("Activation", 3)
-
-
 def test_texts_of_numbers_of_steps() -> None:
     e = apply("exp", X) + parameter(1)
     assert write(e) == "x,exp:0,p1,add:1:2"
@@ -468,4 +427,3 @@ def test_expressions_of_the_names(name: str) -> None:
     torch.testing.assert_close(evaluate(NAMED[name], x), y, rtol=1e-12, atol=1e-15)
     found = evaluate(NAMED[name].derivative(), x.detach())
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-15)
-    assert slope(name, "Slope").startswith("struct Slope")

@@ -18,7 +18,8 @@ import torch
 
 from factorlayer import CompileError
 from factorlayer.activations import expression
-from factorlayer.activations.expression import Expression, cuda_type
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.written import activation_type
 from factorlayer.autograd import fused, runtime, stacked
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths import chain
@@ -179,7 +180,7 @@ def test_fakes_refuse_chains(text: str) -> None:
 @pytest.mark.parametrize("activation", [STRUCT, "gelu{}", "gelu;int", "", "GELU", "x,system:0/x", "x/*", "gelu\n"])
 def test_no_activation_becomes_code_that_is_not_known(activation: str) -> None:
     with pytest.raises(ValueError, match=r"unknown stage|cannot be read|should come with"):
-        cuda_type(activation, 0)
+        activation_type(activation, "float32", 0)
     made = Chain(Chain.parse("tied 0 1 32 32 1").contractions, activation=activation)
     with pytest.raises((ValueError, KeyError)):
         plan(made, "float32", 2048, Gpu(*HOPPER)).text()

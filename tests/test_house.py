@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from factorlayer.activations.expression import OPERATIONS
+from factorlayer.activations.expression import NAMED, OPERATIONS
 from factorlayer.activations.named import ACTIVATIONS
 
 ROOT = Path(__file__).parent.parent
@@ -145,7 +145,15 @@ def test_a_room_says_what_it_is_for(path: Path) -> None:
     "path",
     [
         *(path for path in MODULES if room_of(path).split("/")[0] in PLANNED_WITHOUT_TORCH),
-        *(PACKAGE / name for name in ("maths/spec.py", "activations/expression.py", "activations/results.py")),
+        *(
+            PACKAGE / name
+            for name in (
+                "maths/spec.py",
+                "activations/expression.py",
+                "activations/results.py",
+                "activations/written.py",
+            )
+        ),
     ],
     ids=lambda path: path.relative_to(PACKAGE).as_posix(),
 )
@@ -241,8 +249,7 @@ def test_activations_have_the_same_rows_in_python_and_in_the_kernels() -> None:
     table = re.search(r"#define FL_ACTIVATIONS\(ROW\)(.*?)\n\n", source, re.DOTALL)
     assert table is not None
     assert re.findall(r"\bROW\((\w+),", table[1]) == list(ACTIVATIONS)
-    on_gpu = (ENGINE / "finish" / "pointwise.cuh").read_text()
-    assert re.findall(r"^ACTIVATION\((\w+),", on_gpu, re.MULTILINE) == list(ACTIVATIONS)
+    assert list(NAMED) == list(ACTIVATIONS)
 
 
 def test_expressions_have_the_same_operations_in_python_and_in_the_kernels() -> None:

@@ -89,9 +89,8 @@ def test_a_record_takes_all_that_its_family_has_kernels_for(monkeypatch: pytest.
         found = way(self, about, asked, told)
         monkeypatch.setattr(Takes, "admits", admits)
         if found:
-            records = [
-                f for f in (*FAMILIES, *OF_PRODUCT_OF_SOME) if f.name == self.name
-            ]  # few has one for more samples
+            # few has another record for more samples
+            records = [f for f in (*FAMILIES, *registry.OF_PRODUCT_OF_SOME) if f.name == self.name]
             seen.add((self.name, any(admits(record.takes, about) for record in records)))
         return found if admits(self.takes, about) else ()
 

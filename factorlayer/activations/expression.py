@@ -85,11 +85,6 @@ class Expression:
         """By x, or by a parameter."""
         return _adjoints(self).get(X if parameter is None else Expression("p", (), parameter), ZERO)
 
-    def cuda(self, name: str, first: int = 0, further: tuple[Expression, ...] = ()) -> str:
-        """A row as pointwise.cuh has them, of x and further leaves. p0, p1, … are a kernel's weights from
-        the `first` on."""
-        return _cuda(self, name, first, further=further)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Expression.parse, (self.text,)
 
@@ -348,57 +343,6 @@ _BINARY: dict[str, Callable[[Expression, Expression, Expression, Expression], tu
 }
 
 
-# CUDA
-
-_CUDA = {
-    "neg": "-{}", "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
-    "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}",
-}  # fmt: skip
-
-
-def _cuda(output: Expression, name: str, first: int, *, further: tuple[Expression, ...] = ()) -> str:
-    """As a function of x, and of further leaves; parameters are weights from the `first` on."""
-    lines: list[str] = []
-    names: dict[Expression, str] = {}
-    read: dict[str, int] = {}  # parameters, each from a weight
-
-    def as_number(node: Expression) -> str:
-        return f"T({names[node]})" if node.is_boolean else names[node]
-
-    for node in in_order(output):
-        if node.op == "p":
-            names[node] = f"p{node.value}"
-            read[names[node]] = first + int(node.value or 0)
-            continue
-        if node is X or node in further or node.op == "number":
-            names[node] = _constant(float(node.value or 0)) if node.op == "number" else node.op
-            continue
-        args = list(map(as_number, node.args))
-        if node.op == "select":
-            condition = node.args[0]
-            made = f"{names[condition] if condition.is_boolean else f'{args[0]} != T(0)'} ? {args[1]} : {args[2]}"
-        else:
-            made = _CUDA.get(node.op, node.op + "_(" + ", ".join(["{}"] * len(args)) + ")").format(*args)
-        names[node] = f"v{len(lines)}"
-        lines.append(f"    const {'bool' if node.is_boolean else 'T'} {names[node]} = {made};")
-    body = "\n".join([*lines, f"    return {as_number(output)};"])
-    members = f"  const Sum<Element> {', '.join(read)};\n" if read else ""
-    given = ", ".join(f"{p}(widen(*static_cast<const Element*>(params.weights[{i}])))" for p, i in read.items())
-    made = (
-        f"  DEVICE {name}(const Params& params) : {given} {{}}\n" if read else f"  DEVICE {name}(const Params&) {{}}\n"
-    )
-    taken = ", ".join(f"[[maybe_unused]] T {leaf.op}" for leaf in (X, *further))
-    of = f"{'' if read else 'static '}DEVICE T of({taken}){' const' if read else ''}"
-    return f"struct {name} {{\n{members}{made}  template <class T> {of} {{\n{body}\n  }}\n}};"
-
-
-def _constant(value: float) -> str:
-    if math.isfinite(value):
-        return f"T({value!r})"
-    bits = 0x7FC00000 if math.isnan(value) else 0x7F800000
-    return f"T({'-' if value < 0 else ''}__uint_as_float({bits:#x}u))"
-
-
 # A chain's activation: a name, or a program
 
 RELU = select(apply("le", X, 0), 0, X)
@@ -438,24 +382,10 @@ def check_activation(activation: str) -> None:
         )
 
 
-def cuda_type(activation: str, first: int) -> str:
-    """A chain's activation, a name or a program, as the type Activation of a kernel's constants. Its parameters are
-    weights from the `first` on."""
-    check_activation(activation)  # it becomes code here
-    if "/" in activation:
-        return Expression.parse(activation).cuda("Activation", first)
-    return f"using Activation = struct {activation};"
-
-
-def slope(activation: str, name: str) -> str:
-    """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
-    return expression_of(activation).derivative().cuda(name)
-
-
-def gradient(activation: str, name: str) -> str:
-    """The same times the gradient of the result, a second argument, from which PyTorch's formulas begin: so it is zero
-    where an activation is constant, even if that gradient is infinite."""
-    return _cuda(_adjoints(expression_of(activation), GRADIENT).get(X, ZERO), name, 0, further=(GRADIENT,))
+def gradient_of(activation: Expression) -> Expression:
+    """The derivative times GRADIENT, that of the result, from which PyTorch's formulas begin: so it is zero where an
+    activation is constant, even if that gradient is infinite."""
+    return _adjoints(activation, GRADIENT).get(X, ZERO)
 
 
 def expression_of(activation: str) -> Expression:

@@ -54,12 +54,12 @@ def from_result(activation: str) -> Expression | None:
     return None
 
 
-def gradient_from_result(activation: str, name: str) -> str:
-    """What makes the gradient of what is activated from that of the result, x, and the result, a second argument, as a
-    struct of the kernels. It is zero where an activation is constant, even if the first is infinite."""
+def gradient_from_result(activation: str) -> Expression:
+    """What makes the gradient of what is activated from that of the result, X, and the RESULT. It is zero where an
+    activation is constant, even if the first is infinite."""
     derivative = from_result(activation)
     assert derivative is not None
-    return _times(X, _with(derivative, {X: RESULT})).cuda(name, further=(RESULT,))
+    return _times(X, _with(derivative, {X: RESULT}))
 
 
 def _is_like(given: Expression, row: Expression, numbers: dict[Expression, Expression]) -> bool:

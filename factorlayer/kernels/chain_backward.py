@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
@@ -318,7 +318,7 @@ def source(plan: ChainBackward, name: str) -> str:
     }
     width = work.inner if plan.work.inner % plan.chunk else 0
     lines = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
-    lines += [cuda_type("identity", work.scalars), "static constexpr bool BIAS = false;"]
+    lines += [activation_type("identity", plan.dtype, work.scalars), "static constexpr bool BIAS = false;"]
     lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
     for key, state, terms in (("X", 0, places.terms_x), ("G", -1, places.terms_g), ("Y", 0, places.terms_y)):
         lines.append(f"static constexpr i64 {key}_TERM = {plan.features(state) if terms else 0};")

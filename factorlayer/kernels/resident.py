@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
@@ -165,7 +165,7 @@ def source(plan: Resident, name: str) -> str:
     struct = [
         f"using Math = {MATH[work.dtype]};",
         f"using Element = {ELEMENT[work.dtype]};",
-        cuda_type(work.activation, work.scalars),
+        activation_type(work.activation, work.dtype, work.scalars),
     ]
     load_run = _run(plan, layouts[0], _region(plan, False))
     store_run = _run(plan, layouts[-1], _region(plan, True))

@@ -8,6 +8,8 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ inline
+#define __constant__ static
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -69,8 +71,6 @@ inline u32 bf16x2_of(float x, float y) { return emulator::bf16_of(x) | u32(emula
 inline u32 f16x2_of(float x, float y) { return emulator::f16_of(x) | u32(emulator::f16_of(y)) << 16; }
 inline u32 tf32_of(u32 x) { return (x >> 23 & 255) == 255 ? x : emulator::truncated_to_tf32(x + 0x1000); }
 
-inline float fast_exp2(float x) { return std::exp2(x); }
-inline float fast_reciprocal(float x) { return 1.f / x; }
 inline double double_of(u32 low, u32 high) {
   const u64 bits = u64(high) << 32 | low;
   double x;
@@ -78,6 +78,28 @@ inline double double_of(u32 low, u32 high) {
   return x;
 }
 inline float larger(float x, float y) { return x > y || x != x ? x : y; }
+inline float smaller(float x, float y) { return x < y || x != x ? x : y; }
+
+// Special functions: off by as much as the unit may be, up or down as the argument's bits have it, but right where the result
+// is a power of two.
+inline double off_by(double most, float x) { return same_bits<u32>(x) * 2654435761u >> 31 ? most : -most; }
+inline bool is_power_of_two(double x) { return !(same_bits<u64>(x) << 12); }
+inline float times_off_by(double y, double most, float x) {
+  return float(is_power_of_two(y) || y != y ? y : y * (1 + off_by(most, x)));
+}
+inline float normal_or_zero(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
+inline float fast_exp2(float x) { return normal_or_zero(times_off_by(std::exp2(double(x)), 0x1p-22, x)); }
+inline float fast_reciprocal(float x) { return normal_or_zero(times_off_by(1 / double(normal_or_zero(x)), 0x1p-23, x)); }
+inline float fast_tanh(float x) {
+  const float y = times_off_by(std::tanh(double(x)), 0x1p-11, x);
+  return y > 1 ? 1 : y < -1 ? -1 : y;
+}
+inline float fast_log2(float x) {
+  const double y = std::log2(double(x));
+  return float(y - y != 0 || is_power_of_two(x) ? y : y + off_by(0x1p-22, x) * std::max(1., std::fabs(y)));
+}
+inline float fast_root(float x) { return times_off_by(std::sqrt(double(x)), 0x1p-23, x); }
+inline float fast_quotient(float x, float y) { return times_off_by(double(x) / double(y), 0x1p-22, x); }
 inline int uniform(int x) { return x; }
 template <class Int> inline void stay_here(Int&, Int&) {}
 inline void settle(u32 (&)[4]) {}

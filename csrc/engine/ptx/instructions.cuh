@@ -52,10 +52,15 @@ DEVICE double double_of(u32 low, u32 high) {
   return x;
 }
 
-// The larger one, or NaN if either is.
+// The larger one, or the smaller one, or NaN if either is.
 DEVICE float larger(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+DEVICE float smaller(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 
@@ -81,7 +86,9 @@ DEVICE void start_next_kernel() {
 #endif
 }
 
-// 2^x and 1/x in one instruction each, off by 2^-22 of it at most; what is smaller than normal numbers is zero.
+// Special functions by the unit that has them. 2^x, off by 2^-22 of it at most, and 1/x, by 2^-23: what is smaller than normal
+// numbers is zero. Tanh, by 2^-11. The logarithm to base 2, by 2^-22, and by no more of it beyond 1/2 to 2. The root, by 2^-23,
+// and a quotient, by 2^-22, of all numbers that there are.
 DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -91,6 +98,26 @@ DEVICE float fast_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+DEVICE float fast_tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_quotient(float x, float y) {
+  float z;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
 
 // What is the same for a whole warp, so that the compiler keeps it, and what follows from it, in uniform registers: the matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
@@ -59,7 +59,10 @@ class Eights(Pass):
         numbers = {"FIRST": dict(work.steps)[0].parts[0][0], "UNITS_PER_SAMPLE": work.outer, "STAGED": self.staged}
         lines = ["using Element = float;"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [cuda_type(work.activation, work.scalars), f"static constexpr bool BIAS = {str(work.bias).lower()};"]
+        lines += [
+            activation_type(work.activation, work.dtype, work.scalars),
+            f"static constexpr bool BIAS = {str(work.bias).lower()};",
+        ]
         return kernel(headers("eights.cuh"), name, "Eights", lines, self.threads)
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
@@ -171,7 +171,7 @@ class Pair(Pass):
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
-        lines += [cuda_type(work.activation, work.scalars)]
+        lines += [activation_type(work.activation, work.dtype, work.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         flags = {"BIAS": work.bias, "MAPPED": mapped}
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
@@ -171,7 +171,7 @@ class Monarch(Pass):
         }
         flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [cuda_type(self.chain.activation, 2)]
+        lines += [activation_type(self.chain.activation, self.dtype, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""

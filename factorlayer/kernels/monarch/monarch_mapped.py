@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
@@ -131,7 +131,7 @@ class MonarchMapped(Pass):
             **{"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "BLOCKS": self.cluster},
             **{"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER},
         }
-        lines = ["using Element = float;", cuda_type(self.chain.activation, 2)]
+        lines = ["using Element = float;", activation_type(self.chain.activation, "tf32", 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
@@ -129,7 +129,7 @@ class MonarchThrough(Pass):
             **{"K": first.outer, "P": first.p, "L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n},
             **{"X_SLOTS": self.slots[0], "SLOTS": self.slots[1], "SLOT": self.slot, "MORE": MORE, "FEWER": FEWER},
         }
-        lines = [f"using Element = {ELEMENT[self.dtype]};", cuda_type(self.chain.activation, 2)]
+        lines = [f"using Element = {ELEMENT[self.dtype]};", activation_type(self.chain.activation, self.dtype, 2)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
         products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))

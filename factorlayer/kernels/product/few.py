@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
@@ -146,7 +146,7 @@ class Few(Pass):
         numbers |= {"LOAD": self.load, "RUN": self.run}
         flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
-        lines += [cuda_type(p.activation, p.scalars)]
+        lines += [activation_type(p.activation, p.dtype, p.scalars)]
         lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
                   f"static constexpr int {key} = {value};" for key, value in numbers.items()]  # fmt: skip
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

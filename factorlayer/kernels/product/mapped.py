@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
@@ -154,7 +154,7 @@ class Mapped(Pass):
         strides = {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
         flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
         numbers |= {"INNER": c.inner}
-        lines = ["using Element = float;", cuda_type(p.activation, p.scalars)]
+        lines = ["using Element = float;", activation_type(p.activation, p.dtype, p.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

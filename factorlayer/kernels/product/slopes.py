@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factorlayer.activations.expression import gradient
-from factorlayer.activations.results import gradient_from_result
+from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
@@ -56,7 +55,7 @@ class Slopes(Pass):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
-        made = (gradient_from_result if self.through else gradient)(self.activation, "Gradient")
+        made = (gradient_by_result if self.through else gradient)(self.activation, self.dtype, "Gradient")
         lines = [f"using Element = {ELEMENT[self.dtype]};", made]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)

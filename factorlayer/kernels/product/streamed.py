@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, MOST_ASKED, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
@@ -348,7 +348,7 @@ class Streamed(Pass):
             "ROUND_Y": p.dtype == "tf32" and p.ours_out,
         }
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
-        lines += [cuda_type(p.activation, p.scalars)]
+        lines += [activation_type(p.activation, p.dtype, p.scalars)]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]

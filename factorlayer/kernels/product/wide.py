@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import cuda_type, gradient
-from factorlayer.activations.results import gradient_from_result
+from factorlayer.activations.written import activation_type, gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
@@ -250,9 +249,9 @@ class Wide(Pass):
             "ROUND_Y": rounds and p.ours_out,
         }
         if p.reads_beside:
-            activation = (gradient if p.slope else gradient_from_result)(p.activation, "Activation")
+            activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
-            activation = cuda_type(p.activation, p.scalars)
+            activation = activation_type(p.activation, p.dtype, p.scalars)
         lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]

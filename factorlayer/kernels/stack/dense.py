@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from factorlayer.activations.expression import cuda_type
+from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
@@ -246,7 +246,9 @@ def write(
     head += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
     for i, chain in enumerate(plan.layers):
         fields = [_field(key, value) for key, value in plan.struct(i).items()]
-        head.append(f"struct L{i} {{ {' '.join(fields)} {cuda_type(chain.activation, plan.first(i) + 1)} }};")
+        head.append(
+            f"struct L{i} {{ {' '.join(fields)} {activation_type(chain.activation, plan.dtype, plan.first(i) + 1)} }};"
+        )
     head += ["using First = L0;", f"using Last = L{last};"]
     head += function("load_weights(const C& c)", plan.loading())
     products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))

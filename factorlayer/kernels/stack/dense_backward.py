@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from factorlayer.activations.expression import slope
+from factorlayer.activations.written import slope
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.stack.dense import Dense, function, write
@@ -116,7 +116,7 @@ class DenseBackward(BlockSums, Dense):
         numbers |= {"ones_at": own_at - SLAB, "own_bytes": self.own["all"]}
         numbers |= {"behind_at": self.own["behind"], "behind_bytes": self.own["each"]}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [slope(chain.activation, f"Slope{i}") for i, chain in enumerate(self.layers)]
+        lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         sums = [f"typename C::template Sums<L{i}> s{i} = {{}};" for i in range(last + 1)]
         body = ["template <class C> struct AllSums {", *(f"  {each}" for each in sums), "};"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from factorlayer.activations.expression import slope
+from factorlayer.activations.written import slope
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import function, write
 from factorlayer.kernels.stack.dense import tile as tile_forward
@@ -113,7 +113,7 @@ class DenseBackward32(DenseBackward):
         last = len(self.layers) - 1
         lines = [f"static constexpr int {key} = {value};" for key, value in self.numbers.items()]
         lines += [f"static constexpr bool TOGETHER = {str(self.template != 'DenseBackward32').lower()};"]
-        lines += [slope(chain.activation, f"Slope{i}") for i, chain in enumerate(self.layers)]
+        lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         body = function("turn_weights(const C& c)", [f"c.template turn_weight<L{i}>();" for i in range(last + 1)])
         if self.template == "DenseBackward32":
             body += self.with_samples()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.expression import slope
+from factorlayer.activations.written import slope
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import write
 from factorlayer.kernels.stack.dense_backward import SLAB, START_US, DenseBackward
@@ -60,7 +60,7 @@ class LayerBackward(DenseBackward):
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights}
         numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [slope(self.layers[0].activation, "Slope0")]
+        lines += [slope(self.layers[0].activation, self.dtype, "Slope0")]
         return write(self, name, "LayerBackward", lines, [], {8, *self.columns(0)})
 
 

@@ -332,7 +332,7 @@ template <class Pass> struct DenseStreamed {
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE float finished(float z, int feature) {
-    const float y = Rounded<typename L::Activation>::of(z);
+    const float y = L::Activation::of(z);
     return L::Q == L::PASSES * kColumns<L> || feature < L::Q ? y : 0.f;
   }
   // Sums as the next layer's x
