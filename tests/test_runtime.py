@@ -157,9 +157,14 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
         (
             "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n"
             + pass_text("x s1 1 0 1 1 0 1 sm_90 k", "a\nb\nc")
-            + pass_text("s1 s1 1 0 1 1 0 1 sm_90 k", kernel()),
-            "line 9 cannot be read: this pass reads the buffer that it writes",
+            + pass_text("s1+s0@2 y 1 0 1 1 0 1 sm_90 k", kernel()),
+            "line 9 cannot be read: this pass reads a buffer that no pass before it wrote",
         ),
+        (plan_text().replace(" x y ", " x+s0 y "), r'beside another should be such as \+s1@3, it is "x\+s0"'),
+        (plan_text().replace(" x y ", " x+x@1 y "), "beside another buffer should be s0, s1 or s2"),
+        (plan_text().replace(" x y ", " x+s0@62 y "), 'a weight\'s number should be .* to 61, it is "62"'),
+        (plan_text().replace(" x y ", " @62 y "), 'a weight\'s number should be .* to 61, it is "62"'),
+        (plan_text().replace(" x y ", " @ y "), "a weight's number should be a whole number"),
         (plan_text() + "map x\n", 'line 6 cannot be read: "map" has 16 words behind it, 1 came'),
         (plan_text() + OF_X.replace("tf32", "bf16"), 'a map\'s elements should be tf32 or u16, they are "bf16"'),
         (plan_text() + OF_X.replace(" 64 ", " 300 "), 'a size of a box should be .* to 256, it is "300"'),

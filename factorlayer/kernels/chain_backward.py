@@ -1,7 +1,7 @@
 """All gradients of a list of tied contractions at one visit: chain_backward.cuh, its tiles and source.
 
 It takes any sizes in any dtype, and is to gradients what resident passes are to layers. A state too large for one visit
-takes several, each with some neighbouring modes (plan/chain_gradients.py).
+takes several, each with some neighbouring modes (plan/visits.py).
 """
 
 from __future__ import annotations
