@@ -25,6 +25,7 @@ from factorlayer.autograd import backward
 from factorlayer.autograd.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import gradient
+from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import (
     cluster_backward,
@@ -49,8 +50,8 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
-from factorlayer.plan.plan import Plan
-from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_stack
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import BATCHES, plan, plan_stack
 from factorlayer.plan.schemes import schemes
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -390,7 +391,8 @@ def run_with_less_memory(case: Case, shared: int, emulator: Emulator) -> Plan:
     ids=str,
 )
 def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emulator) -> None:
-    found = run_with_less_memory(case, 12000 if case.dtype == "bfloat16" and case.spec.rank == 3 else 24000, emulator)
+    shared = 8000 if case.spec.in_factors == (8, 8, 8) else 12000 if case.dtype == "float32" else 24000
+    found = run_with_less_memory(case, shared, emulator)
     first, *_, last = found.passes
     assert isinstance(first, Resident) and isinstance(last, Resident)
     rank = case.spec.rank
@@ -400,9 +402,9 @@ def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emu
 @pytest.mark.parametrize(
     "case",
     [
-        Case(kronecker((7, 31, 67), (7, 31, 67)), "bfloat16", 3, LARGE),
+        Case(kronecker((40, 137), (40, 137)), "bfloat16", 3, LARGE),
         Case(kronecker((31, 7, 130), (31, 5, 130)), "float16", 3, LARGE),
-        Case(kronecker((31, 31, 37), (31, 29, 37)), "float32", 3, MEDIUM),
+        Case(kronecker((40, 134), (40, 134)), "float32", 3, LARGE),
     ],
     ids=str,
 )
@@ -1329,7 +1331,11 @@ def test_a_backward_pass_is_made_of_such_kernels(
         ]
 
     def fits(chain: Chain) -> bool:
-        return has_plan(chain.text, dtype, 90, 2, 232448)
+        """But for visits, whose buffers tests/test_chain_backward.py knows."""
+        try:
+            return not any(isinstance(p, ChainBackward) for p in plan(chain, dtype, MEDIUM, gpu).passes)
+        except PlanError:
+            return False
 
     torch.manual_seed(0)
     shapes = [(5, spec.in_features), (5, spec.out_features), (spec.out_features,), *spec.weight_shapes]
@@ -1585,7 +1591,7 @@ def test_groups_store_runs(
     (outer, p, q, inner), run, dtype, architecture, batch, family = case
     c = Contraction(0, outer, p, q, inner, tied=False)
     turn = outer * q // run, run, inner
-    found = plan(Chain((c,), x_turned=x_turned, turn=turn), dtype, MEDIUM, replace(Gpu.of(architecture), sms=2))
+    found = plan(Chain((c,), x_turned=x_turned, turn=turn), dtype, LARGE, replace(Gpu.of(architecture), sms=2))
     assert type(found.passes[-1]).__name__ == family or not x_turned
     draw = drawing(dtype)
     x, weight = draw(batch, outer, inner, p), draw(outer, inner, q, p) / 8

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import pytest
 from settings import BY_NAME, SETTINGS, SLOW, Setting, app, command, environment, read_only, together
 from typer.testing import CliRunner
@@ -75,10 +75,14 @@ def test_together_is_all_of_them(tmp_path: Path) -> None:
 
 
 def test_the_order_is_another_one_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).with_name("conftest.py")  # tests/gpu has one of that name, too
+    conftest = runpy.run_path(str(path))
+
     def order(seed: str | None) -> list[int]:
-        monkeypatch.setattr(conftest, "ORDER", seed)
+        collect = conftest["pytest_collection_modifyitems"]
+        monkeypatch.setitem(collect.__globals__, "ORDER", seed)
         items = list(range(100))
-        conftest.pytest_collection_modifyitems(items)
+        collect(items)
         return items
 
     assert order(None) == list(range(100)) == sorted(order("1"))

@@ -1,7 +1,7 @@
 """Activations as device code: the text of it, and what its functions make, against float64.
 
 The functions run on a CPU, with special functions that are off by as much as a GPU's may be (tests/emulator), over all
-numbers of 16 bits and a part of those of 32 and 64. tests/gpu/test_activations.py does the same on a GPU, with all.
+numbers of 16 bits and a part of those of 32 and 64. tests/gpu/test_values.py does the same on a GPU, with all.
 """
 
 from __future__ import annotations
