@@ -68,7 +68,7 @@ LAYERS = [
     ("kronecker", "8 8 8 8 8", 1, "bfloat16"),
     ("monarch", "32 32", 5, "float64"),
     ("monarch", "8x6 9x10", 2060, "float32"),
-    ("monarch", "4x6 9x5", 7, "tf32", 2),
+    ("kronecker", "40 40", 20, "float64"),
     ("monarch", "2x3 3x2 4x5", 3, "bfloat16"),
     ("monarch", "4 192", 70, "float32", 4),
     ("monarch", "2x64 64x2", 2060, "bfloat16", 32),
