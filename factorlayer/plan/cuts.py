@@ -22,20 +22,23 @@ def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
     """Ways to cut the chain into passes: fewer passes first, more only while nothing fits."""
     if not all(c.tied for c in chain.contractions):
         return
-    seen: set[tuple[Mode, ...]] = set()
+    for number, modes in enumerate(mergings(chain, dtype)):
+        if number and len(modes) > MOST_MODES:
+            continue
+        order = order_of(modes)
+        most = min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
+        for count in range(1, most + 1):
+            cuts = parts_of(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
+            yield from (works_of(chain, dtype, modes, cut) for cut in cuts)
+
+
+def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:
+    """The modes, with neighbours taken as one up to some lengths."""
     largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
     if dtype == "float16" and chain.rank > 1:
         largest = 0
-    for longest in (64, 16, 1):
-        modes = merged(modes_of(chain), min(longest, LONGEST_MERGED[dtype]), largest)
-        if modes in seen or (seen and len(modes) > MOST_MODES):
-            continue
-        seen.add(modes)
-        order = _order(modes)
-        most = min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
-        for count in range(1, most + 1):
-            cuts = _parts(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
-            yield from (works_of(chain, dtype, modes, cut) for cut in cuts)
+    modes = modes_of(chain)
+    return list(dict.fromkeys(_merged(modes, min(longest, LONGEST_MERGED[dtype]), largest) for longest in (64, 16, 1)))
 
 
 def modes_of(chain: Chain) -> tuple[Mode, ...]:
@@ -59,7 +62,7 @@ def around(chain: Chain) -> tuple[int, int]:
     return first.outer // before, first.inner // behind
 
 
-def merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
+def _merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
     """Neighbours taken as one, from the last on, while the product is at most `longest` and no weight has more than
     `largest` elements."""
     found = [modes[-1]]
@@ -72,7 +75,7 @@ def merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, .
     return tuple(found)
 
 
-def _order(modes: tuple[Mode, ...]) -> list[int]:
+def order_of(modes: tuple[Mode, ...]) -> list[int]:
     """Fewest multiply-adds, as in spec.py; last modes first among equals."""
     return sorted(reversed(range(len(modes))), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
 
@@ -82,7 +85,7 @@ def _even(order: list[int], count: int) -> list[list[int]]:
     return [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def _parts(order: list[int], count: int) -> Iterator[list[list[int]]]:
+def parts_of(order: list[int], count: int) -> Iterator[list[list[int]]]:
     for cuts in itertools.combinations(range(1, len(order)), count - 1):
         bounds = [0, *cuts, len(order)]
         yield [order[a:b] for a, b in itertools.pairwise(bounds)]

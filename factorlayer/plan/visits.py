@@ -8,7 +8,6 @@ of products each term has states of its own, and a last pass adds up what comes 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +16,10 @@ from typing import Any
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.weights import LARGEST_NORMALISED
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
-from factorlayer.plan.cuts import LONGEST_MERGED, MOST_MODES, around, merged, modes_of, works_of
+from factorlayer.plan.cuts import MOST_MODES, around, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import BATCHES
 
@@ -52,41 +50,28 @@ def _least_back_us(
     works = works_of(chain, dtype, modes, runs)
     states = [math.prod(work.states[0]) * work.outer * work.inner for work in works]
     states.append(math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner)
-    rank, last = chain.rank, len(works) - 1
-    moved = 3 * sum(states[1:-1]) * rank + sum(states[2:-1]) * rank  # made, read by a visit, and what that gives back
-    moved += states[0] * (1 + bool(last)) + states[-1] * (1 if rank == 1 else 2 - bool(last)) + sum(states[1:-1]) * rank
-    moved += states[0]
+    x, *between, y = states
+    alone = not between
+    moved = (2 if alone else 3) * x + (2 if alone and chain.rank > 1 else 1) * y
+    # Made, read by the next pass, by a visit, and its gradient made and read
+    moved += chain.rank * (4 * sum(between) + sum(between[:-1]))
     return 5.0 * len(works) + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
 
 
 def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
     """Modes, some taken as one, and runs of them that a visit takes."""
-    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
-    if dtype == "float16" and chain.rank > 1:
-        largest = 0
-    seen: set[tuple[Mode, ...]] = set()
-    for longest in (64, 16, 1):
-        modes = merged(modes_of(chain), min(longest, LONGEST_MERGED[dtype]), largest)
-        if modes in seen or len(modes) > MOST_MODES:
+    for modes in mergings(chain, dtype):
+        if len(modes) > MOST_MODES:
             continue
-        seen.add(modes)
         for count in range(1, min(len(modes), MOST_VISITS) + 1):
-            for runs in _runs(len(modes), count):
-                for order in (runs, runs[::-1])[: 2 if count > 1 else 1]:
-                    yield modes, order
-
-
-def _runs(modes: int, count: int) -> Iterator[list[list[int]]]:
-    """Neighbouring modes, in so many parts."""
-    for cuts in itertools.combinations(range(1, modes), count - 1):
-        bounds = [0, *cuts, modes]
-        yield [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+            for runs in parts_of(list(range(len(modes))), count):
+                yield from ((modes, order) for order in (runs, runs[::-1])[: 2 if count > 1 else 1])
 
 
 def _visited(
     chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
 ) -> tuple[Pass, ...] | None:
-    parts = [sorted(run, key=lambda i: (1 / modes[i].p - 1 / modes[i].q, -i)) for run in runs]
+    parts = [[i for i in order_of(modes) if i in run] for run in runs]
     works = works_of(replace(chain, activation="identity"), dtype, modes, parts)
     last, rank = len(works) - 1, chain.rank
     sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
