@@ -4,8 +4,9 @@
 //     factorlayer plan 1
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
-//     pass <in: x|s0|s1|s2|@a weight|none, maybe +s0|+s1|+s2@a weight> <out: y|w|s0|s1|s2> <threads> <shared bytes> <units per sample> <units per block>
-//         <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel> <bytes of source>      (all on one line)
+//     pass <in: x|s0|s1|s2|@a weight|none, maybe +s0|+s1|+s2@a weight> <out: y|w|s0|s1|s2> <threads> <shared bytes>
+//         <units per sample> <units per block> <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel>
+//         <bytes of source>                                                                            (all on one line)
 //     <source, and a newline>
 //     map <x, or a weight's number> <tf32|u16> <five sizes> <bytes from one to the next, behind the first size>
 //         <five sizes of a box>                                                                        (all on one line)

@@ -16,7 +16,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, stage_type
+from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
 from factorlayer.kernels.tiling import (
     OF_FAR_PIECE,
@@ -293,8 +293,9 @@ def source(plan: ChainBackward, name: str) -> str:
     layouts = [stage.layout for stage in plan.forward]
     back_layouts = [plan.back[0].result_layout, *(stage.layout for stage in plan.back)]  # of G
     places = plan.places
-    regions = [_region(plan, state) for state in (0, -1)]
-    returned = _region(plan, 0, plan.back[0].q if plan.parts > 1 else 0)
+    of_x, of_g = (math.prod(work.states[state]) for state in (0, -1))
+    regions = [region_of(work, plan.chunk, whole, whole) for whole in (of_x, of_g)]
+    returned = region_of(work, plan.chunk, of_x, plan.back[0].q if plan.parts > 1 else of_x)
     numbers = {
         "WARPS": plan.warps,
         "GROUPS": plan.groups,
@@ -302,9 +303,9 @@ def source(plan: ChainBackward, name: str) -> str:
         "SLOTS": plan.slots,
         "RANK": 1,
         "UNITS_PER_SAMPLE": plan.units_per_sample,
-        "COPY_X": _access(plan, layouts[0], regions[0]),
-        "COPY_G": _access(plan, back_layouts[-1], regions[1]),
-        "STORE": _access(plan, back_layouts[0], returned),
+        "COPY_X": copied_at_once(layouts[0], regions[0], plan.size),
+        "COPY_G": copied_at_once(back_layouts[-1], regions[1], plan.size),
+        "STORE": copied_at_once(back_layouts[0], returned, plan.size),
         "PARTS": plan.parts,
         "PART": plan.back[0].q,
         "ROWS": plan.forward[0].p,
@@ -316,7 +317,7 @@ def source(plan: ChainBackward, name: str) -> str:
         "GRAD": places.grad,
         "COUNT": plan.weights,
     }
-    width = work.inner if plan.work.inner % plan.chunk else 0
+    width = work.inner if work.inner % plan.chunk else 0
     lines = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
     lines += [activation_type("identity", plan.dtype, work.scalars), "static constexpr bool BIAS = false;"]
     lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -350,19 +351,6 @@ def source(plan: ChainBackward, name: str) -> str:
     lines += [f"  c.template store<D{i}>(sums.d{i});" for i in range(last + 1)] + ["}"]
     code = headers("sums.cuh", "chain.cuh", "chain_backward.cuh")
     return kernel(code, name, "ChainBackward", lines, plan.threads, asks=plan.asks)
-
-
-def _region(plan: ChainBackward, state: int, part: int = 0) -> tuple[int, int, int, int, int]:
-    """rows, contiguous, chunks, slice, step of a unit in memory, or of a part of its rows."""
-    work, whole = plan.work, math.prod(plan.work.states[state])
-    rows = part or whole
-    if plan.chunk == work.inner:
-        return 1, rows * work.inner, 1, whole * work.inner, 0
-    return rows, plan.chunk, plan.chunks, whole * work.inner, work.inner
-
-
-def _access(plan: ChainBackward, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
-    return copied_at_once(layout, region, plan.size)
 
 
 def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, following: Layout, weight: int) -> str:
@@ -520,7 +508,7 @@ def _stages(
     back: list[Stage] = []
     for (at, mode), sizes in zip(work.steps, work.states, strict=False):
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
-        part = -(-mode.p // parts) if parts == 1 else round_up(-(-mode.p // parts), 16)
+        part = mode.p if parts == 1 else round_up(-(-mode.p // parts), 16)
         for p, q, stages in ((mode.p, mode.q, forward), (mode.q, part, back)):
             stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu)
             if stage is None:

@@ -216,13 +216,15 @@ def source(plan: Resident, name: str) -> str:
 
 
 def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:
-    """rows, contiguous, chunks, slice, step of a unit in memory."""
-    work = plan.work
-    whole = math.prod(work.states[-1 if out else 0])
-    rows = whole // plan.parts if out else whole
-    if plan.chunk == work.inner:
+    whole = math.prod(plan.work.states[-1 if out else 0])
+    return region_of(plan.work, plan.chunk, whole, whole // plan.parts if out else whole)
+
+
+def region_of(work: Work, chunk: int, whole: int, rows: int) -> tuple[int, int, int, int, int]:
+    """rows, contiguous, chunks, slice, step of a unit in memory, which has `rows` of a `whole` state's."""
+    if chunk == work.inner:
         return 1, rows * work.inner, 1, whole * work.inner, 0
-    return rows, plan.chunk, plan.chunks, whole * work.inner, work.inner
+    return rows, chunk, -(-work.inner // chunk), whole * work.inner, work.inner
 
 
 def _region_type(plan: Resident, out: bool) -> str:

@@ -10,9 +10,10 @@
 // Pass:  Math, Element, Activation, BIAS; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output
 //        (Regions); COPY and STORE, bytes of one access, or LOAD_RUN and STORE_RUN, elements of one run, where BULK_LOAD
 //        and BULK_STORE say that the copy engine moves them; kBarrierBytes, kWeightBytes, kSlotBytes, kGroupBytes;
-//        FirstStage, AlsoRaw (another one that reads what came from memory, or void), First (its layout), Final (of the result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages();
-//        RANK, terms that are summed; TERM_IN and TERM_OUT, a sample's features where x or y has a state for each term (one
-//        term behind the other), or 0; HELD, states in a slot, kHeldBytes apart
+//        FirstStage, AlsoRaw (another one that reads what came from memory, or void), First (its layout), Final (of the
+//        result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages(); RANK, terms that are summed; TERM_IN and
+//        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
+//        states in a slot, kHeldBytes apart
 #pragma once
 #include "types/layout.cuh"
 #include "multiply/mma.cuh"
@@ -643,13 +644,9 @@ template <class Pass> struct Chain {
     }
   }
 
-  DEVICE void run() const {
-    const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
-    const i64 first = i64(blockIdx.x) * Pass::GROUPS + group;
-    begin();
-#pragma unroll
-    for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
-    Pass::load_weights(*this);
+  // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.
+  template <class Kernel> DEVICE void hold_weights(const Kernel& kernel) const {
+    Pass::load_weights(kernel);
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();
@@ -658,6 +655,15 @@ template <class Pass> struct Chain {
         store_shared(weights + at, tf32_of(load_u32(weights + at)));
       __syncthreads();
     }
+  }
+
+  DEVICE void run() const {
+    const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
+    const i64 first = i64(blockIdx.x) * Pass::GROUPS + group;
+    begin();
+#pragma unroll
+    for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
+    hold_weights(*this);
     int slot = 0, last = 0;
     u32 phase = 0;
     for (i64 tile = first; tile < tiles; tile += step) {

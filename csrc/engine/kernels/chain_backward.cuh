@@ -11,8 +11,9 @@
 //
 // Pass:  Math, Element; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output (Regions of x and of grad_y);
 //        COPY_X, COPY_G, STORE: bytes of one access; kWeightBytes; kStateBytes of x's slot, kSlotBytes of both, kGroupBytes;
-//        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a sample's features where each term has a state of its own (one term behind the other), or 0;
-//        Returned (Region of what a block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block);
+//        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
+//        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
+//        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block);
 //        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(), walk(),
 //        store_sums()
 #pragma once
@@ -227,15 +228,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     const i64 first = i64(group) * gridDim.x + blockIdx.x;  // few tiles are one for each block
 #pragma unroll
     for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
-    Pass::load_weights(*this);
-    commit_copies();
-    wait_for_copies<0>();
-    __syncthreads();
-    if constexpr (Math::kRounds) {
-      for (int at = threadIdx.x * 4; at < Pass::kWeightBytes; at += kBlock * 4)
-        store_shared(weights + at, tf32_of(load_u32(weights + at)));
-      __syncthreads();
-    }
+    Base::hold_weights(*this);
     typename Pass::template Sums<ChainBackward> sums;
     int slot = 0, last = 0;
 #pragma unroll 1
