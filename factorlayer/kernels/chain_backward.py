@@ -19,11 +19,10 @@ from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
 from factorlayer.kernels.tiling import (
-    OF_FAR_PIECE,
     OF_PADDED_ROW,
-    OF_PIECE,
     chunks_of,
     odd_us,
+    of_pieces,
     predict,
     stage_for,
     units_of,
@@ -486,8 +485,7 @@ def _moving(plan: ChainBackward) -> float:
         run = plan.chunk if plan.chunk < work.inner else math.prod(work.states[state]) * work.inner
         access = math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16)
         elements = plan.units * math.prod(work.states[state]) * plan.chunk
-        each = OF_PIECE if plan.chunk == work.inner or access >= 8 else OF_FAR_PIECE
-        count += times * each * elements * size / access / 32
+        count += times * of_pieces(access, run * size) * elements * size / access / 32
     for stage in plan.stages:  # what gradients are summed over is padded, too
         count += stage.rows * stage.p * OF_PADDED_ROW / 32 if stage.inner_padded > stage.inner else 0
     return count

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, headers, kernel
@@ -304,50 +303,31 @@ def stage_type(
     """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says."""
     run = following.i if following.i > 1 else following.p
     pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
-    splits = _splits(stage, following)
     words = [
         str(stage.by_rows).lower(),
         *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),
         *(layout, following, *places, weight),
-        *(str(flag).lower() for flag in (in_place, splits, pairs)),
+        *(str(flag).lower() for flag in (in_place, _splits(stage, following), pairs)),
         scale,
         stage.weight_stride,
-        *(str(flag).lower() for flag in (from_sums, not splits and _is_of_parts(stage, following))),
+        str(from_sums).lower(),
     ]
     return f"Stage<{', '.join(map(str, words))}>"
 
 
-def _element(stage: Stage, row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of a sum in the state that comes out."""
-    if stage.by_rows:
-        return row * stage.q + column
-    padded = stage.inner_padded
-    return (column // padded * stage.q + row) * stage.inner + column % padded
-
-
 @functools.lru_cache(1024)
 def _splits(stage: Stage, out: Layout) -> bool:
-    """Whether a sum's place in the next state is its lane's place plus a constant for its tile."""
-
-    def at(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
-        return out.at(_element(stage, row, column))
-
-    m_tiles, n_tiles = -(-stage.m // (16 * stage.mt)), -(-stage.n // (8 * stage.nt))
-    row = (np.arange(m_tiles)[:, None] * 16 * stage.mt + np.arange(8)).reshape(-1, 1, 1, 1)
-    column = (np.arange(n_tiles)[:, None] * 8 * stage.nt + 2 * np.arange(4)).reshape(1, -1, 1, 1)
-    r, c = 8 * np.arange(2 * stage.mt).reshape(1, 1, -1, 1), 8 * np.arange(stage.nt).reshape(1, 1, 1, -1)
-    valid = (row + r < stage.m) & (column + c < stage.n)
-    return bool(np.all(~valid | (at(row + r, column + c) == at(row, column) + at(r, c))))
-
-
-@functools.lru_cache(1024)
-def _is_of_parts(stage: Stage, out: Layout) -> bool:
-    """Whether a sum's place in the next state is its row's plus its column's."""
-    row, column = np.arange(stage.m)[:, None], np.arange(stage.n)[None, :]
-    column = column[:, column[0] % stage.inner_padded < stage.inner]
-    first = np.zeros((1, 1), np.int64)
-    parts = out.at(_element(stage, row, first)) + out.at(_element(stage, first, column))
-    return bool(np.all(out.at(_element(stage, row, column)) == parts))
+    """Whether what a warp tile has of several rows of a state lies in the next one at constants behind the first."""
+    if stage.by_rows:
+        size, step, count = stage.q, 8, 2 * stage.mt
+        lanes = np.arange(-(-stage.m // (16 * stage.mt)))[:, None] * 16 * stage.mt + np.arange(8)
+    else:
+        size, step, count = stage.q * stage.inner, 1, stage.down
+        lanes = np.arange(0, stage.rows, stage.down)[:, None]
+    behind = step * np.arange(count)
+    rows = lanes[..., None] + behind
+    first = out.at(lanes * size)[..., None]
+    return bool(np.all((rows >= stage.rows) | (out.at(rows * size) == first + out.at(behind * size))))
 
 
 def _load_weights(plan: Resident) -> list[str]:

@@ -79,12 +79,13 @@ class Stage:
         return self.rows if self.by_rows else self.q
 
     @property
-    def n(self) -> int:
-        return self.q if self.by_rows else self.rows * self.inner_padded
+    def down(self) -> int:
+        """Rows of the state that a warp tile has by columns, if it is not a part of one."""
+        return _down(self.inner_padded, self.nt)
 
     @functools.cached_property
     def tiles(self) -> int:
-        return -(-self.m // (16 * self.mt)) * -(-self.n // (8 * self.nt))
+        return -(-self.m // (16 * self.mt)) * tiles_across(self.q, self.inner, self.rows, self.nt)
 
     @property
     def weight_stride(self) -> int:
@@ -106,25 +107,21 @@ class Stage:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Of the state that it reads, with the rows beyond the last that its tiles touch."""
-        if self.by_rows:
-            rows = round_up(self.rows, 16 * self.mt)
-        else:
-            rows = -(-round_up(self.n, 8 * self.nt) // self.inner_padded)
-        return round_up(rows * self.layout.row * ELEMENT_BYTES[self.dtype], 128)
+        """Of the state that it reads, with what its tiles touch beyond the last row."""
+        rows = round_up(self.rows, 16 * self.mt if self.by_rows else self.down)
+        behind = 0 if self.by_rows else max(0, round_up(self.inner_padded, 8 * self.nt) - self.layout.step)
+        return round_up((rows * self.layout.row + behind) * ELEMENT_BYTES[self.dtype], 128)
 
     @functools.cached_property
     def is_odd(self) -> bool:
         """Whether places of its sums have to be computed as the kernel runs, which takes registers."""
-        padded, wide = self.inner_padded, 8 * self.nt
-        uneven = self.rows % 8 if self.by_rows else self.inner % 8 or (padded % wide and wide % padded)
-        return bool(uneven or self.q % 8)
+        return bool((self.rows if self.by_rows else self.inner) % 8 or self.q % 8)
 
     @functools.cached_property
     def registers(self) -> int:
         """A thread's, about: sums, operands, and what the loops need. Split floats take two of each."""
         words = 2 if self.dtype in ("float32", "float64") else 1
-        places = 24 + 2 * self.nt if self.is_odd else 0
+        places = 12 if self.is_odd else 0
         return words * (4 * self.mt * self.nt + 4 * self.mt + 2 * self.nt) + OTHER_REGISTERS[self.dtype] + places
 
     @functools.cached_property
@@ -155,8 +152,7 @@ def stage_parts(
     p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
     """What multiplying, moving and issuing take of that."""
-    m, n = (rows, q) if inner == 1 else (q, rows * (inner + 7 & ~7))
-    tiles = -(-m // (16 * mt)) * -(-n // (8 * nt))
+    tiles = -(-(rows if inner == 1 else q) // (16 * mt)) * tiles_across(q, inner, rows, nt)
     shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
     k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
     multiply = 2 * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
@@ -165,6 +161,18 @@ def stage_parts(
     inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
     issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
     return multiply, move, issue
+
+
+def tiles_across(q: int, inner: int, rows: int, nt: int) -> int:
+    """Of a warp: by rows of all q, else of what lies behind the mode in all rows, of which none has parts of two."""
+    if inner == 1:
+        return -(-q // (8 * nt))
+    padded = inner + 7 & ~7
+    return -(-rows // _down(padded, nt)) * -(-padded // (8 * nt))
+
+
+def _down(padded: int, nt: int) -> int:
+    return max(1, 8 * nt // padded) if 8 * nt % padded == 0 else 1
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us, together
+from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us, tiles_across, together
 from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
@@ -22,17 +22,34 @@ SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dr
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
 TILES = (
-    *((1, 1), (1, 2), (1, 4), (1, 7), (1, 8), (2, 1), (2, 2), (2, 4), (2, 7), (2, 8)),
-    *((4, 1), (4, 2), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
+    *(
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+        (1, 5),
+        (1, 6),
+        (1, 7),
+        (1, 8),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (2, 4),
+        (2, 5),
+        (2, 7),
+        (2, 8),
+    ),
+    *((4, 1), (4, 2), (4, 3), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
 )
-# Instructions of a warp for a piece of less than 8 bytes, side by side in memory or far apart (where they are in as
-# many sectors), and for an element of a word.
-OF_PIECE, OF_FAR_PIECE, OF_WORD_ELEMENT = 12, 30, 5
-# Of a warp beside its products, counted in machine code: for a sum whose place is computed, 16 bytes of padding, and
-# for that of a row.
-OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 6, 8, 12
+# Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, and issue
+# slots that the load and store unit takes for each line of memory that a warp's pieces are in.
+OF_PIECE, OF_LINE = 2, 2
+LINE = 128  # bytes
+# Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
+# padding, and for that of a row.
+OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
-MOST_ODD_TILES = 8  # where places are computed, or sums stay over several terms
+MOST_HELD_TILES = 8  # where sums stay over several terms
 SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 
 
@@ -169,16 +186,18 @@ def beside_products(stage: Stage) -> float:
 
 
 def pieces_of(elements: int, work: Work, chunk: int) -> float:
-    """Instructions of warps that move a unit by pieces whose places are computed one by one: of less than 8 bytes, or
-    of chunks that do not divide a slice."""
+    """Instructions of warps that move a unit by pieces of less than 16 bytes."""
     size = ELEMENT_BYTES[work.dtype]
     run = chunk if chunk < work.inner else elements
     access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
-    if access >= 8 and work.inner % chunk == 0:
+    if access == 16:
         return 0.0
-    if chunk < work.inner:
-        return elements * OF_FAR_PIECE * size / access / 32
-    return elements * (OF_WORD_ELEMENT if size == access == 2 else OF_PIECE * size / access) / 32
+    return elements * size / access / 32 * of_pieces(access, run * size)
+
+
+def of_pieces(access: int, run: int) -> float:
+    """Issue slots for one of each lane, of so many bytes in runs of `run` bytes of memory."""
+    return OF_PIECE + OF_LINE * 32 * access / min(run, LINE)
 
 
 def _warps_that_fit(work: Work, stages: Stages) -> int:
@@ -223,7 +242,7 @@ def _stages(
         inner = math.prod(sizes[at + 1 :]) * chunk
         once = in_place or (work.rank > 1 and number == len(work.steps) - 1)
         q = mode.q if number else mode.q // split
-        few = min(most, MOST_ODD_TILES) if work.rank > 1 else most
+        few = min(most, MOST_HELD_TILES) if work.rank > 1 else most
         stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu)
         if stage is None:
             return None
@@ -271,21 +290,16 @@ def stage_for(
     p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu
 ) -> Stage | None:
     """The warp tile that moves and multiplies least; `once`: each warp has at most one."""
-    padded = 1 if inner == 1 else round_up(inner, 8)
-    m, n = (rows, q) if inner == 1 else (q, rows * padded)
+    m, n = (rows, q) if inner == 1 else (q, rows * round_up(inner, 8))
     best = None
     for mt, nt in TILES:
         if mt * nt * SUM_REGISTERS[dtype] > most:
             continue
         if (mt > 1 and 8 * mt >= m) or (nt > 1 and 4 * nt >= n):
             continue  # more than half of it would be padding
-        if once and -(-m // (16 * mt)) * -(-n // (8 * nt)) > warps:
-            continue
-        if mt * nt > MOST_ODD_TILES and Stage(p, q, inner, rows, mt, nt, dtype).is_odd:
+        if once and -(-m // (16 * mt)) * tiles_across(q, inner, rows, nt) > warps:
             continue
         time = stage_us(p, q, inner, rows, mt, nt, dtype, warps, gpu)
-        if inner > 1 and padded % (8 * nt) and (8 * nt) % padded:
-            time *= 1.15  # columns whose places are computed as the kernel runs
         if best is None or time < best[0]:
             best = (time, mt, nt)
     return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None

@@ -22,22 +22,23 @@
 
 // P, Q, I: the contraction's sizes; ROWS: the tile's units times what lies before the mode. MT x NT tiles of 16 x 8 are a
 // warp's share. In and Out: layouts of its state and of the next. Offsets in bytes: in, out in the group's memory (-1: the
-// slot), weight in the block's. SPLITS says that a tile's place in Out is its lane's plus a constant, PAIRS that two neighbouring
-// sums are stored at once. SCALE is where a number lies that the sums are multiplied by, or -1. FROM_SUMS: the state is not in
-// shared memory but what a warp has just summed. PARTS says that a sum's place in Out is its row's plus its column's.
+// slot), weight in the block's. SPLITS says that what a warp tile has of several rows of a state lies in Out at constants behind
+// the first, PAIRS that two neighbouring sums are stored at once. SCALE is where a number lies that the sums are multiplied by, or
+// -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed.
 template <bool BY_ROWS_, int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, class In_, class Out_, int IN_, int OUT_,
-          int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_,
-          bool FROM_SUMS_, bool PARTS_>
+          int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_, bool FROM_SUMS_>
 struct Stage {
-  static constexpr bool PARTS = PARTS_;
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = FROM_SUMS_, IN_PLACE = IN_PLACE_, SPLITS = SPLITS_, PAIRS = PAIRS_;
   static constexpr int P = P_, Q = Q_, I = I_, ROWS = ROWS_, MT = MT_, NT = NT_, IN = IN_, OUT = OUT_, WEIGHT = WEIGHT_;
   static constexpr int SCALE = SCALE_;
   using In = In_;
   using Out = Out_;
   static constexpr int IP = BY_ROWS ? 1 : round_up(I, 8), PP = round_up(P, 8);
-  static constexpr int M = BY_ROWS ? ROWS : Q, N = BY_ROWS ? Q : ROWS * IP;
-  static constexpr int M_TILES = ceil_div(M, MT * 16), N_TILES = ceil_div(N, NT * 8), TILES = M_TILES * N_TILES;
+  static constexpr int M = BY_ROWS ? ROWS : Q, WIDE = NT * 8;
+  // By columns, a warp tile has DOWN rows of the state, or ACROSS of them are side by side in one.
+  static constexpr int DOWN = WIDE % IP == 0 ? WIDE / IP : 1, ACROSS = BY_ROWS ? ceil_div(Q, WIDE) : ceil_div(IP, WIDE);
+  static constexpr int M_TILES = ceil_div(M, MT * 16), N_TILES = BY_ROWS ? ACROSS : ceil_div(ROWS, DOWN) * ACROSS;
+  static constexpr int TILES = M_TILES * N_TILES;
   static constexpr int W_STRIDE = W_STRIDE_;  // between a weight's rows
   static constexpr int W_ROWS = BY_ROWS ? N_TILES * NT * 8 : M_TILES * MT * 16;
 };
@@ -104,52 +105,51 @@ template <class Pass> struct Chain {
                  state_of(held) + R::unit(first + k / kEach) + R::at(k % kEach * kRun), kBytes, barrier(slot));
   }
 
-  // Units beyond the last one, and what is missing of a slice's last chunk, become zeros.
-  // R: where they lie in memory, Place: in shared memory, COPY: bytes of one access.
-  template <class R, class Place, int COPY> DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
-    constexpr int kEach = COPY / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    if constexpr (COPY < 4 && R::kDense) return load_elements<R, Place>(x, first, to);
-    if constexpr (COPY >= 4 && R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
-      if (first + Pass::UNITS <= units) {
-        const Element* from = x + R::unit(first) + R::along(thread * kEach);
-        const u32 place = to + Place::at(thread * kEach) * kSize;
-#pragma unroll 16
-        for (int k = 0; k < ceil_div(kCount, kThreads); ++k)
-          if (kCount % kThreads == 0 || k * kThreads + thread < kCount)
-            copy_async<COPY>(place + Place::at(k * kBy) * kSize, from + R::along(k * kBy), true);
-        return;
-      }
-    }
-    const Element* from = x + R::from(first);
-    const int chunk = R::chunk(first), there = present(first) * R::kSize;
-    if constexpr (COPY >= 4) {
-      Pace<Place, kBy> at(thread * kEach);
-      PaceOf<R, Pass::UNITS, kBy> of(chunk, thread * kEach);
-#pragma unroll 4
-      for (int j = thread; j < kCount; j += kThreads) {
-        const bool here = of.e < there && of.is_there();
-        copy_async<COPY>(to + at.place * kSize, from + (here ? of.behind() : 0), here);
-        at.next(), of.next();
-      }
-    } else {
-      constexpr int kRounds = ceil_div(kCount, kThreads), kAtOnce = kRounds < 8 ? kRounds : 8;
-      Pace<Place, kThreads> at(thread);
-      PaceOf<R, Pass::UNITS, kThreads> of(chunk, thread);
+  // How a group's threads go through a tile: all of its units, where they lie together in memory, or some of them at once, THREADS
+  // each. R: where units lie in memory, L: in shared memory, BYTES of one access.
+  template <class R, class L, int BYTES> struct Moved {
+    static constexpr int kCount = R::kDense ? Pass::UNITS * R::kSize : R::kSize, kPieces = kCount * kSize / BYTES;
+    static constexpr int kFit = R::kDense || kPieces >= kThreads ? 1 : kThreads / kPieces;
+    static constexpr int kAtOnce = kFit < Pass::UNITS ? kFit : Pass::UNITS, THREADS = kThreads / kAtOnce;
+    using Walk = Lines<L, kCount, R::template kRun<L>, R::template kLineStep<L>, BYTES / kSize, THREADS>;
+  };
+  // of(where such a part begins in memory, elements of it that are there, those of each line, its first element in the tile)
+  template <class R, class M, class Of> DEVICE void parts_of(i64 first, Of of) const {
+    if constexpr (R::kDense) return of(R::unit(first), present(first) * R::kSize, R::C, 0);
+    const int present = this->present(first), chunk = R::chunk(first);
+    const i64 slice = R::from(first);
 #pragma unroll 1
-      for (int j = thread; j < kCount; j += kThreads * kAtOnce) {
-        Element some[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          some[i] = of.e < there && of.is_there() ? from[of.behind()] : Element{};
-          of.next();
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (j + i * kThreads < kCount) store_shared(to + at.place * kSize, some[i]);
-          at.next();
-        }
-      }
+    for (int unit = thread / M::THREADS; unit < Pass::UNITS; unit += M::kAtOnce) {
+      if (M::kAtOnce * M::THREADS < kThreads && thread >= M::kAtOnce * M::THREADS) break;
+      const int here = chunk + unit, column = here % R::CHUNKS * R::C;
+      of(slice + here / R::CHUNKS * R::SLICE + column, unit < present ? R::kSize : 0,
+         R::WIDTH > 0 ? min(R::C, R::WIDTH - column) : R::C, unit * R::kSize);
     }
+  }
+
+  // Units beyond the last one, and what is missing of a slice's last chunk, become zeros.
+  template <class R, class L, int COPY> DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
+    using M = Moved<R, L, COPY>;
+    const typename M::Walk lines(thread % M::THREADS);
+    parts_of<R, M>(first, [&](i64 begin, int there, int width, int element) {
+      const bool whole = there == M::kCount && width == R::C;
+      const Element* from = x + begin;
+      if (whole)
+        load_lines<COPY>(lines, from, element, to, [](int) { return true; });
+      else
+        load_lines<COPY>(lines, from, element, to, [&](int e) { return e < there && (R::WIDTH == 0 || e % R::C < width); });
+    });
+  }
+  template <int COPY, class LINES, class Here>
+  DEVICE void load_lines(const LINES& lines, const Element* from, int first, u32 to, Here here) const {
+    if constexpr (COPY >= 4)
+      lines.template each<8>(
+          first, [](int, i64, int) { return 0; },
+          [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, here(e) ? from + offset : from, here(e)); });
+    else
+      lines.template each<16>(
+          first, [&](int, i64 offset, int e) { return here(e) ? from[offset] : Element{}; },
+          [&](int place, i64, int, Element x) { store_shared(to + place * kSize, x); });
   }
 
   // What is too small to be copied, to shared memory: the loads of several are on their way together.
@@ -168,49 +168,6 @@ template <class Pass> struct Chain {
   }
 
   static constexpr int kWord = 16 / kSize;  // elements
-  // Elements of a 16-byte word that lie before `from`.
-  static DEVICE int before(const Element* from) { return int(size_t(from) % 16) / kSize; }
-
-  // Units side by side that 16 bytes do not divide: whole words wherever they begin, whose elements find their places.
-  template <class R, class Place> DEVICE void load_elements(const Element* x, i64 first, u32 to) const {
-    constexpr int kCount = Pass::UNITS * R::kSize, kRounds = ceil_div(kCount / kWord + 2, kThreads);
-    constexpr int kAtOnce = kRounds < 4 ? kRounds : 4;
-    const Element* from = x + R::unit(first);
-    const int skipped = before(from);
-    const int left = units - first > 2 * Pass::UNITS ? 2 * kCount : int((units - first) * R::kSize);  // of x
-#pragma unroll 1
-    for (int j = thread; j * kWord < skipped + kCount; j += kThreads * kAtOnce) {
-      Words<16> words[kAtOnce] = {};
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int e = (j + n * kThreads) * kWord - skipped;
-        if (e < kCount && e + kWord <= left) {
-          words[n] = *reinterpret_cast<const Words<16>*>(from + e);
-        } else if (e < kCount) {
-#pragma unroll
-          for (int k = 0; k < kWord; ++k)
-            if (e + k >= 0 && e + k < left) words[n].word[k / 4] |= u64(from[e + k].bits) << k % 4 * 16;
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int e = (j + n * kThreads) * kWord - skipped;
-        const auto element = [&](int k) { return u16(words[n].word[k / 4] >> k % 4 * 16); };
-        Pace<Place, 1> at(e < 0 ? 0 : e);
-        if (e >= 0 && e + kWord <= (left < kCount ? left : kCount)) {
-#pragma unroll
-          for (int k = 0; k < kWord; ++k) store_shared(to + at.place * kSize, element(k)), at.next();
-        } else {
-#pragma unroll
-          for (int k = 0; k < kWord; ++k)
-            if (e + k >= 0 && e + k < kCount) {
-              store_shared(to + at.place * kSize, e + k < left ? element(k) : u16(0));
-              at.next();
-            }
-        }
-      }
-    }
-  }
 
   // Zeros where a layout of a stage pads p up to what the matrix unit takes.
   template <class S> DEVICE void zero_padding(u32 state) const {
@@ -280,31 +237,29 @@ template <class Pass> struct Chain {
 
   template <class S> using Sums = Sum<Element>[S::MT][S::NT][4];
 
+  // Where a warp tile begins: at which row of its product's, in which of the state's, and at which column of that.
+  struct Corner {
+    int row, o, i;
+  };
+  template <class S> static DEVICE Corner corner(int tile) {
+    const int row = tile % S::M_TILES * S::MT * 16, n = tile / S::M_TILES;
+    return {row, n / S::ACROSS * S::DOWN, n % S::ACROSS * S::WIDE};
+  }
+
   // Adds one warp tile's products to y.
   template <class S> DEVICE void multiply(Sums<S>& y, int tile, u32 state, u32 weight) const {
-    int row = tile % S::M_TILES * S::MT * 16, column = tile / S::M_TILES * S::NT * 8;
-    constexpr bool kAligned = S::IP % (S::NT * 8) == 0 || (S::NT * 8) % S::IP == 0;
-    if constexpr (!kAligned) stay_here(row, column);
+    const auto [row, o, i] = corner<S>(tile);
     u32 a, b[S::NT];
     constexpr int kStepA = S::BY_ROWS ? S::In::ROW : S::W_STRIDE;  // between rows of A
     if constexpr (S::BY_ROWS) {
       a = state + row * S::In::ROW * kSize + Math::template lane_row_a<S::In::ROW>(lane);
-      b[0] = weight + column * S::W_STRIDE * kSize + Math::template lane_row_b<S::W_STRIDE>(lane);
+      b[0] = weight + i * S::W_STRIDE * kSize + Math::template lane_row_b<S::W_STRIDE>(lane);
     } else {
       a = weight + row * S::W_STRIDE * kSize + Math::template lane_row_a<S::W_STRIDE>(lane);
-      const u32 from = state + Math::template lane_b_by_n<S::In::STEP>(lane);
-      b[0] = from + (column / S::IP * S::In::ROW + column % S::IP) * kSize;
-      [[maybe_unused]] int i = column % S::IP;
+      const u32 from = state + (o * S::In::ROW + i) * kSize + Math::template lane_b_by_n<S::In::STEP>(lane);
 #pragma unroll
-      for (int n = 1; n < S::NT; ++n) {
-        if constexpr (kAligned) {
-          b[n] = b[0] + (n * 8 / S::IP * S::In::ROW + n * 8 % S::IP) * kSize;
-        } else {  // the next eight of this row, or of the next one
-          i += 8;
-          const bool over = i == S::IP;
-          i = over ? 0 : i, b[n] = b[n - 1] + (over ? S::In::ROW - S::IP + 8 : 8) * kSize;
-        }
-      }
+      for (int n = 0; n < S::NT; ++n)
+        b[n] = from + (S::DOWN > 1 ? n * 8 / S::IP * S::In::ROW + n * 8 % S::IP : n * 8) * kSize;
     }
     all_steps<S, kStepA>(y, a, b);
   }
@@ -343,10 +298,8 @@ template <class Pass> struct Chain {
       u32 from[S::NT];
 #pragma unroll
       for (int n = 0; n < S::NT; ++n) from[n] = b_from[n] + k * S::In::STEP * kSize;
-      // Pairs of tiles are read at once where the second's columns lie at one distance from the first's: in the same row,
-      // which a pair that begins at an odd tile may leave.
-      constexpr bool kSameRow = S::IP % 16 == 0 && (S::NT % 2 == 0 || S::IP % (S::NT * 8) == 0);
-      constexpr int kPairStep = kSameRow ? 8 : S::IP == 8 ? S::In::ROW : 0;
+      // Pairs of tiles are read at once where the second's columns lie at one distance from the first's.
+      constexpr int kPairStep = S::DOWN == 1 || S::IP % 16 == 0 ? 8 : S::IP == 8 ? S::In::ROW : 0;
       Math::template load_b_by_n<K, S::In::STEP, S::NT, kPairStep, kRaw<S>>(b, from, lane.index);
     }
 #pragma unroll
@@ -365,7 +318,7 @@ template <class Pass> struct Chain {
 #pragma unroll
         for (float value : four) finite &= fabsf(value) <= 3.402823466e38f;
     if (__all_sync(~0u, finite)) return;
-    const int row = tile % S::M_TILES * S::MT * 16, column = tile / S::M_TILES * S::NT * 8;
+    const auto [row, o, column] = corner<S>(tile);
 #pragma unroll
     for (int m = 0; m < S::MT; ++m)
 #pragma unroll
@@ -375,7 +328,7 @@ template <class Pass> struct Chain {
           if (fabsf(y[m][n][i]) <= 3.402823466e38f) continue;
           const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
           const int q = S::BY_ROWS ? c : r;
-          const int x = S::BY_ROWS ? r * S::In::ROW : c / S::IP * S::In::ROW + c % S::IP;
+          const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
           float sum = 0;
 #pragma unroll 1
           for (int p = 0; p < S::P; ++p)
@@ -385,91 +338,101 @@ template <class Pass> struct Chain {
         }
   }
 
-  template <class S, bool LAST> DEVICE void write(const Sums<S>& y, int tile, u32 to, i64 unit) const {
-    int row = tile % S::M_TILES * S::MT * 16 + lane.g, column = tile / S::M_TILES * S::NT * 8 + lane.t * 2;
-    if constexpr (!S::SPLITS && S::PARTS) return write_by_parts<S, LAST>(y, row, column, to, unit);
-    if constexpr (!S::SPLITS) stay_here(row, column);
-    const u32 mine = to + S::Out::at(element<S>(row, column)) * kSize;
-    [[maybe_unused]] float scale = 1;
-    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
-#pragma unroll
-    for (int m = 0; m < S::MT; ++m)
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int r = m * 16 + h * 8, c = n * 8;
-          auto first = y[m][n][h * 2], second = y[m][n][h * 2 + 1];
-          if constexpr (S::SCALE >= 0) first *= scale, second *= scale;
-          if (!inside<S>(row + r, column + c)) continue;
-          if constexpr (LAST) {
-            first = finished<S>(first, row + r, column + c, unit);
-            second = finished<S>(second, row + r, column + c + 1, unit);
-          } else {
-            first = Math::rounded(first), second = Math::rounded(second);
-          }
-          u32 place;
-          if constexpr (S::SPLITS)
-            place = mine + S::Out::at(element<S>(r, c)) * kSize;
-          else
-            place = to + S::Out::at(element<S>(row + r, column + c)) * kSize;
-          if constexpr (S::PAIRS) {
-            store_shared(place, Pair<Element>(first, second));
-          } else {
-            store_shared(place, narrow<Element>(first));
-            if (inside<S>(row + r, column + c + 1))
-              store_shared(to + S::Out::at(element<S>(row + r, column + c + 1)) * kSize, narrow<Element>(second));
-          }
-        }
-  }
-  // The same where places are computed as the kernel runs: once for each row, and for each column.
-  template <class S, bool LAST> DEVICE void write_by_parts(const Sums<S>& y, int row, int column, u32 to, i64 unit) const {
-    [[maybe_unused]] float scale = 1;
-    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
-    int columns[2 * S::NT];  // their places, or -1
-#pragma unroll
-    for (int n = 0; n < 2 * S::NT; ++n) {
-      const int c = column + n / 2 * 8 + n % 2;
-      columns[n] = c < S::N && (S::BY_ROWS || S::I == S::IP || c % S::IP < S::I) ? S::Out::at(element<S>(0, c)) : -1;
+  // Bias and activation of sums behind the last stage, in a row that begins with element e of a tile whose first unit is `of_sample`
+  // of a sample's. Of features that a unit has not, a last chunk's or a second neighbour's, there is no bias.
+  template <bool LAST> struct Finish {
+    using R = typename Pass::Output;
+    const Element* bias = nullptr;
+    int left = 0;  // columns of its chunk
+    DEVICE Finish(const Params& params, int of_sample, int e) {
+      if constexpr (LAST && Pass::BIAS) {
+        bias = static_cast<const Element*>(params.bias) + i64(blockIdx.y) * Pass::SPLIT_STEP + R::feature(of_sample, e);
+        if constexpr (R::WIDTH > 0) left = R::WIDTH - (of_sample + e / R::kSize) % R::CHUNKS * R::C;
+      }
     }
+    DEVICE Sum<Element> of(const Chain& chain, Sum<Element> sum, int r, int c, bool there) const {
+      if constexpr (LAST && Pass::BIAS)
+        if (there && (R::WIDTH == 0 || c % R::C < left)) sum += widen(bias[R::at(r) + R::at(c)]);
+      return chain.activation.of(sum);
+    }
+  };
+
+  // Sums to the state that comes out: [q, c] of rows of c's, or, by columns, [o, q, i]. The place of a sum there is that of its row
+  // o, plus that of its q, a constant apart from one to the next, plus that of its i.
+  template <class S, bool LAST> DEVICE void write(const Sums<S>& y, int tile, u32 to, i64 unit) const {
+    using Out = typename S::Out;
+    auto [row, o, i] = corner<S>(tile);
+    if constexpr (!S::SPLITS) stay_here(row, o);
+    row += lane.g, i += lane.t * 2;
+    [[maybe_unused]] float scale = 1;
+    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
+    // Two neighbours, the second `further` elements behind the first one's place; `begin` is where their row begins in the state
+    // that comes out, and they are the r-th and c-th of it.
+    const auto put = [&](int m, int n, int h, u32 place, int further, const Finish<LAST>& finish, int r, int c, bool second_there) {
+      auto first = y[m][n][h * 2], second = y[m][n][h * 2 + 1];
+      if constexpr (S::SCALE >= 0) first *= scale, second *= scale;
+      if constexpr (LAST) {
+        first = finish.of(*this, first, r, c, true), second = finish.of(*this, second, r, c + 1, second_there);
+      } else {
+        first = Math::rounded(first), second = Math::rounded(second);
+      }
+      if constexpr (S::PAIRS) {
+        store_shared(place, Pair<Element>(first, second));
+      } else {
+        store_shared(place, narrow<Element>(first));
+        if (second_there) store_shared(place + further * kSize, narrow<Element>(second));
+      }
+    };
+    const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
+    if constexpr (S::BY_ROWS) {
+      const u32 first = to + (Out::at(row * S::Q) + i) * kSize;
 #pragma unroll
-    for (int h = 0; h < 2 * S::MT; ++h) {
-      const int r = row + h * 8;
-      if (r >= S::M) continue;
-      const u32 mine = to + S::Out::at(element<S>(r, 0)) * kSize;
+      for (int h = 0; h < 2 * S::MT; ++h) {
+        const int r = row + h * 8;
+        if (S::M % (S::MT * 16) && r >= S::M) continue;
+        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i) * kSize;
+        const Finish<LAST> finish(params, of_sample, r * S::Q);
 #pragma unroll
-      for (int n = 0; n < 2 * S::NT; ++n) {
-        if (columns[n] < 0) continue;
-        auto sum = y[h / 2][n / 2][h % 2 * 2 + n % 2];
-        if constexpr (S::SCALE >= 0) sum *= scale;
-        if constexpr (LAST)
-          sum = finished<S>(sum, r, column + n / 2 * 8 + n % 2, unit);
-        else
-          sum = Math::rounded(sum);
-        store_shared(mine + columns[n] * kSize, narrow<Element>(sum));
+        for (int n = 0; n < S::NT; ++n) {
+          const int c = i + n * 8;
+          if (S::Q % S::WIDE == 0 || c < S::Q)
+            put(h / 2, n, h % 2, mine + n * 8 * kSize, 1, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
+        }
+      }
+    } else {
+      constexpr int kRow = Out::I % (S::Q * S::I) == 0 ? S::I : Out::at(S::I);  // from a q to the next
+      constexpr bool kTogether = Out::I % S::I == 0;                            // i's are side by side
+      Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
+      const int first = of_row.place;
+      Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
+#pragma unroll
+      for (int n = 0; n < S::NT; ++n) {
+        const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = i + behind;
+        if (n > 0 && S::DOWN > 1 && behind == 0) {
+          if constexpr (!S::SPLITS) of_row.template advance<S::Q * S::I>();
+          if constexpr (!kTogether) of_column = Place<Out>(i);
+          finish = Finish<LAST>(params, of_sample, (o + down) * S::Q * S::I);
+        }
+        const int of_o = S::SPLITS ? first + Out::at(down * S::Q * S::I) : of_row.place;
+        const u32 mine = to + (of_o + row * kRow + (kTogether ? c : of_column.place)) * kSize;
+        int further = 1;
+        if constexpr (!kTogether) {
+          if constexpr (!S::PAIRS) {
+            Place<Out> next = of_column;
+            next.template advance<1>();
+            further = next.place - of_column.place;
+          }
+          of_column.template advance<8>();
+        }
+        if ((S::I < S::ACROSS * S::WIDE / S::DOWN && c >= S::I) || (S::ROWS % S::DOWN && o + down >= S::ROWS)) continue;
+#pragma unroll
+        for (int h = 0; h < 2 * S::MT; ++h)
+          if (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M)
+            put(h / 2, n, h % 2, mine + h * 8 * kRow * kSize, further, finish, (row + h * 8) * S::I, c,
+                S::I % 2 == 0 || c + 1 < S::I);
       }
     }
   }
-  // A sum with bias and activation
-  template <class S> DEVICE Sum<Element> finished(Sum<Element> sum, int row, int column, i64 unit) const {
-    if constexpr (Pass::BIAS) {
-      using R = typename Pass::Output;
-      const int e = element<S>(row, column);
-      if (inside<S>(row, column) && e < present(unit) * R::kSize && R::has(R::chunk(unit), e))
-        sum += widen(static_cast<const Element*>(params.bias)[i64(blockIdx.y) * Pass::SPLIT_STEP +
-                                                              R::feature(R::of_sample(unit), e)]);
-    }
-    return activation.of(sum);
-  }
-  // The place of a sum in the state that comes out, and whether it belongs to it or to padding.
-  template <class S> static constexpr DEVICE int element(int row, int column) {
-    return S::BY_ROWS ? row * S::Q + column : (column / S::IP * S::Q + row) * S::I + column % S::IP;
-  }
-  template <class S> static DEVICE bool inside(int row, int column) {
-    return (S::M % (S::MT * 16) == 0 || row < S::M) && (S::N % (S::NT * 8) == 0 || column < S::N) &&
-           (S::BY_ROWS || S::I == S::IP || column % S::IP < S::I);
-  }
-
   // Adds one term's products. What has to be repaired is a term by itself.
   template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 slot) const {
     const u32 weight = weight_address<S>(term), state = in_address<S>(slot);
@@ -588,60 +551,26 @@ template <class Pass> struct Chain {
     commit_stores();
   }
 
-  // A unit's first `limit` elements, of a part that may reach behind what it is a part of.
-  template <class R, class Place, int STORE, bool LIMITED = false>
-  DEVICE void store_pieces(i64 first, u32 from, Element* y, int limit = R::kSize) const {
-    constexpr int kEach = STORE / kSize, kCount = Pass::UNITS * R::kSize / kEach, kBy = kThreads * kEach;
-    if constexpr (STORE < 4 && R::kDense && !LIMITED) return store_elements<R, Place>(first, from, y);
-    if constexpr (R::side_by_side(Pass::UNITS) && R::splits(kBy) && Place::splits(kBy)) {
-      if (first + Pass::UNITS <= units && (!LIMITED || limit >= R::kSize)) {
-        Element* to = y + R::unit(first) + R::along(thread * kEach);
-        const u32 place = from + Place::at(thread * kEach) * kSize;
-#pragma unroll 8
-        for (int k = 0; k < ceil_div(kCount, kThreads); ++k)
-          if (kCount % kThreads == 0 || k * kThreads + thread < kCount)
-            store_words<STORE>(to + R::along(k * kBy),
-                               load_words<STORE>(place + Place::at(k * kBy) * kSize));
-        return;
-      }
-    }
-    y += R::from(first);
-    const int chunk = R::chunk(first), there = present(first) * R::kSize;
-    Pace<Place, kBy> at(thread * kEach);
-    PaceOf<R, Pass::UNITS, kBy> of(chunk, thread * kEach);
-#pragma unroll 4
-    for (int j = thread; j < kCount; j += kThreads) {
-      if (of.e < there && of.is_there() && !(LIMITED && of.e % R::kSize >= limit))
-        store_words<STORE>(y + of.behind(), load_words<STORE>(from + at.place * kSize));
-      at.next(), of.next();
-    }
+  // Of each unit its first `limit` elements, where it may reach behind what it is a part of.
+  template <class R, class L, int STORE> DEVICE void store_pieces(i64 first, u32 from, Element* y, int limit = R::kSize) const {
+    using M = Moved<R, L, STORE>;
+    const typename M::Walk lines(thread % M::THREADS);
+    parts_of<R, M>(first, [&](i64 begin, int there, int width, int element) {
+      if constexpr (!R::kDense) there = min(there, limit);
+      const bool whole = there == M::kCount && width == R::C;
+      if (whole)
+        store_lines<STORE>(lines, from, element, y + begin, [](int) { return true; });
+      else
+        store_lines<STORE>(lines, from, element, y + begin, [&](int e) { return e < there && (R::WIDTH == 0 || e % R::C < width); });
+    });
   }
-
-  // The other way round: the elements of a word are put together.
-  template <class R, class Place> DEVICE void store_elements(i64 first, u32 from, Element* y) const {
-    Element* to = y + R::unit(first);
-    const int skipped = before(to), present = this->present(first) * R::kSize;
-#pragma unroll 2
-    for (int j = thread; j * kWord < skipped + present; j += kThreads) {
-      const int e = j * kWord - skipped;
-      Pace<Place, 1> at(e < 0 ? 0 : e);
-      Words<16> word = {};
-      if (e >= 0 && e + kWord <= present) {
-#pragma unroll
-        for (int k = 0; k < kWord; ++k) word.word[k / 4] |= u64(load_u16(from + at.place * kSize)) << k % 4 * 16, at.next();
-        store_words<16>(to + e, word);
-      } else {
-#pragma unroll
-        for (int k = 0; k < kWord; ++k)
-          if (e + k >= 0 && e + k < present) {
-            word.word[k / 4] |= u64(load_u16(from + at.place * kSize)) << k % 4 * 16;
-            at.next();
-          }
-#pragma unroll
-        for (int k = 0; k < kWord; ++k)
-          if (e + k >= 0 && e + k < present) store_global(to + e + k, Element{u16(word.word[k / 4] >> k % 4 * 16)});
-      }
-    }
+  template <int STORE, class LINES, class Here>
+  DEVICE void store_lines(const LINES& lines, u32 from, int first, Element* to, Here here) const {
+    lines.template each<STORE < 4 ? 16 : 8>(
+        first, [&](int place, i64, int) { return load_words<STORE>(from + place * kSize); },
+        [&](int, i64 offset, int e, const Words<STORE>& word) {
+          if (here(e)) store_words<STORE>(to + offset, word);
+        });
   }
 
   // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.

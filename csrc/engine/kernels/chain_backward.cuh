@@ -246,7 +246,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
         using Returned = typename Pass::Returned;
         constexpr int kOfRow = Returned::kSize / Pass::PART;
         Element* y = static_cast<Element*>(params.y) + of_term<Pass::Y_TERM>() + part() * Pass::PART_STEP;
-        Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE, (Pass::PARTS > 1)>(
+        Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(
             tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
       }
       last = slot;

@@ -12,11 +12,11 @@ template <int P_, int I_, int ROW_, int STEP_> struct Layout {
   }
 };
 
-// An element's place there, and that of the element BY behind it, and so on: by additions, where at() divides.
-template <class L, int BY> struct Pace {
+// An element's place there, and that of one that lies some elements behind it: by additions, where at() divides.
+template <class L> struct Place {
   int place, i, p;
-  DEVICE explicit Pace(int e) : place(L::at(e)), i(e % L::I), p(e / L::I % L::P) {}
-  DEVICE void next() {
+  DEVICE explicit Place(int e) : place(L::at(e)), i(e % L::I), p(e / L::I % L::P) {}
+  template <int BY> DEVICE void advance() {
     constexpr int kI = BY % L::I, kP = BY / L::I % L::P;
     place += BY / (L::P * L::I) * L::ROW + kP * L::STEP + kI;
     if constexpr (kI > 0) {
@@ -24,10 +24,61 @@ template <class L, int BY> struct Pace {
       const bool over = i >= L::I;
       i -= over ? L::I : 0, p += over, place += over ? L::STEP - L::I : 0;
     }
-    if constexpr (kI > 0 || kP > 0) {
+    if constexpr ((kI > 0 || kP > 0) && L::ROW != L::P * L::STEP) {
       p += kP;
       const bool over = p >= L::P;
       p -= over ? L::P : 0, place += over ? L::ROW - L::P * L::STEP : 0;
+    }
+  }
+};
+
+// How THREADS threads go through COUNT elements, EACH at once, in lines of RUN that lie together in shared memory and in memory,
+// there STEP elements from one to the next: some lines at a time, or one, of which a thread has several pieces. Most places are
+// then constants behind a thread's first one.
+template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct Lines {
+  static constexpr int kPieces = RUN / EACH, kLines = COUNT / RUN, kRounds = ceil_div(kPieces, THREADS);
+  static constexpr int kFit = kRounds > 1 ? 1 : THREADS / kPieces, kAtOnce = kFit < kLines ? kFit : kLines;
+  static_assert(RUN % EACH == 0 && COUNT % RUN == 0);
+  const int line, piece;  // a thread's first line, and its first element of a line
+  DEVICE explicit Lines(int thread)
+      : line(kRounds > 1 ? 0 : thread / kPieces), piece((kRounds > 1 ? thread : thread % kPieces) * EACH) {}
+
+  // take(place, offset, element) of some pieces, then put(place, offset, element, what was taken) of each. `first` is the element
+  // of the layout that the first line begins with, places and offsets count elements.
+  template <int SOME, class Take, class Put> DEVICE void each(int first, Take take, Put put) const {
+    if (kRounds == 1 && kAtOnce * kPieces < THREADS && line >= kAtOnce) return;
+    constexpr int kSteps = ceil_div(kLines, kAtOnce), kFits = SOME / kRounds;
+    constexpr int kSome = kFits < 1 ? 1 : kFits < kSteps ? kFits : kSteps;      // lines, and pieces of a line
+    constexpr int kPart = kRounds < SOME ? kRounds : SOME;
+    Place<L> at(first + line * RUN + piece);
+    i64 offset = line * STEP + piece;
+    int element = line * RUN + piece;
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step += kSome) {
+#pragma unroll 1
+      for (int round = 0; round < kRounds; round += kPart) {
+        decltype(take(0, offset, 0)) taken[kSome][kPart];
+        const auto go = [&](auto what) {
+          Place<L> here = at;
+#pragma unroll
+          for (int i = 0; i < kSome; ++i) {
+            if ((kSteps % kSome == 0 || step + i < kSteps) && (kLines % kAtOnce == 0 || (step + i) * kAtOnce + line < kLines)) {
+#pragma unroll
+              for (int r = 0; r < kPart; ++r) {
+                const int behind = (round + r) * THREADS * EACH;
+                if (kRounds == 1 || (kPieces % THREADS == 0 && kRounds % kPart == 0) || behind + piece < RUN)
+                  what(here.place + behind, offset + i * kAtOnce * STEP + behind, element + i * kAtOnce * RUN + behind, taken[i][r]);
+              }
+            }
+            here.template advance<kAtOnce * RUN>();
+          }
+          return here;
+        };
+        go([&](int place, i64 offset, int element, auto& taken) { taken = take(place, offset, element); });
+        const Place<L> next = go(put);
+        if (round + kPart >= kRounds) at = next;
+      }
+      offset += kSome * kAtOnce * STEP, element += kSome * kAtOnce * RUN;
     }
   }
 };
@@ -36,61 +87,22 @@ template <class L, int BY> struct Pace {
 // STEP elements from row to row. Where C does not divide that axis, of WIDTH elements then, the last chunk is not whole.
 template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_SAMPLE_, int WIDTH_ = 0> struct Region {
   static constexpr int C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_, WIDTH = WIDTH_;
-  static constexpr i64 STEP = STEP_;
+  static constexpr i64 STEP = STEP_, SLICE = SLICE_;
   static constexpr bool kDense = kSize == SLICE_;
   static DEVICE i64 unit(i64 u) { return u / CHUNKS * SLICE_ + u % CHUNKS * C; }
-  static DEVICE i64 at(int e) { return e / C * STEP_ + e % C; }
+  static DEVICE i64 at(int e) { return ROWS_ == 1 ? e : e / C * STEP_ + e % C; }
 
-  // Element e of a tile whose first unit is u: its place behind from(u), which takes no long divisions, and its feature.
+  // Lines of a unit that lie together there and in a layout of shared memory, and from one to the next.
+  template <class L> static constexpr int kRun = ROWS_ > 1 ? C : L::I > 1 ? L::STEP == L::I ? L::P * L::I : L::I : L::P;
+  template <class L> static constexpr i64 kLineStep = ROWS_ > 1 ? STEP_ : kRun<L>;
+
+  // Of a tile whose first unit is u: where its slice begins, which chunk of that it is, which unit of its sample, and the feature
+  // that its element e is.
   static DEVICE i64 from(i64 u) { return u / CHUNKS * SLICE_; }
   static DEVICE int chunk(i64 u) { return int(u % CHUNKS); }
-  static DEVICE i64 behind(int chunk, int e) {
-    if constexpr (kDense) return e;
-    const int here = chunk + e / kSize;
-    return i64(here / CHUNKS) * SLICE_ + here % CHUNKS * C + at(e % kSize);
-  }
-  static DEVICE bool has(int chunk, int e) {
-    return WIDTH_ == 0 || (chunk + e / kSize) % CHUNKS * C + e % C < WIDTH_;
-  }
   static DEVICE int of_sample(i64 u) { return int(u % UNITS_PER_SAMPLE_); }
   static DEVICE int feature(int of_sample, int e) {
     const int here = UNITS_PER_SAMPLE_ > 1 ? (of_sample + e / kSize) % UNITS_PER_SAMPLE_ : 0;
     return here / CHUNKS * int(SLICE_) + here % CHUNKS * C + int(at(e % kSize));
-  }
-
-  // A tile of units that lie side by side: an element's place behind the first one's.
-  static constexpr bool side_by_side(int units) { return WIDTH_ == 0 && (kDense || CHUNKS % units == 0); }
-  static constexpr DEVICE i64 along(int e) {
-    return kDense ? e : i64(e % kSize / C) * STEP_ + e / kSize * C + e % C;
-  }
-  static constexpr bool splits(int by) {
-    return kDense || ((by % C == 0 || C % by == 0) && (by % kSize == 0 || kSize % by == 0));
-  }
-};
-
-// The same of a tile's elements in memory, behind its first unit's slice; `is_there` says whether an element is in its chunk.
-template <class R, int UNITS, int BY> struct PaceOf {
-  static constexpr bool kCounts = !R::kDense && UNITS == 1;  // a unit's rows, by additions
-  const int chunk;
-  int e, c;
-  i64 offset;
-  DEVICE PaceOf(int chunk, int e) : chunk(chunk), e(e), c(e % R::C), offset(0) {
-    if constexpr (kCounts) offset = R::behind(chunk, e);
-  }
-  DEVICE i64 behind() const {
-    if constexpr (R::kDense) return e;
-    if constexpr (kCounts) return offset;
-    return R::behind(chunk, e);
-  }
-  DEVICE bool is_there() const {
-    if constexpr (kCounts) return R::WIDTH == 0 || chunk * R::C + c < R::WIDTH;
-    return R::has(chunk, e);
-  }
-  DEVICE void next() {
-    e += BY;
-    if constexpr (kCounts) {
-      c += BY % R::C, offset += i64(BY / R::C) * R::STEP + BY % R::C;
-      if (BY % R::C > 0 && c >= R::C) c -= R::C, offset += R::STEP - R::C;
-    }
   }
 };
