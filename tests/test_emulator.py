@@ -44,6 +44,7 @@ from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
+from factorlayer.kernels.stages import Stage
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
@@ -397,6 +398,29 @@ def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emu
     assert isinstance(first, Resident) and isinstance(last, Resident)
     rank = case.spec.rank
     assert (first.work.terms, first.work.apart, last.work.rank, last.work.apart) == (rank, False, rank, True)
+
+
+def stages_of(found: Plan) -> list[Stage]:
+    passes = (p for p in found.passes if isinstance(p, Resident))
+    return [stage for p in passes for stage in p.stages if isinstance(stage, Stage)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kronecker((3, 40, 98), (2, 40, 98)), "float16", 3, LARGE),
+        Case(kronecker((3, 40, 97), (2, 40, 97)), "bfloat16", 3, LARGE),
+        Case(kronecker((70, 3), (70, 5)), "float64", 3, LARGE),
+        Case(kronecker((2, 120), (2, 120)), "float32", 3, LARGE),
+        Case(kronecker((2, 66, 30), (2, 66, 30), rank=3), "tf32", 3, LARGE),
+        Case(kronecker((2, 63, 5), (2, 63, 5), rank=2), "float64", 3, LARGE),
+    ],
+    ids=str,
+)
+def test_small_modes_are_contracted_by_threads(case: Case, emulator: Emulator) -> None:
+    """In the first stage, the last or the only one, and summed over terms whose states lie apart."""
+    found = run_with_less_memory(case, 60000 if case.spec.rank > 2 else 200000, emulator)
+    assert any(stage.mt == 0 for stage in stages_of(found)), found
 
 
 @pytest.mark.parametrize(

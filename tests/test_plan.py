@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense
 from factorlayer.kernels.stack.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed, WeightChunks
-from factorlayer.kernels.stages import Sandwich, Stage
+from factorlayer.kernels.stages import Layout, Sandwich, Stage
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
@@ -613,6 +614,12 @@ def single_stages(found: Plan) -> Iterator[tuple[Stage, str]]:
                 yield stage, "state as A, weight as B" if stage.by_rows else "weight as A, state as B"
 
 
+def stages_and_what_follows(found: Plan) -> Iterator[tuple[Stage, Layout]]:
+    for p in found.passes:
+        if isinstance(p, Resident) and not any(isinstance(stage, Sandwich) for stage in p.stages):
+            yield from zip(p.stages, [*(stage.layout for stage in p.stages[1:]), p.final], strict=True)
+
+
 def check_banks(stage: Stage, reads: str) -> None:
     size = ELEMENT_BYTES[stage.dtype]
     accesses = {}
@@ -977,6 +984,38 @@ def test_other_small_factors_have_other_families(spec: LayerSpec, dtype: str) ->
     modes = tuple(Mode(((i, q, p),)) for i, (q, p) in enumerate(zip(spec.out_factors, spec.in_factors, strict=True)))
     taken = small_backward.tile(modes, 1, dtype, 1024, Gpu.of(90))
     assert taken is None or spec.rank > 1, "terms go back one by one"
+
+
+def test_a_sum_of_products_ends_with_the_smaller_weights() -> None:
+    """As the last pass has those of all terms, which have to fit."""
+    found = plan(chain_of(kronecker((161, 17, 4, 4), (161, 17, 4, 4), rank=3)), "tf32", 256, Gpu.of(90))
+    assert all(isinstance(p, Resident) for p in found.passes)
+    assert next(single_stages(found))[0].p == 161
+
+
+@pytest.mark.parametrize("gpu", [Gpu.of(80), Gpu.of(90)], ids=str)
+def test_places_of_sums_are_their_rows_and_columns(gpu: Gpu) -> None:
+    """chain.cuh adds up a row's, a q's and a column's place; q's are a constant apart."""
+    source = random.Random(5)
+    checked = 0
+    while checked < 40:
+        count = source.randint(2, 5)
+        sizes = [tuple(source.choice((2, 3, 4, 5, 8, 9, 16, 24, 33)) for _ in range(count)) for _ in range(2)]
+        dtype = source.choice(("float64", "float32", "tf32", "bfloat16", "float16"))
+        if max(math.prod(side) for side in sizes) > 1 << 14:
+            continue
+        for stage, out in stages_and_what_follows(plan(chain_of(kronecker(*sizes)), dtype, 1024, gpu)):
+            checked += 1
+            if stage.by_rows:
+                row, q = np.arange(stage.rows)[:, None], np.arange(stage.q)
+                assert (out.at(row * stage.q + q) == out.at(row * stage.q) + q).all(), (stage, out)
+                continue
+            inner = stage.inner
+            o, q, i = np.ogrid[: stage.rows, : stage.q, :inner]
+            step = inner if out.i % (stage.q * inner) == 0 else out.at(inner)
+            right = out.at(o * stage.q * inner) + q * step + out.at(i)
+            assert (out.at((o * stage.q + q) * inner + i) == right).all(), (stage, out)
+            assert out.i % inner or (out.at(i) == i).all(), (stage, out)
 
 
 @dtypes

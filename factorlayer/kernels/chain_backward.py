@@ -19,6 +19,7 @@ from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
 from factorlayer.kernels.tiling import (
+    MOST_OF_THREADS,
     OF_PADDED_ROW,
     chunks_of,
     odd_us,
@@ -508,7 +509,7 @@ def _stages(
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
         part = mode.p if parts == 1 else round_up(-(-mode.p // parts), 16)
         for p, q, stages in ((mode.p, mode.q, forward), (mode.q, part, back)):
-            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu)
+            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu, p * q <= MOST_OF_THREADS)
             if stage is None:
                 return None
             stages.append(stage)

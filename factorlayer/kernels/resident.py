@@ -318,6 +318,8 @@ def stage_type(
 @functools.lru_cache(1024)
 def _splits(stage: Stage, out: Layout) -> bool:
     """Whether what a warp tile has of several rows of a state lies in the next one at constants behind the first."""
+    if not stage.mt:
+        return False
     if stage.by_rows:
         size, step, count = stage.q, 8, 2 * stage.mt
         lanes = np.arange(-(-stage.m // (16 * stage.mt)))[:, None] * 16 * stage.mt + np.arange(8)
@@ -391,6 +393,15 @@ def _stages(plan: Resident) -> list[str]:
     head = "template <class C> static DEVICE void stages(const C& c, u32 slot, i64 tile) {"
     if plan.work.rank == 1:
         return [head, "  [[maybe_unused]] constexpr int term = 0;", *(f"  {call}" for call in calls), "}"]
+    if not plan.last.mt:  # the only stage, by threads
+        apart = plan.held_bytes if plan.work.apart else 0
+        to = "c.template out_address<S0>(slot)"
+        return [
+            head,
+            f"  c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, slot, {to}, tile * UNITS);",
+            "  c.template end_stage<void>(0);",
+            "}",
+        ]
     return [
         head,
         f"  typename C::template Sums<S{last}> y = {{}};",

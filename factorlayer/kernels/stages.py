@@ -13,6 +13,9 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.work import round_up
 
 OVERLAP = 0.09  # of units that work side by side: what the shorter times add
+# Of a thread that has all of a weight: registers beside it and its columns, instructions for a column's place, and for
+# each number of the weight, which it reads for every tile.
+OTHER_OF_THREADS, OF_COLUMN, OF_WEIGHT = 40, 24, 3
 OTHER_REGISTERS = {"float64": 52, "float32": 48, "tf32": 44, "bfloat16": 32, "float16": 32}
 
 
@@ -52,7 +55,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """One contraction of a tile: `rows` times [p, inner] -> [q, inner], in warp tiles of mt x nt times 16 x 8."""
+    """One contraction of a tile: `rows` times [p, inner] -> [q, inner], in warp tiles of mt x nt times 16 x 8, or,
+    where these are 0, by threads that have all of a small weight each."""
 
     p: int
     q: int
@@ -64,7 +68,7 @@ class Stage:
 
     def __str__(self) -> str:
         how = "rows" if self.by_rows else "columns"
-        return f"{self.p}→{self.q} by {how} {16 * self.mt}×{8 * self.nt}"
+        return f"{self.p}→{self.q} by {how} " + (f"{16 * self.mt}×{8 * self.nt}" if self.mt else "of threads")
 
     @property
     def by_rows(self) -> bool:
@@ -81,10 +85,12 @@ class Stage:
     @property
     def down(self) -> int:
         """Rows of the state that a warp tile has by columns, if it is not a part of one."""
-        return _down(self.inner_padded, self.nt)
+        return _down(self.inner_padded, self.nt) if self.nt else 1
 
     @functools.cached_property
     def tiles(self) -> int:
+        if not self.mt:
+            return -(-self.rows * self.inner // 32)
         return -(-self.m // (16 * self.mt)) * tiles_across(self.q, self.inner, self.rows, self.nt)
 
     @property
@@ -93,7 +99,7 @@ class Stage:
 
     @functools.cached_property
     def weight_bytes(self) -> int:
-        rows = round_up(self.q, 8 * self.nt) if self.by_rows else round_up(self.q, 16 * self.mt)
+        rows = round_up(self.q, 8 * self.nt if self.by_rows else 16 * self.mt) if self.mt else self.q
         return rows * self.weight_stride * ELEMENT_BYTES[self.dtype]
 
     @functools.cached_property
@@ -108,20 +114,24 @@ class Stage:
     @functools.cached_property
     def state_bytes(self) -> int:
         """Of the state that it reads, with what its tiles touch beyond the last row."""
-        rows = round_up(self.rows, 16 * self.mt if self.by_rows else self.down)
-        behind = 0 if self.by_rows else max(0, round_up(self.inner_padded, 8 * self.nt) - self.layout.step)
+        rows = round_up(self.rows, max(1, 16 * self.mt) if self.by_rows else self.down)
+        behind = (
+            0 if self.by_rows or not self.nt else max(0, round_up(self.inner_padded, 8 * self.nt) - self.layout.step)
+        )
         return round_up((rows * self.layout.row + behind) * ELEMENT_BYTES[self.dtype], 128)
 
     @functools.cached_property
     def is_odd(self) -> bool:
         """Whether places of its sums have to be computed as the kernel runs, which takes registers."""
-        return bool((self.rows if self.by_rows else self.inner) % 8 or self.q % 8)
+        return bool(self.mt and ((self.rows if self.by_rows else self.inner) % 8 or self.q % 8))
 
     @functools.cached_property
     def registers(self) -> int:
         """A thread's, about: sums, operands, and what the loops need. Split floats take two of each."""
         words = 2 if self.dtype in ("float32", "float64") else 1
         places = 12 if self.is_odd else 0
+        if not self.mt:
+            return (2 if self.dtype == "float64" else 1) * (self.p * self.q + 2 * (2 * self.p + 2)) + OTHER_OF_THREADS
         return words * (4 * self.mt * self.nt + 4 * self.mt + 2 * self.nt) + OTHER_REGISTERS[self.dtype] + places
 
     @functools.cached_property
@@ -152,6 +162,8 @@ def stage_parts(
     p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
     """What multiplying, moving and issuing take of that."""
+    if not mt:
+        return _parts_of_threads(p, q, inner, rows, dtype, warps, gpu)
     tiles = -(-(rows if inner == 1 else q) // (16 * mt)) * tiles_across(q, inner, rows, nt)
     shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
     k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
@@ -161,6 +173,19 @@ def stage_parts(
     inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
     issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
     return multiply, move, issue
+
+
+def _parts_of_threads(
+    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu
+) -> tuple[float, float, float]:
+    """The same of a stage by threads: two columns at a time where they are pairs of 16 bits."""
+    size = ELEMENT_BYTES[dtype]
+    wide = 2 if size == 2 and inner % 2 == 0 else 1
+    rounds = -(-(rows * inner // wide) // (32 * warps)) * warps
+    fma = p * q * wide * (2 if dtype == "float64" else 1)
+    each = OF_COLUMN + p * (1 + size % 4) + fma + q * (wide + 1)
+    issue = (rounds * each + warps * OF_WEIGHT * p * q) / gpu.instructions
+    return 0.0, rows * inner * (p + q) * size / gpu.shared_bytes, issue
 
 
 def tiles_across(q: int, inner: int, rows: int, nt: int) -> int:

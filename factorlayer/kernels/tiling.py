@@ -49,6 +49,7 @@ LINE = 128  # bytes
 # padding, and for that of a row.
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
+MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_HELD_TILES = 8  # where sums stay over several terms
 SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 
@@ -205,7 +206,8 @@ def _warps_that_fit(work: Work, stages: Stages) -> int:
     registers = max(stage.registers for stage in stages)
     if work.rank > 1:  # the last sums stay while the stages before them run
         last = last_of(stages)
-        registers += 4 * last.mt * last.nt * (2 if work.dtype == "float64" else 1)
+        held = 4 * last.mt * last.nt or (work.rank - 1) * last.p * last.q
+        registers += held * (2 if work.dtype == "float64" else 1)
     if work.bias or work.activation != "identity":
         registers += 16
     return min(32, 4 * (512 // round_up(registers, 8)))
@@ -243,7 +245,9 @@ def _stages(
         once = in_place or (work.rank > 1 and number == len(work.steps) - 1)
         q = mode.q if number else mode.q // split
         few = min(most, MOST_HELD_TILES) if work.rank > 1 else most
-        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu)
+        sums = work.rank if number == len(work.steps) - 1 else 1  # terms that a thread would have the weights of
+        by_threads = not in_place and (sums == 1 or number == 0) and sums * mode.p * q <= MOST_OF_THREADS
+        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu, by_threads)
         if stage is None:
             return None
         stages.append(stage)
@@ -265,7 +269,8 @@ def _sandwich(work: Work, split: int, units: int, warps: int, most: int, gpu: Gp
     stages: list[Stage | Sandwich] = [first]
     for (at, mode), sizes in list(zip(work.steps, work.states_of(split), strict=False))[2:]:
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
-        stage = stage_for(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu)
+        by_threads = mode.p * mode.q <= MOST_OF_THREADS
+        stage = stage_for(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu, by_threads)
         if stage is None:
             return None
         stages.append(stage)
@@ -287,9 +292,9 @@ def _sandwich_stage(
 
 @functools.lru_cache(4096)
 def stage_for(
-    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu
+    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu, by_threads: bool
 ) -> Stage | None:
-    """The warp tile that moves and multiplies least; `once`: each warp has at most one."""
+    """The warp tile that moves and multiplies least, or threads if they may; `once`: each warp has at most one tile."""
     m, n = (rows, q) if inner == 1 else (q, rows * round_up(inner, 8))
     best = None
     for mt, nt in TILES:
@@ -302,6 +307,10 @@ def stage_for(
         time = stage_us(p, q, inner, rows, mt, nt, dtype, warps, gpu)
         if best is None or time < best[0]:
             best = (time, mt, nt)
+    if by_threads:
+        time = stage_us(p, q, inner, rows, 0, 0, dtype, warps, gpu)
+        if best is None or time < best[0]:
+            best = (time, 0, 0)
     return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None
 
 

@@ -25,11 +25,20 @@ def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
     for number, modes in enumerate(mergings(chain, dtype)):
         if number and len(modes) > MOST_MODES:
             continue
-        order = order_of(modes)
-        most = min(len(order), MOST_PASSES) if len(order) <= MOST_MODES else len(order)
-        for count in range(1, most + 1):
-            cuts = parts_of(order, count) if len(order) <= MOST_MODES or count == 1 else [_even(order, count)]
-            yield from (works_of(chain, dtype, modes, cut) for cut in cuts)
+        few = len(modes) <= MOST_MODES
+        for count in range(1, (min(len(modes), MOST_PASSES) if few else len(modes)) + 1):
+            for order in _orders(modes, chain.rank):
+                cuts = parts_of(order, count) if few or count == 1 else [_even(order, count)]
+                yield from (works_of(chain, dtype, modes, cut) for cut in cuts)
+
+
+def _orders(modes: tuple[Mode, ...], rank: int) -> list[list[int]]:
+    """With fewest multiply-adds. Of a sum the last pass has the weights of all terms: the other way round among equals,
+    where that ends with a smaller one."""
+    order = order_of(modes)
+    other = sorted(range(len(modes)), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
+    ends = [modes[ways[-1]].p * modes[ways[-1]].q for ways in (order, other)]
+    return [order, other] if rank > 1 and ends[1] < ends[0] else [order]
 
 
 def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:

@@ -24,7 +24,7 @@
 // warp's share. In and Out: layouts of its state and of the next. Offsets in bytes: in, out in the group's memory (-1: the
 // slot), weight in the block's. SPLITS says that what a warp tile has of several rows of a state lies in Out at constants behind
 // the first, PAIRS that two neighbouring sums are stored at once. SCALE is where a number lies that the sums are multiplied by, or
-// -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed.
+// -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed. Without tiles, threads contract a small mode.
 template <bool BY_ROWS_, int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, class In_, class Out_, int IN_, int OUT_,
           int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_, bool FROM_SUMS_>
 struct Stage {
@@ -34,13 +34,15 @@ struct Stage {
   using In = In_;
   using Out = Out_;
   static constexpr int IP = BY_ROWS ? 1 : round_up(I, 8), PP = round_up(P, 8);
+  static constexpr bool BY_THREADS = MT == 0;  // not by the matrix unit: a thread has all p's of a column
   static constexpr int M = BY_ROWS ? ROWS : Q, WIDE = NT * 8;
   // By columns, a warp tile has DOWN rows of the state, or ACROSS of them are side by side in one.
-  static constexpr int DOWN = WIDE % IP == 0 ? WIDE / IP : 1, ACROSS = BY_ROWS ? ceil_div(Q, WIDE) : ceil_div(IP, WIDE);
-  static constexpr int M_TILES = ceil_div(M, MT * 16), N_TILES = BY_ROWS ? ACROSS : ceil_div(ROWS, DOWN) * ACROSS;
+  static constexpr int DOWN = !BY_THREADS && WIDE % IP == 0 ? WIDE / IP : 1;
+  static constexpr int ACROSS = BY_THREADS ? 1 : ceil_div(BY_ROWS ? Q : IP, WIDE);
+  static constexpr int M_TILES = BY_THREADS ? 1 : ceil_div(M, MT * 16), N_TILES = BY_ROWS ? ACROSS : ceil_div(ROWS, DOWN) * ACROSS;
   static constexpr int TILES = M_TILES * N_TILES;
   static constexpr int W_STRIDE = W_STRIDE_;  // between a weight's rows
-  static constexpr int W_ROWS = BY_ROWS ? N_TILES * NT * 8 : M_TILES * MT * 16;
+  static constexpr int W_ROWS = BY_THREADS ? Q : BY_ROWS ? N_TILES * NT * 8 : M_TILES * MT * 16;
 };
 
 // Two contractions at one visit, of the last two modes: Y = A X B', A by columns, then B by rows. A warp makes its rows of
@@ -338,6 +340,71 @@ template <class Pass> struct Chain {
         }
   }
 
+  DEVICE static Sum<Element> number(u32 from) {
+    if constexpr (kSize == 2)
+      return widen(Element{load_u16(from)});
+    else
+      return load_sum(from, Sum<Element>());
+  }
+
+  // One contraction of a small mode, for which the matrix unit would multiply padding: a thread has a column, or two neighbours,
+  // and all of the weight, or of each of some TERMS' that are summed, whose states are APART bytes from each other.
+  template <class S, bool LAST, int TERMS = 1, int APART = 0>
+  DEVICE void by_threads(int term, u32 state, u32 to, i64 unit) const {
+    using Real = Sum<Element>;
+    using Out = typename S::Out;
+    constexpr int kWide = !S::BY_ROWS && S::PAIRS && kSize == 2 ? 2 : 1;
+    constexpr int kOfRow = S::BY_ROWS ? 1 : S::I / kWide, kCount = S::ROWS * kOfRow;
+    constexpr int kFrom = S::BY_ROWS ? 1 : S::In::STEP;
+    constexpr int kTo = S::BY_ROWS ? 1 : Out::I % (S::Q * S::I) == 0 ? S::I : Out::at(S::I);  // from a q to the next
+    Real w[TERMS][S::Q][S::P];
+    Real scale = 1;
+    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
+#pragma unroll
+    for (int t = 0; t < TERMS; ++t)
+#pragma unroll
+      for (int q = 0; q < S::Q; ++q)
+#pragma unroll
+        for (int p = 0; p < S::P; ++p)
+          w[t][q][p] = scale * number(weight_address<S>(term + t) + (q * S::W_STRIDE + Math::place_of(p, false)) * kSize);
+    const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
+#pragma unroll 2
+    for (int j = thread; j < kCount; j += kThreads) {
+      const int o = j / kOfRow, i = j % kOfRow * kWide;
+      const u32 from = state + (o * S::In::ROW + i) * kSize;
+      Real y[S::Q][kWide] = {};
+#pragma unroll
+      for (int t = 0; t < TERMS; ++t)
+#pragma unroll
+        for (int p = 0; p < S::P; ++p) {
+          const u32 at = from + t * APART + p * kFrom * kSize;
+          Real x[kWide];
+          if constexpr (kWide == 2) {
+            const u32 two = load_u32(at);
+            x[0] = widen(Element{u16(two)}), x[1] = widen(Element{u16(two >> 16)});
+          } else {
+            x[0] = number(at);
+          }
+#pragma unroll
+          for (int q = 0; q < S::Q; ++q)
+#pragma unroll
+            for (int k = 0; k < kWide; ++k) y[q][k] += w[t][q][p] * x[k];
+        }
+      const u32 place = to + (Out::at(o * S::Q * S::I) + Out::at(i)) * kSize;
+      const Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
+#pragma unroll
+      for (int q = 0; q < S::Q; ++q) {
+#pragma unroll
+        for (int k = 0; k < kWide; ++k)
+          y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true) : Math::rounded(y[q][k]);
+        if constexpr (kWide == 2)
+          store_shared(place + q * kTo * kSize, Pair<Element>(y[q][0], y[q][1]));
+        else
+          store_shared(place + q * kTo * kSize, narrow<Element>(y[q][0]));
+      }
+    }
+  }
+
   // Bias and activation of sums behind the last stage, in a row that begins with element e of a tile whose first unit is `of_sample`
   // of a sample's. Of features that a unit has not, a last chunk's or a second neighbour's, there is no bias.
   template <bool LAST> struct Finish {
@@ -467,7 +534,9 @@ template <class Pass> struct Chain {
   // One contraction of the tile in shared memory.
   template <class S, class NEXT> DEVICE void stage(int term, u32 slot, i64 tile_index) const {
     const u32 to = out_address<S>(slot);
-    if constexpr (S::IN_PLACE) {  // every warp holds its share while the others read
+    if constexpr (S::BY_THREADS) {
+      by_threads<S, is_void<NEXT>>(term, in_address<S>(slot), to, tile_index * Pass::UNITS);
+    } else if constexpr (S::IN_PLACE) {  // every warp holds its share while the others read
       Sums<S> y = {};
       if (warp < S::TILES) accumulate<S>(y, warp, term, slot);
       sync();

@@ -69,11 +69,15 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
 
   // One contraction. NEXT is the stage that reads the result, or void where that is grad_x.
   template <class S, class NEXT> DEVICE void contract(u32 from, u32 to, i64 tile_index) const {
+    if constexpr (S::BY_THREADS) {
+      Base::template by_threads<S, is_void<NEXT>>(0, from, to, tile_index * Pass::UNITS);
+    } else {
 #pragma unroll 1
-    for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
-      typename Base::template Sums<S> y = {};
-      Base::template accumulate<S>(y, tile, 0, from);
-      Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
+      for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
+        typename Base::template Sums<S> y = {};
+        Base::template accumulate<S>(y, tile, 0, from);
+        Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
+      }
     }
     if constexpr (!is_void<NEXT>) zero_padding<NEXT>(to);
     sync();
