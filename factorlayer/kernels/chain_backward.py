@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
@@ -242,8 +243,12 @@ class ChainBackward(BlockSums):
 
     @property
     def shared(self) -> int:
-        fold = self.threads * 4 * PART_BYTES[self.dtype]
-        return self.barrier_bytes + self.weight_bytes + max(self.groups * self.group_bytes, fold)
+        return self.barrier_bytes + self.weight_bytes + self.groups * max(self.group_bytes, self.fold_bytes)
+
+    @property
+    def fold_bytes(self) -> int:
+        """Of a group, where its warps' sums are added up."""
+        return 32 * self.warps * 4 * PART_BYTES[self.dtype]
 
     def __str__(self) -> str:
         terms = f", {self.work.terms} terms" if self.work.terms > 1 else ""
@@ -389,20 +394,24 @@ def _walk(plan: ChainBackward) -> list[str]:
 def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
     """The fastest by prediction, or None where a unit, or the sums, do not fit. Parts read what others would overwrite,
     where the gradient takes the place of the state."""
-    return min(_tilings(work, places, batch, gpu), key=lambda plan: plan.us, default=None)
+    found = min(_tilings(work, places, batch, gpu), key=lambda candidate: candidate[0], default=None)
+    return ChainBackward(*found[1]) if found else None
 
 
-def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[ChainBackward]:
+Candidate = tuple[float, tuple[Any, ...]]  # predicted microseconds, and a ChainBackward's fields
+
+
+def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[Candidate]:
     for parts in PARTS if len(work.steps) == 1 and places.x != places.y else (1,):
         found = False
-        for plan in _of_parts(work, places, parts, batch, gpu):
+        for candidate in _of_parts(work, places, parts, batch, gpu):
             found = True
-            yield plan
+            yield candidate
         if found and batch * work.outer * work.inner >= FEW * gpu.sms:
             return
 
 
-def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> Iterator[ChainBackward]:
+def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
     size = ELEMENT_BYTES[work.dtype]
     for chunk, warps in itertools.product(chunks_of(work), WARPS):
         states = [math.prod(state) * chunk for state in work.states]
@@ -437,7 +446,7 @@ def _grouped(
     total: int,
     batch: int,
     gpu: Gpu,
-) -> Iterator[ChainBackward]:
+) -> Iterator[Candidate]:
     """Groups as many as fit, with two slots or one."""
     size, blocks = ELEMENT_BYTES[work.dtype], work.terms * parts
     words = 2 if work.dtype == "float64" else 1
@@ -455,18 +464,22 @@ def _grouped(
     moved = of_x * (1 + bool(places.y) / parts) + of_g
     rate = (gpu.memory_bytes + (parts - 1) * gpu.l2_bytes) / parts  # other parts' blocks find it in L2
     memory = units * moved / rate * (1 + 11 / run)  # short runs cost more
+    one = ChainBackward(*fields, 1, 1, parts, places, gpu, 0.0)
+    fixed, tiles = one.barrier_bytes + one.weight_bytes, -(-total // units)
+    of_learned = [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
+    moving = _moving(one)
     for slots in (2, 1):
-        one = ChainBackward(*fields, 1, slots, parts, places, gpu, 0.0)
-        groups = min((gpu.shared - one.barrier_bytes - one.weight_bytes) // one.group_bytes, fit // warps, MOST_GROUPS)
+        group = one.group_bytes + (slots - 1) * one.slot_bytes
+        groups = min((gpu.shared - fixed) // group, fit // warps, MOST_GROUPS)
         if groups < 1:
             continue
-        tiles = -(-total // units)
         groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
+        if fixed + groups * max(group, one.fold_bytes) > gpu.shared:
+            continue
         waits = waits_of(groups * warps)
-        of_learned = (d.parts_of_time(work.dtype, warps, gpu) for d in learned)
         busy = odd_us(one.stages, warps, groups, gpu)
         busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
-        busy += units * moved / gpu.shared_bytes + waits * _moving(one) / gpu.instructions
+        busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) + 4
         us = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu)
         us += one.weight_bytes / 40e3
@@ -474,9 +487,7 @@ def _grouped(
         us += 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + 2 * min(tiles, one.most) * one.weights * part / (
             gpu.l2_bytes * gpu.sms
         )
-        found = ChainBackward(*fields, groups, slots, parts, places, gpu, us)
-        if found.shared <= gpu.shared:
-            yield found
+        yield us, (*fields, groups, slots, parts, places, gpu, us)
 
 
 def _moving(plan: ChainBackward) -> float:

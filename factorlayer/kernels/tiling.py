@@ -134,8 +134,12 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
             continue
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
         move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
+        seen: list[tuple[bool, Stages]] = []
         for most in MOST_TILES:
             for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
+                if (in_place, stages) in seen:
+                    continue
+                seen.append((in_place, stages))
                 fields = (work, stages, chunk, blocks, units, warps)
                 busy = sum(stage.time(warps, gpu) for stage in stages) * work.rank + move
                 plain = [stage for stage in stages if isinstance(stage, Stage)]
@@ -290,7 +294,7 @@ def _sandwich_stage(
     return min(found, key=lambda pair: pair.time(warps, gpu), default=None)
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1 << 14)
 def stage_for(
     p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu, by_threads: bool
 ) -> Stage | None:

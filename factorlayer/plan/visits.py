@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,17 +30,26 @@ MOST_VISITS = 3  # of a chain: two buffers hold the states between them
 def visits(chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int = 0) -> tuple[Pass, ...] | None:
     """All gradients by visits of neighbouring modes, each of any sizes: the states between them once more, then back.
     The fastest of all ways, or of those with `count` visits."""
+    best: tuple[Pass, ...] | None = None
+    for best in _faster_and_faster(chain, dtype, batch, gpu, count, math.inf):  # noqa: B007 (the last one is wanted)
+        pass
+    return best
+
+
+def _faster_and_faster(
+    chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int, us: float
+) -> Iterator[tuple[Pass, ...]]:
+    """Ways with `count` visits, or any, that take less than `us`, each less than the one before it. What may be the
+    fastest is tried first."""
     ways = [way for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1]))]
     bounded = sorted(((_least_back_us(chain, dtype, *way, batch, gpu), i) for i, way in enumerate(ways)))
-    best: tuple[Pass, ...] | None = None
-    us = math.inf
     for least, i in bounded:
         if least >= us:
             break
-        passes = _visited(chain, dtype, *ways[i], batch, gpu)
-        if passes and sum(p.us for p in passes) < us:
-            best, us = passes, sum(p.us for p in passes)
-    return best
+        passes = _visited(chain, dtype, *ways[i], batch, gpu, us)
+        if passes and _us(passes) < us:
+            us = _us(passes)
+            yield passes
 
 
 def _least_back_us(
@@ -69,8 +78,9 @@ def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...],
 
 
 def _visited(
-    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
+    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu, most: float
 ) -> tuple[Pass, ...] | None:
+    """Its passes, or None where one has no tiling or those found so far take more than `most` microseconds."""
     parts = [[i for i in order_of(modes) if i in run] for run in runs]
     works = works_of(replace(chain, activation="identity"), dtype, modes, parts)
     last, rank = len(works) - 1, chain.rank
@@ -81,6 +91,8 @@ def _visited(
         if found is None:
             return None
         forward.append(replace(found, takes=f"s{number - 1}" if number else "x", gives=f"s{number}"))
+        if _us(forward) > most:
+            return None
     back: list[Pass] = []
     behind = ""  # where the gradient lies that the last visit gets
     returned = ""  # where the gradient of what the visit before read lies
@@ -106,6 +118,8 @@ def _visited(
             return None
         behind, returned = visit.places.g, visit.places.y
         back += [visit, *visit.finishing]
+        if _us((*forward, *back)) > most:
+            return None
     if rank > 1:
         first = works[0]
         steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(first.steps))
@@ -124,8 +138,8 @@ def are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     """Whether visits are predicted to be faster than one contraction after another. It is asked of one number of
     samples, so that what has a kernel for few has one for many as well."""
     batch = BATCHES[1]
-    found = visits(chain, dtype, batch, gpu)
-    return found is not None and sum(p.us for p in found) < chain.rank * _apart_us(chain, dtype, batch, gpu)
+    apart = chain.rank * _apart_us(chain, dtype, batch, gpu)
+    return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
 
 
 def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
@@ -155,7 +169,7 @@ def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
     return least[-1]
 
 
-def _us(passes: tuple[Pass, ...]) -> float:
+def _us(passes: Iterable[Pass]) -> float:
     return sum(p.us for p in passes)
 
 
