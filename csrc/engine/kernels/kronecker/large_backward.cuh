@@ -11,6 +11,7 @@
 #pragma once
 #include "multiply/slabs.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> {
   using Element = typename Pass::Element;
@@ -26,58 +27,43 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
   const Params& params;
   const Lane lane;
   const int warpgroup, first;  // the warp's first row
-  const u32 memory, a, b, d_t, slots;
+  const u32 a, b, d_t;
+  const Ring<SLOTS, 2 * kState> ring;
   const i64 units;
 
   DEVICE LargeBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 * 16),
-        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
+        a(shared_address(shared_memory) + kBarrierBytes), b(a + kState), d_t(b + kState),
+        ring{d_t + kState, shared_address(shared_memory)},
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
-  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
-
   DEVICE void run() const {
-    if (threadIdx.x < SLOTS) {
-      init_barrier(full(threadIdx.x), 128);
-      init_barrier(empty(threadIdx.x), 8);
-    }
+    ring.init(128, 8);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
-      Base::template clear_padding<P0, P1, kThreads>(slots + slot * 2 * kState);
-      Base::template clear_padding<Q0, Q1, kThreads>(slots + slot * 2 * kState + kState);
+      Base::template clear_padding<P0, P1, kThreads>(ring.at(slot));
+      Base::template clear_padding<Q0, Q1, kThreads>(ring.at(slot) + kState);
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2) {
-      give_registers<kCopyRegisters>();
-      produce();
-    } else {
-      take_registers<kRegisters>();
-      const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
-      Base::template load_weight<Pass::FACTOR_A, Q0, P0, 256>(
-          params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
-      Base::template load_weight<Pass::FACTOR_B, Q1, P1, 256>(
-          params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
-      wait_for_copies<0>();
-      fence_copy_engine();
-      sync_group<8, 2>(1);
-      consume(1 / normal_a, 1 / normal_b);
-    }
+    if (warpgroup == 2)
+      give_registers<kCopyRegisters>(), produce();
+    else
+      take_registers<kRegisters>(), consume();
   }
   DEVICE void produce() const {
     u32 position = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
-      const u32 slot = position % SLOTS, to = slots + slot * 2 * kState;
-      wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+      const u32 slot = position % SLOTS, to = ring.at(slot);
+      ring.wait_until_empty(position);
       Base::template copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
       const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
       Base::template copy<Q0, Q1, 128>(grad_y + unit * (Q0 * Q1), to + kState);
       commit_copies();
       wait_for_copies<0>();
       fence_copy_engine();
-      arrive(full(slot));
+      arrive(ring.full(slot));
     }
   }
 
@@ -85,14 +71,23 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
   static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
   static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
-  DEVICE void consume(float scale_a, float scale_b) const {
+  DEVICE void consume() const {
+    const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
+    Base::template load_weight<Pass::FACTOR_A, Q0, P0, 256>(
+        params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+    Base::template load_weight<Pass::FACTOR_B, Q1, P1, 256>(
+        params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+    wait_for_copies<0>();
+    fence_copy_engine();
+    sync_group<8, 2>(1);
+    const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     const int half = warpgroup * 64;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 position = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
-      const u32 slot = position % SLOTS, x = slots + slot * 2 * kState, g = x + kState;
-      wait_for_bytes(full(slot), position / SLOTS & 1);
+      const u32 slot = position % SLOTS, x = ring.at(slot), g = x + kState;
+      ring.wait_until_full(position);
       {
         float sums[kQ1 / 2];
         open_products();
@@ -147,7 +142,7 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       wait_for_products<0>();
       touch(d_b);
       touch(sums);
-      if (lane.index == 0) arrive(empty(slot));
+      ring.release(slot, lane.index);
       sync_group<8, 2>(1);  // dT has been read
       Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
     }

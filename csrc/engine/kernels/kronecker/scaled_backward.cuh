@@ -68,17 +68,10 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       for (u32 at = a + threadIdx.x * 16; at < slots + 2 * kState; at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2) {
-      give_registers<kCopyRegisters>();
-      produce();
-    } else {
-      take_registers<kRegisters>();
-      const float back_a = load_scaled<Q0, P0>(a, 0, [&](int q, int p) { return Pass::weight_a(params, q, p); });
-      const float back_b = load_scaled<Q1, P1>(b, 1, [&](int q, int p) { return Pass::weight_b(params, q, p); });
-      fence_copy_engine();
-      sync_threads<kConsumers>(1);
-      consume(back_a, back_b);
-    }
+    if (warpgroup == 2)
+      give_registers<kCopyRegisters>(), produce();
+    else
+      take_registers<kRegisters>(), consume();
   }
 
   static DEVICE float size_of(float x) { return fabsf(x) <= kMost ? fabsf(x) : 0.f; }
@@ -206,7 +199,11 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
   static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
-  DEVICE void consume(float back_a, float back_b) {
+  DEVICE void consume() {
+    const float back_a = load_scaled<Q0, P0>(a, 0, [&](int q, int p) { return Pass::weight_a(params, q, p); });
+    const float back_b = load_scaled<Q1, P1>(b, 1, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
     float d_a[kParts][32] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
 #pragma unroll 1

@@ -214,8 +214,8 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
           store_two<true>(to + i64(block) * kSums + row * PO + n * 8 + lane.t * 2, d_o[n * 4 + h * 2], d_o[n * 4 + h * 2 + 1], true);
       }
     }
+    const u32 zeros[4] = {};
     for (int other = block + blocks; other < present; other += blocks)
       for (int j = thread * 4; j < kSums; j += 512) store_global<16>(to + i64(other) * kSums + j, zeros);
   }
-  static constexpr u32 zeros[4] = {};
 };
