@@ -11,6 +11,11 @@ template <class Element, int HEIGHT> struct Slabs {
   static DEVICE u32 place(int row, int column) {
     return column / 64 * kSlab + swizzled(row, column % 64 / 8) + column % 8 * 2;
   }
+  // Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those from slab `slab` on,
+  // contiguous.
+  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
+  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
+
   template <int ROWS, int COLUMNS, int THREADS> static DEVICE void copy(const Element* from, u32 to) {
 #pragma unroll 4
     for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)

@@ -16,7 +16,7 @@
 template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> {
   using Element = typename Pass::Element;
   using Base = Slabs<Element, 128>;
-  using Base::place, Base::kSlab;
+  using Base::by_column, Base::by_k, Base::place, Base::kSlab;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static constexpr int kState = 2 * kSlab;  // of every matrix
@@ -66,10 +66,6 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       arrive(ring.full(slot));
     }
   }
-
-  // Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those of slab `slab`, contiguous.
-  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
-  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
   DEVICE void consume() const {
     const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
@@ -146,19 +142,6 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       sync_group<8, 2>(1);  // dT has been read
       Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
     }
-    store(d_a, d_b);
-  }
-  DEVICE void store(const float (&d_a)[kQ0 / 2], const float (&d_b)[kP1 / 2]) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-#pragma unroll
-    for (int j = 0; j < kQ0 / 2; ++j) {
-      const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
-      if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2) {
-      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
-      if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
-    }
+    store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
   }
 };

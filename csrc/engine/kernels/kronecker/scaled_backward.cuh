@@ -194,17 +194,13 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     }
   }
 
-  // Who multiplies. Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those from slab
-  // `slab` on, contiguous.
-  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
-  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
-
+  // Who multiplies.
   DEVICE void consume() {
     const float back_a = load_scaled<Q0, P0>(a, 0, [&](int q, int p) { return Pass::weight_a(params, q, p); });
     const float back_b = load_scaled<Q1, P1>(b, 1, [&](int q, int p) { return Pass::weight_b(params, q, p); });
     fence_copy_engine();
     sync_threads<kConsumers>(1);
-    float d_a[kParts][32] = {}, d_b[kP1 / 2] = {};
+    float d_a[kParts * 32] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
@@ -230,7 +226,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         wait_for_products<0>();
         touch(sums);
 #pragma unroll
-        for (int j = 0; j < 32; ++j) d_a[part][j] += sums[j] * (scale[j / 2 % 2] * back_g);
+        for (int j = 0; j < 32; ++j) d_a[part * 32 + j] += sums[j] * (scale[j / 2 % 2] * back_g);
       }
       __syncwarp();
       if (lane.index == 0) arrive(empty(G));
@@ -263,7 +259,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       touch(sums);
       store(sums, back, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
-    store_sums(d_a, d_b);
+    store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
   }
   // This warpgroup's rows of dT to shared memory
   DEVICE void put_back_state(u32 g, float back, u32 phase) const {
@@ -331,18 +327,5 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         four_columns(d_x + j + i * 2, word);
         if ((P0 == 128 || row < P0) && (kP1 == P1 || column < P1)) store_global<16>(to + row * P1 + column, word);
       }
-  }
-  DEVICE void store_sums(const float (&d_a)[kParts][32], const float (&d_b)[kP1 / 2]) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-#pragma unroll
-    for (int j = 0; j < kParts * 32; ++j) {
-      const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
-      if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j / 32][j % 32]);
-    }
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2) {
-      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
-      if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
-    }
   }
 };
