@@ -2214,7 +2214,7 @@ def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: s
         (64, "sync();  // the samples", "//", "race"),
         (64, "fence_copy_engine();\n    sync();", "sync();", "no fence: a matrix unit"),
         (64, "fence_copy_engine();\n    sync();", "fence_copy_engine();", "race"),
-        (64, "wait_for_products<0>();\n    touch_sums<L>(sums);", "", "race"),
+        (64, "wait_for_products<0>();\n    Base::template touch_sums<L>(sums);", "", "race"),
         (128, "wait_for_bytes(full(), before & 1);", "", "race: a matrix unit"),
         (128, "wait_for_bytes(full(), before + 1 & 1);", "", "race: a matrix unit"),
         (128, "wait_for_bytes(free(), before & 1);", "", "race: a write"),

@@ -36,6 +36,25 @@ template <class Element, int HEIGHT> struct Slabs {
     const auto at = [&](int i) { return present && (COLUMNS % 16 == 0 || column + i < COLUMNS) ? sums[j + i] * scale : 0.f; };
     return Pair<Element>(at(0), at(1)).bits;
   }
+  // A warp's 16 rows of sums so, from row `first` on: into slabs, of which ROWS are there; and as a left operand of products.
+  template <int ROWS, int COLUMNS, int N>
+  static DEVICE void put(u32 to, const float (&sums)[N], int first, const Lane& lane, float scale) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      const int row = first + lane.g + j / 2 % 2 * 8;
+      store_shared(to + place(row, j / 4 * 8 + lane.t * 2),
+                   pair<COLUMNS>(sums, j, lane, scale, ROWS == HEIGHT || row < ROWS));
+    }
+  }
+  template <int COLUMNS, int STEPS, int N>
+  static DEVICE void as_left(u32 (&left)[STEPS][4], const float (&sums)[N], const Lane& lane, const float (&scale)[2]) {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) left[s][i] = pair<COLUMNS>(sums, s * 8 + i * 2, lane, scale[i % 2], true);
+      settle(left[s]);
+    }
+  }
   // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
   template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N>
   static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, Element* to) {

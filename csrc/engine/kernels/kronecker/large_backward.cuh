@@ -86,42 +86,20 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       ring.wait_until_full(position);
       {
         float sums[kQ1 / 2];
-        open_products();
-#pragma unroll
-        for (int s = 0; s < kQ0 / 16; ++s)
+        make_products<kQ0 / 16>(sums, [&](int s) {
           Wgmma<Element, kQ1>::multiply_turned(sums, by_column(a, warpgroup, s), by_column(g, 0, s), s > 0);
-        commit_products();
-        wait_for_products<0>();
-        touch(sums);
-#pragma unroll
-        for (int j = 0; j < kQ1 / 2; j += 2) {
-          const int row = first + lane.g + j / 2 % 2 * 8;
-          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
-                       Base::template pair<Q1>(sums, j, lane, scale_a, P0 == 128 || row < P0));
-        }
+        });
+        Base::template put<P0, Q1>(d_t, sums, first, lane, scale_a);
       }
       fence_copy_engine();
       u32 t[kQ1 / 16][4];
       {
         float sums[kQ1 / 2];
-        open_products();
-#pragma unroll
-        for (int s = 0; s < kP1 / 16; ++s)
-          Wgmma<Element, kQ1>::multiply(sums, by_k(x, half, s), by_k(b, 0, s), s > 0);
-        commit_products();
-        wait_for_products<0>();
-        touch(sums);
-#pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(sums, s * 8 + i * 2, lane, scale_b, true);
-          settle(t[s]);
-        }
+        make_products<kP1 / 16>(
+            sums, [&](int s) { Wgmma<Element, kQ1>::multiply(sums, by_k(x, half, s), by_k(b, 0, s), s > 0); });
+        Base::template as_left<Q1>(t, sums, lane, {scale_b, scale_b});
       }
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s) Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s));
-      commit_products();
+      ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
       sync_group<8, 2>(1);  // all of dT is there
 #pragma unroll
       for (int s = 0; s < kP0 / 16; ++s)
@@ -130,14 +108,10 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       wait_for_products<1>();
       touch(d_a);
       float sums[kP1 / 2];
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s)
+      make_products<kQ1 / 16>(sums, [&](int s) {
         Wgmma<Element, kP1>::multiply_right_turned(sums, by_k(d_t, half, s), by_column(b, 0, s), s > 0);
-      commit_products();
-      wait_for_products<0>();
+      });
       touch(d_b);
-      touch(sums);
       ring.release(slot, lane.index);
       sync_group<8, 2>(1);  // dT has been read
       Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));

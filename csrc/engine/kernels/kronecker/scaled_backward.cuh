@@ -162,7 +162,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   }
   // A state to its slot, and the next one on its way to where it was.
   template <int WHICH, int ROWS, int COLUMNS, int NEXT_ROWS, int NEXT_COLUMNS>
-  DEVICE void put(u32 phase, const void* next, i64 next_unit) const {
+  DEVICE void bring(u32 phase, const void* next, i64 next_unit) const {
     constexpr int kRow = COLUMNS / 4;
     const Scale scale(most_of_warps<kLoaders>(most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, 4));
     wait_for_bytes(empty(WHICH), phase);
@@ -189,8 +189,8 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     for (int time = 0; time < kTimes; ++time) ask<Q0, Q1>(grad, blockIdx.x, time);
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
-      put<G, Q0, Q1, P0, P1>(phase, params.x, unit);
-      put<X, P0, P1, Q0, Q1>(phase, grad, unit + gridDim.x);
+      bring<G, Q0, Q1, P0, P1>(phase, params.x, unit);
+      bring<X, P0, P1, Q0, Q1>(phase, grad, unit + gridDim.x);
     }
   }
 
@@ -218,13 +218,8 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         float sums[32];
-        open_products();
-#pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s)
-          Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0);
-        commit_products();
-        wait_for_products<0>();
-        touch(sums);
+        make_products<kQ1 / 16>(
+            sums, [&](int s) { Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0); });
 #pragma unroll
         for (int j = 0; j < 32; ++j) d_a[part * 32 + j] += sums[j] * (scale[j / 2 % 2] * back_g);
       }
@@ -235,11 +230,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         float sums[kP1 / 2];
         const int rows = kP0 > 64 ? half ^ warpgroup : 0, from = rows * 64 * 128;  // its own ones first
         wait_for_bytes(rows_full(rows), phase);
-        open_products();
-#pragma unroll
-        for (int s = 0; s < 4; ++s)
+        ask_for_products<4>([&](int s) {
           Wgmma<f16, kP1>::multiply_turned(sums, by_column(d_t + from, warpgroup, s), by_column(x + from, 0, s), s > 0);
-        commit_products();
+        });
         const float back = load_sum(back_of_rows(rows), 0.f) * back_x;
         wait_for_products<0>();
         touch(sums);
@@ -249,11 +242,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       __syncwarp();
       if (lane.index == 0) arrive(empty(X)), arrive(rows_empty());
       float sums[kP1 / 2];
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s)
+      ask_for_products<kQ1 / 16>([&](int s) {
         Wgmma<f16, kP1>::multiply_right_turned(sums, by_k(d_t, warpgroup * 64, s), by_column(b, 0, s), s > 0);
-      commit_products();
+      });
       const float back = load_sum(back_of_rows(warpgroup), 0.f) * back_b;
       wait_for_products<0>();
       touch(sums);
@@ -264,13 +255,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   // This warpgroup's rows of dT to shared memory
   DEVICE void put_back_state(u32 g, float back, u32 phase) const {
     float sums[kQ1 / 2];
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kQ0 / 16; ++s)
+    make_products<kQ0 / 16>(sums, [&](int s) {
       Wgmma<f16, kQ1>::multiply_turned(sums, by_column(a, warpgroup, s), by_column(g, 0, s), s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(sums);
+    });
     float mosts[4] = {};
 #pragma unroll
     for (int j = 0; j < kQ1 / 2; ++j) mosts[j % 4] = fmaxf(mosts[j % 4], fabsf(sums[j]));
@@ -283,36 +270,22 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     const Scale scale(most_of_warps<4>(most, 4 + warpgroup, 2 + warpgroup));
     wait_for_bytes(rows_empty(), phase);
     if (threadIdx.x % 128 == 0) store_shared(back_of_rows(warpgroup), scale.back * back);
-#pragma unroll
-    for (int j = 0; j < kQ1 / 2; j += 2) {
-      const int row = first + lane.g + j / 2 % 2 * 8;
-      store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2), pair<Q1>(sums, j, lane, scale.there, P0 == 128 || row < P0));
-    }
+    put<P0, Q1>(d_t, sums, first, lane, scale.there);
     fence_copy_engine();
     arrive(rows_full(warpgroup));
   }
   // This warpgroup's rows of T, of which the thread has parts of two
   DEVICE void make_state(u32 (&t)[kQ1 / 16][4], float (&back)[2], u32 x) const {
     float sums[kQ1 / 2], most[2] = {};
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kP1 / 16; ++s)
-      Wgmma<f16, kQ1>::multiply(sums, by_k(x, warpgroup * 64, s), by_k(b, 0, s), s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(sums);
+    make_products<kP1 / 16>(
+        sums, [&](int s) { Wgmma<f16, kQ1>::multiply(sums, by_k(x, warpgroup * 64, s), by_k(b, 0, s), s > 0); });
 #pragma unroll
     for (int j = 0; j < kQ1 / 2; ++j) most[j / 2 % 2] = fmaxf(most[j / 2 % 2], fabsf(sums[j]));
     most_of<4>(most);
     const Scale scales[2] = {Scale(most[0]), Scale(most[1])};
 #pragma unroll
     for (int i = 0; i < 2; ++i) back[i] *= scales[i].back;
-#pragma unroll
-    for (int s = 0; s < kQ1 / 16; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) t[s][i] = pair<Q1>(sums, s * 8 + i * 2, lane, scales[i % 2].there, true);
-      settle(t[s]);
-    }
+    as_left<Q1>(t, sums, lane, {scales[0].there, scales[1].there});
   }
 
   DEVICE void store(float (&d_x)[kP1 / 2], float scale, float* to) const {

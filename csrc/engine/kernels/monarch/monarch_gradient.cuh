@@ -336,11 +336,9 @@ template <class Pass> struct MonarchGradient {
   DEVICE void ask_for_second(SumsSecond& of_second, Tiles& tiles, u32 g) const {
 #pragma unroll
     for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
-    open_products();
-#pragma unroll
-    for (int l = 0; l < 4; ++l)
+    ask_for_products<4>([&](int l) {
       Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
-    commit_products();
+    });
   }
   // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. The second
   // weights are read once for 32 samples, by two l's, as registers hold no more.

@@ -170,11 +170,9 @@ template <class Pass> struct MonarchMapped {
   // Of all l's, the step that a pair's units are.
   DEVICE void add_step(Sums& sums, const Left& left, int step) const {
     const u32 weight = memory + step / 4 * (N * 128);
-    open_products();
-#pragma unroll
-    for (int l = 0; l < kHeld; ++l)
+    ask_for_products<kHeld>([&](int l) {
       Wgmma<float, N>::multiply(sums[l], left[l], operand(weight + l * (kDepth * N * 128)) + step % 4 * 2, step > 0);
-    commit_products();
+    });
   }
   static DEVICE void as_left(Left& left, Unit (&unit)[2]) {
     touch(unit[0]);

@@ -99,11 +99,9 @@ template <class Pass> struct MonarchThrough {
       for (int slab = 0; slab < kSlabs; ++slab) {
         const int of_x = x.take(), of_weight = weight.take();
         const u64 rows = operand(x.at(of_x)), columns = operand(weight.at(of_weight) + team * kFirst);
-        open_products();
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
+        ask_for_products<4>([&](int step) {
           Wgmma<Element, kColumns>::multiply(sums, rows + step * 2, columns + step * 2, slab > 0 || step > 0);
-        commit_products();
+        });
         if (slab > 0) {
           wait_for_products<1>();
           x.release(last_x);
@@ -132,11 +130,9 @@ template <class Pass> struct MonarchThrough {
   DEVICE int ask(Sums& sums, u32 (&left)[kSteps][4], Weights& weight, int team) const {
     const int slot = weight.take();
     const u64 columns = operand(weight.at(slot) + team * kSecond);
-    open_products();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+    ask_for_products<kSteps>([&](int step) {
       Wgmma<Element, N>::multiply(sums, left[step], columns + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
-    commit_products();
+    });
     return slot;
   }
   // With bias and activation, rounded: two neighbours for row g or g + 8 of a warp.

@@ -116,11 +116,9 @@ template <class Pass> struct Mapped {
       ring.wait_until_full(turn);
       const u32 from = ring.at(turn.slot);
       const u64 left = operand(from + warpgroup * 8192), right = operand(from + kWeight);
-      open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
+      ask_for_products<kSteps>([&](int step) {
         Wgmma<float, N>::multiply(sum, left + 2 * step, right + 2 * step, slab > 0 || step > 0);
-      commit_products();
+      });
       if (slab > 0) {
         wait_for_products<1>();
         ring.release(last);

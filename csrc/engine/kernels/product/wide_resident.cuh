@@ -88,14 +88,10 @@ template <class Pass> struct WideResident : Wide<Pass> {
       float sum[N / 2];
       ring.wait_until_full(position);
       const u64 left = operand(ring.at(at)), right = operand(memory);
-      open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
+      make_products<kSteps>(sum, [&](int step) {
         Wgmma<Element, N>::multiply(sum, left + step / 4 * (8192 / 16) + step % 4 * 2,
                                     right + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
-      commit_products();
-      wait_for_products<0>();
-      touch(sum);
+      });
       ring.release(at);
       // Rows of sums are counted by threads of the whole block.
       const typename Base::Tile tile = {first_row(position) - warpgroup * 64, first_column(), 0, 0, 0};

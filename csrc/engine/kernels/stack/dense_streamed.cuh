@@ -257,11 +257,9 @@ template <class Pass> struct DenseStreamed {
     if constexpr (!kInChunks) fence_copy_engine();
     const u64 right = operand(ring.at(turn.slot));
     turn.next();
-    open_products();
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
+    ask_for_products<STEPS>([&](int s) {
       Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2));
-    commit_products();
+    });
     if (going) {
       wait_for_products<1>();
       ring.release(last);

@@ -83,14 +83,10 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
     float z[L::N / 2];
     this->template begin<L>(z);
     touch(z);
-    open_products();
-#pragma unroll
-    for (int s = 0; s < L::K / 16; ++s)
+    make_products<L::K / 16>(z, [&](int s) {
       Wgmma<Element, L::N>::multiply(z, operand(state + s / 4 * kTile) + s % 4 * 2,
                                      operand(memory + L::weight_at + s / 4 * (L::N * 128)) + s % 4 * 2, L::BIAS >= 0 || s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(z);
+    });
 #pragma unroll
     for (int n = 0; n < L::N / 8; n += 2) {
       u32 at[4], word[4];  // of two tiles
@@ -113,12 +109,10 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
   DEVICE void gradients(i64 tile, int stage, Sums& sums) const {
     float d[L::K / 2];
     const u32 own = y_slabs(stage, group);
-    open_products();
-#pragma unroll
-    for (int s = 0; s < L::N / 16; ++s)
+    ask_for_products<L::N / 16>([&](int s) {
       Wgmma<Element, L::K>::multiply_right_turned(d, operand(own + s / 4 * kTile) + s % 4 * 2,
                                                   turned_operand(memory + Pass::dealt_at, L::N * 128) + s * 128, s > 0);
-    commit_products();
+    });
 #pragma unroll
     for (int of_group = 0; of_group < 2; ++of_group) {
       const u32 state = x_slabs(stage, of_group), left = y_slabs(stage, of_group) + group * kTile;
