@@ -48,7 +48,7 @@ def headers(*further: str) -> str:
 
 def hopper_headers(products: str, *further: str) -> str:
     """The same with Wgmma's `products`, which `further` headers use."""
-    return headers("wgmma.cuh") + products + headers(*further).removeprefix(headers())
+    return headers("wgmma.cuh", "ring.cuh") + products + headers(*further).removeprefix(headers())
 
 
 def kernel(

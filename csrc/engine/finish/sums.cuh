@@ -69,6 +69,22 @@ DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sy
   }
 }
 
+// Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, of whose rows a warp has 16, from `first` on: to
+// where this block's belong. P1 is even.
+template <int P0, int P1, int Q0, int Q1, int A, int B>
+DEVICE void store_rows(float* to, int first, const Lane& lane, const float (&d_a)[A], const float (&d_b)[B]) {
+#pragma unroll
+  for (int j = 0; j < A; ++j) {
+    const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
+    if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < B; j += 2) {
+    const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
+    if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
+  }
+}
+
 // Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, up to 64 x 64, of which each of the THREADS'
 // warpgroups has sums: added up as above, to where this block's belong. Those threads meet at barrier 1.
 template <int P0, int P1, int Q0, int Q1, int THREADS, int BYTES, int A, int B>

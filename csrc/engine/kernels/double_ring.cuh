@@ -3,6 +3,7 @@
 // multiply them, four by two, each some tiles of 16 rows and of 8 columns.
 #pragma once
 #include "kernels/operands.cuh"
+#include "move/ring.cuh"
 
 template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleRing {
   using Tensors = Operands<Math, Element, 256>;
@@ -13,20 +14,17 @@ template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleR
 
   const Lane lane;
   const int down, along;  // this warp's place among the four by two
-  const u32 ring, barriers;
+  const Ring<STAGES, STAGE_BYTES> ring;
 
-  DEVICE explicit DoubleRing(u32 ring)
-      : down(threadIdx.x / 32 / 2), along(threadIdx.x / 32 % 2), ring(ring), barriers(ring + STAGES * STAGE_BYTES) {}
-  DEVICE u32 full(int c) const { return barriers + c % STAGES * 8; }
-  DEVICE u32 empty(int c) const { return barriers + (STAGES + c % STAGES) * 8; }
-  DEVICE u32 stage(int c) const { return ring + c % STAGES * STAGE_BYTES; }
-  DEVICE void init() const {
-    if (threadIdx.x < STAGES) init_barrier(full(threadIdx.x), kCopiers), init_barrier(empty(threadIdx.x), kThreads);
-  }
-  // By who copies, before chunk c
+  DEVICE explicit DoubleRing(u32 stages)
+      : down(threadIdx.x / 32 / 2), along(threadIdx.x / 32 % 2), ring(stages) {}
+  DEVICE u32 stage(int c) const { return ring.at(c % STAGES); }
+  DEVICE void init() const { ring.init(kCopiers, kThreads); }
+  // By who copies, before chunk c and behind it
   DEVICE void wait_for_room(int c) const {
-    if (c >= STAGES) wait_for_bytes(empty(c), c / STAGES & 1 ^ 1);
+    if (c >= STAGES) wait_for_bytes(ring.empty(c % STAGES), c / STAGES & 1 ^ 1);
   }
+  DEVICE void hand_over(int c) const { arrive_with_copies(ring.full(c % STAGES)); }
 
   // ROWS x COLUMNS of a matrix whose rows have FROM elements; what is not there is zero.
   template <int ROWS, int COLUMNS, int STRIDE, int FROM>
@@ -44,7 +42,7 @@ template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleR
   template <int TILES, int NT, class Left, class Right>
   DEVICE void multiply(Element (&sums)[TILES][NT][4], int c, const Left& left, const Right& right) const {
     constexpr int kTogether = NT % 2 ? 1 : 2;
-    wait_for_bytes(full(c), c / STAGES & 1);
+    wait_for_bytes(ring.full(c % STAGES), c / STAGES & 1);
 #pragma unroll
     for (int s = 0; s < kDepth / kStep; ++s) {
       A a[TILES];
@@ -60,7 +58,7 @@ template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleR
           for (int m = 0; m < TILES; ++m) Math::template multiply<kStep>(sums[m][n + i], a[m], some[i]);
       }
     }
-    arrive(empty(c));
+    arrive(ring.empty(c % STAGES));
   }
   // Operands of this warp: its `tiles` of 16 rows with k or m contiguous, and its columns, all in one matrix.
   template <int STRIDE> DEVICE auto rows(u32 from, int tiles) const {

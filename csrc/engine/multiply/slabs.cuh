@@ -11,6 +11,11 @@ template <class Element, int HEIGHT> struct Slabs {
   static DEVICE u32 place(int row, int column) {
     return column / 64 * kSlab + swizzled(row, column % 64 / 8) + column % 8 * 2;
   }
+  // Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those from slab `slab` on,
+  // contiguous.
+  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
+  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
+
   template <int ROWS, int COLUMNS, int THREADS> static DEVICE void copy(const Element* from, u32 to) {
 #pragma unroll 4
     for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
@@ -30,6 +35,25 @@ template <class Element, int HEIGHT> struct Slabs {
     const int column = j / 4 * 8 + lane.t * 2;
     const auto at = [&](int i) { return present && (COLUMNS % 16 == 0 || column + i < COLUMNS) ? sums[j + i] * scale : 0.f; };
     return Pair<Element>(at(0), at(1)).bits;
+  }
+  // A warp's 16 rows of sums so, from row `first` on: into slabs, of which ROWS are there; and as a left operand of products.
+  template <int ROWS, int COLUMNS, int N>
+  static DEVICE void put(u32 to, const float (&sums)[N], int first, const Lane& lane, float scale) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      const int row = first + lane.g + j / 2 % 2 * 8;
+      store_shared(to + place(row, j / 4 * 8 + lane.t * 2),
+                   pair<COLUMNS>(sums, j, lane, scale, ROWS == HEIGHT || row < ROWS));
+    }
+  }
+  template <int COLUMNS, int STEPS, int N>
+  static DEVICE void as_left(u32 (&left)[STEPS][4], const float (&sums)[N], const Lane& lane, const float (&scale)[2]) {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) left[s][i] = pair<COLUMNS>(sums, s * 8 + i * 2, lane, scale[i % 2], true);
+      settle(left[s]);
+    }
   }
   // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
   template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N>

@@ -49,38 +49,23 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
     u32 t[kQ1 / 16][4];
     {
       float of_d_t[kQ1 / 2], of_t[kQ1 / 2];
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ0 / 16; ++s)
+      ask_for_products<kQ0 / 16>([&](int s) {
         Wgmma<Element, kQ1>::multiply_turned(of_d_t, by_column(a, 0, s), by_column(g, 0, s), s > 0);
-      commit_products();
+      });
 #pragma unroll
       for (int s = 0; s < kP1 / 16; ++s) Wgmma<Element, kQ1>::multiply(of_t, by_k(x, 0, s), by_k(b, 0, s), s > 0);
       commit_products();
       wait_for_products<1>();
       touch(of_d_t);
       if constexpr (kScalesA) scale_sums(of_d_t, scale_a);
-#pragma unroll
-      for (int j = 0; j < kQ1 / 2; j += 2) {
-        const int row = first + lane.g + j / 2 % 2 * 8;
-        store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
-                     Base::template pair<Q1>(of_d_t, j, lane, 1.f, P0 == 64 || row < P0));
-      }
+      Base::template put<P0, Q1>(d_t, of_d_t, first, lane, 1.f);
       fence_copy_engine();
       wait_for_products<0>();
       touch(of_t);
       if constexpr (kScalesB) scale_sums(of_t, scale_b);
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(of_t, s * 8 + i * 2, lane, 1.f, true);
-        settle(t[s]);
-      }
+      Base::template as_left<Q1>(t, of_t, lane, {1.f, 1.f});
     }
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kQ1 / 16; ++s) Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s));
-    commit_products();
+    ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
     sync_threads<128>(2 + warpgroup);  // all of dT is there
 #pragma unroll
     for (int s = 0; s < kQ1 / 16; ++s)

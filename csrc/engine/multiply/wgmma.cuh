@@ -8,6 +8,19 @@
 #pragma once
 #include "move/memory.cuh"
 
+// Products of STEPS of k, by multiply(s), on their way; and waited for.
+template <int STEPS, class Multiply> DEVICE void ask_for_products(const Multiply& multiply) {
+  open_products();
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) multiply(s);
+  commit_products();
+}
+template <int STEPS, int N, class Multiply> DEVICE void make_products(float (&sums)[N], const Multiply& multiply) {
+  ask_for_products<STEPS>(multiply);
+  wait_for_products<0>();
+  touch(sums);
+}
+
 // Where a 16-byte piece of a slab lies, in bytes.
 DEVICE constexpr u32 swizzled(u32 row, u32 piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
 

@@ -441,9 +441,13 @@ DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" 
 template <int PENDING> DEVICE void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Registers of the warpgroup's threads, for kernels whose warpgroups have roles: a branch each of one if.
-template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+// Registers of the warpgroup's threads, for kernels whose warpgroups have roles: a branch each of one if. 0: as they are
+template <int COUNT> DEVICE void take_registers() {
+  if constexpr (COUNT > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> DEVICE void give_registers() {
+  if constexpr (COUNT > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // Addresses in the shared memory of a cluster's blocks. Of two, those of the other one, and barriers that order both.
 DEVICE u32 in_block(u32 address, int rank) {

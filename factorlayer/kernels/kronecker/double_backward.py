@@ -111,7 +111,7 @@ class DoubleBackward(OfTwoModes, BlockSums):
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"static constexpr bool RETURNS = {str(self.returns).lower()};"]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        code = headers("sums.cuh", "operands.cuh", "double_ring.cuh", "double_backward.cuh")
+        code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_backward.cuh")
         return kernel(code, name, "DoubleBackward", lines, self.threads)
 
 

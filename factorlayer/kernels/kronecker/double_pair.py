@@ -76,7 +76,7 @@ class DoublePair(TakesTwoModes):
             f"static constexpr bool BIAS = {str(work.bias).lower()};",
         ]
         lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        code = headers("sums.cuh", "operands.cuh", "double_ring.cuh", "double_pair.cuh")
+        code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_pair.cuh")
         return kernel(code, name, "DoublePair", lines, self.threads, asks=self.work.asks)
 
 

@@ -64,7 +64,7 @@ class WideResident(Wide):
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh", "wide_resident.cuh")
+        code = headers("wgmma.cuh", "ring.cuh", "halves.cuh", "mixing.cuh", "wide.cuh", "wide_resident.cuh")
         lines = [*self.lines(), f"static constexpr int GROUPS_OF_WARPS = {self.warpgroups};"]
         return kernel(code + wgmma(self.product.dtype, self.n), name, "WideResident", lines, self.threads)
 

@@ -20,13 +20,14 @@ from factorlayer.maths.chain import Chain
 SLAB = 64 * 128  # bytes: 64 samples of 64 features
 START_US = 6.0
 OTHER_REGISTERS = 40
+HEADERS = ("packed.cuh", "dense.cuh", "sums.cuh", "dense_gradients.cuh")
 
 
 @dataclass(frozen=True)
 class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
 
-    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh", "sums.cuh", "dense_backward.cuh")
+    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "dense_backward.cuh")
 
     @property
     def passes(self) -> tuple[Dense | Reduction, ...]:
@@ -115,6 +116,7 @@ class DenseBackward(BlockSums, Dense):
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "own_at": own_at}
         numbers |= {"ones_at": own_at - SLAB, "own_bytes": self.own["all"]}
         numbers |= {"behind_at": self.own["behind"], "behind_bytes": self.own["each"]}
+        numbers |= {"all": own_at + self.groups * self.own["all"], "TOGETHER": 0}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         sums = [f"typename C::template Sums<L{i}> s{i} = {{}};" for i in range(last + 1)]

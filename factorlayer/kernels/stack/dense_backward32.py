@@ -13,7 +13,7 @@ from factorlayer.activations.written import slope
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import function, write
 from factorlayer.kernels.stack.dense import tile as tile_forward
-from factorlayer.kernels.stack.dense_backward import START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import HEADERS, START_US, DenseBackward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -27,7 +27,7 @@ WAIT_US = 1.0  # of 64 samples that nothing runs beside: for them to load, and f
 class DenseBackward32(DenseBackward):
     """A pass, tiled, whose warpgroups have samples and sums of their own."""
 
-    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh", "sums.cuh", "dense_backward32.cuh")
+    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "dense_backward32.cuh")
     template: ClassVar[str] = "DenseBackward32"
 
     @property

@@ -184,8 +184,8 @@ class DenseStreamed(Dense):
         numbers |= {"MORE": more, "FEWER": fewer}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))
-        body += function("weights(const C& c, typename C::Ring& ring)", self._calls("stream", "ring"))
+        body = function("layers(const C& c, typename C::Turns& turn, int round)", self._calls("layer", "turn, round"))
+        body += function("weights(const C& c, typename C::Turns& turn)", self._calls("stream", "turn"))
         widths = {c.n for c in self.shapes}
         return write(self, name, "DenseStreamed", lines, body, widths, waits=not self.follows)
 

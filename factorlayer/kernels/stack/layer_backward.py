@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import slope
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import write
-from factorlayer.kernels.stack.dense_backward import SLAB, START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import HEADERS, SLAB, START_US, DenseBackward
 from factorlayer.maths.chain import Chain
 
 LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inputs up to the second
@@ -19,7 +19,7 @@ LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inp
 class LayerBackward(DenseBackward):
     """A pass, tiled, whose warpgroups, two of them, share the weight's sums."""
 
-    headers = ("packed.cuh", "dense.cuh", "layer_backward.cuh")
+    headers = (*HEADERS, "layer_backward.cuh")
 
     @property
     def weight_bytes(self) -> int:
@@ -53,11 +53,12 @@ class LayerBackward(DenseBackward):
         k, n = self.columns(0)
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": 0}
         told |= {"BIAS": 1 if self.layers[0].bias else -1, "weight_at": 0, "bias_at": 2 * self.weight_bytes}
-        return told | {"FIRST": False, "LAST": False, "Slope": "Slope0"}
+        told |= {"FIRST": False, "LAST": False, "Slope": "Slope0", "TURNED": False}
+        return told | {"sums_at": 0, "bias_sums_at": p * q}
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights}
+        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "all": self.shared, "TOGETHER": 1}
         numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         lines += [slope(self.layers[0].activation, self.dtype, "Slope0")]

@@ -39,7 +39,7 @@ struct DoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, 
   using Base = DoubleRing<typename Pass::Math, Element, Pass::STAGES, Sizes::kStage>;
   using typename Base::Tensors;
   using Base::kChunk, Base::kDepth, Base::kSize, Base::kThreads;
-  using Base::along, Base::barriers, Base::down, Base::empty, Base::full, Base::lane, Base::ring, Base::stage;
+  using Base::along, Base::down, Base::lane, Base::stage;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, STAGES = Pass::STAGES;
   static constexpr bool RETURNS = Pass::RETURNS;
   static constexpr int M = Sizes::M, K = Sizes::K, N = Sizes::N, N2 = Sizes::N2;
@@ -96,7 +96,7 @@ struct DoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, 
             load_middle(c, unit, part * kPart + (at - kFirst) * kDepth);
           else
             load_last(c, (at - kFirst - kThen) * kDepth);
-          arrive_with_copies(full(c));
+          Base::hand_over(c);
         }
   }
 
@@ -184,12 +184,9 @@ struct DoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, 
   DEVICE void run() const {
     Base::init();
     __syncthreads();
-    if (threadIdx.x < kThreads) {
-      take_registers<Pass::REGISTERS>();
-      consume();
-    } else {
-      give_registers<Pass::COPY_REGISTERS>();
-      produce();
-    }
+    if (threadIdx.x < kThreads)
+      take_registers<Pass::REGISTERS>(), consume();
+    else
+      give_registers<Pass::COPY_REGISTERS>(), produce();
   }
 };

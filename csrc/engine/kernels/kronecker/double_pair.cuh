@@ -26,7 +26,7 @@ template <class Pass> struct DoublePair : RingOfWeights<Pass> {
   using typename Base::A;
   using typename Base::Tensors;
   using Base::kChunk, Base::kCopiers, Base::kDepth, Base::kSize, Base::kStep, Base::kThreads;
-  using Base::along, Base::barriers, Base::down, Base::empty, Base::full, Base::lane, Base::stage;
+  using Base::along, Base::down, Base::lane, Base::ring, Base::stage;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, STAGES = Pass::STAGES;
   static constexpr int NT = ceil_div(Q1, 16);
   static constexpr int kMiddle = ceil_div(P0, 64), kLast = ceil_div(Q0, 64);  // tiles of 16 rows of a warp's T and Y
@@ -45,7 +45,7 @@ template <class Pass> struct DoublePair : RingOfWeights<Pass> {
   DEVICE DoublePair(const Params& given)
       : Base(shared_address(shared_memory) + kStateBytes + kTailBytes), params(given), activation(given),
         state(shared_address(shared_memory)), tail(state + kStateBytes), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
-  DEVICE u32 x_full() const { return barriers + 2 * STAGES * 8; }
+  DEVICE u32 x_full() const { return ring.full(2 * STAGES); }
 
   // Who copies
 
@@ -81,7 +81,7 @@ template <class Pass> struct DoublePair : RingOfWeights<Pass> {
         const i64 following = read < at ? unit + gridDim.x : unit;
         if (read >= kChunksB && following < units) load_next_x(following, read - kChunksB);
         load_weights(c);
-        arrive_with_copies(full(c));
+        Base::hand_over(c);
       }
   }
   // The rows of X for which there is room once a chunk of A's has been multiplied by the rows of T that it meets
@@ -160,12 +160,9 @@ template <class Pass> struct DoublePair : RingOfWeights<Pass> {
     for (int j = threadIdx.x; j < (kStateBytes + kTailBytes) / 16; j += kThreads + kCopiers)
       store_u32x4(state + j * 16, {});  // rows that no X has
     __syncthreads();
-    if (threadIdx.x < kThreads) {
-      take_registers<Pass::REGISTERS>();
-      consume();
-    } else {
-      give_registers<Pass::COPY_REGISTERS>();
-      produce();
-    }
+    if (threadIdx.x < kThreads)
+      take_registers<Pass::REGISTERS>(), consume();
+    else
+      give_registers<Pass::COPY_REGISTERS>(), produce();
   }
 };

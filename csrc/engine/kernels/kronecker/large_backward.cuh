@@ -11,11 +11,12 @@
 #pragma once
 #include "multiply/slabs.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> {
   using Element = typename Pass::Element;
   using Base = Slabs<Element, 128>;
-  using Base::place, Base::kSlab;
+  using Base::by_column, Base::by_k, Base::place, Base::kSlab;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static constexpr int kState = 2 * kSlab;  // of every matrix
@@ -26,111 +27,79 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
   const Params& params;
   const Lane lane;
   const int warpgroup, first;  // the warp's first row
-  const u32 memory, a, b, d_t, slots;
+  const u32 a, b, d_t;
+  const Ring<SLOTS, 2 * kState> ring;
   const i64 units;
 
   DEVICE LargeBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 * 16),
-        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
+        a(shared_address(shared_memory) + kBarrierBytes), b(a + kState), d_t(b + kState),
+        ring{d_t + kState, shared_address(shared_memory)},
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
-  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
-
   DEVICE void run() const {
-    if (threadIdx.x < SLOTS) {
-      init_barrier(full(threadIdx.x), 128);
-      init_barrier(empty(threadIdx.x), 8);
-    }
+    ring.init(128, 8);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
-      Base::template clear_padding<P0, P1, kThreads>(slots + slot * 2 * kState);
-      Base::template clear_padding<Q0, Q1, kThreads>(slots + slot * 2 * kState + kState);
+      Base::template clear_padding<P0, P1, kThreads>(ring.at(slot));
+      Base::template clear_padding<Q0, Q1, kThreads>(ring.at(slot) + kState);
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2) {
-      give_registers<kCopyRegisters>();
-      produce();
-    } else {
-      take_registers<kRegisters>();
-      const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
-      Base::template load_weight<Pass::FACTOR_A, Q0, P0, 256>(
-          params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
-      Base::template load_weight<Pass::FACTOR_B, Q1, P1, 256>(
-          params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
-      wait_for_copies<0>();
-      fence_copy_engine();
-      sync_group<8, 2>(1);
-      consume(1 / normal_a, 1 / normal_b);
-    }
+    if (warpgroup == 2)
+      give_registers<kCopyRegisters>(), produce();
+    else
+      take_registers<kRegisters>(), consume();
   }
   DEVICE void produce() const {
     u32 position = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
-      const u32 slot = position % SLOTS, to = slots + slot * 2 * kState;
-      wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+      const u32 slot = position % SLOTS, to = ring.at(slot);
+      ring.wait_until_empty(position);
       Base::template copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
       const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
       Base::template copy<Q0, Q1, 128>(grad_y + unit * (Q0 * Q1), to + kState);
       commit_copies();
       wait_for_copies<0>();
       fence_copy_engine();
-      arrive(full(slot));
+      arrive(ring.full(slot));
     }
   }
 
-  // Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those of slab `slab`, contiguous.
-  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
-  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
-
-  DEVICE void consume(float scale_a, float scale_b) const {
+  DEVICE void consume() const {
+    const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
+    Base::template load_weight<Pass::FACTOR_A, Q0, P0, 256>(
+        params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+    Base::template load_weight<Pass::FACTOR_B, Q1, P1, 256>(
+        params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+    wait_for_copies<0>();
+    fence_copy_engine();
+    sync_group<8, 2>(1);
+    const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     const int half = warpgroup * 64;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 position = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
-      const u32 slot = position % SLOTS, x = slots + slot * 2 * kState, g = x + kState;
-      wait_for_bytes(full(slot), position / SLOTS & 1);
+      const u32 slot = position % SLOTS, x = ring.at(slot), g = x + kState;
+      ring.wait_until_full(position);
       {
         float sums[kQ1 / 2];
-        open_products();
-#pragma unroll
-        for (int s = 0; s < kQ0 / 16; ++s)
+        make_products<kQ0 / 16>(sums, [&](int s) {
           Wgmma<Element, kQ1>::multiply_turned(sums, by_column(a, warpgroup, s), by_column(g, 0, s), s > 0);
-        commit_products();
-        wait_for_products<0>();
-        touch(sums);
-#pragma unroll
-        for (int j = 0; j < kQ1 / 2; j += 2) {
-          const int row = first + lane.g + j / 2 % 2 * 8;
-          store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2),
-                       Base::template pair<Q1>(sums, j, lane, scale_a, P0 == 128 || row < P0));
-        }
+        });
+        Base::template put<P0, Q1>(d_t, sums, first, lane, scale_a);
       }
       fence_copy_engine();
       u32 t[kQ1 / 16][4];
       {
         float sums[kQ1 / 2];
-        open_products();
-#pragma unroll
-        for (int s = 0; s < kP1 / 16; ++s)
-          Wgmma<Element, kQ1>::multiply(sums, by_k(x, half, s), by_k(b, 0, s), s > 0);
-        commit_products();
-        wait_for_products<0>();
-        touch(sums);
-#pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) t[s][i] = Base::template pair<Q1>(sums, s * 8 + i * 2, lane, scale_b, true);
-          settle(t[s]);
-        }
+        make_products<kP1 / 16>(
+            sums, [&](int s) { Wgmma<Element, kQ1>::multiply(sums, by_k(x, half, s), by_k(b, 0, s), s > 0); });
+        Base::template as_left<Q1>(t, sums, lane, {scale_b, scale_b});
       }
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s) Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s));
-      commit_products();
+      ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
       sync_group<8, 2>(1);  // all of dT is there
 #pragma unroll
       for (int s = 0; s < kP0 / 16; ++s)
@@ -139,31 +108,14 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
       wait_for_products<1>();
       touch(d_a);
       float sums[kP1 / 2];
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s)
+      make_products<kQ1 / 16>(sums, [&](int s) {
         Wgmma<Element, kP1>::multiply_right_turned(sums, by_k(d_t, half, s), by_column(b, 0, s), s > 0);
-      commit_products();
-      wait_for_products<0>();
+      });
       touch(d_b);
-      touch(sums);
-      if (lane.index == 0) arrive(empty(slot));
+      ring.release(slot, lane.index);
       sync_group<8, 2>(1);  // dT has been read
       Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
     }
-    store(d_a, d_b);
-  }
-  DEVICE void store(const float (&d_a)[kQ0 / 2], const float (&d_b)[kP1 / 2]) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-#pragma unroll
-    for (int j = 0; j < kQ0 / 2; ++j) {
-      const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
-      if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2) {
-      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
-      if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
-    }
+    store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
   }
 };

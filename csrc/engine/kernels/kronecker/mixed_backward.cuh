@@ -17,6 +17,7 @@
 #pragma once
 #include "multiply/mixing.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 #include "multiply/unit_products.cuh"
 
 template <class Pass> struct MixedBackward : UnitProducts<Pass> {
@@ -34,53 +35,44 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   static_assert(P <= 8 && Q <= 8 && SLOTS >= GROUPS && Pass::CHUNKS >= kChunks);
   static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
-  const u32 memory, mixed, slots, x;
+  const u32 memory, mixed;
+  const Ring<SLOTS, kSlab> ring;  // of G's
+  const Ring<Pass::CHUNKS, kChunkBytes> chunks;  // of X's
   const u32 units;  // of this block
 
   DEVICE MixedBackward(const Params& given)
       : Products(given, shared_address(shared_memory) + kBarrierBytes), memory(shared_address(shared_memory)),
-        mixed(memory + kBarrierBytes + (2 + GROUPS) * kSlab), slots(mixed + kMixed), x(slots + SLOTS * kSlab),
+        mixed(memory + kBarrierBytes + (2 + GROUPS) * kSlab), ring{mixed + kMixed, memory},
+        chunks{ring.at(SLOTS), ring.full(2 * SLOTS)},
         units(u32((given.batch * Pass::UNITS_PER_SAMPLE + gridDim.x - 1 - blockIdx.x) / gridDim.x)) {}
 
-  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
-  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
-  DEVICE u32 arrived(u32 chunk) const { return memory + (2 * SLOTS + chunk) * 8; }
-  DEVICE u32 read(u32 chunk) const { return memory + (2 * SLOTS + Pass::CHUNKS + chunk) * 8; }
   DEVICE i64 unit(u32 position) const { return blockIdx.x + i64(position) * gridDim.x; }
   static DEVICE int rows_of(int chunk) { return min(kChunk, P0 - chunk * kChunk); }
   // A piece of X, and of Z, dZ or dX, whose slab begins as many rows behind a multiple of 1024 as there are before it.
   DEVICE u32 place_of_x(u32 chunk, int p, int row, int piece) const {
-    return x + chunk * kChunkBytes + p * kPitch + (row * kRow + piece) * 16;
+    return chunks.at(chunk) + p * kPitch + (row * kRow + piece) * 16;
   }
   DEVICE u32 place_of_z(int q, int row, int piece) const { return mixed + q * kSlab + swizzled(row + q, piece); }
 
   DEVICE void run() {
-    if (threadIdx.x < SLOTS) {
-      init_barrier(full(threadIdx.x), kCopiers);
-      init_barrier(empty(threadIdx.x), 4);
-    }
-    if (threadIdx.x < Pass::CHUNKS) {
-      init_barrier(arrived(threadIdx.x), 1);
-      init_barrier(read(threadIdx.x), kWarps);
-    }
+    ring.init(kCopiers, 4);
+    chunks.init(1, kWarps);
     if (threadIdx.x < 4) store_shared(memory + kZeros + threadIdx.x * 4, 0u);
     for (int at = threadIdx.x * 16; at < kMixed; at += kThreads * 16) store_u32x4(mixed + at, {});
 #pragma unroll 1
-    for (int slot = 0; slot < SLOTS; ++slot) Products::template clear_padding<Q0, Q1, kThreads>(slots + slot * kSlab);
+    for (int slot = 0; slot < SLOTS; ++slot) Products::template clear_padding<Q0, Q1, kThreads>(ring.at(slot));
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS) {
-      give_registers<Pass::COPY_REGISTERS>();
-      if (threadIdx.x >= kConsumers + 32)
-        copy_g();
-      else if (threadIdx.x == kConsumers)
-        copy_x();
-    } else {
-      take_registers<Pass::REGISTERS>();
-      const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params), normal_m = Pass::normal_m(params);
-      Products::load_weights(normal_a, normal_b);
-      consume(1 / normal_a, 1 / normal_b, normal_m);
-    }
+    if (warpgroup == GROUPS)
+      give_registers<Pass::COPY_REGISTERS>(), produce();
+    else
+      take_registers<Pass::REGISTERS>(), consume();
+  }
+  DEVICE void produce() const {
+    if (threadIdx.x >= kConsumers + 32)
+      copy_g();
+    else if (threadIdx.x == kConsumers)
+      copy_x();
   }
 
   DEVICE void copy_x() const {
@@ -89,10 +81,10 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       const int chunk = number % kChunks, at = number % Pass::CHUNKS;
       const u32 bytes = rows_of(chunk) * P1 * 2;
       const Element* from = static_cast<const Element*>(params.x) + unit(number / kChunks) * kX + chunk * (kChunk * P1);
-      wait_for_bytes(read(at), (number / Pass::CHUNKS & 1) ^ 1);
-      expect_bytes(arrived(at), P * bytes);
+      chunks.wait_until_empty(number);
+      expect_bytes(chunks.full(at), P * bytes);
 #pragma unroll 1
-      for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, arrived(at));
+      for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, chunks.full(at));
     }
   }
   DEVICE void copy_g() const {
@@ -100,14 +92,17 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
 #pragma unroll 1
     for (u32 position = 0; position < units * Q; ++position) {
       const u32 slot = position % SLOTS;
-      wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+      ring.wait_until_empty(position);
       Products::template copy<Q0, Q1, kCopiers>(
-          g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), slots + slot * kSlab);
-      arrive_with_copies(full(slot));
+          g + (unit(position / Q) * Q + position % Q) * (Q0 * Q1), ring.at(slot));
+      arrive_with_copies(ring.full(slot));
     }
   }
 
-  DEVICE void consume(float scale_a, float scale_b, float normal_m) {
+  DEVICE void consume() {
+    const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params), normal_m = Pass::normal_m(params);
+    Products::load_weights(normal_a, normal_b);
+    const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     typename Products::SumsA d_a = {};
     typename Products::SumsB d_b = {};
     float d_m[1][4] = {};
@@ -121,11 +116,11 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
       for (int q = warpgroup; q < Q; q += GROUPS) {
         settle_places();
         const u32 number = position * Q + q, slot = number % SLOTS;
-        wait_for_bytes(full(slot), number / SLOTS & 1);
+        ring.wait_until_full(number);
         fence_copy_engine();
         typename Products::SumsB d_z;
-        Products::visit(mixed + q * (kSlab + 128), slots + slot * kSlab, scale_a, scale_b, d_a, d_b, d_z);
-        if (lane.index == 0) arrive(empty(slot));
+        Products::visit(mixed + q * (kSlab + 128), ring.at(slot), scale_a, scale_b, d_a, d_b, d_z);
+        ring.release(slot, lane.index);
         sync_threads<128>(2 + warpgroup);  // dT and Z have been read
 #pragma unroll
         for (int j = 0; j < Products::kP1 / 2; j += 2) {
@@ -176,7 +171,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 number = position * kChunks + chunk, at = number % Pass::CHUNKS;
-      wait_for_bytes(arrived(at), number / Pass::CHUNKS & 1);
+      chunks.wait_until_full(number);
       u32 columns[kRows][2][4], mixtures[4];
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
@@ -224,7 +219,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
             }
           }
       __syncwarp();
-      if (lane.index == 0) arrive(read(at));
+      chunks.release(at, lane.index);
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         if (has(chunk, warp + i * kWarps))

@@ -31,6 +31,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 struct Maps {
   TensorMap x;
@@ -73,7 +74,9 @@ template <class Pass> struct TwoFactors {
   const Maps* const maps;
   const Lane lane;
   const int warpgroup, thread;
-  const u32 memory, a, b, slots, behind;  // behind the slots: chunks on their way, then results
+  const u32 memory, a, b;
+  const Ring<SLOTS, kSlotBytes> ring;
+  const u32 behind;  // behind the slots: chunks on their way, then results
   const i64 units;
   const typename Pass::Activation activation;
 
@@ -81,12 +84,10 @@ template <class Pass> struct TwoFactors {
   DEVICE TwoFactors(const Params& p, const Maps* m = nullptr)
       : params(p), maps(m), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128),
         memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + PIECES * kBytesA),
-        slots(b + (PIECES - HELD) * kBytesB), behind(slots + SLOTS * kSlotBytes), units(p.batch * Pass::UNITS_PER_SAMPLE),
+        ring(b + (PIECES - HELD) * kBytesB, memory), behind(ring.at(SLOTS)), units(p.batch * Pass::UNITS_PER_SAMPLE),
         activation(p) {}
 
-  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
-  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
-  DEVICE u32 arrived(u32 stage) const { return memory + (2 * SLOTS + stage) * 8; }
+  DEVICE u32 arrived(u32 stage) const { return ring.full(2 * SLOTS + stage); }
   // Mapped: that weights have come, and that a part has so much of a unit behind it that the other one may go on
   DEVICE u32 weights_there() const { return memory + kMixture; }
   DEVICE u32 halfway(int part) const { return memory + kMixture + 8 + part * 8; }
@@ -94,10 +95,7 @@ template <class Pass> struct TwoFactors {
 
   // Of a block with `threads`: its barriers, and what no copy writes
   DEVICE void begin(int threads) const {
-    if (threadIdx.x < SLOTS) {
-      init_barrier(full(threadIdx.x), Pass::MAPPED ? 1 : 128);
-      init_barrier(empty(threadIdx.x), (kMixes ? kConsumers : Pass::PARTS) * 4);
-    }
+    ring.init(Pass::MAPPED ? 1 : 128, (kMixes ? kConsumers : Pass::PARTS) * 4);
     if (Pass::MAPPED && threadIdx.x == 0) init_barrier(weights_there(), 1);
     if (Pass::MAPPED && threadIdx.x < 2) init_barrier(halfway(threadIdx.x), 4);
     if constexpr (kMixesByProducts) {
@@ -108,14 +106,14 @@ template <class Pass> struct TwoFactors {
       if (q < Q) store_shared(mixture(q) + p * 4, Pass::weight_m(params, q, p));
     }
     if constexpr (P1 % kStep && !Pass::MAPPED)  // padding of the slots, which copies leave alone
-      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(slots + at, 0u);
+      for (int at = threadIdx.x * 4; at < SLOTS * kSlotBytes; at += threads * 4) store_shared(ring.slots + at, 0u);
   }
   DEVICE void run() const {
     begin(kThreads);
     fence_copy_engine();
     __syncthreads();
     if (warpgroup == kConsumers) {
-      if constexpr (Pass::COPY_REGISTERS > 0) give_registers<Pass::COPY_REGISTERS>();
+      give_registers<Pass::COPY_REGISTERS>();
       if constexpr (kMixesByProducts)
         produce_mixtures();
       else if constexpr (Pass::MAPPED)
@@ -123,7 +121,7 @@ template <class Pass> struct TwoFactors {
       else
         produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
-      if constexpr (Pass::REGISTERS > 0) take_registers<Pass::REGISTERS>();
+      take_registers<Pass::REGISTERS>();
       consume(kScalesA ? Pass::scale_a(params) : 1.f, kScalesB ? Pass::scale_b(params) : 1.f);
     }
   }
@@ -207,7 +205,7 @@ template <class Pass> struct TwoFactors {
       const bool more = unit < units;
       if (more) {
         if constexpr (!kStages) take(slot, phase);
-        const u32 to = slots + (slot ? slot - 1 : SLOTS - 1) * kSlotBytes;
+        const u32 to = ring.at(slot ? slot - 1 : SLOTS - 1);
         const Element* from = x + chunk * (CHUNK * P1);
         each_piece(chunk, [&](int turn, int j, u32 place, bool present) {
 #pragma unroll
@@ -234,11 +232,11 @@ template <class Pass> struct TwoFactors {
       if constexpr (kStages) take(slot, phase);
       if constexpr (kStages || kMixes || Math::kRounds)
         each_piece(ready_chunk, [&](int turn, int, u32 place, bool) {
-          const u32 to = slots + ready * kSlotBytes + place;
+          const u32 to = ring.at(ready) + place;
           prepare(kStages ? stage_address(ready_stage, turn) : to, to);
         });
       fence_copy_engine();
-      arrive(full(ready));
+      arrive(ring.full(ready));
       if (++ready == SLOTS) ready = 0;
       if (++ready_chunk == kChunks) ready_chunk = 0;
       if (kStages && ++ready_stage == Pass::STAGES) ready_stage = 0;
@@ -263,7 +261,7 @@ template <class Pass> struct TwoFactors {
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         if (begun++ == kFirst) wait_for_bytes(weights_there(), 0);
-        const u32 to = slots + slot * kSlotBytes, arrives = full(slot);
+        const u32 to = ring.at(slot), arrives = ring.full(slot);
         take(slot, phase);
         expect_bytes(arrives, kBytesX);
 #pragma unroll
@@ -274,7 +272,7 @@ template <class Pass> struct TwoFactors {
       }
   }
   DEVICE void take(int& slot, u32& phase) const {
-    wait_for_bytes(empty(slot), phase);
+    wait_for_bytes(ring.empty(slot), phase);
     if (++slot == SLOTS) slot = 0, phase ^= 1;
   }
   DEVICE u32 stage_address(int stage, int turn) const {
@@ -367,12 +365,12 @@ template <class Pass> struct TwoFactors {
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const u32 to = slots + slot * kSlotBytes;
+        const u32 to = ring.at(slot);
         wait_for_bytes(arrived(stage), stage_phase);
         take(slot, phase);
         mix_chunk(behind + stage * kStageBytes, to, rows_of(chunk) * kRowPieces, weights, unscale);
         fence_copy_engine();
-        arrive(full(slot ? slot - 1 : SLOTS - 1));
+        arrive(ring.full(slot ? slot - 1 : SLOTS - 1));
         sync_threads<128>(1 + kConsumers);
         ask(stage);
         if (++stage == Pass::STAGES) stage = 0, stage_phase ^= 1;
@@ -448,14 +446,14 @@ template <class Pass> struct TwoFactors {
           if (lane.index == 0) arrive(halfway(part));
         }
         const u32 slot = position % SLOTS;
-        wait_for_bytes(full(slot), position / SLOTS & 1);
+        ring.wait_until_full(position);
 #pragma unroll
         for (int share = 0; share < kShare; ++share) {
           Sums<CHUNK> t;
-          multiply_b(t, held, slots + slot * kSlotBytes + (kMixes ? mixed(group, share) * kPitch : 0), part);
+          multiply_b(t, held, ring.at(slot) + (kMixes ? mixed(group, share) * kPitch : 0), part);
           wait_for_products<0>();
           t.arrived();
-          if (share == kShare - 1 && lane.index == 0) arrive(empty(slot));
+          if (share == kShare - 1) ring.release(slot, lane.index);
           if constexpr (kScalesB) scale_sums(t.high, unscale_b);
           Left left;
           pack(left, t.high);

@@ -68,17 +68,10 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       for (u32 at = a + threadIdx.x * 16; at < slots + 2 * kState; at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2) {
-      give_registers<kCopyRegisters>();
-      produce();
-    } else {
-      take_registers<kRegisters>();
-      const float back_a = load_scaled<Q0, P0>(a, 0, [&](int q, int p) { return Pass::weight_a(params, q, p); });
-      const float back_b = load_scaled<Q1, P1>(b, 1, [&](int q, int p) { return Pass::weight_b(params, q, p); });
-      fence_copy_engine();
-      sync_threads<kConsumers>(1);
-      consume(back_a, back_b);
-    }
+    if (warpgroup == 2)
+      give_registers<kCopyRegisters>(), produce();
+    else
+      take_registers<kRegisters>(), consume();
   }
 
   static DEVICE float size_of(float x) { return fabsf(x) <= kMost ? fabsf(x) : 0.f; }
@@ -169,7 +162,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   }
   // A state to its slot, and the next one on its way to where it was.
   template <int WHICH, int ROWS, int COLUMNS, int NEXT_ROWS, int NEXT_COLUMNS>
-  DEVICE void put(u32 phase, const void* next, i64 next_unit) const {
+  DEVICE void bring(u32 phase, const void* next, i64 next_unit) const {
     constexpr int kRow = COLUMNS / 4;
     const Scale scale(most_of_warps<kLoaders>(most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, 4));
     wait_for_bytes(empty(WHICH), phase);
@@ -196,18 +189,18 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     for (int time = 0; time < kTimes; ++time) ask<Q0, Q1>(grad, blockIdx.x, time);
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
-      put<G, Q0, Q1, P0, P1>(phase, params.x, unit);
-      put<X, P0, P1, Q0, Q1>(phase, grad, unit + gridDim.x);
+      bring<G, Q0, Q1, P0, P1>(phase, params.x, unit);
+      bring<X, P0, P1, Q0, Q1>(phase, grad, unit + gridDim.x);
     }
   }
 
-  // Who multiplies. Operands: the 16 k's of step s, with k contiguous from row `row` on, or with all columns, or those from slab
-  // `slab` on, contiguous.
-  static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
-  static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
-
-  DEVICE void consume(float back_a, float back_b) {
-    float d_a[kParts][32] = {}, d_b[kP1 / 2] = {};
+  // Who multiplies.
+  DEVICE void consume() {
+    const float back_a = load_scaled<Q0, P0>(a, 0, [&](int q, int p) { return Pass::weight_a(params, q, p); });
+    const float back_b = load_scaled<Q1, P1>(b, 1, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
+    float d_a[kParts * 32] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
@@ -225,15 +218,10 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         float sums[32];
-        open_products();
+        make_products<kQ1 / 16>(
+            sums, [&](int s) { Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0); });
 #pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s)
-          Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0);
-        commit_products();
-        wait_for_products<0>();
-        touch(sums);
-#pragma unroll
-        for (int j = 0; j < 32; ++j) d_a[part][j] += sums[j] * (scale[j / 2 % 2] * back_g);
+        for (int j = 0; j < 32; ++j) d_a[part * 32 + j] += sums[j] * (scale[j / 2 % 2] * back_g);
       }
       __syncwarp();
       if (lane.index == 0) arrive(empty(G));
@@ -242,11 +230,9 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         float sums[kP1 / 2];
         const int rows = kP0 > 64 ? half ^ warpgroup : 0, from = rows * 64 * 128;  // its own ones first
         wait_for_bytes(rows_full(rows), phase);
-        open_products();
-#pragma unroll
-        for (int s = 0; s < 4; ++s)
+        ask_for_products<4>([&](int s) {
           Wgmma<f16, kP1>::multiply_turned(sums, by_column(d_t + from, warpgroup, s), by_column(x + from, 0, s), s > 0);
-        commit_products();
+        });
         const float back = load_sum(back_of_rows(rows), 0.f) * back_x;
         wait_for_products<0>();
         touch(sums);
@@ -256,28 +242,22 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       __syncwarp();
       if (lane.index == 0) arrive(empty(X)), arrive(rows_empty());
       float sums[kP1 / 2];
-      open_products();
-#pragma unroll
-      for (int s = 0; s < kQ1 / 16; ++s)
+      ask_for_products<kQ1 / 16>([&](int s) {
         Wgmma<f16, kP1>::multiply_right_turned(sums, by_k(d_t, warpgroup * 64, s), by_column(b, 0, s), s > 0);
-      commit_products();
+      });
       const float back = load_sum(back_of_rows(warpgroup), 0.f) * back_b;
       wait_for_products<0>();
       touch(sums);
       store(sums, back, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
-    store_sums(d_a, d_b);
+    store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
   }
   // This warpgroup's rows of dT to shared memory
   DEVICE void put_back_state(u32 g, float back, u32 phase) const {
     float sums[kQ1 / 2];
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kQ0 / 16; ++s)
+    make_products<kQ0 / 16>(sums, [&](int s) {
       Wgmma<f16, kQ1>::multiply_turned(sums, by_column(a, warpgroup, s), by_column(g, 0, s), s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(sums);
+    });
     float mosts[4] = {};
 #pragma unroll
     for (int j = 0; j < kQ1 / 2; ++j) mosts[j % 4] = fmaxf(mosts[j % 4], fabsf(sums[j]));
@@ -290,36 +270,22 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     const Scale scale(most_of_warps<4>(most, 4 + warpgroup, 2 + warpgroup));
     wait_for_bytes(rows_empty(), phase);
     if (threadIdx.x % 128 == 0) store_shared(back_of_rows(warpgroup), scale.back * back);
-#pragma unroll
-    for (int j = 0; j < kQ1 / 2; j += 2) {
-      const int row = first + lane.g + j / 2 % 2 * 8;
-      store_shared(d_t + place(row, j / 4 * 8 + lane.t * 2), pair<Q1>(sums, j, lane, scale.there, P0 == 128 || row < P0));
-    }
+    put<P0, Q1>(d_t, sums, first, lane, scale.there);
     fence_copy_engine();
     arrive(rows_full(warpgroup));
   }
   // This warpgroup's rows of T, of which the thread has parts of two
   DEVICE void make_state(u32 (&t)[kQ1 / 16][4], float (&back)[2], u32 x) const {
     float sums[kQ1 / 2], most[2] = {};
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kP1 / 16; ++s)
-      Wgmma<f16, kQ1>::multiply(sums, by_k(x, warpgroup * 64, s), by_k(b, 0, s), s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(sums);
+    make_products<kP1 / 16>(
+        sums, [&](int s) { Wgmma<f16, kQ1>::multiply(sums, by_k(x, warpgroup * 64, s), by_k(b, 0, s), s > 0); });
 #pragma unroll
     for (int j = 0; j < kQ1 / 2; ++j) most[j / 2 % 2] = fmaxf(most[j / 2 % 2], fabsf(sums[j]));
     most_of<4>(most);
     const Scale scales[2] = {Scale(most[0]), Scale(most[1])};
 #pragma unroll
     for (int i = 0; i < 2; ++i) back[i] *= scales[i].back;
-#pragma unroll
-    for (int s = 0; s < kQ1 / 16; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) t[s][i] = pair<Q1>(sums, s * 8 + i * 2, lane, scales[i % 2].there, true);
-      settle(t[s]);
-    }
+    as_left<Q1>(t, sums, lane, {scales[0].there, scales[1].there});
   }
 
   DEVICE void store(float (&d_x)[kP1 / 2], float scale, float* to) const {
@@ -334,18 +300,5 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         four_columns(d_x + j + i * 2, word);
         if ((P0 == 128 || row < P0) && (kP1 == P1 || column < P1)) store_global<16>(to + row * P1 + column, word);
       }
-  }
-  DEVICE void store_sums(const float (&d_a)[kParts][32], const float (&d_b)[kP1 / 2]) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
-#pragma unroll
-    for (int j = 0; j < kParts * 32; ++j) {
-      const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
-      if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j / 32][j % 32]);
-    }
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2) {
-      const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
-      if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
-    }
   }
 };

@@ -56,17 +56,10 @@ template <class Pass> struct SplitPairBackward {
       for (u32 at = a + threadIdx.x * 16; at < groups + GROUPS * kGroup; at += (kConsumers + 128) * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS) {
-      give_registers<Pass::COPY_REGISTERS>();
-      produce();
-    } else {
-      take_registers<Pass::REGISTERS>();
-      load_split_weight<PIECES, Q0, P0, kConsumers>(a, [&](int q, int p) { return Pass::weight_a(params, q, p); });
-      load_split_weight<PIECES, Q1, P1, kConsumers>(b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
-      fence_copy_engine();
-      sync_threads<kConsumers>(1);
-      consume();
-    }
+    if (warpgroup == GROUPS)
+      give_registers<Pass::COPY_REGISTERS>(), produce();
+    else
+      take_registers<Pass::REGISTERS>(), consume();
   }
 
   // A state's fours on their way to a thread, and to their places
@@ -118,6 +111,10 @@ template <class Pass> struct SplitPairBackward {
   }
 
   DEVICE void consume() {
+    load_split_weight<PIECES, Q0, P0, kConsumers>(a, [&](int q, int p) { return Pass::weight_a(params, q, p); });
+    load_split_weight<PIECES, Q1, P1, kConsumers>(b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
     int own = x_of(warpgroup), weights = a;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;

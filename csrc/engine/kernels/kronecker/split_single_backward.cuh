@@ -54,17 +54,10 @@ template <class Pass> struct SplitSingleBackward {
         store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2) {
-      give_registers<Pass::COPY_REGISTERS>();
-      produce();
-    } else {
-      take_registers<Pass::REGISTERS>();
-      const float* w = static_cast<const float*>(params.weights[0]);
-      load_split_weight<PIECES, Q, P, kConsumers>(weight, [&](int q, int p) { return w[q * P + p]; });
-      fence_copy_engine();
-      sync_threads<kConsumers>(1);
-      consume();
-    }
+    if (warpgroup == 2)
+      give_registers<Pass::COPY_REGISTERS>(), produce();
+    else
+      take_registers<Pass::REGISTERS>(), consume();
   }
 
   // Where a unit begins in a state whose contracted mode has N's, and from one row of it to the next
@@ -137,6 +130,10 @@ template <class Pass> struct SplitSingleBackward {
 
   using Sums = SplitSums<64>;
   DEVICE void consume() {
+    const float* w = static_cast<const float*>(params.weights[0]);
+    load_split_weight<PIECES, Q, P, kConsumers>(weight, [&](int q, int p) { return w[q * P + p]; });
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
     const int part = kParts == 2 ? warpgroup : 0, group = kParts == 2 ? 0 : warpgroup;
     int own = x_of(group), weights = weight + part * kBlock;
     float d_w[kParts][32] = {};  // 64 q's each

@@ -136,12 +136,12 @@ template <class Pass> struct ThreeFactors {
 #pragma unroll 1
       for (int chunk = 0; chunk < Two::kChunks; ++chunk, ++position) {
         const u32 slot = position % Pass::SLOTS;
-        wait_for_bytes(two.full(slot), position / Pass::SLOTS & 1);
+        two.ring.wait_until_full(position);
         typename Two::template Sums<Pass::CHUNK> t;
-        two.multiply_b(t, held, two.slots + slot * Two::kSlotBytes, part);
+        two.multiply_b(t, held, two.ring.at(slot), part);
         wait_for_products<0>();
         t.arrived();
-        if (lane.index == 0) arrive(two.empty(slot));
+        two.ring.release(slot, lane.index);
         typename Two::Left left;
         Two::pack(left, t.high);
         two.multiply_a(y, left, chunk);

@@ -114,11 +114,9 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
   // Of 16 bits
   DEVICE void add_and_give_back(float (&d_o)[PO / 2], u32 g, u32 t, u32 buffer, int tile, Element* to) const {
     float d_t[32];
-    open_products();
-#pragma unroll
-    for (int s = 0; s < QO / 16; ++s)
+    ask_for_products<QO / 16>([&](int s) {
       Wgmma<Part, 64>::multiply_turned(d_t, by_column(o, 0, s), by_column(g, 0, s), s > 0);
-    commit_products();
+    });
 #pragma unroll
     for (int s = 0; s < 4; ++s) Wgmma<Part, PO>::multiply(d_o, by_k(g, 0, s), by_k(t, 0, s));
     commit_products();
@@ -142,13 +140,9 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) left[s][i] = tf32_of(left[s][i]);
       }
-      open_products();
-#pragma unroll
-      for (int s = 0; s < 4; ++s)
+      make_products<4>(sums, [&](int s) {
         Wgmma<Part, PO>::multiply(sums, left[s], operand(t + first * kSlab) + s * 2, first > 0 || s > 0);
-      commit_products();
-      wait_for_products<0>();
-      touch(sums);
+      });
     }
 #pragma unroll
     for (int i = 0; i < PO / 2; ++i) d_o[i] += sums[i];
@@ -214,8 +208,8 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
           store_two<true>(to + i64(block) * kSums + row * PO + n * 8 + lane.t * 2, d_o[n * 4 + h * 2], d_o[n * 4 + h * 2 + 1], true);
       }
     }
+    const u32 zeros[4] = {};
     for (int other = block + blocks; other < present; other += blocks)
       for (int j = thread * 4; j < kSums; j += 512) store_global<16>(to + i64(other) * kSums + j, zeros);
   }
-  static constexpr u32 zeros[4] = {};
 };

@@ -12,6 +12,7 @@
 //       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0
 #pragma once
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 #include "multiply/unit_products.cuh"
 
 template <class Pass> struct UnitBackward : UnitProducts<Pass> {
@@ -25,39 +26,29 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
   static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
   static_assert(AHEAD < SLOTS && Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
-  const u32 memory, slots;
+  const Ring<SLOTS, kSlot> ring;
   const u32 units;  // of this block
 
   DEVICE UnitBackward(const Params& given)
-      : Products(given, shared_address(shared_memory) + kBarrierBytes), memory(shared_address(shared_memory)),
-        slots(memory + kBarrierBytes + (2 + GROUPS) * kSlab),
+      : Products(given, shared_address(shared_memory) + kBarrierBytes),
+        ring{Products::a + (2 + GROUPS) * kSlab, shared_address(shared_memory)},
         units(u32((given.batch * Pass::UNITS_PER_SAMPLE + gridDim.x - 1 - blockIdx.x) / gridDim.x)) {}
 
-  DEVICE u32 full(u32 slot) const { return memory + slot * 8; }
-  DEVICE u32 empty(u32 slot) const { return memory + (SLOTS + slot) * 8; }
   DEVICE i64 unit(u32 position) const { return blockIdx.x + i64(position) * gridDim.x; }
 
   DEVICE void run() {
-    if (threadIdx.x < SLOTS) {
-      init_barrier(full(threadIdx.x), 128);
-      init_barrier(empty(threadIdx.x), 4);
-    }
+    ring.init(128, 4);
 #pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
-      Products::template clear_padding<P0, P1, kThreads>(slots + slot * kSlot);
-      Products::template clear_padding<Q0, Q1, kThreads>(slots + slot * kSlot + kSlab);
+      Products::template clear_padding<P0, P1, kThreads>(ring.at(slot));
+      Products::template clear_padding<Q0, Q1, kThreads>(ring.at(slot) + kSlab);
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS) {
-      give_registers<Pass::COPY_REGISTERS>();
-      produce();
-    } else {
-      take_registers<Pass::REGISTERS>();
-      const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
-      Products::load_weights(normal_a, normal_b);
-      consume(1 / normal_a, 1 / normal_b);
-    }
+    if (warpgroup == GROUPS)
+      give_registers<Pass::COPY_REGISTERS>(), produce();
+    else
+      take_registers<Pass::REGISTERS>(), consume();
   }
 
   DEVICE void produce() const {
@@ -66,8 +57,8 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
 #pragma unroll 1
     for (u32 position = 0; position < units + AHEAD; ++position) {
       if (position < units) {
-        const u32 slot = position % SLOTS, to = slots + slot * kSlot;
-        wait_for_bytes(empty(slot), (position / SLOTS & 1) ^ 1);
+        const u32 to = ring.at(position % SLOTS);
+        ring.wait_until_empty(position);
         Products::template copy<Q0, Q1, 128>(g + unit(position) * (Q0 * Q1), to + kSlab);
         Products::template copy<P0, P1, 128>(x + unit(position) * (P0 * P1), to);
       }
@@ -75,28 +66,31 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
       if (position >= AHEAD) {
         wait_for_copies<AHEAD>();
         fence_copy_engine();
-        arrive(full((position - AHEAD) % SLOTS));
+        arrive(ring.full((position - AHEAD) % SLOTS));
       }
     }
   }
 
-  DEVICE void consume(float scale_a, float scale_b) {
+  DEVICE void consume() {
+    const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
+    Products::load_weights(normal_a, normal_b);
+    const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     typename Products::SumsA d_a = {};
     typename Products::SumsB d_b = {};
 #pragma unroll 1
     for (u32 position = warpgroup; position < units; position += GROUPS) {
       stay_here(lane.index, first), stay_here(d_t, first);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
-      const u32 slot = position % SLOTS, x = slots + slot * kSlot;
-      wait_for_bytes(full(slot), position / SLOTS & 1);
+      const u32 slot = position % SLOTS, x = ring.at(slot);
+      ring.wait_until_full(position);
       typename Products::SumsB d_x;
       Products::visit(x, x + kSlab, scale_a, scale_b, d_a, d_b, d_x);
-      if (lane.index == 0) arrive(empty(slot));
+      ring.release(slot, lane.index);
       sync_threads<128>(2 + warpgroup);  // dT has been read
       Products::template store<P0, P1>(
           d_x, d_t, first, lane, 1.f, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
     }
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
-        slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
+        ring.slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }
 };

@@ -21,6 +21,7 @@
 #include "types/params.cuh"
 #include "finish/sums.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct MonarchBack {
   using Math = typename Pass::Math;
@@ -50,30 +51,20 @@ template <class Pass> struct MonarchBack {
 
   const Params& params;
   const u32 memory;
+  const Ring<STAGES, kStageBytes, BLOCKS> stages;
+  const Ring<FIRSTS, kFirst> firsts;
   const Lane lane;
   const int warp, rank;
 
   DEVICE MonarchBack(const Params& given)
-      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warp(uniform(threadIdx.x / 32)),
+      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), stages(memory, memory + kBarriers),
+        firsts(memory + kFirsts, stages.full(2 * STAGES)), warp(uniform(threadIdx.x / 32)),
         rank(blockIdx.y % BLOCKS) {}
 
   DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
-  DEVICE u32 full(int stage) const { return memory + kBarriers + stage * 8; }
-  DEVICE u32 empty(int stage) const { return full(STAGES + stage); }
-  DEVICE u32 full_first(int stage) const { return full(2 * STAGES + stage); }
-  DEVICE u32 empty_first(int stage) const { return full(2 * STAGES + FIRSTS + stage); }
-  DEVICE u32 turned(int tile) const { return full(2 * STAGES + 2 * FIRSTS + tile); }  // kAhead of them, in turns
-  DEVICE u32 full_slot(int slot) const { return full(2 * STAGES + 2 * FIRSTS + kAhead + slot); }
+  DEVICE u32 turned(int tile) const { return firsts.full(2 * FIRSTS + tile); }  // kAhead of them, in turns
+  DEVICE u32 full_slot(int slot) const { return turned(kAhead + slot); }
   DEVICE int rows_of(i64 tile) const { return int(min(params.batch - tile * kSamples, i64(kSamples))); }
-
-  // Stages in turns
-  template <int COUNT> struct Ring {
-    int stage;
-    u32 phase;
-    DEVICE void turn() {
-      if (++stage == COUNT) stage = 0, phase ^= 1;
-    }
-  };
 
   DEVICE int own_rows(i64 tile) const {
     const int rows = rows_of(tile) - rank * kOwn;
@@ -155,18 +146,18 @@ template <class Pass> struct MonarchBack {
       advance(next, mine, 0);
       for (int i = 0; i < DEPTH; ++i) ask(next, slots + i), advance(next, mine, TURNERS);
     }
-    Ring<DEPTH> ring{0, 0};
-    Ring<kAhead> told{0, 1};
+    Turn<DEPTH> turn{0, 0};
+    Turn<kAhead> told{0, 1};
 #pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.turn()) {
-      wait_for_cluster(turned(told.stage), told.phase);
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
+      wait_for_cluster(turned(told.slot), told.phase);
       if constexpr (kSize == 4) {
         turn_squares(tile);
       } else {
 #pragma unroll 1
-        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, ring.turn()) {
-          const int slot = slots + ring.stage;
-          wait_for_bytes(full_slot(slot), ring.phase);
+        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, turn.next()) {
+          const int slot = slots + turn.slot;
+          wait_for_bytes(full_slot(slot), turn.phase);
           turn_sample(tile, sample, memory + kSlots + slot * kSample);
           fence_copy_engine();
           __syncwarp();
@@ -175,44 +166,39 @@ template <class Pass> struct MonarchBack {
       }
       fence_copies_of_memory();
       __syncwarp();
-      tell_turned(told.stage);
+      tell_turned(told.slot);
     }
   }
   DEVICE void load_weights() const {
     const char* second = static_cast<const char*>(params.sums) + i64(blockIdx.y) * L * kSecond;
     const char* given = static_cast<const char*>(params.sums) + Order::kFirstAt + i64(blockIdx.y) * (L / 4) * kFirst;
-    Ring<STAGES> ring{0, 1};
-    Ring<FIRSTS> first{0, 1};
+    Turn<STAGES> turn{0, 1};
+    Turn<FIRSTS> first{0, 1};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, ring.turn()) {
-        const u32 to = memory + ring.stage * kStageBytes + kGrad;
-        wait_for_bytes(empty(ring.stage), ring.phase);
-        expect_bytes(full(ring.stage), kSecond);
-        load_run(to, second + l * kSecond, kSecond, full(ring.stage));
+      for (int l = 0; l < L; ++l, turn.next()) {
+        const u32 to = stages.at(turn.slot) + kGrad, full = stages.begin_to_fill(turn, kSecond);
+        load_run(to, second + l * kSecond, kSecond, full);
         if (l % 4) continue;
-        wait_for_bytes(empty_first(first.stage), first.phase);
-        expect_bytes(full_first(first.stage), kFirst);
-        load_run(memory + kFirsts + first.stage * kFirst, given + l / 4 * kFirst, kFirst, full_first(first.stage));
-        first.turn();
+        const u32 full_first = firsts.begin_to_fill(first);
+        load_run(firsts.at(first.slot), given + l / 4 * kFirst, kFirst, full_first);
+        first.next();
       }
   }
   DEVICE void load_grad() const {
-    Ring<STAGES> ring{0, 1};
-    Ring<kAhead> told{0, 0};
+    Turn<STAGES> turn{0, 1};
+    Turn<kAhead> told{0, 0};
 #pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.turn()) {
+    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       const int rows = rows_of(tile), mine = own_rows(tile) * 128;
-      for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(told.stage), block));
-      wait_for_cluster(turned(told.stage), told.phase);
+      for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(told.slot), block));
+      wait_for_cluster(turned(told.slot), told.phase);
       fence_copies_of_memory();
       const char* from = turned_of(tile) + Order::turned_row(0, 0, rank * kOwn, rows, 0);
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, ring.turn()) {
-        const u32 to = memory + ring.stage * kStageBytes + rank * (kOwn * 128), barrier = full(ring.stage);
-        wait_for_bytes(empty(ring.stage), ring.phase);
-        expect_bytes(barrier, kSlabs * rows * 128);
+      for (int l = 0; l < L; ++l, turn.next()) {
+        const u32 to = stages.at(turn.slot) + rank * (kOwn * 128), barrier = stages.begin_to_fill(turn, kSlabs * rows * 128);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab, from += rows * 128) {
           if (mine == 0) continue;
@@ -277,24 +263,24 @@ template <class Pass> struct MonarchBack {
   // By lanes that have a block of the cluster each, whose barriers begin `there`
   DEVICE void release(int stage, u32 there) const {
     if constexpr (BLOCKS == 1) {
-      if (lane.index == 0) arrive(empty(stage));
+      if (lane.index == 0) arrive(stages.empty(stage));
     } else {
       if (lane.index < BLOCKS) free_in_other_block(there + (STAGES + stage) * 8);
     }
   }
   // The first products of four l's are asked for as soon as there is what they are made of, which is free behind them.
-  DEVICE void make_states(State& state, Ring<STAGES>& ring, int group, u32 there) const {
-    Ring<STAGES> last = ring;
+  DEVICE void make_states(State& state, Turn<STAGES>& turn, int group, u32 there) const {
+    Turn<STAGES> last = turn;
 #pragma unroll
-    for (int l = 0; l < 4; ++l, ring.turn()) {
-      wait_for_bytes(full(ring.stage), ring.phase);
-      make_state(state[l], memory + ring.stage * kStageBytes, group);
+    for (int l = 0; l < 4; ++l, turn.next()) {
+      stages.wait_until_full(turn);
+      make_state(state[l], stages.at(turn.slot), group);
       if (l < 1) continue;
       wait_for_products<1>();
-      release(last.stage, there), last.turn();
+      release(last.slot, there), last.next();
     }
     wait_for_products<0>();
-    release(last.stage, there);
+    release(last.slot, there);
 #pragma unroll
     for (int l = 0; l < 4; ++l) touch(state[l]);
   }
@@ -302,31 +288,31 @@ template <class Pass> struct MonarchBack {
 #pragma unroll
     for (int k = 0; k < 8 / kOfK; ++k) touch(sums[k]);
   }
-  DEVICE void release_first(Ring<FIRSTS>& first) const {
-    if (lane.index == 0) arrive(empty_first(first.stage));
-    first.turn();
+  DEVICE void release_first(Turn<FIRSTS>& first) const {
+    firsts.release(first.slot, lane.index);
+    first.next();
   }
   // The first products of four l's are made beside the second ones of the four before.
   DEVICE void consume() const {
     const int group = warp / 4;
-    const u32 there = in_block(full(0), lane.index % BLOCKS);
-    Ring<STAGES> ring{0, 0};
-    Ring<FIRSTS> first{0, 0}, last_first = first;
+    const u32 there = in_block(stages.barriers, lane.index % BLOCKS);
+    Turn<STAGES> turn{0, 0};
+    Turn<FIRSTS> first{0, 0}, last_first = first;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
 #pragma unroll 1
       for (int four = 0; four < L / 4; ++four) {
         State state;
-        make_states(state, ring, group, there);
+        make_states(state, turn, group, there);
         touch_all(sums);
         if (four > 0) release_first(last_first);
         Left left;
 #pragma unroll
         for (int i = 0; i < 2 * kParts; ++i) as_a(left[i], state, i / kParts, i % kParts);
-        wait_for_bytes(full_first(first.stage), first.phase);
-        add_units(sums, left, memory + kFirsts + first.stage * kFirst + group * (8 * P * kRow));
-        first.turn();
+        firsts.wait_until_full(first);
+        add_units(sums, left, firsts.at(first.slot) + group * (8 * P * kRow));
+        first.next();
         if constexpr (kSize == 4) wait_for_products<0>(), touch_all(sums);  // registers have no room for the next four's
       }
       wait_for_products<0>();
@@ -371,31 +357,25 @@ template <class Pass> struct MonarchBack {
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), 2);
-      init_barrier(empty(threadIdx.x), kConsumers / 32 * BLOCKS);
-    }
-    if (threadIdx.x < FIRSTS) {
-      init_barrier(full_first(threadIdx.x), 1);
-      init_barrier(empty_first(threadIdx.x), kConsumers / 32);
-    }
+    stages.init(2, kConsumers / 32 * BLOCKS);
+    firsts.init(1, kConsumers / 32);
     if (int(threadIdx.x) < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
     if (threadIdx.x < kAhead) init_barrier(turned(threadIdx.x), (TURNERS + 1) * BLOCKS);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
-    if (warp >= kConsumers / 32) {
-      give_registers<kCopyRegisters>();
-      if (warp < kConsumers / 32 + TURNERS)
-        turn_all();
-      else if (warp == kLoader && lane.index == 0)
-        load_grad();
-      else if (warp == kLoader + 1 && lane.index == 0)
-        load_weights();
-    } else {
-      take_registers<kRegisters>();
-      consume();
-    }
+    if (warp >= kConsumers / 32)
+      give_registers<kCopyRegisters>(), produce();
+    else
+      take_registers<kRegisters>(), consume();
     if constexpr (BLOCKS > 1) sync_cluster();  // the other one may still tell this one's loaders, or write here
+  }
+  DEVICE void produce() const {
+    if (warp < kConsumers / 32 + TURNERS)
+      turn_all();
+    else if (warp == kLoader && lane.index == 0)
+      load_grad();
+    else if (warp == kLoader + 1 && lane.index == 0)
+      load_weights();
   }
 };

@@ -20,6 +20,7 @@
 #include "kernels/monarch/monarch_order.cuh"
 #include "types/params.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 #include "multiply/wgmma.cuh"
 
 template <class Pass> struct MonarchGradient {
@@ -58,11 +59,12 @@ template <class Pass> struct MonarchGradient {
 
   const Params& params;
   const u32 memory;
+  const Ring<STAGES, kStageBytes> ring;
   Lane lane;
   const int warp, along_k, along_l, group, first_unit, first_l;
 
   DEVICE MonarchGradient(const Params& given)
-      : params(given), memory(shared_address(shared_memory)), warp(uniform(threadIdx.x / 32)), along_k(warp % WK),
+      : params(given), memory(shared_address(shared_memory)), ring(memory + kStages, memory + kShared), warp(uniform(threadIdx.x / 32)), along_k(warp % WK),
         along_l(warp / WK % WL), group(warp / (WK * WL)), first_unit(blockIdx.y % kSets * kUnits),
         first_l(blockIdx.y / kSets * kLs) {}
 
@@ -124,8 +126,6 @@ template <class Pass> struct MonarchGradient {
   }
 
   DEVICE i64 chunks() const { return (params.batch + CHUNK - 1) / CHUNK; }
-  DEVICE u32 full(u32 stage) const { return memory + kShared + stage * 8; }
-  DEVICE u32 empty(u32 stage) const { return memory + kShared + (STAGES + stage) * 8; }
   // Of ROWS, RUN pieces each, this loader's
   template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
     const int thread = threadIdx.x - kConsumers;
@@ -164,14 +164,12 @@ template <class Pass> struct MonarchGradient {
   }
   // By the loaders
   DEVICE void produce() const {
-    int stage = 0;
-    u32 phase = 1;
+    Turn<STAGES> turn{0, 1};
 #pragma unroll 1
-    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x) {
-      wait_for_bytes(empty(stage), phase);
-      copy_chunk(chunk, memory + kStages + stage * kStageBytes, full(stage));
-      arrive_with_copies(full(stage));
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, turn.next()) {
+      ring.wait_until_empty(turn);
+      copy_chunk(chunk, ring.at(turn.slot), ring.full(turn.slot));
+      arrive_with_copies(ring.full(turn.slot));
     }
     wait_for_copies<0>();
   }
@@ -338,11 +336,9 @@ template <class Pass> struct MonarchGradient {
   DEVICE void ask_for_second(SumsSecond& of_second, Tiles& tiles, u32 g) const {
 #pragma unroll
     for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
-    open_products();
-#pragma unroll
-    for (int l = 0; l < 4; ++l)
+    ask_for_products<4>([&](int l) {
       Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
-    commit_products();
+    });
   }
   // The same with products of a warpgroup, of which each warp's rows are its own: it has four fours of units. The second
   // weights are read once for 32 samples, by two l's, as registers hold no more.
@@ -380,19 +376,13 @@ template <class Pass> struct MonarchGradient {
     DEVICE void operator()() const { sync_threads<kConsumers>(1); }
   };
   DEVICE void run() {
-    if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), kLoaders + 1);
-      init_barrier(empty(threadIdx.x), kMembers / 32);
-    }
+    ring.init(kLoaders + 1, kMembers / 32);
     fence_copy_engine();
     __syncthreads();
-    if (warp >= kConsumers / 32) {
-      give_registers<kCopyRegisters>();
-      produce();
-    } else {
-      take_registers<kRegisters>();
-      consume();
-    }
+    if (warp >= kConsumers / 32)
+      give_registers<kCopyRegisters>(), produce();
+    else
+      take_registers<kRegisters>(), consume();
   }
   DEVICE void consume() {
     copy_first();
@@ -406,9 +396,9 @@ template <class Pass> struct MonarchGradient {
     u32 position = group;  // of a chunk
 #pragma unroll 1
     for (i64 chunk = blockIdx.x + i64(group) * gridDim.x; chunk < chunks(); chunk += i64(gridDim.x) * Pass::GROUPS) {
-      const u32 stage = position % STAGES, here = memory + kStages + stage * kStageBytes;
+      const u32 stage = position % STAGES, here = ring.at(stage);
       int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
-      wait_for_bytes(full(stage), position / STAGES & 1);
+      ring.wait_until_full(position);
       if constexpr (kWgmma) fence_copy_engine();
 #pragma unroll 1
       for (int step = 0; step < CHUNK; step += 16 * kHalves) {
@@ -424,7 +414,7 @@ template <class Pass> struct MonarchGradient {
       // An arrival overtakes what has been asked of shared memory, if nothing has waited for what is made of it.
       if constexpr (kWgmma && kHalves == 1) fence_copy_engine();
       __syncwarp();
-      if (lane.index == 0) arrive(empty(stage));
+      ring.release(stage, lane.index);
       position += Pass::GROUPS;
     }
     Meet()();  // the loaders have written all

@@ -20,6 +20,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 struct Maps {
   TensorMap x, weight;
@@ -58,80 +59,41 @@ template <class Pass> struct MonarchMapped {
   static DEVICE i64 first_tile(int team) { return i64(team) * gridDim.x + blockIdx.x; }
   static DEVICE int rank() { return blockIdx.y % BLOCKS; }
 
-  // Slots in turns, at `place`, with a barrier each that they are full, and behind those one that they are free again.
-  template <int SLOTS, int BYTES> struct Ring {
-    u32 place, barriers, phase;
-    int slot;
-    DEVICE Ring(u32 place, u32 barriers, u32 phase) : place(place), barriers(barriers), phase(phase), slot(0) {}
-    DEVICE u32 full(int at) const { return barriers + at * 8; }
-    DEVICE u32 empty(int at) const { return barriers + (SLOTS + at) * 8; }
-    DEVICE u32 bytes(int at) const { return place + at * BYTES; }
-    DEVICE int turn() {
-      const int now = slot;
-      if (++slot == SLOTS) slot = 0, phase ^= 1;
-      return now;
-    }
-    DEVICE int wait() {
-      wait_for_bytes(full(slot), phase);
-      return turn();
-    }
-    // A warp has read a slot: all who write there are told.
-    DEVICE void release(int at) const {
-      const int lane = threadIdx.x % 32;
-      if constexpr (BLOCKS == 1) {
-        if (lane == 0) arrive(empty(at));
-      } else {
-        if (lane < BLOCKS) free_in_other_block(in_block(empty(at), lane));
-      }
-    }
-    DEVICE void init() const {
-      if (threadIdx.x % 128 < SLOTS) {
-        init_barrier(full(threadIdx.x % 128), 1);
-        init_barrier(empty(threadIdx.x % 128), 4 * BLOCKS);
-      }
-    }
-  };
-  using SlabRing = Ring<Pass::SLABS, kSlabBytes>;
-  using WeightRing = Ring<Pass::SLOTS, kSlotBytes>;
-  DEVICE SlabRing slabs(int team, u32 phase) const {
+  // A team's slabs of x and first weights
+  using Slabs = Stream<Pass::SLABS, kSlabBytes, BLOCKS>;
+  using Weights = Stream<Pass::SLOTS, kSlotBytes, BLOCKS>;
+  DEVICE Slabs slabs(int team, u32 phase) const {
     return {memory + kX + team * (Pass::SLABS * kSlabBytes), memory + kBarriers + team * (Pass::SLABS * 16), phase};
   }
-  DEVICE WeightRing weights(int team, u32 phase) const {
+  DEVICE Weights weights(int team, u32 phase) const {
     return {memory + kFirst + team * (Pass::SLOTS * kSlotBytes),
             memory + kBarriers + (kTeams * Pass::SLABS + team * Pass::SLOTS) * 16, phase};
   }
 
   // Each of a cluster's blocks brings a part for all of them.
   static DEVICE void load(u32 to, int bytes, const TensorMap& map, const int (&at)[5], u32 full) {
-    if constexpr (BLOCKS == 1)
-      load_box(to, map, at, full);
-    else
-      load_box(to + rank() * (bytes / BLOCKS), map, at, full, (1u << BLOCKS) - 1);
+    load_box_of<BLOCKS>(to + (BLOCKS > 1 ? rank() * (bytes / BLOCKS) : 0), map, at, full);
   }
-  DEVICE void load_slab(SlabRing& ring, int slab, i64 tile) const {
-    wait_for_bytes(ring.empty(ring.slot), ring.phase);
-    const u32 full = ring.full(ring.slot);
-    expect_bytes(full, kSlabBytes);
-    const int at[5] = {slab * 32, 0, int(tile) * M + rank() * (M / BLOCKS), 0, 0};
-    load(ring.bytes(ring.slot), kSlabBytes, maps.x, at, full);
-    ring.turn();
+  DEVICE void load_slab(Slabs& slabs, int slab, i64 tile) const {
+    const int slot = slabs.fill(), at[5] = {slab * 32, 0, int(tile) * M + rank() * (M / BLOCKS), 0, 0};
+    load(slabs.at(slot), kSlabBytes, maps.x, at, slabs.full(slot));
   }
   // A box is of p, i, numbers, n and k; of two k's, each of two blocks brings one.
-  DEVICE void load_weights(WeightRing& ring, int k) const {
-    wait_for_bytes(ring.empty(ring.slot), ring.phase);
-    const u32 full = ring.full(ring.slot), to = ring.bytes(ring.slot);
-    expect_bytes(full, kSlotBytes);
+  DEVICE void load_weights(Weights& weights, int k) const {
+    const int slot = weights.fill();
     const int further = kEach > 1 ? rank() : 0, n = kEach > 1 ? 0 : rank() * (kHeld / 2 / BLOCKS);
 #pragma unroll 1
     for (int box = 0; box < kSlotSlabs; ++box) {
       const int at[5] = {box / kUnits * 32, 0, box % kUnits * 4, first_l / 2 + n, k + further};
-      load(to + box * kBoxBytes, kBoxBytes, maps.weight, at, full);
+      load(weights.at(slot) + box * kBoxBytes, kBoxBytes, maps.weight, at, weights.full(slot));
     }
-    ring.turn();
   }
-  DEVICE void produce(int team) const {
-    SlabRing ahead = slabs(team, 1);
-    WeightRing first = weights(team, 1);
+  // A thread for each team
+  DEVICE void produce() const {
+    const int team = uniform((threadIdx.x - kConsumers) / 32);
+    if (team >= kTeams || threadIdx.x % 32) return;
+    Slabs ahead = slabs(team, 1);
+    Weights first = weights(team, 1);
     for (i64 tile = first_tile(team); tile < tiles(); tile += gridDim.x * kTeams) {
       int slab = 0;
 #pragma unroll 1
@@ -164,22 +126,22 @@ template <class Pass> struct MonarchMapped {
   using Left = u32[kHeld][4];
   using Sums = float[kHeld][N / 2];
   // Those of a period.
-  struct Slots {
+  struct Taken {
     int slab[kSlabs], weights[kPeriod / kEach];
   };
   // The pair of units that reads a k's weights last.
   static constexpr int last_pair(int k) { return (k * kUnits + kUnits - 1) / 2; }
 
   // The first product of a pair's units.
-  DEVICE void make_units(Unit (&unit)[2], Slots& slots, SlabRing& x, WeightRing& first, int pair) const {
+  DEVICE void make_units(Unit (&unit)[2], Taken& taken, Slabs& x, Weights& first, int pair) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = (pair * 2 + i) / kUnits;
       if ((pair * 2 + i) % kUnits > 0) continue;
-      if (k % kEach == 0) slots.weights[k / kEach] = first.wait();
+      if (k % kEach == 0) taken.weights[k / kEach] = first.take();
 #pragma unroll
       for (int step = k * kSteps; step < (k + 1) * kSteps; ++step)
-        if (step % 4 == 0) slots.slab[step / 4] = x.wait();
+        if (step % 4 == 0) taken.slab[step / 4] = x.take();
     }
     open_products();
 #pragma unroll
@@ -188,8 +150,8 @@ template <class Pass> struct MonarchMapped {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int step = k * kSteps + s;
-        const u64 left = operand(x.bytes(slots.slab[step / 4])) + step % 4 * 2;
-        const u32 box = first.bytes(slots.weights[k / kEach]) + (s / 4 * kUnits + tile) * kBoxBytes;
+        const u64 left = operand(x.at(taken.slab[step / 4])) + step % 4 * 2;
+        const u32 box = first.at(taken.weights[k / kEach]) + (s / 4 * kUnits + tile) * kBoxBytes;
         const u64 right = operand(box + k % kEach * kUnitBytes) + s % 4 * 2;
         Wgmma<float, kColumns>::multiply(unit[i], left, right, s > 0);
       }
@@ -197,22 +159,20 @@ template <class Pass> struct MonarchMapped {
     commit_products();
   }
   // What a pair has read last
-  DEVICE void release(const Slots& slots, const SlabRing& x, const WeightRing& first, int pair) const {
+  DEVICE void release(const Taken& taken, const Slabs& x, const Weights& first, int pair) const {
 #pragma unroll
     for (int i = 0; i < kPeriod / kEach; ++i)
-      if (last_pair((i + 1) * kEach - 1) == pair) first.release(slots.weights[i]);
+      if (last_pair((i + 1) * kEach - 1) == pair) first.release(taken.weights[i]);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
-      if (last_pair((slab * 4 + 3) / kSteps) == pair) x.release(slots.slab[slab]);
+      if (last_pair((slab * 4 + 3) / kSteps) == pair) x.release(taken.slab[slab]);
   }
   // Of all l's, the step that a pair's units are.
   DEVICE void add_step(Sums& sums, const Left& left, int step) const {
     const u32 weight = memory + step / 4 * (N * 128);
-    open_products();
-#pragma unroll
-    for (int l = 0; l < kHeld; ++l)
+    ask_for_products<kHeld>([&](int l) {
       Wgmma<float, N>::multiply(sums[l], left[l], operand(weight + l * (kDepth * N * 128)) + step % 4 * 2, step > 0);
-    commit_products();
+    });
   }
   static DEVICE void as_left(Left& left, Unit (&unit)[2]) {
     touch(unit[0]);
@@ -225,19 +185,19 @@ template <class Pass> struct MonarchMapped {
     }
   }
   template <bool BEGINS>
-  DEVICE void add_period(Sums& sums, Left& left, SlabRing& x, WeightRing& weights, int first) const {
-    Slots slots;
+  DEVICE void add_period(Sums& sums, Left& left, Slabs& x, Weights& weights, int first) const {
+    Taken taken;
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       Unit unit[2];
-      make_units(unit, slots, x, weights, pair);
+      make_units(unit, taken, x, weights, pair);
       if constexpr (BEGINS) {
         if (pair > 0) add_step(sums, left, first + pair - 1);
       } else {
         add_step(sums, left, first + pair - 1);
       }
       wait_for_products<0>();
-      release(slots, x, weights, pair);
+      release(taken, x, weights, pair);
       as_left(left, unit);
     }
   }
@@ -282,10 +242,11 @@ template <class Pass> struct MonarchMapped {
     }
   }
 
-  DEVICE void consume(int team) const {
+  DEVICE void consume() const {
+    const int team = uniform(threadIdx.x / 128);
     copy_second();
-    SlabRing x = slabs(team, 0);
-    WeightRing first = weights(team, 0);
+    Slabs x = slabs(team, 0);
+    Weights first = weights(team, 0);
     Sums sums;
     // One begins when the other one is halfway through its first tile.
     if (kPeriods > 1 && team > 0) wait_for_bytes(memory + kHalfway, 0);
@@ -307,21 +268,17 @@ template <class Pass> struct MonarchMapped {
 
   DEVICE void run() const {
     if (threadIdx.x < kConsumers) {
-      slabs(threadIdx.x / 128, 0).init();
-      weights(threadIdx.x / 128, 0).init();
+      slabs(threadIdx.x / 128, 0).init(1, 4 * BLOCKS, threadIdx.x % 128);
+      weights(threadIdx.x / 128, 0).init(1, 4 * BLOCKS, threadIdx.x % 128);
     }
     if (threadIdx.x == 0) init_barrier(memory + kHalfway, 1);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
-    if (threadIdx.x < kConsumers) {
-      take_registers<Pass::MORE>();
-      consume(uniform(threadIdx.x / 128));
-    } else {
-      give_registers<Pass::FEWER>();
-      const int team = uniform((threadIdx.x - kConsumers) / 32);
-      if (team < kTeams && threadIdx.x % 32 == 0) produce(team);
-    }
+    if (threadIdx.x < kConsumers)
+      take_registers<Pass::MORE>(), consume();
+    else
+      give_registers<Pass::FEWER>(), produce();
     if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
 };

@@ -15,6 +15,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 struct Maps {
   TensorMap x, first, second;
@@ -44,61 +45,33 @@ template <class Pass> struct MonarchThrough {
   DEVICE i64 tiles() const { return (params.batch + kBlocks * M - 1) / (kBlocks * M); }
   DEVICE i64 first_sample(i64 tile) const { return (tile * kBlocks + rank()) * M; }
 
-  // Slots in turns, at `place`, with a barrier each that they are full, and behind those one that they are free again.
-  template <int SLOTS, int BYTES> struct Ring {
-    u32 place, barriers, phase;
-    int slot;
-    DEVICE Ring(u32 place, u32 barriers, u32 phase) : place(place), barriers(barriers), phase(phase), slot(0) {}
-    DEVICE u32 full(int at) const { return barriers + at * 8; }
-    DEVICE u32 empty(int at) const { return barriers + (SLOTS + at) * 8; }
-    DEVICE u32 bytes(int at) const { return place + at * BYTES; }
-    DEVICE int turn() {
-      const int now = slot;
-      if (++slot == SLOTS) slot = 0, phase ^= 1;
-      return now;
-    }
-    DEVICE int wait() {
-      wait_for_bytes(full(slot), phase);
-      return turn();
-    }
-    DEVICE int fill(u32 bytes) {
-      wait_for_bytes(empty(slot), phase);
-      expect_bytes(full(slot), bytes);
-      return turn();
-    }
-    DEVICE void init(int writers) const {
-      if (threadIdx.x < SLOTS) {
-        init_barrier(full(threadIdx.x), 1);
-        init_barrier(empty(threadIdx.x), kConsumers / 32 * writers);
-      }
-    }
-  };
-  using XRing = Ring<Pass::X_SLOTS, kSlabBytes>;
-  using WeightRing = Ring<Pass::SLOTS, Pass::SLOT>;
-  DEVICE XRing xs(u32 phase) const { return {memory, memory + kBarriers, phase}; }
-  DEVICE WeightRing weights(u32 phase) const { return {memory + kWeights, memory + kBarriers + Pass::X_SLOTS * 16, phase}; }
+  // Of this block, and of both, which bring each a half
+  using Xs = Stream<Pass::X_SLOTS, kSlabBytes>;
+  using Weights = Stream<Pass::SLOTS, Pass::SLOT, kBlocks>;
+  DEVICE Xs xs(u32 phase) const { return {memory, memory + kBarriers, phase}; }
+  DEVICE Weights weights(u32 phase) const { return {memory + kWeights, memory + kBarriers + Pass::X_SLOTS * 16, phase}; }
 
   // One thread brings x, and another one weights: of each pair of halves this block's, for both.
   DEVICE void produce_x() const {
-    XRing ring = xs(1);
+    Xs ring = xs(1);
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
 #pragma unroll 1
       for (int k = 0; k < K; ++k)
 #pragma unroll 1
         for (int slab = 0; slab < kSlabs; ++slab) {
           const int slot = ring.fill(kSlabBytes), at[5] = {slab * 64, k, int(first_sample(tile)), 0, 0};
-          load_box(ring.bytes(slot), maps.x, at, ring.full(slot));
+          load_box(ring.at(slot), maps.x, at, ring.full(slot));
         }
   }
   DEVICE void produce_weights() const {
-    WeightRing ring = weights(1);
+    Weights ring = weights(1);
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
 #pragma unroll 1
       for (int k = 0; k < K; ++k)
 #pragma unroll 1
         for (int slab = 0; slab < kSlabs; ++slab) {
           const int slot = ring.fill(2 * kFirst), at[5] = {slab * 64, 0, rank() * kHalf, k, 0};
-          load_box(ring.bytes(slot) + rank() * kFirst, maps.first, at, ring.full(slot), 3);
+          load_box_of<kBlocks>(ring.at(slot) + rank() * kFirst, maps.first, at, ring.full(slot));
         }
 #pragma unroll 1
       for (int s = 0; s < S; s += N)
@@ -108,7 +81,7 @@ template <class Pass> struct MonarchThrough {
 #pragma unroll 1
           for (int slab = 0; slab < kDepth; ++slab) {
             const int at[5] = {slab * 64, s, rank() * kHalf + l, 0, 0};
-            load_box(ring.bytes(slot) + rank() * kSecond + slab * (N * 128), maps.second, at, ring.full(slot), 3);
+            load_box_of<kBlocks>(ring.at(slot) + rank() * kSecond + slab * (N * 128), maps.second, at, ring.full(slot));
           }
         }
     }
@@ -117,38 +90,29 @@ template <class Pass> struct MonarchThrough {
   using Left = u32[kHalf][kSteps][4];
   using Held = u32[kHalf][N / 4];
 
-  // A warp has read a slot: who writes there is told.
-  static DEVICE void release(const XRing& ring, int slot) {
-    if (threadIdx.x % 32 == 0) arrive(ring.empty(slot));
-  }
-  static DEVICE void release(const WeightRing& ring, int slot) {
-    if (threadIdx.x % 32 < kBlocks) free_in_other_block(in_block(ring.empty(slot), threadIdx.x % 32));
-  }
-  DEVICE void make_states(Left& left, XRing& x, WeightRing& weight, int team) const {
+  DEVICE void make_states(Left& left, Xs& x, Weights& weight, int team) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float sums[kColumns / 2];
       int last_x = 0, last_weight = 0;
 #pragma unroll 1
       for (int slab = 0; slab < kSlabs; ++slab) {
-        const int of_x = x.wait(), of_weight = weight.wait();
-        const u64 rows = operand(x.bytes(of_x)), columns = operand(weight.bytes(of_weight) + team * kFirst);
-        open_products();
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
+        const int of_x = x.take(), of_weight = weight.take();
+        const u64 rows = operand(x.at(of_x)), columns = operand(weight.at(of_weight) + team * kFirst);
+        ask_for_products<4>([&](int step) {
           Wgmma<Element, kColumns>::multiply(sums, rows + step * 2, columns + step * 2, slab > 0 || step > 0);
-        commit_products();
+        });
         if (slab > 0) {
           wait_for_products<1>();
-          release(x, last_x);
-          release(weight, last_weight);
+          x.release(last_x);
+          weight.release(last_weight);
         }
         last_x = of_x, last_weight = of_weight;
       }
       wait_for_products<0>();
       touch(sums);
-      release(x, last_x);
-      release(weight, last_weight);
+      x.release(last_x);
+      weight.release(last_weight);
 #pragma unroll
       for (int i = 0; i < kColumns / 4; ++i) {
         const int n = i / 2;  // eights of columns
@@ -163,14 +127,12 @@ template <class Pass> struct MonarchThrough {
 
   using Sums = float[N / 2];
   // Asks for products of an l.
-  DEVICE int ask(Sums& sums, u32 (&left)[kSteps][4], WeightRing& weight, int team) const {
-    const int slot = weight.wait();
-    const u64 columns = operand(weight.bytes(slot) + team * kSecond);
-    open_products();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
+  DEVICE int ask(Sums& sums, u32 (&left)[kSteps][4], Weights& weight, int team) const {
+    const int slot = weight.take();
+    const u64 columns = operand(weight.at(slot) + team * kSecond);
+    ask_for_products<kSteps>([&](int step) {
       Wgmma<Element, N>::multiply(sums, left[step], columns + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
-    commit_products();
+    });
     return slot;
   }
   // With bias and activation, rounded: two neighbours for row g or g + 8 of a warp.
@@ -245,9 +207,13 @@ template <class Pass> struct MonarchThrough {
       }
     }
   }
+  DEVICE void produce() const {
+    if (threadIdx.x == kConsumers) produce_x();
+    if (threadIdx.x == kConsumers + 32) produce_weights();
+  }
   DEVICE void consume() const {
-    XRing x = xs(0);
-    WeightRing weight = weights(0);
+    Xs x = xs(0);
+    Weights weight = weights(0);
     const int team = uniform(threadIdx.x / 128);
     int buffer = 0;  // of two, so that the other warpgroup has time to read one
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
@@ -269,7 +235,7 @@ template <class Pass> struct MonarchThrough {
             wait_for_products<0>();
           }
           touch(sums[now]);
-          release(weight, slots[now]);
+          weight.release(slots[now]);
           finish(held[l], sums[now], team * kHalf + l, s);
         }
         store(held, first_sample(tile), s, team, buffer);
@@ -279,19 +245,15 @@ template <class Pass> struct MonarchThrough {
   }
 
   DEVICE void run() const {
-    xs(0).init(1);
-    weights(0).init(kBlocks);
+    xs(0).init(1, kConsumers / 32);
+    weights(0).init(1, kConsumers / 32 * kBlocks);
     fence_copy_engine();
     __syncthreads();
     sync_cluster();
-    if (threadIdx.x < kConsumers) {
-      take_registers<Pass::MORE>();
-      consume();
-    } else {
-      give_registers<Pass::FEWER>();
-      if (threadIdx.x == kConsumers) produce_x();
-      if (threadIdx.x == kConsumers + 32) produce_weights();
-    }
+    if (threadIdx.x < kConsumers)
+      take_registers<Pass::MORE>(), consume();
+    else
+      give_registers<Pass::FEWER>(), produce();
     sync_cluster();  // the other block may still tell this one's producer, or write here
   }
 };

@@ -18,6 +18,7 @@
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 struct Maps {
   TensorMap x, grad;
@@ -27,31 +28,23 @@ template <class Pass> struct SlabBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, STAGES = Pass::STAGES;
   static constexpr int BP = 64, kTiles = ceil_div(P, BP), kConsumers = 256;
   static constexpr int kWeights = ceil_div(Q, 32) * BP * 128;  // bytes
-  static constexpr int kLeft = Q * 128, kStageBytes = kLeft + 2 * 4096, kStages = kWeights;
-  static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
+  static constexpr int kLeft = Q * 128, kStageBytes = kLeft + 2 * 4096;
+  using Slabs = Ring<STAGES, kStageBytes>;
   static constexpr i64 kFeatures = i64(P) * GROUPS, kSums = i64(Q) * P * GROUPS;
   static_assert(Q % 8 == 0 && Q <= 256 && P % 4 == 0 && STAGES % 2 == 0 && Pass::RUN % 4 == 0);
 
   const Params& params;
   const Maps& maps;
   const u32 memory;
+  const Slabs ring;
   const int units, blocks, first_p, group;
 
   DEVICE SlabBackward(const Params& given, const Maps& m)
-      : params(given), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u), units(int(given.batch / 64)),
+      : params(given), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u), ring(memory + kWeights), units(int(given.batch / 64)),
         blocks(min(int(gridDim.x), Pass::MOST)), first_p(blockIdx.y % kTiles * BP), group(blockIdx.y / kTiles) {}
 
   // From the last samples on, of which L2 still has some (wide_gradient.cuh)
   DEVICE int slab_of(int unit) const { return (units - 1 - unit) * 2; }
-
-  struct Ring {
-    int stage;
-    u32 phase;
-    DEVICE void turn(int by = 1) {
-      stage += by;
-      if (stage >= STAGES) stage -= STAGES, phase ^= 1;
-    }
-  };
 
   // In the order in which a thread's sums are four p's side by side.
   static DEVICE int row_of(int p) { return p / 16 * 16 + p % 2 * 8 + p % 16 / 2; }
@@ -65,24 +58,24 @@ template <class Pass> struct SlabBackward {
     }
   }
 
+  // One thread
   DEVICE void produce() const {
-    Ring ring{0, 1};
+    if (threadIdx.x != kConsumers) return;
+    Turn<STAGES> turn{0, 1};
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        const u32 full = memory + kFull + ring.stage * 8, to = memory + kStages + ring.stage * kStageBytes;
         const int slab = slab_of(unit) + half;
         const int of_grad[5] = {0, 0, group % INNER, group / INNER, slab};
-        wait_for_bytes(memory + kEmpty + ring.stage * 8, ring.phase);
-        expect_bytes(full, kStageBytes);
+        const u32 to = ring.at(turn.slot), full = ring.begin_to_fill(turn);
         load_box(to, maps.grad, of_grad, full);
 #pragma unroll
         for (int columns = 0; columns < 2; ++columns) {
           const int of_x[5] = {first_p + columns * 32, group, slab * 32, 0, 0};
           load_box(to + kLeft + columns * 4096, maps.x, of_x, full);
         }
-        ring.turn();
+        turn.skip(1);
       }
     }
   }
@@ -90,7 +83,7 @@ template <class Pass> struct SlabBackward {
   // A warp has read a slab.
   DEVICE void release(int stage) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+    ring.release(stage);
   }
 
   // A left operand, of which eight k's are rows of a slab: a thread's two m's are neighbours in a row, of the 32 that two warps
@@ -154,14 +147,14 @@ template <class Pass> struct SlabBackward {
   // theirs. What a unit has made is stored while the next one's first products are on their way.
   DEVICE void make_x() const {
     static constexpr int kAll = Q / 8, kParts = ceil_div(kAll, kSteps);
-    Ring ring{int(threadIdx.x / 64), 0};
+    Turn<STAGES> turn{int(threadIdx.x / 64), 0};
     float sums[32], made[32] = {};
     Left left[2];
     int last = -1;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
-      wait_for_bytes(memory + kFull + ring.stage * 8, ring.phase);
-      const u32 slab = memory + kStages + ring.stage * kStageBytes;
+      ring.wait_until_full(turn);
+      const u32 slab = ring.at(turn.slot);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int first = part * kSteps;
@@ -176,8 +169,8 @@ template <class Pass> struct SlabBackward {
         if (part == 0 && last >= 0) store_x(made, last);
         wait_for_products<1>();
       }
-      release(ring.stage);
-      ring.turn(2);
+      release(turn.slot);
+      turn.skip(2);
       wait_for_products<0>();
       touch(sums);
 #pragma unroll
@@ -201,15 +194,15 @@ template <class Pass> struct SlabBackward {
   DEVICE void make_weight() const {
     Sums sums;
     Left left[2];
-    Ring ring{0, 0};
+    Turn<STAGES> turn{0, 0};
     const int half = threadIdx.x % 128 / 64;
     int last = -1;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
 #pragma unroll
       for (int slab = 0; slab < 2; ++slab) {
-        wait_for_bytes(memory + kFull + ring.stage * 8, ring.phase);
-        const u32 from = memory + kStages + ring.stage * kStageBytes;
+        ring.wait_until_full(turn);
+        const u32 from = ring.at(turn.slot);
         load_left(left[slab], from + kLeft + half * 4096, 0, kSteps);
         open_products();
 #pragma unroll
@@ -220,8 +213,8 @@ template <class Pass> struct SlabBackward {
           wait_for_products<1>();
           release(last);
         }
-        last = ring.stage;
-        ring.turn();
+        last = turn.slot;
+        turn.skip(1);
       }
     }
     wait_for_products<0>();
@@ -231,24 +224,21 @@ template <class Pass> struct SlabBackward {
 
   DEVICE void run() const {
     if (int(blockIdx.x) >= blocks) return;
-    if (threadIdx.x < STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 1);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, 2 + 4);
-    }
+    ring.init(1, 2 + 4);
     fence_copy_engine();
     __syncthreads();
-    if (threadIdx.x < kConsumers) {
-      take_registers<Pass::MORE>();
-      put_weights();
-      fence_copy_engine();
-      sync_threads<kConsumers>(1);
-      if (threadIdx.x < 128)
-        make_x();
-      else
-        make_weight();
-    } else {
-      give_registers<Pass::FEWER>();
-      if (threadIdx.x == kConsumers) produce();
-    }
+    if (threadIdx.x < kConsumers)
+      take_registers<Pass::MORE>(), consume();
+    else
+      give_registers<Pass::FEWER>(), produce();
+  }
+  DEVICE void consume() const {
+    put_weights();
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
+    if (threadIdx.x < 128)
+      make_x();
+    else
+      make_weight();
   }
 };

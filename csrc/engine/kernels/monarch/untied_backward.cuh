@@ -24,6 +24,7 @@
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 struct Maps {
   TensorMap x, grad;
@@ -37,11 +38,10 @@ template <class Pass> struct UntiedBackward {
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs of a group
   static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = Pass::IN_TURNS ? BP : BP / kShares;  // columns of dX
   static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
-  static constexpr int kWeights = kLeft * kSlab, kStages = TOGETHER * kRight * kWeights;  // bytes of 64 p's, and of all
-  static constexpr int kFull = kStages + STAGES * kStageBytes, kEmpty = kFull + STAGES * 8;
-  static constexpr int kDone = kEmpty + STAGES * 8, kGot = kDone + 8;  // of a pair: its sums may come, and are there
+  static constexpr int kWeights = kLeft * kSlab;  // bytes of 64 p's
   static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
   static constexpr int kSharing = Pass::SHARED ? 2 : 1;  // blocks that have the same rows
+  using Stages = Ring<STAGES, kStageBytes, kSharing>;
   static constexpr bool kInPairs = Pass::PAIRED || Pass::SHARED;
   static_assert(!Pass::SHARED || (!Pass::PAIRED && kTiles % 2 == 0));
   static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
@@ -54,10 +54,13 @@ template <class Pass> struct UntiedBackward {
   const Params& params;
   const Maps& maps;
   const u32 memory;
+  const Stages ring;
+  const u32 done, got;  // of a pair: its sums may come, and are there
   const int warpgroup, chunks, blocks, block, tile, first_p, first_group;
 
   DEVICE UntiedBackward(const Params& given, const Maps& m)
-      : params(given), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
+      : params(given), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u),
+        ring(memory + TOGETHER * kRight * kWeights), done(ring.full(2 * STAGES)), got(done + 8), warpgroup(uniform(threadIdx.x / 128)),
         chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
         block(blockIdx.x * kPair + blockIdx.y % kPair), tile(blockIdx.y / kPair), first_p(tile % kTiles * BP),
         first_group(tile / kTiles * TOGETHER) {}
@@ -89,27 +92,22 @@ template <class Pass> struct UntiedBackward {
     fence_copy_engine();
     sync_threads<kConsumers>(1);
   }
+  // One thread
   DEVICE void produce() const {
     constexpr int kRows = 64 / kSharing;
     const int rank = blockIdx.y % kSharing, part = first_p / BP;
-    int stage = 0;
-    u32 phase = 1;
+    Turn<STAGES> turn{0, 1};
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const int row = int(first_row(chunk));
-      const u32 full = memory + kFull + stage * 8;
-      wait_for_bytes(memory + kEmpty + stage * 8, phase);
-      expect_bytes(full, kStageBytes);
+      const u32 full = ring.begin_to_fill(turn);
 #pragma unroll 1
       for (int group = 0; group < TOGETHER; ++group) {
-        const u32 to = memory + kStages + stage * kStageBytes + group * kGroup;
+        const u32 to = ring.at(turn.slot) + group * kGroup;
 #pragma unroll
         for (int slab = 0; slab < kLeft; ++slab) {
           const int at[5] = {slab * 64, first_group + group, row + rank * kRows, 0, 0};
-          if constexpr (Pass::SHARED)
-            load_box(to + slab * kSlab + rank * (kRows * 128), maps.grad, at, full, 3);
-          else
-            load_box(to + slab * kSlab, maps.grad, at, full);
+          load_box_of<kSharing>(to + slab * kSlab + rank * (kRows * 128), maps.grad, at, full);
         }
 #pragma unroll
         for (int slab = 0; slab < kRight; ++slab) {
@@ -117,7 +115,7 @@ template <class Pass> struct UntiedBackward {
           load_box(to + (kLeft + slab) * kSlab, maps.x, at, full);
         }
       }
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      turn.next();
     }
   }
 
@@ -191,9 +189,9 @@ template <class Pass> struct UntiedBackward {
 
   DEVICE void store_paired(Sums& sums) const {
     const int rank = blockIdx.y % 2;
-    const u32 mine = memory + kStages + threadIdx.x * 16, theirs = in_other_block(mine), got = in_other_block(memory + kGot);
-    if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(memory + kDone));  // no stage is read any more
-    wait_for_bytes(memory + kDone, 0);
+    const u32 mine = ring.slots + threadIdx.x * 16, theirs = in_other_block(mine), got_there = in_other_block(got);
+    if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(done));  // no stage is read any more
+    wait_for_bytes(done, 0);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
@@ -205,9 +203,9 @@ template <class Pass> struct UntiedBackward {
           given[i] = __float_as_uint(rank ? first : second);
           sums[h][n + i] = rank ? second : first;
         }
-        send_words(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given, got);
+        send_words(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given, got_there);
       }
-    wait_for_cluster(memory + kGot, 0);
+    wait_for_cluster(got, 0);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
@@ -220,15 +218,6 @@ template <class Pass> struct UntiedBackward {
     store<N / 4>(sums, rank * (N / 2));
   }
 
-  // A warp has read a stage: all who write there are told.
-  static DEVICE void release(u32 empty) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (Pass::SHARED) {
-      if (lane < 2) free_in_other_block(in_block(empty, lane));
-    } else {
-      if (lane == 0) arrive(empty);
-    }
-  }
   DEVICE void consume() const {
     Sums sums;
     if (Pass::PAIRED && block >= chunks)
@@ -236,15 +225,15 @@ template <class Pass> struct UntiedBackward {
       for (auto& some : sums)
 #pragma unroll
         for (float& x : some) x = 0;
-    int stage = 0, turn = Pass::IN_TURNS ? share() : 0;
-    u32 phase = 0;
+    Turn<STAGES> turn{0, 0};
+    int chunks_to_mine = Pass::IN_TURNS ? share() : 0;  // of dX
     copy_weights();
     if constexpr (kInPairs) wait_at_cluster();  // the other one has begun
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
-      const u32 from = memory + kStages + stage * kStageBytes;
-      wait_for_bytes(memory + kFull + stage * 8, phase);
-      if (turn == 0) {
+      const u32 from = ring.at(turn.slot);
+      ring.wait_until_full(turn);
+      if (chunks_to_mine == 0) {
         Back back;
         open_products();
         multiply(back, from);
@@ -252,17 +241,17 @@ template <class Pass> struct UntiedBackward {
         wait_for_products<1>();
         touch(back);
         store(back, chunk);
-        turn = Pass::IN_TURNS ? kShares : 0;
+        chunks_to_mine = Pass::IN_TURNS ? kShares : 0;
       } else {
         open_products();
         multiply(sums, from, chunk != block);
       }
-      if constexpr (Pass::IN_TURNS) --turn;
+      if constexpr (Pass::IN_TURNS) --chunks_to_mine;
       wait_for_products<0>();
 #pragma unroll
       for (auto& some : sums) touch(some);
-      release(memory + kEmpty + stage * 8);
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      ring.release(turn.slot);
+      turn.next();
     }
     if constexpr (Pass::SHARED) arrive_at_cluster();
     if constexpr (Pass::PAIRED)
@@ -273,14 +262,11 @@ template <class Pass> struct UntiedBackward {
 
   DEVICE void run() const {
     if (block >= blocks) return;
-    if (threadIdx.x < STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 1);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32 * kSharing);
-    }
+    ring.init(1, kConsumers / 32 * kSharing);
     if (Pass::PAIRED && threadIdx.x == 0) {
-      init_barrier(memory + kDone, kConsumers / 32);
-      init_barrier(memory + kGot, 1);
-      expect_bytes(memory + kGot, kGiven * 16 * kConsumers);
+      init_barrier(done, kConsumers / 32);
+      init_barrier(got, 1);
+      expect_bytes(got, kGiven * 16 * kConsumers);
     }
     fence_copy_engine();
     __syncthreads();
@@ -288,10 +274,9 @@ template <class Pass> struct UntiedBackward {
     if (threadIdx.x == kConsumers) prefetch_map(maps.x), prefetch_map(maps.grad);
     wait_for_kernel_before();
     if (threadIdx.x < kConsumers) {
-      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
-      consume();
+      take_registers<Pass::MORE>(), consume();
     } else {
-      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      give_registers<Pass::FEWER>();
       if constexpr (kInPairs) wait_at_cluster();
       if (threadIdx.x == kConsumers) produce();
       if constexpr (Pass::SHARED) arrive_at_cluster();

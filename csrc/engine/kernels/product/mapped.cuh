@@ -24,6 +24,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 struct Maps {
   TensorMap x, weight;
@@ -35,7 +36,8 @@ template <class Pass> struct Mapped {
   static constexpr int kColumnTiles = ceil_div(Q, N * BLOCKS);
   static constexpr int kTiles = FAST / HELD * kColumnTiles * (Pass::GROUPS / FAST);  // of a cluster, for its rows
   static constexpr int kStageBytes = (M + N) * 128, kWeight = M * 128;
-  static constexpr int kFull = Pass::STAGES * kStageBytes, kEmpty = kFull + Pass::STAGES * 8;
+  using Stages = Ring<Pass::STAGES, kStageBytes, BLOCKS>;
+  using Turn = typename Stages::Turn;
   static constexpr int kSteps = kSlabs == 1 ? ceil_div(P, 8) : 4;  // of a slab
 
   struct Tile {
@@ -45,11 +47,11 @@ template <class Pass> struct Mapped {
 
   const Params& params;
   const Maps& maps;
-  const u32 memory;
+  const Stages ring;
   i64 tiles;
 
   DEVICE Mapped(const Params& p, const Maps& m)
-      : params(p), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u) {
+      : params(p), maps(m), ring(shared_address(shared_memory) + 1023 & ~1023u) {
     tiles = (rows() + M - 1) / M * kTiles;
   }
 
@@ -69,22 +71,10 @@ template <class Pass> struct Mapped {
     return (tile.slow * Pass::NEXT + fast % Pass::NEXT) * (FAST / Pass::NEXT) + fast / Pass::NEXT;
   }
 
-  // The stages in turns.
-  struct Ring {
-    int stage;
-    u32 phase;
-    DEVICE void turn() {
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
-    }
-  };
-
   DEVICE void load_x(u32 to, int k, int group, i64 first, u32 full) const {
     const int part = rank() * (M / BLOCKS);
     const int at[5] = {k, group, int(first) + part, 0, 0};
-    if constexpr (BLOCKS == 1)
-      load_box(to, maps.x, at, full);
-    else
-      load_box(to + part * 128, maps.x, at, full, (1u << BLOCKS) - 1);
+    load_box_of<BLOCKS>(to + (BLOCKS > 1 ? part * 128 : 0), maps.x, at, full);
   }
   DEVICE void load_weight(u32 to, int k, int group, int q, u32 full) const {
     constexpr int kBox = Pass::RUN * Pass::BOX, kLine = Pass::RUN * Pass::LINE;
@@ -97,8 +87,10 @@ template <class Pass> struct Mapped {
       load_box(to + j * 128, maps.weight, at, full);
     }
   }
+  // One thread
   DEVICE void produce() const {
-    Ring ring{0, 1};
+    if (threadIdx.x != kConsumers) return;
+    Turn turn{0, 1};
     for (i64 n = blockIdx.x; n < tiles; n += gridDim.x) {
       const Tile tile = tile_of(n);
 #pragma unroll 1
@@ -106,51 +98,37 @@ template <class Pass> struct Mapped {
         const int group = weight_of(tile, tile.fast + h);
 #pragma unroll 1
         for (int k = 0; k < P; k += 32) {
-          const u32 full = memory + kFull + ring.stage * 8, to = memory + ring.stage * kStageBytes;
-          wait_for_bytes(memory + kEmpty + ring.stage * 8, ring.phase);
-          expect_bytes(full, kStageBytes);
+          const u32 to = ring.at(turn.slot), full = ring.begin_to_fill(turn);
           load_x(to, k, group, tile.first, full);
           load_weight(to + kWeight, k, group, tile.q, full);
-          ring.turn();
+          turn.next();
         }
       }
     }
   }
 
-  // A warp has read a slab: all who write there are told.
-  DEVICE void release(int stage) const {
-    const int lane = threadIdx.x % 32;
-    const u32 empty = memory + kEmpty + stage * 8;
-    if constexpr (BLOCKS == 1) {
-      if (lane == 0) arrive(empty);
-    } else {
-      if (lane < BLOCKS) free_in_other_block(in_block(empty, lane));
-    }
-  }
   // The sums of a group.
-  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
+  DEVICE void add_up(float (&sum)[N / 2], Turn& turn) const {
     const int warpgroup = uniform(threadIdx.x / 128);
     int last = 0;
 #pragma unroll 1
     for (int slab = 0; slab < kSlabs; ++slab) {
-      wait_for_bytes(memory + kFull + ring.stage * 8, ring.phase);
-      const u32 from = memory + ring.stage * kStageBytes;
+      ring.wait_until_full(turn);
+      const u32 from = ring.at(turn.slot);
       const u64 left = operand(from + warpgroup * 8192), right = operand(from + kWeight);
-      open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
+      ask_for_products<kSteps>([&](int step) {
         Wgmma<float, N>::multiply(sum, left + 2 * step, right + 2 * step, slab > 0 || step > 0);
-      commit_products();
+      });
       if (slab > 0) {
         wait_for_products<1>();
-        release(last);
+        ring.release(last);
       }
-      last = ring.stage;
-      ring.turn();
+      last = turn.slot;
+      turn.next();
     }
     wait_for_products<0>();
     touch(sum);
-    release(last);
+    ring.release(last);
   }
 
   // Row and column of this thread's i-th sum of a tile: what the weights' map makes of column 8 n + 2 t + e of the products.
@@ -232,30 +210,24 @@ template <class Pass> struct Mapped {
   }
 
   DEVICE void consume() const {
-    Ring ring{0, 0};
+    Turn turn{0, 0};
     float sum[HELD][N / 2];
     for (i64 n = blockIdx.x; n < tiles; n += gridDim.x) {
 #pragma unroll
-      for (int h = 0; h < HELD; ++h) add_up(sum[h], ring);
+      for (int h = 0; h < HELD; ++h) add_up(sum[h], turn);
       store(sum, tile_of(n));
     }
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 1);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, kConsumers / 32 * BLOCKS);
-    }
+    ring.init(1, kConsumers / 32 * BLOCKS);
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
-    if (threadIdx.x < kConsumers) {
-      take_registers<Pass::MORE>();
-      consume();
-    } else {
-      give_registers<Pass::FEWER>();
-      if (threadIdx.x == kConsumers) produce();
-    }
+    if (threadIdx.x < kConsumers)
+      take_registers<Pass::MORE>(), consume();
+    else
+      give_registers<Pass::FEWER>(), produce();
     if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
 };

@@ -552,13 +552,13 @@ template <class Pass> struct WideGradient {
     if constexpr (Pass::BIAS) fence_copy_engine();
     __syncthreads();
     if (threadIdx.x < kConsumers) {
-      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
+      take_registers<Pass::MORE>();
       if (Pass::BIAS && warpgroup < WM && tile().p == 0)
         consume<Pass::BIAS>();
       else
         consume<false>();
     } else {
-      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
+      give_registers<Pass::FEWER>();
       if constexpr (kTakes)
         take_chunks(threadIdx.x - kConsumers);
       else if constexpr (kTurns)

@@ -5,6 +5,7 @@
 // Pass: what wide.cuh has, of one group, with one consumer of 64 rows; GROUPS of warpgroups that multiply
 #pragma once
 #include "kernels/product/wide.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct WideResident : Wide<Pass> {
   using Base = Wide<Pass>;
@@ -16,29 +17,22 @@ template <class Pass> struct WideResident : Wide<Pass> {
   static_assert(Base::kPacked && Pass::CONSUMERS == 1 && Pass::HELD == 1 && Pass::GROUPS == 1 && Pass::TERM_BLOCKS == 1);
   static_assert(STAGES >= GROUPS && Pass::AHEAD < STAGES && Pass::BESIDE < 0);
 
-  DEVICE WideResident(const Params& given) : Base(given) {}
+  const Ring<STAGES, kStage> ring;
 
-  DEVICE u32 full(u32 stage) const { return memory + kBarriers + stage * 8; }
-  DEVICE u32 empty(u32 stage) const { return memory + kBarriers + (STAGES + stage) * 8; }
-  DEVICE u32 stage(u32 stage) const { return memory + kWeights + stage * kStage; }
+  DEVICE WideResident(const Params& given)
+      : Base(given), ring(memory + kWeights, memory + kBarriers) {}
+
   DEVICE i64 first_row(u32 position) const { return (blockIdx.x + i64(position) * gridDim.x) * 64; }
   static DEVICE int first_column() { return blockIdx.y * N; }
 
   DEVICE void run() const {
-    if (threadIdx.x < STAGES) {
-      init_barrier(full(threadIdx.x), 128);
-      init_barrier(empty(threadIdx.x), 4);
-    }
+    ring.init(128, 4);
     __syncthreads();
     const u32 count = u32(((rows() + 63) / 64 + gridDim.x - 1 - blockIdx.x) / gridDim.x);
-    if (warpgroup < GROUPS) {
-      take_registers<Pass::MORE>();
-      load_weight();
-      consume(count);
-    } else {
-      give_registers<Pass::FEWER>();
-      produce(count, threadIdx.x - GROUPS * 128);
-    }
+    if (warpgroup < GROUPS)
+      take_registers<Pass::MORE>(), consume(count);
+    else
+      give_registers<Pass::FEWER>(), produce(count, threadIdx.x - GROUPS * 128);
   }
 
   DEVICE void load_weight() const {
@@ -64,11 +58,11 @@ template <class Pass> struct WideResident : Wide<Pass> {
         const i64 first = first_row(position);
         const Element* from = static_cast<const Element*>(params.x) + first * Base::kXRow;
         const int left = int(min(rows() - first, i64(64)));
-        wait_for_bytes(empty(at), (position / STAGES & 1) ^ 1);
+        ring.wait_until_empty(position);
 #pragma unroll 4
         for (int j = thread; j < 64 * kRow; j += 128) {
           const int row = j / kRow, piece = j % kRow;
-          copy_async<16>(stage(at) + piece / 8 * 8192 + swizzled(row, piece % 8), from + row * Base::kXRow + piece * 8,
+          copy_async<16>(ring.at(at) + piece / 8 * 8192 + swizzled(row, piece % 8), from + row * Base::kXRow + piece * 8,
                          row < left && (P % 64 == 0 || piece * 8 < P));
         }
       }
@@ -79,29 +73,26 @@ template <class Pass> struct WideResident : Wide<Pass> {
       if constexpr (Base::kMixes) {
         sync_threads<128>(1);
 #pragma unroll 1
-        for (int slab = 0; slab < kSlabs; ++slab) Base::mix_rows(stage(at) + slab * 8192, weights, thread);
+        for (int slab = 0; slab < kSlabs; ++slab) Base::mix_rows(ring.at(at) + slab * 8192, weights, thread);
       }
       fence_copy_engine();
-      arrive(full(at));
+      arrive(ring.full(at));
     }
   }
 
   DEVICE void consume(u32 count) const {
+    load_weight();
 #pragma unroll 1
     for (u32 position = warpgroup; position < count; position += GROUPS) {
       const u32 at = position % STAGES;
       float sum[N / 2];
-      wait_for_bytes(full(at), position / STAGES & 1);
-      const u64 left = operand(stage(at)), right = operand(memory);
-      open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
+      ring.wait_until_full(position);
+      const u64 left = operand(ring.at(at)), right = operand(memory);
+      make_products<kSteps>(sum, [&](int step) {
         Wgmma<Element, N>::multiply(sum, left + step / 4 * (8192 / 16) + step % 4 * 2,
                                     right + step / 4 * (N * 128 / 16) + step % 4 * 2, step > 0);
-      commit_products();
-      wait_for_products<0>();
-      touch(sum);
-      if (threadIdx.x % 32 == 0) arrive(empty(at));
+      });
+      ring.release(at);
       // Rows of sums are counted by threads of the whole block.
       const typename Base::Tile tile = {first_row(position) - warpgroup * 64, first_column(), 0, 0, 0};
       typename Base::Held held;

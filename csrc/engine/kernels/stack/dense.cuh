@@ -260,14 +260,10 @@ template <class Pass> struct DenseLayers {
 #pragma unroll
     for (int s = 0; s < kSteps<L>; ++s) settle(a[s]);
     if constexpr (L::BIAS >= 0) touch(d);
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kSteps<L>; ++s)
+    make_products<kSteps<L>>(d, [&](int s) {
       Wgmma<Element, L::N>::multiply(d, a[s], operand(memory + L::weight_at + s / 4 * (L::N * 128)) + s % 4 * 2,
                                      L::BIAS >= 0 || s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(d);
+    });
   }
   // Whether the layer has such a column: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE bool inside(int tile, int column) {

@@ -6,38 +6,25 @@
 // There the samples are what is summed over: operands lie with samples as rows, which the matrix unit transposes. Sums for
 // the weights stay in registers for all samples of a block.
 //
-// Pass: as DenseLayers has it, N in whole steps for all layers; run(c) and tile(c, x, y, sums, tile, turn), which call each
-//       layer; GRAD_Y (parameter), SUMS of a block; in bytes packed_y, own_at, own_bytes (a warpgroup's), among these behind_at
-//       and behind_bytes (two gradients behind a layer), and ones_at. Layer: also Slope, TURNED (sums of the weight's
-//       gradient are its transpose), state_at and slope_at among a warpgroup's bytes, sums_at and bias_sums_at among sums.
+// Pass: as DenseGradients has it, N in whole steps for all layers; run(c) and tile(c, x, y, sums, tile, turn), which call each
+//       layer; GRAD_Y (parameter); in bytes packed_y, own_at, own_bytes (a warpgroup's), among these behind_at and behind_bytes
+//       (two gradients behind a layer), and ones_at. Layer: also Slope, state_at and slope_at among a warpgroup's bytes.
 #pragma once
-#include "kernels/stack/dense.cuh"
-#include "finish/sums.cuh"
+#include "kernels/stack/dense_gradients.cuh"
 
-template <class Pass> struct DenseBackward : DenseLayers<Pass> {
+template <class Pass> struct DenseBackward : DenseGradients<Pass> {
   using Layers = DenseLayers<Pass>;
+  using Base = DenseGradients<Pass>;
   using typename Layers::Element;
   using typename Layers::First;
   using typename Layers::Last;
-  using Layers::lane;
-  using Layers::memory;
-  using Layers::params;
-  using Layers::row;
+  template <class L> using Sums = typename Base::template Sums<L>;
+  using Layers::lane, Layers::memory, Layers::params, Layers::row, Base::sync;
   static_assert(sizeof(Element) == 2);
   static constexpr int kTile = 64 * 128;  // bytes of a slab: 64 samples of 64 features
-  // Features of the operands of a weight's gradient
-  template <class L> static constexpr int kLeft = L::TURNED ? L::K : L::N;
-  template <class L> static constexpr int kRight = L::TURNED ? L::N : L::K;
-  // Sums of a layer's gradients: of the weight, 64 x kRight for every 64 of kLeft; of the bias, 64 x 8 for every 64 of N.
-  template <class L> struct Sums {
-    float weight[ceil_div(kLeft<L>, 64)][kRight<L> / 2];
-    float bias[L::BIAS >= 0 ? ceil_div(L::N, 64) : 1][4];
-  };
   const u32 own;  // this warpgroup's
 
-  DEVICE DenseBackward(const Params& given) : Layers(given), own(memory + Pass::own_at + this->group * Pass::own_bytes) {}
-
-  DEVICE void sync() const { sync_group<4, 16>(this->group + 1); }
+  DEVICE DenseBackward(const Params& given) : Base(given), own(memory + Pass::own_at + this->group * Pass::own_bytes) {}
 
   // Left operands of 64 samples to shared memory, samples as rows.
   template <int STEPS> DEVICE void put(u32 to, const u32 (&a)[STEPS][4]) const {
@@ -103,14 +90,14 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
       for (int s = 0; s < L::N / 16; ++s) settle(g[s]);
     open_products();
 #pragma unroll
-    for (int m = 0; m < ceil_div(kLeft<L>, 64); ++m)
+    for (int m = 0; m < Base::template kOwn<L>; ++m)
 #pragma unroll
       for (int s = 0; s < 4; ++s)
-        Wgmma<Element, kRight<L>>::multiply_turned(sums.weight[m], turned_operand(left + m * kTile, kTile) + s * 128,
+        Wgmma<Element, Base::template kRight<L>>::multiply_turned(sums.weight[m], turned_operand(left + m * kTile, kTile) + s * 128,
                                                    turned_operand(right, kTile) + s * 128);
     if constexpr (L::BIAS >= 0)
 #pragma unroll
-      for (int m = 0; m < ceil_div(L::N, 64); ++m)
+      for (int m = 0; m < Base::template kOwnBias<L>; ++m)
 #pragma unroll
         for (int s = 0; s < 4; ++s)
           Wgmma<Element, 8>::multiply_turned(sums.bias[m], turned_operand(behind + m * kTile, kTile) + s * 128,
@@ -122,11 +109,7 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
     commit_products();
     wait_for_products<0>();
     if constexpr (BACK) touch(d);
-#pragma unroll
-    for (auto& some : sums.weight) touch(some);
-    if constexpr (L::BIAS >= 0)
-#pragma unroll
-      for (auto& some : sums.bias) touch(some);
+    Base::template touch_sums<L>(sums);
   }
 
   DEVICE void run() const {
@@ -168,36 +151,4 @@ template <class Pass> struct DenseBackward : DenseLayers<Pass> {
         d[s * 8 + i * 2] = widen(Element{u16(g[s][i])}), d[s * 8 + i * 2 + 1] = widen(Element{u16(g[s][i] >> 16)});
   }
 
-  // All warpgroups' sums of a layer, to where this block's belong.
-  template <class L> DEVICE void store_sums(const Sums<L>& sums) const {
-    constexpr int kFours = kRight<L> / 8, kBytes = Pass::own_at + Pass::own_bytes * Pass::GROUPS;
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * Pass::SUMS;
-    add_up<ceil_div(kLeft<L>, 64) * kFours, Layers::kThreads, 128, kBytes, float>(
-        memory, [&](int f) -> const float(&)[4] {
-          return reinterpret_cast<const float(&)[4]>(sums.weight[f / kFours][f % kFours * 4]);
-        },
-        [&](int f, int member, const float(&sum)[4]) {
-          const Lane at(member % 32);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int left = f / kFours * 64 + member / 32 * 16 + at.g + j / 2 * 8, right = f % kFours * 8 + at.t * 2 + j % 2;
-            const int n = L::TURNED ? right : left, k = L::TURNED ? left : right;
-            const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
-            const int p = k < L::K ? Layers::template feature_in<L>(k) : L::P;
-            if (q < L::Q && p < L::P) store_global(to + L::sums_at + q * L::P + p, sum[j]);
-          }
-        });
-    if constexpr (L::BIAS >= 0)
-      add_up<ceil_div(L::N, 64), Layers::kThreads, 128, kBytes, float>(
-          memory, [&](int m) -> const float(&)[4] { return sums.bias[m]; },
-          [&](int m, int member, const float(&sum)[4]) {
-            const Lane at(member % 32);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int n = m * 64 + member / 32 * 16 + at.g + h * 8;
-              const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
-              if (at.t == 0 && q < L::Q) store_global(to + L::bias_sums_at + q, sum[h * 2]);
-            }
-          });
-  }
 };

@@ -6,43 +6,31 @@
 // each feature, 32 samples along it. Where in a row a sample lies, and which row is whose, is free. A thread's two samples
 // lie side by side, and rows are in the order of sums' columns (dense.cuh): then its stores of 8 bytes meet in no bank.
 //
-// Pass: as DenseLayers has it, N in whole steps for all layers; run(c), turn_weights(c) and tile(c, x, grad_y, sums, tile,
-//       next), which call each layer; TOGETHER (for layer_backward32.cuh), GRAD_Y (parameter), SUMS of a block; in bytes
-//       ones_at, own_at, own_bytes (a warpgroup's), behind_at and behind_bytes (two gradients, among its own), all.
-//       Layer: also Slope, TURNED (sums of the weight's gradient are its transpose), back_at (the weight by outputs),
-//       state_at and slope_at among a warpgroup's bytes, sums_at and bias_sums_at among sums.
+// Pass: as DenseGradients has it, N in whole steps for all layers; run(c), turn_weights(c) and tile(c, x, grad_y, sums, tile,
+//       next), which call each layer; GRAD_Y (parameter); in bytes ones_at, own_at, own_bytes (a warpgroup's), behind_at and
+//       behind_bytes (two gradients, among its own). Layer: also Slope, back_at (the weight by outputs), state_at and
+//       slope_at among a warpgroup's bytes.
 #pragma once
-#include "kernels/stack/dense.cuh"
-#include "finish/sums.cuh"
+#include "kernels/stack/dense_gradients.cuh"
 
-template <class Pass> struct DenseBackward32 : DenseLayers<Pass> {
+template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
   using Layers = DenseLayers<Pass>;
+  using Base = DenseGradients<Pass>;
   using typename Layers::Element;
   using typename Layers::First;
   using typename Layers::Last;
-  using Layers::group;
-  using Layers::lane;
-  using Layers::memory;
-  using Layers::params;
-  using Layers::row;
+  template <class L> using Sums = typename Base::template Sums<L>;
+  using Layers::group, Layers::lane, Layers::memory, Layers::params, Layers::row, Base::sync;
   static_assert(sizeof(Element) == 4);
   // Bytes of one of two slabs of what a layer reads, and of the gradient of its sums: of 64 rows, if it is a left operand
   template <class L> static constexpr int kSlabX = round_up(L::K, L::TURNED ? 64 : 8) * 128;
   template <class L> static constexpr int kSlabG = round_up(L::N, !L::TURNED || L::BIAS >= 0 ? 64 : 8) * 128;
-  // Columns of the weight's sums, and 64s of rows, of these and of the bias's, that a warpgroup has
-  template <class L> static constexpr int kRight = L::TURNED ? L::N : L::K;
-  template <class L> static constexpr int kOwn = Pass::TOGETHER ? 1 : ceil_div(L::TURNED ? L::K : L::N, 64);
-  template <class L> static constexpr int kOwnBias = Pass::TOGETHER ? 1 : ceil_div(L::N, 64);
-  template <class L> struct Sums {
-    float weight[kOwn<L>][kRight<L> / 2], bias[kOwnBias<L>][4];
-  };
   using X = u32[First::K / 8][4];
   using G = u32[Last::N / 8][4];
 
-  DEVICE DenseBackward32(const Params& given) : Layers(given) {}
+  DEVICE DenseBackward32(const Params& given) : Base(given) {}
 
   DEVICE u32 own() const { return memory + Pass::own_at + group * Pass::own_bytes; }
-  DEVICE void sync() const { sync_group<4, 16>(group + 1); }
   DEVICE void load_x(i64 tile, X& x) const { this->template load<First::P>(params.x, tile, x); }
   DEVICE void load_grad_y(i64 tile, G& g) const { this->template load<Last::Q>(params.weights[Pass::GRAD_Y], tile, g); }
   template <int STEPS> static DEVICE void round(u32 (&a)[STEPS][4]) {
@@ -129,12 +117,12 @@ template <class Pass> struct DenseBackward32 : DenseLayers<Pass> {
     for (int s = 0; s < 8; ++s) {
       const int slab = s / 4, step = s % 4 * 2;
 #pragma unroll
-      for (int m = 0; m < kOwn<L>; ++m)
-        Wgmma<Element, kRight<L>>::multiply(sums.weight[m], operand(left + slab * kSlabLeft + (at + m) * 8192) + step,
+      for (int m = 0; m < Base::template kOwn<L>; ++m)
+        Wgmma<Element, Base::template kRight<L>>::multiply(sums.weight[m], operand(left + slab * kSlabLeft + (at + m) * 8192) + step,
                                             operand(right + slab * kSlabRight) + step);
       if constexpr (L::BIAS >= 0)
 #pragma unroll
-        for (int m = 0; m < kOwnBias<L>; ++m)
+        for (int m = 0; m < Base::template kOwnBias<L>; ++m)
           Wgmma<Element, 8>::multiply(sums.bias[m],
                                       operand(g + slab * kSlabG<L> + (L::N > 64 ? at + m : 0) * 8192) + step,
                                       operand(memory + Pass::ones_at));
@@ -143,14 +131,7 @@ template <class Pass> struct DenseBackward32 : DenseLayers<Pass> {
   }
   template <class L> static DEVICE void finish(Sums<L>& sums) {
     wait_for_products<0>();
-    touch_sums<L>(sums);
-  }
-  template <class L> static DEVICE void touch_sums(Sums<L>& sums) {
-#pragma unroll
-    for (auto& some : sums.weight) touch(some);
-    if constexpr (L::BIAS >= 0)
-#pragma unroll
-      for (auto& some : sums.bias) touch(some);
+    Base::template touch_sums<L>(sums);
   }
 
   // What a layer reads, for its weight's gradient
@@ -220,36 +201,4 @@ template <class Pass> struct DenseBackward32 : DenseLayers<Pass> {
     }
   }
 
-  // All warpgroups' sums of the same places, or each one's, to where this block's belong.
-  template <class L> DEVICE void store_sums(const Sums<L>& sums) const {
-    constexpr int kFours = kRight<L> / 8, kMembers = Pass::TOGETHER ? Layers::kThreads : 128;
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * Pass::SUMS;
-    add_up<kOwn<L> * kFours, Layers::kThreads, kMembers, Pass::all, float>(
-        memory, [&](int f) -> const float(&)[4] {
-          return reinterpret_cast<const float(&)[4]>(sums.weight[f / kFours][f % kFours * 4]);
-        },
-        [&](int f, int member, const float(&sum)[4]) {
-          const Lane at(member % 32);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int left = (f / kFours * 4 + member / 32) * 16 + at.g + j / 2 * 8, right = f % kFours * 8 + at.t * 2 + j % 2;
-            const int n = L::TURNED ? right : left, k = L::TURNED ? left : right;
-            const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
-            const int p = k < L::K ? Layers::template feature_in<L>(k) : L::P;
-            if (q < L::Q && p < L::P) store_global(to + L::sums_at + q * L::P + p, sum[j]);
-          }
-        });
-    if constexpr (L::BIAS >= 0)
-      add_up<kOwnBias<L>, Layers::kThreads, kMembers, Pass::all, float>(
-          memory, [&](int m) -> const float(&)[4] { return sums.bias[m]; },
-          [&](int m, int member, const float(&sum)[4]) {
-            const Lane at(member % 32);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int n = (m * 4 + member / 32) * 16 + at.g + h * 8;
-              const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
-              if (at.t == 0 && q < L::Q) store_global(to + L::bias_sums_at + q, sum[h * 2]);
-            }
-          });
-  }
 };

@@ -12,7 +12,7 @@
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
 //       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
-//       load_weights(c), layers(c, ring, round) and weights(c, ring), which call each layer.
+//       load_weights(c), layers(c, turn, round) and weights(c, turn), which call each layer.
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
 //        to (in a warpgroup's states), bias_at (bytes), STATE (parameter: where in memory its x is wanted; -1: nowhere),
@@ -21,6 +21,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "kernels/stack/weight_chunks.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct DenseStreamed {
   using Element = typename Pass::Element;
@@ -30,8 +31,6 @@ template <class Pass> struct DenseStreamed {
   static constexpr int kLoaders = kInChunks ? 64 : 128;  // who copy rows
   static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
-  static constexpr int kFull = Pass::barriers_at, kEmpty = kFull + Pass::STAGES * 8, kXEmpty = kEmpty + Pass::STAGES * 8;
-  static constexpr int kXFull = kXEmpty + 8;  // in chunks only: or that x is there is said with the first chunk
   static constexpr int kMeeting = Pass::GROUPS + 1;                    // of the producers
   template <class L> static constexpr int kColumns = L::PARTS * L::N;  // of a pass
   template <class L> using Sums = float[L::PARTS][L::N / 2];
@@ -40,11 +39,15 @@ template <class Pass> struct DenseStreamed {
 
   const Params& params;
   const int warpgroup, thread, g, t;
-  const u32 memory, states;  // this warpgroup's
+  const u32 memory;
+  const Ring<Pass::STAGES, kStageBytes> ring;
+  const u32 x_empty, x_full;  // the latter in chunks only: or that x is there is said with the first chunk
+  const u32 states;           // this warpgroup's
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
-        t(threadIdx.x % 4), memory(shared_address(shared_memory)),
+        t(threadIdx.x % 4), memory(shared_address(shared_memory)), ring(memory, memory + Pass::barriers_at),
+        x_empty(ring.full(2 * Pass::STAGES)), x_full(x_empty + 8),
         states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
 
   // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
@@ -52,18 +55,15 @@ template <class Pass> struct DenseStreamed {
     return ((i64(round) * Pass::GROUPS + group) * gridDim.x + blockIdx.x) * 64;
   }
 
-  // The stages in turns
-  struct Ring {
-    int stage = 0, last = 0;
-    u32 phase = 0;
-    DEVICE void advance() {
-      last = stage;
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+  // With the stage before
+  struct Turns : Turn<Pass::STAGES> {
+    int last = 0;
+    DEVICE Turns(u32 phase) : Turn<Pass::STAGES>{0, phase} {}
+    DEVICE void next() {
+      last = this->slot;
+      Turn<Pass::STAGES>::next();
     }
   };
-  DEVICE void wait(int barrier, const Ring& ring, u32 phase) const {
-    wait_for_bytes(memory + barrier + ring.stage * 8, phase);
-  }
 
   // The bias, by one warp, while others load those of other layers
   template <class L> DEVICE void load_layer() const {
@@ -148,7 +148,7 @@ template <class Pass> struct DenseStreamed {
   }
 
   // One thread's: chunks that lie in memory as in a stage
-  template <class L> DEVICE void stream_chunks(Ring& ring, int number) const {
+  template <class L> DEVICE void stream_chunks(Turns& turn, int number) const {
     constexpr int kSlabs = ceil_div(L::K, kSlab), kSlabBytes = L::N * 128;
     constexpr i64 kBytes = i64(L::PASSES) * L::PARTS * kSlabs * kSlabBytes;
     const char* from = static_cast<const char*>(params.sums) + L::chunks_at + number * kBytes;
@@ -159,18 +159,15 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
         for (int part = 0; part < L::PARTS; ++part) {
           const int bytes = least(L::SLABS, kSlabs - slab) * kSlabBytes;
-          const u32 full = memory + kFull + ring.stage * 8;
-          wait(kEmpty, ring, ring.phase ^ 1);
-          expect_bytes(full, bytes);
-          load_run(memory + ring.stage * kStageBytes, from, bytes, full);
+          load_run(ring.at(turn.slot), from, bytes, ring.begin_to_fill(turn, bytes));
           from += bytes;
-          ring.advance();
+          turn.next();
         }
   }
-  template <class L> DEVICE void stream(Ring& ring, int number = 0) const {
+  template <class L> DEVICE void stream(Turns& turn, int number = 0) const {
     static_assert(L::PASSES == 1 || kColumns<L> % kSlab == 0, "passes have slabs of their own");
     if constexpr (kInChunks) {
-      stream_chunks<L>(ring, number);
+      stream_chunks<L>(turn, number);
     } else {
       constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
       const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
@@ -181,25 +178,25 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
           for (int part = 0; part < L::PARTS; ++part) {
             const int q = pass * kColumns<L> + part * L::N;
-            wait(kEmpty, ring, ring.phase ^ 1);
+            ring.wait_until_empty(turn);
 #pragma unroll 1
             for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
               const int p = k + s * kSlab;
-              const u32 to = memory + ring.stage * kStageBytes + s * (L::N * 128);
+              const u32 to = ring.at(turn.slot) + s * (L::N * 128);
               copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
             }
             if constexpr (kWide<L::P> > 2)
-              arrive_with_copies(memory + kFull + ring.stage * 8);
+              arrive_with_copies(ring.full(turn.slot));
             else
-              arrive(memory + kFull + ring.stage * 8);
-            ring.advance();
+              arrive(ring.full(turn.slot));
+            turn.next();
           }
     }
   }
   // Once the x before has been read
   DEVICE void load_x(int round) const {
     constexpr int P = First::P;
-    wait_for_bytes(memory + kXEmpty, round & 1 ^ 1);
+    wait_for_bytes(x_empty, round & 1 ^ 1);
 #pragma unroll 1
     for (int i = 0; i < Pass::GROUPS; ++i) {
       const i64 sample = sample_of(round, i);
@@ -212,11 +209,11 @@ template <class Pass> struct DenseStreamed {
     }
   }
   DEVICE void produce() const {
-    Ring ring;
+    Turns turn(1);
     if constexpr (!kInChunks) {
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
         load_x(round);
-        Pass::weights(*this, ring);
+        Pass::weights(*this, turn);
       }
     } else if (thread >= kLoaders) {
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
@@ -227,20 +224,16 @@ template <class Pass> struct DenseStreamed {
           sync_threads<kLoaders>(kMeeting);
           round_x();
         }
-        arrive(memory + kXFull);
+        arrive(x_full);
       }
     } else if (thread == 0) {
       if constexpr (Pass::CHUNKS_BEFORE) wait_for_kernel_before();
-      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, ring);
+      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, turn);
     }
   }
 
   // Consumers
 
-  // One thread says that its warp has read a stage, or x.
-  DEVICE void release(int barrier) const {
-    if (threadIdx.x % 32 == 0) arrive(memory + barrier);
-  }
   DEVICE void meet() const { sync_threads<128>(1 + warpgroup); }
 
   // What sums begin with: the bias, or zeros
@@ -258,20 +251,18 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // The products of a chunk, STEPS of them; `going` are those before.
-  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Ring& ring, u64 left, bool going) const {
-    const int last = ring.last;
-    wait(kFull, ring, ring.phase);
+  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Turns& turn, u64 left, bool going) const {
+    const int last = turn.last;
+    ring.wait_until_full(turn);
     if constexpr (!kInChunks) fence_copy_engine();
-    const u64 right = operand(memory + ring.stage * kStageBytes);
-    ring.advance();
-    open_products();
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
+    const u64 right = operand(ring.at(turn.slot));
+    turn.next();
+    ask_for_products<STEPS>([&](int s) {
       Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2));
-    commit_products();
+    });
     if (going) {
       wait_for_products<1>();
-      release(kEmpty + last * 8);
+      ring.release(last);
     }
   }
   // Slabs of a layer's x to memory. A warp moves rows that it wrote; lanes lie side by side along them.
@@ -309,26 +300,26 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // z = x W' + b, and meanwhile x to memory, if `to` is a place for it
-  template <class L> DEVICE void multiply(Sums<L>& z, Ring& ring, int round, Element* to) const {
+  template <class L> DEVICE void multiply(Sums<L>& z, Turns& turn, int round, Element* to) const {
     constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
     const u64 left = operand(uniform(states) + L::from);  // made anew: all layers' operands would fill the registers
 #pragma unroll 1
     for (int c = 0; c < kWhole; ++c) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kSteps>(z[part], ring, left + c * (L::SLABS * 512), c > 0 || part > 0);
+        take<L, kSteps>(z[part], turn, left + c * (L::SLABS * 512), c > 0 || part > 0);
       save<L>(c * L::SLABS, L::SLABS, round, to);
     }
     if constexpr (kRest > 0) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kRest>(z[part], ring, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
+        take<L, kRest>(z[part], turn, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
       save<L>(kWhole * L::SLABS, ceil_div(kRest, 4), round, to);
     }
     wait_for_products<0>();
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
-    release(kEmpty + ring.last * 8);
+    ring.release(turn.last);
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE float finished(float z, int feature) {
@@ -408,16 +399,16 @@ template <class Pass> struct DenseStreamed {
     else
       return static_cast<Element*>(const_cast<void*>(params.weights[L::STATE + number]));
   }
-  template <class L> DEVICE void layer(Ring& ring, int round, int number = 0) const {
+  template <class L> DEVICE void layer(Turns& turn, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
-    if constexpr (L::FIRST && kInChunks) wait_for_bytes(memory + kXFull, round & 1), fence_copy_engine();
+    if constexpr (L::FIRST && kInChunks) wait_for_bytes(x_full, round & 1), fence_copy_engine();
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
-      multiply<L>(z, ring, round, pass == 0 ? wanted<L>(number) : nullptr);
+      multiply<L>(z, turn, round, pass == 0 ? wanted<L>(number) : nullptr);
       if constexpr (L::FIRST)
-        if (pass == L::PASSES - 1) release(kXEmpty);
+        if (pass == L::PASSES - 1 && threadIdx.x % 32 == 0) arrive(x_empty);
       if constexpr (L::LAST) {
         store<L>(z, round, pass);
       } else {
@@ -428,43 +419,37 @@ template <class Pass> struct DenseStreamed {
     if constexpr (!L::LAST) fence_copy_engine(), meet();  // what was written is there for products of all warps
   }
   // Without samples, in the last round
-  DEVICE void pass_by(Ring& ring) const {
+  DEVICE void pass_by(Turns& turn) const {
 #pragma unroll 1
     for (int i = 0; i < Pass::CHUNKS; ++i) {
-      wait(kFull, ring, ring.phase);
-      release(kEmpty + ring.stage * 8);
-      ring.advance();
+      ring.wait_until_full(turn);
+      ring.release(turn.slot);
+      turn.next();
     }
   }
   DEVICE void consume() const {
-    Ring ring;
+    Pass::load_weights(*this);
+    sync_threads<kConsumers>(kMeeting + 1);
+    Turns turn(0);
     for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
       if (sample_of(round, warpgroup) < params.batch)
-        Pass::layers(*this, ring, round);
+        Pass::layers(*this, turn, round);
       else
-        pass_by(ring);
+        pass_by(turn);
     }
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, kInChunks ? 1 : 128);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::GROUPS * 4);
-    }
+    ring.init(kInChunks ? 1 : 128, Pass::GROUPS * 4);
     if (threadIdx.x == 0) {
-      init_barrier(memory + kXEmpty, Pass::GROUPS * 4);
-      init_barrier(memory + kXFull, kLoaders);
+      init_barrier(x_empty, Pass::GROUPS * 4);
+      init_barrier(x_full, kLoaders);
     }
     if constexpr (kInChunks) fence_copy_engine();
     __syncthreads();
-    if (threadIdx.x < kConsumers) {
-      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
-      Pass::load_weights(*this);
-      sync_threads<kConsumers>(kMeeting + 1);
-      consume();
-    } else {
-      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      produce();
-    }
+    if (threadIdx.x < kConsumers)
+      take_registers<Pass::MORE>(), consume();
+    else
+      give_registers<Pass::FEWER>(), produce();
   }
 };

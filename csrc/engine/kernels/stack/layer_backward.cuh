@@ -7,29 +7,24 @@
 // 64 samples' sums, over grad_y and in its place; then each makes its rows of the weight's gradient of all 128, and what its
 // own samples' x gets.
 //
-// Pass: as DenseLayers has it, of one layer, which is neither FIRST nor LAST; GRAD_Y (parameter), SUMS of a block; in bytes
+// Pass: as DenseGradients has it, of one layer, which is neither FIRST nor LAST, TOGETHER; GRAD_Y (parameter); in bytes
 //       dealt_at (the weight again), ones_at, slabs_at. Layer: also Slope.
 #pragma once
-#include "kernels/stack/dense.cuh"
+#include "kernels/stack/dense_gradients.cuh"
 
-template <class Pass> struct LayerBackward : DenseLayers<Pass> {
+template <class Pass> struct LayerBackward : DenseGradients<Pass> {
   using Layers = DenseLayers<Pass>;
+  using Base = DenseGradients<Pass>;
   using typename Layers::Element;
   using L = typename Pass::First;
-  using Layers::group;
-  using Layers::lane;
-  using Layers::memory;
-  using Layers::params;
-  using Layers::row;
+  using Sums = typename Base::template Sums<L>;
+  using Layers::group, Layers::lane, Layers::memory, Layers::params, Layers::row;
   static_assert(sizeof(Element) == 2 && Pass::GROUPS == 2 && L::N > 64 && L::N <= 128);
   static constexpr bool kLinear = is_same<typename L::Activation, identity>;
   static constexpr int kTile = 64 * 128;  // bytes of a slab: 64 samples of 64 features
   static constexpr int kState = ceil_div(L::K, 64) * kTile, kBoth = kState + ceil_div(L::N, 64) * kTile;
-  struct Sums {
-    float weight[L::K / 2], bias[4];
-  };
 
-  DEVICE LayerBackward(const Params& given) : Layers(given) {}
+  DEVICE LayerBackward(const Params& given) : Base(given) {}
 
   template <int FEATURES> static constexpr bool kLands = FEATURES % 4 != 0;  // packed, in place of the second stage
 
@@ -88,14 +83,10 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
     float z[L::N / 2];
     this->template begin<L>(z);
     touch(z);
-    open_products();
-#pragma unroll
-    for (int s = 0; s < L::K / 16; ++s)
+    make_products<L::K / 16>(z, [&](int s) {
       Wgmma<Element, L::N>::multiply(z, operand(state + s / 4 * kTile) + s % 4 * 2,
                                      operand(memory + L::weight_at + s / 4 * (L::N * 128)) + s % 4 * 2, L::BIAS >= 0 || s > 0);
-    commit_products();
-    wait_for_products<0>();
-    touch(z);
+    });
 #pragma unroll
     for (int n = 0; n < L::N / 8; n += 2) {
       u32 at[4], word[4];  // of two tiles
@@ -118,21 +109,19 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
   DEVICE void gradients(i64 tile, int stage, Sums& sums) const {
     float d[L::K / 2];
     const u32 own = y_slabs(stage, group);
-    open_products();
-#pragma unroll
-    for (int s = 0; s < L::N / 16; ++s)
+    ask_for_products<L::N / 16>([&](int s) {
       Wgmma<Element, L::K>::multiply_right_turned(d, operand(own + s / 4 * kTile) + s % 4 * 2,
                                                   turned_operand(memory + Pass::dealt_at, L::N * 128) + s * 128, s > 0);
-    commit_products();
+    });
 #pragma unroll
     for (int of_group = 0; of_group < 2; ++of_group) {
       const u32 state = x_slabs(stage, of_group), left = y_slabs(stage, of_group) + group * kTile;
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
-        Wgmma<Element, L::K>::multiply_turned(sums.weight, turned_operand(left, kTile) + s * 128,
+        Wgmma<Element, L::K>::multiply_turned(sums.weight[0], turned_operand(left, kTile) + s * 128,
                                               turned_operand(state, kTile) + s * 128);
         if constexpr (L::BIAS >= 0)
-          Wgmma<Element, 8>::multiply_turned(sums.bias, turned_operand(left, kTile) + s * 128,
+          Wgmma<Element, 8>::multiply_turned(sums.bias[0], turned_operand(left, kTile) + s * 128,
                                              turned_operand(memory + Pass::ones_at, kTile));
       }
     }
@@ -141,8 +130,7 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
     touch(d);
     this->template store<L::P, identity>(params.y, d, tile);
     wait_for_products<0>();
-    touch(sums.weight);
-    if constexpr (L::BIAS >= 0) touch(sums.bias);
+    Base::template touch_sums<L>(sums);
   }
 
   // Columns of what x gets are dealt to sums as `store` wants them.
@@ -187,22 +175,7 @@ template <class Pass> struct LayerBackward : DenseLayers<Pass> {
       }
       gradients(pair * 2 + group, stage, sums);
     }
-    store_sums(sums);
+    this->template store_sums<L>(sums);
   }
 
-  // This group's rows
-  DEVICE void store_sums(const Sums& sums) const {
-    float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * Pass::SUMS;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int q = group * 64 + row + h * 8;
-      if (q >= L::Q) continue;
-#pragma unroll
-      for (int j = 0; j < L::K / 4; ++j) {
-        const int p = j / 2 * 8 + lane.t * 2 + j % 2;
-        if (p < L::P) store_global(to + q * L::P + p, sums.weight[j / 2 * 4 + h * 2 + j % 2]);
-      }
-      if (L::BIAS >= 0 && lane.t == 0) store_global(to + L::Q * L::P + q, sums.bias[h * 2]);
-    }
-  }
 };
