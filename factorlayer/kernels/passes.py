@@ -108,6 +108,11 @@ class Pass:
         """The same, that takes the last samples first, if that is faster behind a pass which has made them last."""
         return self
 
+    def behind_weight(self, begin: int) -> Pass:
+        """The same of a dense layer whose weight another pass has prepared, in the first `begin` bytes of s2: what this
+        one's own passes prepare lies behind that."""
+        return self
+
     def us_of(self, batch: int) -> float:
         """Predicted microseconds for another number of samples, where families are compared at several."""
         raise NotImplementedError
