@@ -177,6 +177,8 @@ CASES = [
     Case(monarch((9, 32), (28, 11), rank=20), "float32", 40, LARGE),
     Case(monarch((4, 15), (13, 6), rank=5), "float64", 40, LARGE),
     Case(monarch((30, 2), (3, 31), rank=1), "float64", 70, LARGE, 80),
+    Case(monarch((5, 9), (9, 60), rank=5), "float16", 70, LARGE),
+    Case(monarch((20, 8), (8, 20), rank=7), "float16", 150, LARGE, activation="gelu"),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, 80),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
@@ -284,6 +286,30 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     assert np.isnan(found[sick]).all()
     others = np.arange(case.batch) != sick
     np.testing.assert_array_equal(found[others], y[others])
+
+
+@pytest.mark.parametrize("sizes", [((5, 9), (9, 60), 5), ((20, 8), (8, 20), 7)], ids=str)
+def test_products_of_weights_in_half_precision_keep_their_bits(
+    sizes: tuple[tuple[int, int], tuple[int, int], int], emulator: Emulator
+) -> None:
+    """Of small weights they would be subnormal numbers or zeros, of large ones infinite. Infinities stay alone."""
+    inputs, outputs, rank = sizes
+    run = prepare(Case(monarch(inputs, outputs, rank=rank), "float16", 70, LARGE, activation="identity"), emulator)
+    assert [type(p).__name__ for p in run.case.plan.passes] == ["WholeLargest", "WholeWeight", "Instead"]
+    for first, second in ((2.0**-9, 2.0**-9), (2.0**9, 2.0**-12), (2.0**12, 2.0**9)):
+        weights, by = [run.weights[0] * first, run.weights[1] * second], (first * second) ** 0.5
+        x, bias = (decode(encode(t, "float16"), "float16").reshape(t.shape) for t in (run.x / by, run.bias * by))
+        scaled = replace(run, weights=weights, x=x, bias=bias)
+        y, errors = scaled(x, seed=1)
+        right = scaled.right()
+        assert not errors
+        assert np.linalg.norm(y - right) <= 4 * EPS["float16"] * np.linalg.norm(right)
+    weights = [weight.copy() for weight in run.weights]
+    weights[0][1, 2, 3] = np.inf
+    y, errors = replace(run, weights=weights)(run.x, seed=2)
+    sick = ~np.isfinite(replace(run, weights=weights).right())
+    assert not errors and sick.any() and not sick.all()
+    np.testing.assert_array_equal(~np.isfinite(y), sick)
 
 
 def test_eights_let_infinities_through(emulator: Emulator) -> None:
@@ -965,6 +991,8 @@ MULTIPLIED_OUT = [
     ((9, 32), (28, 11), 20, "float32", 70, 90),
     ((4, 15), (13, 6), 5, "float64", 70, 90),
     ((30, 2), (3, 31), 1, "float64", 150, 80),
+    ((5, 9), (9, 60), 5, "float16", 150, 90),
+    ((20, 8), (8, 20), 7, "float16", 70, 90),
 ]
 
 
@@ -981,7 +1009,8 @@ def test_all_gradients_by_a_dense_weights(
     spec = monarch(inputs, outputs, rank=rank)
     chain = replace(all_gradients_of(spec), tf32=dtype == "tf32")
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
-    assert type(found.passes[0]).__name__ == "WholeWeight" and type(found.passes[-1]).__name__ == "WholeParts"
+    first = "WholeLargest" if dtype == "float16" else "WholeWeight"
+    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeParts"
     check_all_gradients_of_groups(spec, found, batch, emulator)
 
 

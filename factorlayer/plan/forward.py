@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
@@ -34,11 +35,21 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     apart = next(
         (offer.passes for offer in _at_once(chain, dtype, batch, gpu, best) if offer.us < best.us), best.passes
     )
-    if batch <= BATCHES[0] or not whole.takes(chain, dtype):
+    if batch <= BATCHES[0] or not whole.takes(chain):
         return apart
-    product = forward(whole.dense(chain), dtype, batch, gpu)
-    together = whole.forward(chain, product, dtype, gpu)
+    product = dense(whole.dense(chain), dtype, batch, gpu)
+    together = whole.forward(chain, product, dtype, gpu) if product else apart
     return together if registry.WHOLE.margin.times * expected_us(together) < expected_us(apart) else apart
+
+
+def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The fastest passes of a dense layer whose weight is multiplied out; none where it has to be scaled, and who
+    scales it back has no kernel."""
+    if dtype != whole.SCALED:
+        return forward(layer, dtype, batch, gpu)
+    ways = [registry.fastest(registry.OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
+    ways += [registry.fastest(registry.OF_DENSE_LAYER, (layer,), dtype, batch, gpu)]
+    return min(filter(None, ways), key=expected_us, default=())
 
 
 def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[registry.Offer]:

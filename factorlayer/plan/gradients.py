@@ -17,7 +17,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import around, modes_of
-from factorlayer.plan.forward import forward
+from factorlayer.plan.forward import dense
 from factorlayer.plan.plan import BATCHES, PlanError
 from factorlayer.plan.products import expected_us, one_by_one
 from factorlayer.plan.visits import are_worth_it, visits
@@ -94,7 +94,7 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         return
     elif passes := next(registry.ways(registry.OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
         yield passes
-    elif batch > BATCHES[0] and whole.takes(chain, dtype) and _is_worth_a_dense_one(chain, dtype, gpu):
+    elif batch > BATCHES[0] and whole.takes(chain) and _is_worth_a_dense_one(chain, dtype, gpu):
         yield _as_dense(chain, dtype, batch, gpu)
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
@@ -122,7 +122,9 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
 
 def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """Of a Monarch layer whose weights are multiplied out."""
-    product = forward(whole.transposed(chain), dtype, batch, gpu)
+    product = dense(whole.transposed(chain), dtype, batch, gpu)
+    if not product:
+        return ()
     gradient = _gradient(whole.dense(chain).contractions[0], dtype, batch, gpu)
     return whole.all_gradients(chain, product, gradient, dtype, gpu)
 
@@ -133,7 +135,8 @@ def _is_worth_a_dense_one(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     some samples and many together: what has a plan for some needs one for many."""
     of_dense, apart = 1.0, 1.0
     for batch in BATCHES[1:]:
-        of_dense *= registry.WHOLE.margin.times * expected_us(_as_dense(chain, dtype, batch, gpu))
+        passes = _as_dense(chain, dtype, batch, gpu)
+        of_dense *= registry.WHOLE.margin.times * expected_us(passes) if passes else math.inf
         apart *= _apart_us(chain, dtype, batch, gpu)
     return of_dense < apart
 

@@ -169,7 +169,9 @@ class Emulator:
             if planned.leaves == "prepared":
                 begin = sum(sizes) - planned.written(len(x))  # behind what another pass has prepared
                 if begin:
-                    memory = (self.folder / "chunks").read_bytes()[:begin].ljust(begin, b"\0") + memory[begin:]
+                    path = self.folder / "chunks"
+                    before = path.read_bytes()[:begin] if path.exists() else b""
+                    memory = before.ljust(begin, b"\0") + memory[begin:]
                 (self.folder / "chunks").write_bytes(memory)
                 if buffers:
                     buffers.held["s2"] = memory

@@ -21,9 +21,9 @@ from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
-# In half precision a product of weights may be too small for its bits, where neither of them nor a state is.
-DTYPES = ("float64", "float32", "tf32", "bfloat16")
+SCALED = "float16"  # where a product of weights may be too small for its bits, though neither of them is
 COLUMNS, WAYS = 64, 4  # threads of a block
+LOOKING = 128  # blocks, for the largest of each weight
 HELD, LONG = 16, 32  # q's, and p's, that a block holds at once, for gradients
 START_US = 2.0
 ALIGNED = 256  # bytes, of what is prepared behind a weight
@@ -41,10 +41,10 @@ def is_pair(chain: Chain) -> bool:
     return untied and first.q % second.inner == 0 and first.outer * first.q == second.p * second.inner
 
 
-def takes(chain: Chain, dtype: str) -> bool:
+def takes(chain: Chain) -> bool:
     """Whether it is a layer's chain, forward or back, of which nothing is turned."""
     turned = chain.x_turned or chain.turn or chain.mixed or chain.slabs
-    return dtype in DTYPES and is_pair(chain) and not turned and not chain.parameters
+    return is_pair(chain) and not turned and not chain.parameters
 
 
 def dense(chain: Chain) -> Chain:
@@ -128,11 +128,33 @@ class WholeWeight(Whole):
         return self.elements * self.size
 
     @property
+    def scaled(self) -> bool:
+        return self.dtype == SCALED
+
+    @property
+    def scaled_at(self) -> int:
+        """Where the power of two is that it is multiplied by, and what takes it back; -1 if there is none."""
+        return round_up(self.bytes, 16) if self.scaled else -1
+
+    @property
+    def end(self) -> int:
+        """Of these, where other passes may begin."""
+        return round_up(self.scaled_at + 8 if self.scaled else self.bytes, ALIGNED)
+
+    @property
+    def reads_prepared(self) -> bool:
+        return self.scaled
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (WholeLargest(self), self) if self.scaled else (self,)
+
+    @property
     def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.bytes
+        return 0, 0, self.end
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.bytes,)
+        return (self.bytes, 8) if self.scaled else (self.bytes,)
 
     @property
     def height(self) -> int:
@@ -158,8 +180,52 @@ class WholeWeight(Whole):
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
+        places = {"SCALED": self.scaled_at // 4, "LARGEST": self.end // 4 if self.scaled else -1, "BLOCKS": LOOKING}
         lines = [*self._lines(self.height), f"static constexpr bool TURNED = {str(self.turned).lower()};"]
-        return kernel(headers("whole.cuh"), name, "WholeWeight", lines, self.threads, 2)
+        lines += [f"static constexpr int {key} = {value};" for key, value in places.items()]
+        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeWeight", lines, self.threads, 2)
+
+
+@dataclass(frozen=True)
+class WholeLargest(Pass):
+    """The pass before that looks for the largest of each weight, by blocks."""
+
+    of: WholeWeight
+
+    threads = COLUMNS * WAYS
+    shared = threads // 32 * 8
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    split = LOOKING
+    reads, writes = "none", "s2"
+    leaves = "prepared"
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.of.end + self.written(0)
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.of.end + self.written(0),)
+
+    def written(self, batch: int) -> int:
+        return 8 * LOOKING
+
+    @property
+    def us(self) -> float:
+        gpu, weights = self.of.gpu, self.of.first.weight_size + self.of.second.weight_size
+        return START_US + weights * self.of.size / (gpu.l2_bytes * gpu.sms)
+
+    def __str__(self) -> str:
+        return "the largest of each weight"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        first, second = self.of.first, self.of.second
+        numbers = {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "LARGEST": self.of.end // 4}
+        numbers |= {"COUNT_0": first.weight_size, "COUNT_1": second.weight_size}
+        lines = [f"using Element = {ELEMENT[self.of.dtype]};"]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
+        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeLargest", lines, self.threads, 4)
 
 
 @dataclass(frozen=True)
@@ -216,7 +282,7 @@ class WholeParts(Whole):
         of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         lines = [*self._lines(self.height), f"static constexpr int ACROSS = {self.across};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in of.items()]
-        return kernel(headers("whole.cuh"), name, "WholeParts", lines, self.threads, 2)
+        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeParts", lines, self.threads, 2)
 
 
 class Instead:
@@ -225,8 +291,9 @@ class Instead:
 
     beside = "s2", 0
 
-    def __init__(self, of: Pass, x: str = "x") -> None:
+    def __init__(self, of: Pass, x: str, scaled: bool) -> None:
         self.of = of
+        self.reads_prepared = scaled or of.reads_prepared
         self.reads, self.writes = ("none", "s2") if of.reads == "none" else (x, "y")
 
     def __getattr__(self, name: str) -> Any:
@@ -254,6 +321,7 @@ def all_gradients(
 
 def _prepared(weight: WholeWeight, product: Sequence[Pass], x: str) -> tuple[Pass, ...]:
     """Passes of a dense layer behind the one that makes its weight. What they prepare themselves lies behind that."""
-    begin = round_up(weight.bytes, ALIGNED)
-    placed = [each for p in product if p.leaves != "prepared" for each in p.behind_weight(begin).passes]
-    return weight, *(cast(Pass, Instead(p, x)) for p in with_halves(tuple(placed), begin))
+    begin, at = weight.end, weight.scaled_at
+    placed = [each for p in product if p.leaves != "prepared" for each in p.behind_weight(begin, at).passes]
+    taking = with_halves(tuple(placed), begin)
+    return *weight.passes, *(cast(Pass, Instead(p, x, weight.scaled)) for p in taking)

@@ -45,6 +45,7 @@ class DenseStreamed(Dense):
     frozen: bool = False
     begin: int = 0  # bytes of what another pass has prepared before
     apart: int = 0  # parameters between a weight and its bias
+    scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
     headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
 
@@ -123,9 +124,9 @@ class DenseStreamed(Dense):
     def passes(self) -> tuple[Dense | WeightChunks, ...]:
         return (WeightChunks(self), self) if self.in_chunks else (self,)
 
-    def behind_weight(self, begin: int) -> DenseStreamed:
+    def behind_weight(self, begin: int, scaled_at: int) -> DenseStreamed:
         """The bias is the parameter behind two weights."""
-        return replace(self, begin=begin, apart=1)
+        return replace(self, begin=begin, apart=1, scaled_at=scaled_at)
 
     @property
     def in_chunks(self) -> bool:
@@ -187,7 +188,7 @@ class DenseStreamed(Dense):
         numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
         numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
-        numbers |= {"MORE": more, "FEWER": fewer}
+        numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         body = function("layers(const C& c, typename C::Ring& ring, int round)", self._calls("layer", "ring, round"))

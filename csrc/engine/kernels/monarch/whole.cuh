@@ -3,14 +3,55 @@
 //
 //   dW0[k][(r, l), p] = sum_q W1[l][q, (k, r)] dW[(q, l), (k, p)]      dW1[l][q, (k, r)] = sum_p dW[(q, l), (k, p)] W0[k][(r, l), p]
 //
-// All sums are made by FMA in one order, and rounded once. Nothing here depends on samples.
+// All sums are made by FMA in one order, and rounded once. Nothing here depends on samples. In half precision, where products may
+// be too small or too large, the dense weight is multiplied by a power of two, which the largest of each weight tells, and whoever
+// takes the samples divides by it.
 //
 // Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread); of WholeWeight
 //        TURNED (whether the dense weight is [in][out]); of WholeParts OF_0 and OF_1 (where gradients begin), ACROSS (threads of
-//        neighbouring r's)
+//        neighbouring r's); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
+//        back, and what each of BLOCKS blocks of WholeLargest has found), else -1
 #pragma once
 #include "move/memory.cuh"
+#include "types/halves.cuh"
 #include "types/params.cuh"
+
+// The largest finite number of each weight, by blocks.
+template <class Pass> struct WholeLargest {
+  using Element = typename Pass::Element;
+  static constexpr int kThreads = 256, kEach = 16 / int(sizeof(Element));
+  const Params& params;
+  DEVICE WholeLargest(const Params& given) : params(given) {}
+  static DEVICE float larger(float most, Element x) {
+    const float size = fabsf(widen(x));
+    return size <= 3.402823466e38f ? fmaxf(most, size) : most;
+  }
+  DEVICE float of(int which, i64 count) const {
+    const Element* weight = static_cast<const Element*>(params.weights[which]);
+    const i64 first = i64(blockIdx.y) * kThreads + threadIdx.x, step = i64(gridDim.y) * kThreads, whole = count / kEach;
+    float most = 0;
+#pragma unroll 4
+    for (i64 i = first; i < whole; i += step) {
+      u32 words[4];
+      load_global(weight + i * kEach, words);
+#pragma unroll
+      for (u32 word : words) most = larger(larger(most, Element{u16(word)}), Element{u16(word >> 16)});
+    }
+    if (whole * kEach + first < count) most = larger(most, weight[whole * kEach + first]);
+    return most;
+  }
+  DEVICE void run() const {
+    const u32 memory = shared_address(shared_memory);
+    float most[2] = {of(Pass::WEIGHT_0, Pass::COUNT_0), of(Pass::WEIGHT_1, Pass::COUNT_1)};
+    most_of<32>(most);
+    if (threadIdx.x % 32 == 0) store_shared(memory + threadIdx.x / 32 * 8, Pair<float>(most[0], most[1]));
+    __syncthreads();
+    if (threadIdx.x > 1) return;
+    float all = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) all = fmaxf(all, load_sum(memory + warp * 8 + threadIdx.x * 4, 0.f));
+    store_global(static_cast<float*>(params.y) + Pass::LARGEST + blockIdx.y * 2 + threadIdx.x, all);
+  }
+};
 
 // What both have in common: columns (k, p) of the dense weight, 64 of a block with four threads for each.
 template <class Pass> struct Whole {
@@ -61,7 +102,29 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
       store_shared(memory + (kr * kRows + row) * kSize, x);
     }
   }
-  DEVICE void tile(int l, int q, int column) const {
+  // What the dense weight is multiplied by
+  DEVICE Real scale() const {
+    if constexpr (Pass::LARGEST >= 0) {
+      static_assert(Pass::BLOCKS <= kThreads);
+      const float* largest = static_cast<const float*>(params.sums) + Pass::LARGEST;
+      float most[2] = {};
+      if (thread < Pass::BLOCKS) most[0] = largest[thread * 2], most[1] = largest[thread * 2 + 1];
+      most_of<32>(most);
+      if (thread % 32 == 0) store_shared(memory + thread / 32 * 8, Pair<float>(most[0], most[1]));
+      __syncthreads();
+      for (int warp = 0; warp < kThreads / 32; ++warp)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], load_sum(memory + warp * 8 + i * 4, 0.f));
+      __syncthreads();
+      constexpr float kLeast = 1.f / (1ll << 48);  // of a product of two numbers that are not zero
+      const Scale found(fmaxf(most[0] * most[1] * R, kLeast));
+      float* to = static_cast<float*>(params.y) + Pass::SCALED;
+      if (blockIdx.y == 0 && thread == 0) store_global(to, found.there), store_global(to + 1, found.back);
+      return found.there;
+    }
+    return 1;
+  }
+  DEVICE void tile(int l, int q, int column, Real scale) const {
     const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns;
     hold(l, q, from_k);
     __syncthreads();
@@ -76,15 +139,16 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
 #pragma unroll
       for (int j = 0; j < HEIGHT; ++j) {
         const i64 made = i64(q + way * HEIGHT + j) * L + l;
-        if (q + way * HEIGHT + j < Q) store_global(y + (Pass::TURNED ? i64(c) * kOut + made : made * kIn + c), narrow<Element>(sums[j]));
+        if (q + way * HEIGHT + j < Q) store_global(y + (Pass::TURNED ? i64(c) * kOut + made : made * kIn + c), narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]));
       }
     }
     __syncthreads();
   }
   DEVICE void run() const {
+    const Real scale = this->scale();
 #pragma unroll 1
     for (int at = blockIdx.y; at < kTiles; at += gridDim.y)
-      tile(at / kAcross % L, at / (kAcross * L) * kRows, at % kAcross * kColumns);
+      tile(at / kAcross % L, at / (kAcross * L) * kRows, at % kAcross * kColumns, scale);
   }
 };
 
