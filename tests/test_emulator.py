@@ -103,8 +103,8 @@ CASES = [
     # Streamed: after another pass, by rows and by columns; untied groups, ranks, turned states
     Case(kronecker((300, 3), (300, 3)), "float64", 3, SMALL, 80),
     Case(kronecker((300, 3), (300, 3)), "tf32", 3, SMALL),
-    Case(monarch((8, 9), (6, 10)), "float32", 70, LARGE),
-    Case(monarch((8, 9), (6, 10)), "bfloat16", 70, LARGE, 80),
+    Case(monarch((8, 41), (43, 10)), "float32", 70, LARGE),
+    Case(monarch((8, 31), (33, 10)), "bfloat16", 70, LARGE, 80),
     Case(monarch((4, 9), (6, 5), rank=2), "tf32", 7, SMALL, 80),
     Case(monarch((3, 33), (31, 4), rank=2), "float16", 5, LARGE, 80),
     Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL),
@@ -144,7 +144,7 @@ CASES = [
     Case(kronecker((2, 8, 256), (2, 8, 1024)), "float16", 9, MEDIUM),
     Case(kronecker((160,), (192,)), "float32", 70, LARGE),
     Case(kronecker((4, 300), (4, 300), rank=2), "float32", 20, LARGE),
-    Case(monarch((4, 64), (72, 4), rank=18), "float32", 70, LARGE),
+    Case(monarch((4, 96), (104, 4), rank=10), "float32", 70, LARGE),
     Case(monarch((4, 192), (192, 4), rank=48), "float32", 40, LARGE),
     Case(kronecker((160,), (180,)), "tf32", 140, LARGE),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME),
@@ -162,12 +162,24 @@ CASES = [
     # The same by products of warpgroups: one block and two, periods of one to four groups, of which there are parts,
     # several units of a group, columns and rows that are padded
     Case(monarch((5, 8), (24, 8), rank=4), "tf32", 300, LARGE),
-    Case(monarch((6, 40), (72, 16), rank=8), "tf32", 140, LARGE, processors=8, activation="gelu"),
+    Case(monarch((10, 40), (72, 16), rank=8), "tf32", 140, LARGE, processors=8, activation="gelu"),
     Case(monarch((3, 64), (20, 8), rank=12), "tf32", 200, LARGE, activation=LEARNED),
     # And in 16 bits, weights going by: four groups and eight, rows and columns that are padded, several tiles
     Case(monarch((4, 72), (50, 4), rank=16), "bfloat16", 300, LARGE),
     Case(monarch((5, 120), (40, 8), rank=16), "float16", 150, LARGE, processors=4, activation="gelu"),
     Case(monarch((2, 136), (72, 4), rank=48), "bfloat16", 130, LARGE, activation=LEARNED),
+    # Multiplied out, for passes of every kind of dense layers: columns of one group and several, ranks of one and more
+    # sums than a thread has
+    Case(monarch((5, 9), (9, 60), rank=5), "bfloat16", 70, LARGE),
+    Case(monarch((20, 8), (8, 20), rank=7), "bfloat16", 70, LARGE, activation="gelu"),
+    Case(monarch((3, 7), (86, 3), rank=2), "tf32", 70, LARGE),
+    Case(monarch((12, 24), (40, 3), rank=20), "tf32", 70, LARGE),
+    Case(monarch((2, 57), (57, 2), rank=4), "float32", 40, LARGE),
+    Case(monarch((9, 32), (28, 11), rank=20), "float32", 40, LARGE),
+    Case(monarch((4, 15), (13, 6), rank=5), "float64", 40, LARGE),
+    Case(monarch((30, 2), (3, 31), rank=1), "float64", 70, LARGE, 80),
+    Case(monarch((5, 9), (9, 60), rank=5), "float16", 70, LARGE),
+    Case(monarch((20, 8), (8, 20), rank=7), "float16", 150, LARGE, activation="gelu"),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, 80),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
@@ -275,6 +287,30 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     assert np.isnan(found[sick]).all()
     others = np.arange(case.batch) != sick
     np.testing.assert_array_equal(found[others], y[others])
+
+
+@pytest.mark.parametrize("sizes", [((5, 9), (9, 60), 5), ((20, 8), (8, 20), 7)], ids=str)
+def test_products_of_weights_in_half_precision_keep_their_bits(
+    sizes: tuple[tuple[int, int], tuple[int, int], int], emulator: Emulator
+) -> None:
+    """Of small weights they would be subnormal numbers or zeros, of large ones infinite. Infinities stay alone."""
+    inputs, outputs, rank = sizes
+    run = prepare(Case(monarch(inputs, outputs, rank=rank), "float16", 70, LARGE, activation="identity"), emulator)
+    assert [type(p).__name__ for p in run.case.plan.passes] == ["WholeLargest", "WholeWeight", "Instead"]
+    for first, second in ((2.0**-9, 2.0**-9), (2.0**9, 2.0**-12), (2.0**12, 2.0**9)):
+        weights, by = [run.weights[0] * first, run.weights[1] * second], (first * second) ** 0.5
+        x, bias = (decode(encode(t, "float16"), "float16").reshape(t.shape) for t in (run.x / by, run.bias * by))
+        scaled = replace(run, weights=weights, x=x, bias=bias)
+        y, errors = scaled(x, seed=1)
+        right = scaled.right()
+        assert not errors
+        assert np.linalg.norm(y - right) <= 4 * EPS["float16"] * np.linalg.norm(right)
+    weights = [weight.copy() for weight in run.weights]
+    weights[0][1, 2, 3] = np.inf
+    y, errors = replace(run, weights=weights)(run.x, seed=2)
+    sick = ~np.isfinite(replace(run, weights=weights).right())
+    assert not errors and sick.any() and not sick.all()
+    np.testing.assert_array_equal(~np.isfinite(y), sick)
 
 
 def test_eights_let_infinities_through(emulator: Emulator) -> None:
@@ -963,10 +999,48 @@ def test_all_gradients_of_few_samples(
     architecture: int,
     emulator: Emulator,
 ) -> None:
-    """And not finite where they may not be, which is for no other sample."""
     spec = monarch(inputs, outputs, rank=rank)
     found = plan(all_gradients_of(spec), dtype, SMALL, replace(Gpu.of(architecture), sms=2))
     assert [type(p).__name__ for p in found.passes] == ["FewPass"] * 3
+    check_all_gradients_of_groups(spec, found, batch, emulator)
+
+
+# By a dense weight's: dense passes of every kind, sums of one block and of several for a tile, parts of every height
+MULTIPLIED_OUT = [
+    ((5, 9), (9, 60), 5, "bfloat16", 150, 90),
+    ((20, 8), (8, 20), 7, "bfloat16", 70, 90),
+    ((3, 7), (86, 3), 2, "tf32", 70, 90),
+    ((12, 24), (40, 3), 20, "tf32", 70, 90),
+    ((2, 57), (57, 2), 4, "float32", 300, 90),
+    ((9, 32), (28, 11), 20, "float32", 70, 90),
+    ((4, 15), (13, 6), 5, "float64", 70, 90),
+    ((30, 2), (3, 31), 1, "float64", 150, 80),
+    ((5, 9), (9, 60), 5, "float16", 150, 90),
+    ((20, 8), (8, 20), 7, "float16", 70, 90),
+]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "batch", "architecture"), MULTIPLIED_OUT, ids=str)
+def test_all_gradients_by_a_dense_weights(
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    rank: int,
+    dtype: str,
+    batch: int,
+    architecture: int,
+    emulator: Emulator,
+) -> None:
+    spec = monarch(inputs, outputs, rank=rank)
+    chain = replace(all_gradients_of(spec), tf32=dtype == "tf32")
+    found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
+    first = "WholeLargest" if dtype == "float16" else "WholeWeight"
+    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeParts"
+    check_all_gradients_of_groups(spec, found, batch, emulator)
+
+
+def check_all_gradients_of_groups(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
+    """And not finite where they may not be, which is for no other sample."""
+    dtype = found.dtype
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / 4 for shape in spec.weight_shapes]
@@ -981,8 +1055,9 @@ def test_all_gradients_of_few_samples(
         assert not errors
         leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
         right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
-        grad_x = made[-2].reshape(batch, -1)
-        parts = [made[-2], *np.split(made[-1], [weights[0].size])]
+        of_x, of_weights = (made[0] if found.passes[-1].writes == "w" else made[-2]), made[-1]
+        grad_x = of_x.reshape(batch, -1)
+        parts = [of_x, *np.split(of_weights, [weights[0].size])]
         for part, expected in zip(parts, (t.numpy().ravel() for t in right), strict=True):
             finite = np.isfinite(expected)
             assert not np.isfinite(part[~finite]).any()

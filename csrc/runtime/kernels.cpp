@@ -173,7 +173,7 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
                 : pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row
                 : pass.in == Pass::weight  ? params.weights[pass.place]
                                            : others[pass.in - 1];
-      if (pass.beside != Pass::none) given.weights[pass.place] = others[pass.beside - 1];
+      if (pass.beside != Pass::none) given.weights[pass.beside_place] = others[pass.beside - 1];
       given.y = pass.out == Pass::outside ? static_cast<char*>(params.y) + first * y_row : others[pass.out - 1];
       int64_t blocks = 0;
       if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;
@@ -188,7 +188,7 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
       Maps maps(pass, given);
       launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
              unsigned(pass.shared_bytes), pass.waits && at_once, stream, &given, &maps);
-      given.weights[pass.place] = params.weights[pass.place];
+      given.weights[pass.beside_place] = params.weights[pass.beside_place];
     }
   }
 }

@@ -100,15 +100,17 @@ TensorMap parse_map(Reader& reader) {
 Pass parse_pass(Reader& reader) {
   const std::vector<std::string> words = reader.line("pass", 11);
   Pass pass{};
-  const size_t plus = words[1].find('+'), at = words[1].find('@');
-  pass.in = at == 0 ? Pass::weight : buffer(reader, words[1].substr(0, plus), "x");
+  const size_t plus = words[1].find('+');
+  const std::string in = words[1].substr(0, plus);
+  pass.in = in[0] == '@' ? Pass::weight : buffer(reader, in, "x");
   pass.beside = Pass::none;
-  if (at == 0) pass.place = int(reader.number(words[1].substr(1), "a weight's number", 0, 61));
-  if (at != 0 && plus != std::string::npos) {
-    if (at == std::string::npos || at < plus) reader.fail("a buffer beside another should be such as +s1@3, it is \"" + shown(words[1]) + "\"");
+  if (pass.in == Pass::weight) pass.place = int(reader.number(in.substr(1), "a weight's number", 0, 61));
+  if (plus != std::string::npos) {
+    const size_t at = words[1].find('@', plus);
+    if (at == std::string::npos) reader.fail("a buffer beside another should be such as +s1@3, it is \"" + shown(words[1]) + "\"");
     pass.beside = buffer(reader, words[1].substr(plus + 1, at - plus - 1), "x");
     if (pass.beside < Pass::s0 || pass.beside > Pass::s2) reader.fail("beside another buffer should be s0, s1 or s2");
-    pass.place = int(reader.number(words[1].substr(at + 1), "a weight's number", 0, 61));
+    pass.beside_place = int(reader.number(words[1].substr(at + 1), "a weight's number", 0, 61));
   }
   pass.out = buffer(reader, words[2], "y");
   pass.threads = reader.number(words[3], "the number of threads", 1, 1024);

@@ -4,7 +4,7 @@
 //     factorlayer plan 1
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
-//     pass <in: x|s0|s1|s2|@a weight|none, maybe +s0|+s1|+s2@a weight> <out: y|w|s0|s1|s2> <threads> <shared bytes>
+//     pass <in: x|s0|s1|s2|@a weight|none, maybe with +s0|+s1|+s2@a weight> <out: y|w|s0|s1|s2> <threads> <shared bytes>
 //         <units per sample> <units per block> <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel>
 //         <bytes of source>                                                                            (all on one line)
 //     <source, and a newline>
@@ -40,8 +40,8 @@ constexpr int MOST_NAME = 100;                     // letters
 
 struct Pass {
   enum Buffer { outside, s0, s1, s2, second, none, weight };  // outside: x as input, y as output; second: w, another output
-  Buffer in, out, beside;  // weight: it reads weight `place`; beside: what it has in the place of that, or none
-  int place;
+  Buffer in, out, beside;  // weight: it reads weight `place`; beside: what it has in that of weight `beside_place`, or none
+  int place, beside_place;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;
   int64_t cluster;  // blocks of one, along y

@@ -53,6 +53,7 @@ class TileSums(Pass):
     tiles: Any
     bias: Any = False  # whether that of the columns of what comes back is made, too
     folds: Any = 1  # sums for each weight that a block has
+    stays: Any = False  # whether its sums do, in s2, for a pass behind it
     begin = 0
 
     reads = "x"
@@ -72,6 +73,8 @@ class TileSums(Pass):
 
     @property
     def finishing(self) -> tuple[Pass, ...]:
+        if self.stays:
+            return (Reduction(self, in_place=True),) if self._sums_of_blocks > 1 else ()
         return () if self.is_whole else (Reduction(self),)
 
     def outputs(self, batch: int) -> tuple[int, ...]:
@@ -101,7 +104,12 @@ class TileSums(Pass):
     @property
     def is_whole(self) -> bool:
         """Whether its blocks write gradients: a tile never has several."""
-        return bool(self.most * self.folds == 1)
+        return self._sums_of_blocks == 1 and not self.stays
+
+    @property
+    def _sums_of_blocks(self) -> int:
+        """For each weight"""
+        return int(self.most * self.folds)
 
     @property
     def result(self) -> str:
@@ -111,7 +119,7 @@ class TileSums(Pass):
     @property
     def part_bytes(self) -> int:
         """Of the sums that all blocks write, at most."""
-        return 0 if self.is_whole else int(self.most * self.folds * self.weights * PART_BYTES[self.dtype])
+        return 0 if self.is_whole else int(self._sums_of_blocks * self.weights * PART_BYTES[self.dtype])
 
     @property
     def for_a_tile(self) -> str:
@@ -134,6 +142,8 @@ class Gradient(TileSums):
     gpu: Gpu
     batch: int
     us: float = 0.0
+    grad: int = 0  # the parameter that grad_y is
+    stays: bool = False
 
     @property
     def size(self) -> int:
@@ -214,7 +224,7 @@ class Gradient(TileSums):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
-        numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
+        numbers = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
         numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
         numbers |= {"RUN": self.run}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]

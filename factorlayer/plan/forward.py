@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan
-from factorlayer.plan.products import one_by_one
+from factorlayer.plan.products import expected_us, one_by_one
 from factorlayer.plan.works import least_us, tile_all
 
 
 def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once, and a stack of one."""
+    """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once or as a dense one, and
+    a stack of one."""
     best: Plan | None = None
     for works in cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(works) - 1) * least_us(works, batch, gpu) > best.weight:
@@ -29,7 +32,24 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
         best = min(alone, best or alone, key=lambda found: found.weight)
-    return next((offer.passes for offer in _at_once(chain, dtype, batch, gpu, best) if offer.us < best.us), best.passes)
+    apart = next(
+        (offer.passes for offer in _at_once(chain, dtype, batch, gpu, best) if offer.us < best.us), best.passes
+    )
+    if batch <= BATCHES[0] or not whole.takes(chain):
+        return apart
+    product = dense(whole.dense(chain), dtype, batch, gpu)
+    together = whole.forward(chain, product, dtype, gpu) if product else apart
+    return together if registry.WHOLE.margin.times * expected_us(together) < expected_us(apart) else apart
+
+
+def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The fastest passes of a dense layer whose weight is multiplied out; none where it has to be scaled, and who
+    scales it back has no kernel."""
+    if dtype != whole.SCALED:
+        return forward(layer, dtype, batch, gpu)
+    ways = [registry.fastest(registry.OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
+    ways += [registry.fastest(registry.OF_DENSE_LAYER, (layer,), dtype, batch, gpu)]
+    return min(filter(None, ways), key=expected_us, default=())
 
 
 def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[registry.Offer]:

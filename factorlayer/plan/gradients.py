@@ -10,14 +10,16 @@ from dataclasses import replace
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import REDUCTION_US
+from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import around, modes_of
+from factorlayer.plan.forward import dense
 from factorlayer.plan.plan import BATCHES, PlanError
-from factorlayer.plan.products import one_by_one
+from factorlayer.plan.products import expected_us, one_by_one
 from factorlayer.plan.visits import are_worth_it, visits
 
 
@@ -92,6 +94,8 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         return
     elif passes := next(registry.ways(registry.OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
         yield passes
+    elif batch > BATCHES[0] and whole.takes(chain) and _is_worth_a_dense_one(chain, dtype, gpu):
+        yield _as_dense(chain, dtype, batch, gpu)
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
@@ -114,6 +118,44 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
     apart = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
     return len(visit) > 0 and visit[0].us + REDUCTION_US < sum(p.us for p in apart)
+
+
+def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """Of a Monarch layer whose weights are multiplied out."""
+    product = dense(whole.transposed(chain), dtype, batch, gpu)
+    if not product:
+        return ()
+    gradient = _gradient(whole.dense(chain).contractions[0], dtype, batch, gpu)
+    return whole.all_gradients(chain, product, gradient, dtype, gpu)
+
+
+@functools.lru_cache(256)
+def _is_worth_a_dense_one(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether all gradients by a dense weight's are predicted to be faster than by one contraction after the other, for
+    some samples and many together: what has a plan for some needs one for many."""
+    of_dense, apart = 1.0, 1.0
+    for batch in BATCHES[1:]:
+        passes = _as_dense(chain, dtype, batch, gpu)
+        of_dense *= registry.WHOLE.margin.times * expected_us(passes) if passes else math.inf
+        apart *= _apart_us(chain, dtype, batch, gpu)
+    return of_dense < apart
+
+
+def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
+    """Of both contractions of a Monarch layer by themselves: the state made again and turned, as grad_y is; then of
+    each the gradient of its weight, and back through it."""
+    first, second = chain.contractions
+    turned = second.outer, second.p, second.inner
+    us = expected_us(one_by_one(Chain((first,), turn=turned, tf32=chain.tf32), dtype, batch, gpu))
+    us += expected_us(registry.fastest(registry.OF_TURN, second.outer, second.q, second.inner, dtype, batch, gpu))
+    for c, x_turned in ((second, True), (first, False)):
+        alone = Chain((c,), x_turned=x_turned, backward=True, tf32=chain.tf32)
+        grouped = replace(c, outer=c.outer * c.inner, inner=1)
+        back = Chain((replace(c, p=c.q, q=c.p),), x_turned=x_turned, tf32=chain.tf32)
+        each = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
+        visits = registry.ways(registry.OF_ONE_UNTIED, alone, dtype, batch, gpu)
+        us += min(map(expected_us, [each, *visits]))
+    return us
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

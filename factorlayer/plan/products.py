@@ -6,6 +6,7 @@ For untied contractions, whose weights no pass keeps, and for factors too large 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -17,6 +18,11 @@ from factorlayer.plan.plan import BATCHES
 
 STREAMED_OF_SOME = 1.6  # beside few: ten Monarch layers of 85 to 1722 samples took 2.0 of what is predicted, and 1.3
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
+
+
+def expected_us(passes: Iterable[Pass]) -> float:
+    """What passes are predicted to take, those of the last resort as they were seen to."""
+    return sum(STREAMED_OF_SOME * p.us if registry.family_of(p).last else p.us for p in passes)
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

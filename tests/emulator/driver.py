@@ -167,7 +167,14 @@ class Emulator:
             memory = (self.folder / "y").read_bytes()
             sizes, places = planned.outputs(len(x)), kernel.places(len(x))
             if planned.leaves == "prepared":
+                begin = sum(sizes) - planned.written(len(x))  # behind what another pass has prepared
+                if begin:
+                    path = self.folder / "chunks"
+                    before = path.read_bytes()[:begin] if path.exists() else b""
+                    memory = before.ljust(begin, b"\0") + memory[begin:]
                 (self.folder / "chunks").write_bytes(memory)
+                if buffers:
+                    buffers.held["s2"] = memory
                 continue
             if planned.leaves == "state":
                 of_x, state = sizes
@@ -211,7 +218,7 @@ class Buffers:
             weight = self.folder / f"w{place}"
             self.given[place] = weight.read_bytes()
             weight.write_bytes(self.held[beside])
-        if reads != "s2":
+        if reads not in ("s2", "none"):
             x = (self.folder / f"w{reads[1:]}").read_bytes() if reads[0] == "@" else self.held[reads]
             (self.folder / "x").write_bytes(x)
 

@@ -29,10 +29,18 @@ class WeightHalves(Pass):
 
     @property
     def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_bytes
+        return 0, 0, self.begin + self.prepared_bytes
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_bytes,)
+        return (self.begin + self.prepared_bytes,)
+
+    def written(self, batch: int) -> int:
+        return self.prepared_bytes
+
+    @property
+    def begin(self) -> int:
+        """Bytes of what another pass has prepared before."""
+        return self.of[0].halves_at
 
     @property
     def prepared_bytes(self) -> int:
@@ -62,14 +70,16 @@ class WeightHalves(Pass):
         return kernel(headers("halves.cuh", "weight_halves.cuh"), name, "WeightHalves", lines, self.threads)
 
 
-def with_halves(passes: tuple[Each | Wide | WeightHalves, ...]) -> tuple[Each | Wide | WeightHalves, ...]:
-    """Passes, with one before them if any wants its weight split."""
+def with_halves(
+    passes: tuple[Each | Wide | WeightHalves, ...], begin: int = 0
+) -> tuple[Each | Wide | WeightHalves, ...]:
+    """Passes, with one before them if any wants its weight split, to bytes from `begin` on."""
     splitting = [p for p in passes if isinstance(p, Wide) and p.splits]
     if not splitting:
         return passes
-    halves = itertools.accumulate((p.halves_bytes for p in splitting), initial=0)
+    halves = itertools.accumulate((p.halves_bytes for p in splitting), initial=begin)
     scales = itertools.accumulate(
-        (4 * p.weight_rows for p in splitting), initial=sum(p.halves_bytes for p in splitting)
+        (4 * p.weight_rows for p in splitting), initial=begin + sum(p.halves_bytes for p in splitting)
     )
     placed = [
         replace(p, halves_at=at, scales_at=of_scales)

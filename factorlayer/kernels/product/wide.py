@@ -49,11 +49,15 @@ class Wide(Pass):
     us: float = 0.0
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
+    scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
     def from_the_end(self) -> Wide:
         """In 16 bits, unless it makes more than it reads, which does not get faster so."""
         takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
         return replace(self, from_last=True) if takes else self
+
+    def behind_weight(self, begin: int, scaled_at: int) -> Wide:
+        return replace(self, scaled_at=scaled_at)
 
     @property
     def rows(self) -> int:
@@ -232,6 +236,7 @@ class Wide(Pass):
             **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
             **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
             **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "MIXED": p.mixed},
+            "SCALED": self.scaled_at // 4,
         }
         strides = {
             "X_SAMPLE": p.terms_in * p.x_features,

@@ -56,6 +56,8 @@ class WideGradient(TileSums):
     bias: bool = False
     mixed: tuple[int, int] | None = None  # q's lie as [r, c] in the weight, and come as [c, r]
     us: float = 0.0
+    grad: int = 0  # the parameter that grad_y is
+    stays: bool = False
 
     blocks = 1  # at once on a multiprocessor
 
@@ -207,7 +209,13 @@ class WideGradient(TileSums):
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
         more, fewer, _ = self.registers
-        numbers = {"WEIGHT": 0, "P": c.p, "Q": c.q, "GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample}
+        numbers = {
+            "WEIGHT": self.grad,
+            "P": c.p,
+            "Q": c.q,
+            "GROUPS": 1 if c.tied else c.outer,
+            "ROWS": self.units_per_sample,
+        }
         numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
         numbers |= {"AHEAD": self.ahead, "HELD": self.held}
         numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))

@@ -43,6 +43,9 @@ class DenseStreamed(Dense):
 
     rows: int = WIDEST
     frozen: bool = False
+    begin: int = 0  # bytes of what another pass has prepared before
+    apart: int = 0  # parameters between a weight and its bias
+    scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
     headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
 
@@ -111,7 +114,7 @@ class DenseStreamed(Dense):
         """Where each layer's chunks begin in memory, if they are put there, and where they end."""
         slabs = (c.passes * c.parts * -(-c.k // self.slab) for c in self.shapes)
         sizes = (128 * c.n * count for c, count in zip(self.shapes, slabs, strict=True))
-        return tuple(itertools.accumulate(sizes, initial=0))
+        return tuple(itertools.accumulate(sizes, initial=self.begin))
 
     @property
     def reads_prepared(self) -> bool:
@@ -120,6 +123,10 @@ class DenseStreamed(Dense):
     @property
     def passes(self) -> tuple[Dense | WeightChunks, ...]:
         return (WeightChunks(self), self) if self.in_chunks else (self,)
+
+    def behind_weight(self, begin: int, scaled_at: int) -> DenseStreamed:
+        """The bias is the parameter behind two weights."""
+        return replace(self, begin=begin, apart=1, scaled_at=scaled_at)
 
     @property
     def in_chunks(self) -> bool:
@@ -165,7 +172,7 @@ class DenseStreamed(Dense):
         weight = self.first(i)
         biases = sum(4 * c.all for c, chain in zip(self.shapes[:i], self.layers, strict=False) if chain.bias)
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": c.k, "N": c.n, "PARTS": c.parts, "PASSES": c.passes}
-        told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 if self.layers[i].bias else -1}
+        told |= {"SLABS": c.slabs, "WEIGHT": weight, "BIAS": weight + 1 + self.apart if self.layers[i].bias else -1}
         told |= {"FIRST": i == 0, "LAST": i == last, "IN_PLACE": i > 0 and c.passes == 1}
         told["STATE"] = self.tensors + i - 1 if self.states and i else -1
         told |= {"from": self.state_places[i], "to": self.state_places[i + 1] if i < last else 0}
@@ -181,7 +188,7 @@ class DenseStreamed(Dense):
         numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
         numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
-        numbers |= {"MORE": more, "FEWER": fewer}
+        numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
         body = function("layers(const C& c, typename C::Turns& turn, int round)", self._calls("layer", "turn, round"))
@@ -226,15 +233,22 @@ class WeightChunks(Pass):
 
     @property
     def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_bytes
+        return 0, 0, self.begin + self.prepared_bytes
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_bytes,)
+        return (self.begin + self.prepared_bytes,)
+
+    def written(self, batch: int) -> int:
+        return self.prepared_bytes
+
+    @property
+    def begin(self) -> int:
+        return self.of.begin
 
     @property
     def prepared_bytes(self) -> int:
         """Of all"""
-        return self.of.chunk_places[-1]
+        return self.of.chunk_places[-1] - self.begin
 
     @property
     def split(self) -> int:

@@ -7,16 +7,18 @@ part of what a plan is. family.py says what a record is; the files beside it hav
 
 from __future__ import annotations
 
+from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
 from factorlayer.plan.registry.family import Family, Margin, Offer, Takes, fastest, offers, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, OF_WORK, RESIDENT
-from factorlayer.plan.registry.monarch import OF_MONARCH, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED
+from factorlayer.plan.registry.monarch import OF_MONARCH, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED, WHOLE
 from factorlayer.plan.registry.product import (
     BESIDE,
     OF_MIXED_PRODUCT,
     OF_PRODUCT,
     OF_PRODUCT_AND_SLOPES,
     OF_PRODUCT_OF_SOME,
+    OF_SCALED_PRODUCT,
     OF_SLABS,
     OF_SLOPES,
     OF_SUMS,
@@ -40,6 +42,7 @@ __all__ = [
     "OF_PRODUCT",
     "OF_PRODUCT_AND_SLOPES",
     "OF_PRODUCT_OF_SOME",
+    "OF_SCALED_PRODUCT",
     "OF_SLABS",
     "OF_SLOPES",
     "OF_STACK",
@@ -53,6 +56,7 @@ __all__ = [
     "OF_WIDE_STACK",
     "OF_WORK",
     "RESIDENT",
+    "WHOLE",
     "Family",
     "Margin",
     "Offer",
@@ -75,7 +79,7 @@ KINDS = {
     "What goes before and behind contractions": (*OF_SUMS, *OF_SLOPES, *OF_TURN),
     "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK),
     "All gradients of dense layers": OF_STACK_BACK,
-    "Beside others' passes": BESIDE,
+    "Beside others' passes": (WHOLE, *BESIDE),
 }
 
 
@@ -84,6 +88,9 @@ def families() -> tuple[Family, ...]:
     return tuple(family for kind in KINDS.values() for family in kind)
 
 
+_FAMILY_OF: dict[type[Pass], Family] = {kind: family for family in reversed(families()) for kind in family.makes}
+
+
 def family_of(made: Pass) -> Family:
     """The one that a pass is of."""
-    return next(family for family in families() if type(made) in family.makes)
+    return _FAMILY_OF[type(made.of if isinstance(made, Instead) else made)]

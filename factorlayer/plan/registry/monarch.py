@@ -9,6 +9,7 @@ from factorlayer.kernels.monarch import (
     monarch_through,
     slab_backward,
     untied_backward,
+    whole,
 )
 from factorlayer.kernels.product import few
 from factorlayer.plan.registry.family import ANY, FEW, MANY, ON_TABLES, Family, Margin, Takes
@@ -79,6 +80,16 @@ FEW_BACKWARD = Family(
     (few.FewPass,),
     "few-samples",
     Takes(factors=(2, 2), tied=False, samples=FEW),
+)
+# A Monarch layer as a dense one, whose families take the samples
+WHOLE = Family(
+    "whole",
+    "A Monarch layer multiplied out, and both its gradients from the dense weight's",
+    None,
+    (whole.WholeWeight, whole.WholeLargest, whole.WholeParts),
+    "monarch",
+    Takes(factors=(2, 2), tied=False, samples=MANY),
+    margin=Margin(1.35, source=f"beside one contraction after the other: {ON_TABLES}"),
 )
 OF_ONE_UNTIED = (UNTIED_BACKWARD,)
 OF_ONE_UNTIED_BY_SLABS = (SLAB_BACKWARD,)

@@ -66,6 +66,7 @@ WIDE_RESIDENT = Family(
 )
 OF_PRODUCT_OF_SOME = (FEW_OF_SOME,)
 OF_PRODUCT = (FEW_PRODUCT, STREAMED, WIDE, MAPPED)
+OF_SCALED_PRODUCT = (WIDE,)  # whose weight is prepared, and scaled
 OF_MIXED_PRODUCT = (WIDE, WIDE_RESIDENT)  # of a mode of 8 before it
 OF_SLABS = (MAPPED,)  # whose y lies by slabs
 

@@ -27,7 +27,8 @@
 //        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
-//        MORE and FEWER (registers of consumers and producers; 0: as they are)
+//        MORE and FEWER (registers of consumers and producers; 0: as they are), SCALED (floats in params.sums before what a prepared
+//        weight is multiplied by and what takes it back, or -1)
 #pragma once
 #include "types/halves.cuh"
 #include "multiply/mixing.cuh"
@@ -362,6 +363,7 @@ template <class Pass> struct Wide {
   // Sums with bias and activation, rounded: two columns in a word, or one.
   DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
     const typename Pass::Activation activation(params);
+    if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
     if constexpr (kBiasesByCells) add_biases(sum, tile);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {

@@ -12,7 +12,8 @@
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
 //       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
-//       load_weights(c), layers(c, turn, round) and weights(c, turn), which call each layer.
+//       load_weights(c), layers(c, turn, round) and weights(c, turn), which call each layer, SCALED (floats in params.sums before
+//       what a prepared weight is multiplied by and what takes it back, or -1).
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
 //        to (in a warpgroup's states), bias_at (bytes), STATE (parameter: where in memory its x is wanted; -1: nowhere),
@@ -65,6 +66,9 @@ template <class Pass> struct DenseStreamed {
     }
   };
 
+  // What a weight is multiplied by, and what takes it back.
+  DEVICE float scale(int which) const { return static_cast<const float*>(params.sums)[Pass::SCALED + which]; }
+
   // The bias, by one warp, while others load those of other layers
   template <class L> DEVICE void load_layer() const {
     if constexpr (L::BIAS >= 0) {
@@ -82,7 +86,7 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const int n = first + i * 32, at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
-          if (n < kAll) store_shared(memory + L::bias_at + at * 4, widen(x[i]));
+          if (n < kAll) store_shared(memory + L::bias_at + at * 4, Pass::SCALED < 0 ? widen(x[i]) : widen(x[i]) * scale(0));
         }
       }
     }
@@ -358,6 +362,7 @@ template <class Pass> struct DenseStreamed {
   template <class L> DEVICE void store(const Sums<L>& z, int round, int pass) const {
     constexpr int kEach = 16 / kSize, kTiles = kEach / 2;  // whose columns lie side by side
     const int before = pass * kColumns<L>;
+    const float back = Pass::SCALED < 0 ? 1.f : scale(1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const i64 sample = sample_of(round, warpgroup) + thread / 32 * 16 + g + h * 8;
@@ -369,7 +374,8 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
           const float* sums = z[(n + i) / (L::N / 8)] + (n + i) % (L::N / 8) * 4 + h * 2;
-          const float a = L::Activation::of(sums[0]), b = L::Activation::of(sums[1]);
+          const float a = L::Activation::of(Pass::SCALED < 0 ? sums[0] : sums[0] * back);
+          const float b = L::Activation::of(Pass::SCALED < 0 ? sums[1] : sums[1] * back);
           if constexpr (kSize == 2)
             word[i] = Pair<Element>(a, b).bits;
           else

@@ -1,0 +1,267 @@
+// A Monarch layer as one dense weight, for dense products: W[(q, l), (k, p)] = sum_r W1[l][q, (k, r)] W0[k][(r, l), p], where
+// groups k have p's and (r, l)'s, and groups l (k, r)'s and q's. And the gradients of both weights, from that of the dense one:
+//
+//   dW0[k][(r, l), p] = sum_q W1[l][q, (k, r)] dW[(q, l), (k, p)]      dW1[l][q, (k, r)] = sum_p dW[(q, l), (k, p)] W0[k][(r, l), p]
+//
+// All sums are made by FMA in one order, and rounded once. Nothing here depends on samples. In half precision, where products may
+// be too small or too large, the dense weight is multiplied by a power of two, which the largest of each weight tells, and whoever
+// takes the samples divides by it.
+//
+// Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread); of WholeWeight
+//        TURNED (whether the dense weight is [in][out]); of WholeParts OF_0 and OF_1 (where gradients begin), ACROSS (threads of
+//        neighbouring r's); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
+//        back, and what each of BLOCKS blocks of WholeLargest has found), else -1
+#pragma once
+#include "move/memory.cuh"
+#include "types/halves.cuh"
+#include "types/params.cuh"
+
+// The largest finite number of each weight, by blocks.
+template <class Pass> struct WholeLargest {
+  using Element = typename Pass::Element;
+  static constexpr int kThreads = 256, kEach = 16 / int(sizeof(Element));
+  const Params& params;
+  DEVICE WholeLargest(const Params& given) : params(given) {}
+  static DEVICE float larger(float most, Element x) {
+    const float size = fabsf(widen(x));
+    return size <= 3.402823466e38f ? fmaxf(most, size) : most;
+  }
+  DEVICE float of(int which, i64 count) const {
+    const Element* weight = static_cast<const Element*>(params.weights[which]);
+    const i64 first = i64(blockIdx.y) * kThreads + threadIdx.x, step = i64(gridDim.y) * kThreads, whole = count / kEach;
+    float most = 0;
+#pragma unroll 4
+    for (i64 i = first; i < whole; i += step) {
+      u32 words[4];
+      load_global(weight + i * kEach, words);
+#pragma unroll
+      for (u32 word : words) most = larger(larger(most, Element{u16(word)}), Element{u16(word >> 16)});
+    }
+    if (whole * kEach + first < count) most = larger(most, weight[whole * kEach + first]);
+    return most;
+  }
+  DEVICE void run() const {
+    const u32 memory = shared_address(shared_memory);
+    float most[2] = {of(Pass::WEIGHT_0, Pass::COUNT_0), of(Pass::WEIGHT_1, Pass::COUNT_1)};
+    most_of<32>(most);
+    if (threadIdx.x % 32 == 0) store_shared(memory + threadIdx.x / 32 * 8, Pair<float>(most[0], most[1]));
+    __syncthreads();
+    if (threadIdx.x > 1) return;
+    float all = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) all = fmaxf(all, load_sum(memory + warp * 8 + threadIdx.x * 4, 0.f));
+    store_global(static_cast<float*>(params.y) + Pass::LARGEST + blockIdx.y * 2 + threadIdx.x, all);
+  }
+};
+
+// What both have in common: columns (k, p) of the dense weight, 64 of a block with four threads for each.
+template <class Pass> struct Whole {
+  using Element = typename Pass::Element;
+  using Real = Sum<Element>;
+  static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, Q = Pass::Q, R = Pass::R, HEIGHT = Pass::HEIGHT;
+  static constexpr int kThreads = 256, kColumns = 64, kWays = kThreads / kColumns, kIn = K * P, kOut = Q * L;
+  static constexpr int kAcross = ceil_div(kIn, kColumns);
+  static constexpr int kGroups = ceil_div(kColumns - 1, P) + 1 < K ? ceil_div(kColumns - 1, P) + 1 : K;  // that columns are of
+  static constexpr int kSize = sizeof(Real), kRow = HEIGHT * kSize;
+  const Params& params;
+  const int thread;
+  const u32 memory;
+  DEVICE Whole(const Params& given) : params(given), thread(threadIdx.x), memory(shared_address(shared_memory)) {}
+  DEVICE const Element* weight(int which) const { return static_cast<const Element*>(params.weights[which]); }
+  DEVICE const Element* first(int k, int r, int l) const {
+    return weight(Pass::WEIGHT_0) + ((i64(k) * R + r) * L + l) * P;
+  }
+  DEVICE const Element* second(int l, int q, int k) const {
+    return weight(Pass::WEIGHT_1) + ((i64(l) * Q + q) * K + k) * R;
+  }
+  // sums[j] += factor * [j] of a row in shared memory
+  static DEVICE void add(Real (&sums)[HEIGHT], Real factor, u32 row) {
+#pragma unroll
+    for (int j = 0; j < HEIGHT; j += 16 / kSize) {
+      const auto words = load_words<16>(row + j * kSize);
+#pragma unroll
+      for (int i = 0; i < 16 / kSize; ++i) sums[j + i] += factor * reinterpret_cast<const Real*>(&words)[i];
+    }
+  }
+};
+
+// A block has 64 columns and four times HEIGHT q's of a group l, whose second weights it holds as [k, r][q].
+template <class Pass> struct WholeWeight : Whole<Pass> {
+  using Base = Whole<Pass>;
+  using typename Base::Element, typename Base::Real;
+  using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn, Base::kOut;
+  using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
+  static constexpr int kRows = kWays * HEIGHT, kTiles = kAcross * L * ceil_div(Q, kRows);
+  DEVICE WholeWeight(const Params& given) : Base(given) {}
+
+  DEVICE void hold(int l, int q, int k) const {
+    const int across = min(kGroups, K - k) * R;
+#pragma unroll 1
+    for (int i = thread; i < kRows * across; i += kThreads) {
+      const int row = i / across, kr = i % across;
+      const Real x = q + row < Q ? widen(Base::second(l, q + row, k)[kr]) : Real(0);
+      store_shared(memory + (kr * kRows + row) * kSize, x);
+    }
+  }
+  // What the dense weight is multiplied by
+  DEVICE Real scale() const {
+    if constexpr (Pass::LARGEST >= 0) {
+      static_assert(Pass::BLOCKS <= kThreads);
+      const float* largest = static_cast<const float*>(params.sums) + Pass::LARGEST;
+      float most[2] = {};
+      if (thread < Pass::BLOCKS) most[0] = largest[thread * 2], most[1] = largest[thread * 2 + 1];
+      most_of<32>(most);
+      if (thread % 32 == 0) store_shared(memory + thread / 32 * 8, Pair<float>(most[0], most[1]));
+      __syncthreads();
+      for (int warp = 0; warp < kThreads / 32; ++warp)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], load_sum(memory + warp * 8 + i * 4, 0.f));
+      __syncthreads();
+      constexpr float kLeast = 1.f / (1ll << 48);  // of a product of two numbers that are not zero
+      const Scale found(fmaxf(most[0] * most[1] * R, kLeast));
+      float* to = static_cast<float*>(params.y) + Pass::SCALED;
+      if (blockIdx.y == 0 && thread == 0) store_global(to, found.there), store_global(to + 1, found.back);
+      return found.there;
+    }
+    return 1;
+  }
+  DEVICE void tile(int l, int q, int column, Real scale) const {
+    const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns;
+    hold(l, q, from_k);
+    __syncthreads();
+    if (c < kIn) {
+      const int k = c / P;
+      const Element* factors = Base::first(k, 0, l) + c % P;
+      u32 row = memory + (k - from_k) * R * kRows * kSize + way * kRow;
+      Real sums[HEIGHT] = {};
+#pragma unroll 4
+      for (int r = 0; r < R; ++r, row += kRows * kSize) Base::add(sums, widen(factors[i64(r) * L * P]), row);
+      Element* y = static_cast<Element*>(params.y);
+#pragma unroll
+      for (int j = 0; j < HEIGHT; ++j) {
+        const i64 made = i64(q + way * HEIGHT + j) * L + l;
+        if (q + way * HEIGHT + j < Q) store_global(y + (Pass::TURNED ? i64(c) * kOut + made : made * kIn + c), narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]));
+      }
+    }
+    __syncthreads();
+  }
+  DEVICE void run() const {
+    const Real scale = this->scale();
+#pragma unroll 1
+    for (int at = blockIdx.y; at < kTiles; at += gridDim.y)
+      tile(at / kAcross % L, at / (kAcross * L) * kRows, at % kAcross * kColumns, scale);
+  }
+};
+
+// Of dW, [out][in], as sums. Blocks for dW0 have 64 columns and HEIGHT r's of a group l; their four threads for a column take every
+// fourth q. Blocks for dW1 have q's and r's of two groups, and go through chunks of p's.
+template <class Pass> struct WholeParts : Whole<Pass> {
+  using Base = Whole<Pass>;
+  using typename Base::Element, typename Base::Real;
+  using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn;
+  using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
+  static constexpr int kHeld = 16;  // q's at once
+  static constexpr int kTilesR = ceil_div(R, HEIGHT), kOfFirst = kAcross * L * kTilesR;
+  static constexpr int ACROSS = Pass::ACROSS, kDown = kThreads / ACROSS, kLong = 32;                // threads, and p's at once
+  static constexpr int kMine = ceil_div(R, ACROSS) > 1 ? 2 : 1, kTileR = ACROSS * kMine, kTileQ = kDown * 2;  // of a thread, of a tile
+  static constexpr int kTilesQ = ceil_div(Q, kTileQ), kAcrossR = ceil_div(R, kTileR), kOfSecond = K * L * kTilesQ * kAcrossR;
+  static constexpr int kLine = kLong + 1;
+  DEVICE WholeParts(const Params& given) : Base(given) {}
+  DEVICE const Real* gradient(int q, int l) const { return static_cast<const Real*>(params.x) + (i64(q) * L + l) * kIn; }
+  DEVICE Element* result(i64 at) const { return static_cast<Element*>(params.y) + at; }
+  DEVICE Real held(u32 at) const { return load_sum(memory + at * kSize, Real(0)); }
+
+  // [q][k][r]: what the second weight has there
+  DEVICE void hold(int l, int q, int k, int r) const {
+#pragma unroll 1
+    for (int i = thread; i < kHeld * kGroups * HEIGHT; i += kThreads) {
+      const int row = i / (kGroups * HEIGHT), of_k = i / HEIGHT % kGroups, j = r + i % HEIGHT;
+      const bool here = q + row < Q && k + of_k < K && j < R;
+      store_shared(memory + i * kSize, here ? widen(Base::second(l, q + row, k + of_k)[j]) : Real(0));
+    }
+  }
+  DEVICE void of_first(int l, int r, int column) const {
+    const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns, k = c / P;
+    Real sums[HEIGHT] = {};
+#pragma unroll 1
+    for (int q = 0; q < Q; q += kHeld) {
+      hold(l, q, from_k, r);
+      __syncthreads();
+      if (c < kIn) {
+        Real g[kHeld / kWays];
+#pragma unroll
+        for (int i = 0; i < kHeld / kWays; ++i) {
+          const int at = q + i * kWays + way;
+          g[i] = at < Q ? gradient(at, l)[c] : Real(0);
+        }
+#pragma unroll
+        for (int i = 0; i < kHeld / kWays; ++i)
+          if (q + i * kWays + way < Q)
+            Base::add(sums, g[i], memory + ((i * kWays + way) * kGroups + k - from_k) * kRow);
+      }
+      __syncthreads();
+    }
+    // The other threads' sums, in order
+#pragma unroll
+    for (int j = 0; j < HEIGHT; ++j) store_shared(memory + (j * kThreads + thread) * kSize, sums[j]);
+    __syncthreads();
+#pragma unroll 1
+    for (int j = way; j < HEIGHT; j += kWays) {
+      if (c >= kIn || r + j >= R) continue;
+      Real sum = 0;
+#pragma unroll
+      for (int other = 0; other < kWays; ++other) sum += held(j * kThreads + other * kColumns + thread % kColumns);
+      store_global(result(Pass::OF_0 + ((i64(k) * R + r + j) * L + l) * P + c % P), narrow<Element>(sum));
+    }
+    __syncthreads();
+  }
+
+  DEVICE void of_second(int k, int l, int q, int r) const {
+    constexpr int kRight = kTileQ * kLine;
+    const int down = thread / ACROSS, across = thread % ACROSS;
+    Real sums[2][kMine] = {};
+#pragma unroll 1
+    for (int p = 0; p < P; p += kLong) {
+#pragma unroll 4
+      for (int i = thread; i < (kTileQ + kTileR) * kLong; i += kThreads) {
+        const int row = i / kLong, at = p + i % kLong, of_r = r + row - kTileQ;
+        Real x = 0;
+        if (row < kTileQ && q + row < Q && at < P) x = gradient(q + row, l)[k * P + at];
+        if (row >= kTileQ && of_r < R && at < P) x = widen(Base::first(k, of_r, l)[at]);
+        store_shared(memory + (row * kLine + i % kLong) * kSize, x);
+      }
+      __syncthreads();
+      const int count = min(kLong, P - p);
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) {
+        Real left[2], right[kMine];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) left[m] = held((down + m * kDown) * kLine + i);
+#pragma unroll
+        for (int n = 0; n < kMine; ++n) right[n] = held(kRight + (across + n * ACROSS) * kLine + i);
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int n = 0; n < kMine; ++n) sums[m][n] += left[m] * right[n];
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < kMine; ++n) {
+        const int row = q + down + m * kDown, column = r + across + n * ACROSS;
+        if (row < Q && column < R)
+          store_global(result(Pass::OF_1 + ((i64(l) * Q + row) * K + k) * R + column), narrow<Element>(sums[m][n]));
+      }
+  }
+  DEVICE void run() const {
+#pragma unroll 1
+    for (int at = blockIdx.y; at < kOfFirst + kOfSecond; at += gridDim.y) {
+      const int tile = at - kOfFirst;
+      if (tile < 0)
+        of_first(at / kAcross % L, at / (kAcross * L) * HEIGHT, at % kAcross * kColumns);
+      else
+        of_second(tile % K, tile / K % L, tile / (K * L) % kTilesQ * kTileQ, tile / (K * L * kTilesQ) * kTileR);
+    }
+  }
+};

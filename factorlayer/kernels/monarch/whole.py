@@ -1,0 +1,327 @@
+"""A Monarch layer multiplied out: whole.cuh makes its dense weight, and both weights' gradients from that one's.
+
+Where groups are small or their rank is high, the dense weight has hardly more products, or fewer, and no state between
+two contractions, which may be many times as large as x. Passes of dense layers take the samples: they find what is
+prepared in the place of the first weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.gradient import PART_BYTES, Gradient
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.product.weight_halves import with_halves
+from factorlayer.kernels.product.wide_gradient import WideGradient
+from factorlayer.kernels.work import round_up
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
+
+SCALED = "float16"  # where a product of weights may be too small for its bits, though neither of them is
+COLUMNS, WAYS = 64, 4  # threads of a block
+LOOKING = 128  # blocks, for the largest of each weight
+HELD, LONG = 16, 32  # q's, and p's, that a block holds at once, for gradients
+START_US = 2.0
+ALIGNED = 256  # bytes, of what is prepared behind a weight
+GRAD = 2  # the parameter that grad_y is, behind both weights
+# Instructions for each product: by columns, a load for HEIGHT of them and one for four; by tiles, three loads for two
+BY_COLUMNS, BY_TILES = 1.7, 3.5
+
+
+def is_pair(chain: Chain) -> bool:
+    """Whether it is two contractions of a Monarch layer, all groups of the first in each of the second."""
+    if len(chain.contractions) != 2 or chain.rank > 1:
+        return False
+    first, second = chain.contractions
+    untied = not first.tied and not second.tied and first.inner == second.outer == 1
+    return untied and first.q % second.inner == 0 and first.outer * first.q == second.p * second.inner
+
+
+def takes(chain: Chain) -> bool:
+    """Whether it is a layer's chain, forward or back, of which nothing is turned."""
+    turned = chain.x_turned or chain.turn or chain.mixed or chain.slabs
+    return is_pair(chain) and not turned and not chain.parameters
+
+
+def dense(chain: Chain) -> Chain:
+    """The layer that it is."""
+    contraction = Contraction(0, 1, chain.in_features, chain.out_features, 1, tied=True)
+    return replace(chain, contractions=(contraction,), backward=False)
+
+
+def transposed(chain: Chain) -> Chain:
+    """Its way back."""
+    contraction = Contraction(0, 1, chain.out_features, chain.in_features, 1, tied=True)
+    return replace(chain, contractions=(contraction,), backward=False)
+
+
+@dataclass(frozen=True)
+class Whole(Pass):
+    """What both passes have in common."""
+
+    first: Contraction
+    second: Contraction
+    dtype: str
+    gpu: Gpu
+
+    threads = COLUMNS * WAYS
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def rank(self) -> int:
+        return self.first.q // self.second.inner
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.first.outer * self.first.p, self.second.inner * self.second.q
+
+    @property
+    def elements(self) -> int:
+        """Of the dense weight."""
+        return self.features[0] * self.features[1]
+
+    @property
+    def _groups(self) -> int:
+        """Of the first contraction, that a block's columns are of."""
+        return min(self.first.outer, -(-(COLUMNS - 1) // self.first.p) + 1)
+
+    @property
+    def _across(self) -> int:
+        return -(-self.features[0] // COLUMNS)
+
+    @property
+    def _sum_bytes(self) -> int:
+        return PART_BYTES[self.dtype]
+
+    def _lines(self, height: int) -> list[str]:
+        numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight, "HEIGHT": height, "R": self.rank}
+        numbers |= {"K": self.first.outer, "P": self.first.p, "L": self.second.inner, "Q": self.second.q}
+        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return [f"using Element = {ELEMENT[self.dtype]};", *lines]
+
+    def _issued_us(self, each: float) -> float:
+        """Of so many instructions for each product of two weights."""
+        busy = min(1.0, self.split / self.gpu.sms)
+        return self.elements * self.rank * each / 32 / (self.gpu.instructions * self.gpu.sms * busy)
+
+
+@dataclass(frozen=True)
+class WholeWeight(Whole):
+    """The pass that makes the dense weight, [out, in], or [in, out] if it is `turned`."""
+
+    turned: bool = False
+
+    reads, writes = "none", "s2"
+    leaves = "prepared"
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.size
+
+    @property
+    def scaled(self) -> bool:
+        return self.dtype == SCALED
+
+    @property
+    def scaled_at(self) -> int:
+        """Where the power of two is that it is multiplied by, and what takes it back; -1 if there is none."""
+        return round_up(self.bytes, 16) if self.scaled else -1
+
+    @property
+    def end(self) -> int:
+        """Of these, where other passes may begin."""
+        return round_up(self.scaled_at + 8 if self.scaled else self.bytes, ALIGNED)
+
+    @property
+    def reads_prepared(self) -> bool:
+        return self.scaled
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (WholeLargest(self), self) if self.scaled else (self,)
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.end
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.bytes, 8) if self.scaled else (self.bytes,)
+
+    @property
+    def height(self) -> int:
+        return 8 if self.second.q > 4 * WAYS else 4
+
+    @property
+    def shared(self) -> int:
+        return self._groups * self.rank * WAYS * self.height * self._sum_bytes
+
+    @property
+    def split(self) -> int:
+        return min(self._across * self.second.inner * -(-self.second.q // (WAYS * self.height)), MOST_BLOCKS)
+
+    @property
+    def us(self) -> float:
+        # Elements that nothing is beside of are sectors of L2
+        stored = self.elements * (32 if self.turned and self.second.inner > 1 else self.size)
+        return START_US + self._issued_us(BY_COLUMNS) + stored / (self.gpu.l2_bytes * self.gpu.sms)
+
+    def __str__(self) -> str:
+        p, q = self.features
+        return f"weights as one: {p}→{q}{', turned' if self.turned else ''}, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        places = {"SCALED": self.scaled_at // 4, "LARGEST": self.end // 4 if self.scaled else -1, "BLOCKS": LOOKING}
+        lines = [*self._lines(self.height), f"static constexpr bool TURNED = {str(self.turned).lower()};"]
+        lines += [f"static constexpr int {key} = {value};" for key, value in places.items()]
+        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeWeight", lines, self.threads, 2)
+
+
+@dataclass(frozen=True)
+class WholeLargest(Pass):
+    """The pass before that looks for the largest of each weight, by blocks."""
+
+    of: WholeWeight
+
+    threads = COLUMNS * WAYS
+    shared = threads // 32 * 8
+    units_per_sample = 1
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    split = LOOKING
+    reads, writes = "none", "s2"
+    leaves = "prepared"
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.of.end + self.written(0)
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.of.end + self.written(0),)
+
+    def written(self, batch: int) -> int:
+        return 8 * LOOKING
+
+    @property
+    def us(self) -> float:
+        gpu, weights = self.of.gpu, self.of.first.weight_size + self.of.second.weight_size
+        return START_US + weights * self.of.size / (gpu.l2_bytes * gpu.sms)
+
+    def __str__(self) -> str:
+        return "the largest of each weight"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        first, second = self.of.first, self.of.second
+        numbers = {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "LARGEST": self.of.end // 4}
+        numbers |= {"COUNT_0": first.weight_size, "COUNT_1": second.weight_size}
+        lines = [f"using Element = {ELEMENT[self.of.dtype]};"]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
+        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeLargest", lines, self.threads, 4)
+
+
+@dataclass(frozen=True)
+class WholeParts(Whole):
+    """The pass that makes gradients of both weights, from sums that are the dense weight's."""
+
+    reads, writes = "s2", "w"
+
+    @property
+    def weights(self) -> int:
+        return self.first.weight_size + self.second.weight_size
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.weights * self.size,)
+
+    @property
+    def height(self) -> int:
+        """r's of a thread"""
+        return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
+
+    @property
+    def across(self) -> int:
+        """Threads of neighbouring r's"""
+        return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """q's and r's"""
+        return self.threads // self.across * 2, self.across * (2 if self.rank > self.across else 1)
+
+    @property
+    def shared(self) -> int:
+        by_columns = max(HELD * self._groups * self.height, self.height * self.threads)
+        return max(by_columns, sum(self._tile) * (LONG + 1)) * self._sum_bytes
+
+    @property
+    def split(self) -> int:
+        (q, r), (first, second) = self._tile, (self.first, self.second)
+        of_first = self._across * second.inner * -(-self.rank // self.height)
+        return min(of_first + first.outer * second.inner * -(-second.q // q) * -(-self.rank // r), MOST_BLOCKS)
+
+    @property
+    def us(self) -> float:
+        read = 2 * self.elements * self._sum_bytes / (self.gpu.l2_bytes * self.gpu.sms)
+        return START_US + max(self._issued_us(BY_COLUMNS + BY_TILES), read)
+
+    def __str__(self) -> str:
+        p, q = self.features
+        return f"gradients of both weights: {self.weights} sums, of {p}×{q}, {self.shared} bytes of shared memory"
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        first, second = self.first, self.second
+        of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
+        lines = [*self._lines(self.height), f"static constexpr int ACROSS = {self.across};"]
+        lines += [f"static constexpr i64 {key} = {value};" for key, value in of.items()]
+        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeParts", lines, self.threads, 2)
+
+
+class Instead:
+    """A pass of a dense layer that has what is prepared in the place of the first weight, and `x` in that of x: all
+    else is as the pass says."""
+
+    beside = "s2", 0
+
+    def __init__(self, of: Pass, x: str, scaled: bool) -> None:
+        self.of = of
+        self.reads_prepared = scaled or of.reads_prepared
+        self.reads, self.writes = ("none", "s2") if of.reads == "none" else (x, "y")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def __str__(self) -> str:
+        return str(self.of)
+
+
+def forward(chain: Chain, product: Sequence[Pass], dtype: str, gpu: Gpu) -> tuple[Pass, ...]:
+    """Passes of the dense layer, behind the one that makes its weight."""
+    first, second = chain.contractions
+    return _prepared(WholeWeight(first, second, dtype, gpu), product, "x")
+
+
+def all_gradients(
+    chain: Chain, product: Sequence[Pass], gradient: Sequence[Pass], dtype: str, gpu: Gpu
+) -> tuple[Pass, ...]:
+    """That of x by a transposed product of grad_y, those of the weights from the dense one's."""
+    first, second = chain.contractions
+    back = _prepared(WholeWeight(first, second, dtype, gpu, turned=True), product, f"@{GRAD}")
+    sums = replace(cast(Gradient | WideGradient, gradient[0]), grad=GRAD, stays=True)
+    return *back, *sums.passes, WholeParts(first, second, dtype, gpu)
+
+
+def _prepared(weight: WholeWeight, product: Sequence[Pass], x: str) -> tuple[Pass, ...]:
+    """Passes of a dense layer behind the one that makes its weight. What they prepare themselves lies behind that."""
+    begin, at = weight.end, weight.scaled_at
+    placed = [each for p in product if p.leaves != "prepared" for each in p.behind_weight(begin, at).passes]
+    taking = with_halves(tuple(placed), begin)
+    return *weight.passes, *(cast(Pass, Instead(p, x, weight.scaled)) for p in taking)
