@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # What a dtype is in there: how it is multiplied, and what memory holds.
@@ -79,6 +79,11 @@ def kernel(
         + f"{name}(const __grid_constant__ Params params{', const __grid_constant__ Maps maps' if maps else ''}) {{\n"
         + f"  {asked}{wait}{template}<Pass>(params{', maps' if maps else ''}).run();\n}}\n"
     )
+
+
+def constants(numbers: Mapping[str, int]) -> list[str]:
+    """Lines of a struct of constants."""
+    return [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
 
 
 def wgmma(dtype: str, n: int, turned: bool = False) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import ELEMENT, MATH, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.parts import Parts
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
@@ -219,7 +219,7 @@ class Gradient(TileSums):
         numbers |= {"RUN": self.run}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"using Result = {self.result};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
         return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import ELEMENT, MATH, constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 
@@ -75,7 +75,7 @@ class DoublePair(TakesTwoModes):
             activation_type(work.activation, work.dtype, work.scalars),
             f"static constexpr bool BIAS = {str(work.bias).lower()};",
         ]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_pair.cuh")
         return kernel(code, name, "DoublePair", lines, self.threads, asks=self.work.asks)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import Mode, Work
@@ -66,7 +66,7 @@ class Sizes:
         """A struct's first lines; `first` is the weight of a."""
         numbers = {"A": self.a, "B": self.b, "C": self.c, "D": self.d, "E": self.e, "FIRST": first}
         numbers |= {"UNITS_PER_SAMPLE": units_per_sample, "THREADS": threads}
-        return [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return constants(numbers)
 
     def __str__(self) -> str:
         return "·".join(map(str, self.modes))

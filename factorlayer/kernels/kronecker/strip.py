@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import ELEMENT, MATH, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import most_samples
 from factorlayer.kernels.work import TakesTwoModes, Work
@@ -92,7 +92,7 @@ class Strip(TakesTwoModes):
             activation_type(work.activation, work.dtype, work.scalars),
             f"static constexpr bool BIAS = {str(work.bias).lower()};",
         ]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         code = headers("sums.cuh", "operands.cuh", "strip.cuh")
         return kernel(code, name, "Strip", lines, self.threads, asks=work.asks)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
+from factorlayer.device.code import ELEMENT, MATH, ask_for, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
@@ -406,7 +406,7 @@ class FewPass(Pass):
         numbers |= {"RUN_X": math.gcd(piece, first.p), "RUN_0": math.gcd(piece, first.p, numbers["OF_0"])}
         numbers |= {"RUN_1": math.gcd(piece, second.p, numbers["OF_1"])}
         lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         size = self.size
         weights = [(f"params.weights[{c.weight}]", str(c.weight_size * size)) for c in self.both]
         states = [ask_for("params.x", self.chain.in_features * size)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, MOST_ASKED, ask_for, headers, kernel
+from factorlayer.device.code import ELEMENT, MATH, MOST_ASKED, ask_for, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.maths.chain import Chain
@@ -349,7 +349,7 @@ class Streamed(Pass):
         }
         lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
         lines += [activation_type(p.activation, p.dtype, p.scalars)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         return kernel(headers("streamed.cuh"), name, "Streamed", lines, self.threads, self.blocks)

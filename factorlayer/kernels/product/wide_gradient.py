@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, REDUCTION_US, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -213,7 +213,7 @@ class WideGradient(TileSums):
         numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         flags = {"SPLIT": self.is_split, "BIAS": self.bias}
         lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
         widths = (8, self.n) if self.bias else (self.n,)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, MATH, constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
@@ -243,7 +243,7 @@ def write(
     head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
     numbers = {"packed_at": plan.shared - plan.packed_bytes, "packed_bytes": plan.packed[-1]}
     numbers |= dict(zip(("packed_x", "packed_y"), plan.packed[1:-1], strict=False))
-    head += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+    head += constants(numbers)
     for i, chain in enumerate(plan.layers):
         fields = [_field(key, value) for key, value in plan.struct(i).items()]
         head.append(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import slope
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import write
 from factorlayer.kernels.stack.dense_backward import HEADERS, SLAB, START_US, DenseBackward
@@ -60,7 +61,7 @@ class LayerBackward(DenseBackward):
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "all": self.shared, "TOGETHER": 1}
         numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = constants(numbers)
         lines += [slope(self.layers[0].activation, self.dtype, "Slope0")]
         return write(self, name, "LayerBackward", lines, [], {8, *self.columns(0)})
 
