@@ -81,9 +81,21 @@ def kernel(
     )
 
 
-def constants(numbers: Mapping[str, int]) -> list[str]:
-    """Lines of a struct of constants."""
-    return [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+def constants(told: Mapping[str, int | str]) -> list[str]:
+    """Lines of a kernel's struct of constants: numbers, flags and types."""
+    return [_constant(name, value) for name, value in told.items()]
+
+
+def kinds(dtype: str) -> list[str]:
+    """Its lines that say what a dtype is."""
+    return constants({"Math": MATH[dtype], "Element": ELEMENT[dtype]})
+
+
+def _constant(name: str, value: int | str) -> str:
+    if isinstance(value, str):
+        return f"using {name} = {value};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"static constexpr {kind} {name} = {str(value).lower()};"
 
 
 def wgmma(dtype: str, n: int, turned: bool = False) -> str:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
@@ -212,10 +211,7 @@ class Columns(ByColumns):
         numbers |= {"kSlot": slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
         lines = [f"using Element = {ELEMENT[work.dtype]};"]
         lines += constants(numbers)
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
+        lines += work.finish
         lines += [f"using First = {types[0]};", f"using Last = {types[-1]};"]
         between = " ".join(f"k.template contract<{each}>();" for each in types[1:-1])
         lines += [f"template <class Kernel> static DEVICE void between(const Kernel& k) {{ {between} }}"]

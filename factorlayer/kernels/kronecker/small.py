@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
@@ -133,10 +132,7 @@ class Small(Pass):
         work = self.work
         first = dict(work.steps)[0].parts[0][0]
         lines = ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads)]
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
+        lines += work.finish
         return kernel(headers("sums.cuh", "small.cuh"), name, "SmallFactors", lines, self.threads, self.blocks_per_sm)
 
 

@@ -75,8 +75,7 @@ class SplitSingleBackward(BlockSums):
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "INNER": c.inner, "UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": 1}
         numbers |= {"PIECES": self.pieces, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        lines = constants(numbers)
-        lines += [f"static constexpr bool BY_COLUMNS = {str(self.by_columns).lower()};"]
+        lines = constants(numbers | {"BY_COLUMNS": self.by_columns})
         products = wgmma("bfloat16", BLOCK, turned=True)
         code = hopper_headers(products, "splits.cuh", "sums.cuh", "split_single_backward.cuh")
         return kernel(code, name, "SplitSingleBackward", lines, self.threads)

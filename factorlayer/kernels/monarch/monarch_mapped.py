@@ -132,8 +132,7 @@ class MonarchMapped(Pass):
             **{"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER},
         }
         lines = ["using Element = float;", activation_type(self.chain.activation, "tf32", 2)]
-        lines += constants(numbers)
-        lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
+        lines += constants(numbers | {"BIAS": self.chain.bias})
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         products = "".join(wgmma("tf32", n) for n in sorted({self.n, 4 * HELD}))
         code = hopper_headers(products, "monarch_mapped.cuh")

@@ -184,7 +184,7 @@ class UntiedBackward(TileSums):
         lines += constants(numbers)
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
         flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
         code = hopper_headers(products, "untied_backward.cuh")
         return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)

@@ -157,7 +157,7 @@ class Mapped(Pass):
         lines = ["using Element = float;", activation_type(p.activation, p.dtype, p.scalars)]
         lines += constants(numbers)
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         code = hopper_headers(wgmma(p.dtype, self.n), "mapped.cuh")
         return kernel(code, name, "Mapped", lines, self.threads, cluster=cluster, maps=True)

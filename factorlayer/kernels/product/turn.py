@@ -95,6 +95,5 @@ class Turn(Pass):
         numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
         numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += constants(numbers)
-        lines += [f"static constexpr bool ROUNDS = {str(self.dtype == 'tf32').lower()};"]
+        lines += constants(numbers | {"ROUNDS": self.dtype == "tf32"})
         return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads, BLOCKS)

@@ -255,7 +255,7 @@ class Wide(Pass):
         lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
         lines += constants(numbers)
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        return lines + [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        return lines + constants(flags)
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""

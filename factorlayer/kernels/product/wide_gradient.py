@@ -215,7 +215,7 @@ class WideGradient(TileSums):
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
         lines += constants(numbers)
         flags = {"SPLIT": self.is_split, "BIAS": self.bias}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         widths = (8, self.n) if self.bias else (self.n,)
         products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
         code = hopper_headers(products, "packed.cuh", "pieces.cuh", "wide_gradient.cuh")

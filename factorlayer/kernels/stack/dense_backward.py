@@ -106,7 +106,7 @@ class DenseBackward(BlockSums, Dense):
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         p, q = self.sizes[i]
-        told = super().struct(i) | {"TURNED": self.turned(i), "Slope": f"Slope{i}"}
+        told = super().struct(i) | {"TURNED": self.turned(i), "Slope": f"struct Slope{i}"}
         told |= {"state_at": self.own[f"state {i}"], "slope_at": self.own[f"slope {i}"]}
         return told | {"sums_at": self.sums[i], "bias_sums_at": self.sums[i] + p * q}
 

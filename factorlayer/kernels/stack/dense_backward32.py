@@ -113,7 +113,7 @@ class DenseBackward32(DenseBackward):
         """Self-contained CUDA C++ of the kernel `name`."""
         last = len(self.layers) - 1
         lines = constants(self.numbers)
-        lines += [f"static constexpr bool TOGETHER = {str(self.template != 'DenseBackward32').lower()};"]
+        lines += constants({"TOGETHER": self.template != "DenseBackward32"})
         lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         body = function("turn_weights(const C& c)", [f"c.template turn_weight<L{i}>();" for i in range(last + 1)])
         if self.template == "DenseBackward32":

@@ -54,7 +54,7 @@ class LayerBackward(DenseBackward):
         k, n = self.columns(0)
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": 0}
         told |= {"BIAS": 1 if self.layers[0].bias else -1, "weight_at": 0, "bias_at": 2 * self.weight_bytes}
-        told |= {"FIRST": False, "LAST": False, "Slope": "Slope0", "TURNED": False}
+        told |= {"FIRST": False, "LAST": False, "Slope": "struct Slope0", "TURNED": False}
         return told | {"sums_at": 0, "bias_sums_at": p * q}
 
     def source(self, name: str) -> str:
