@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # What a dtype is in there: how it is multiplied, and what memory holds.
@@ -79,6 +79,23 @@ def kernel(
         + f"{name}(const __grid_constant__ Params params{', const __grid_constant__ Maps maps' if maps else ''}) {{\n"
         + f"  {asked}{wait}{template}<Pass>(params{', maps' if maps else ''}).run();\n}}\n"
     )
+
+
+def constants(told: Mapping[str, int | str]) -> list[str]:
+    """Lines of a kernel's struct of constants: numbers, flags and types."""
+    return [_constant(name, value) for name, value in told.items()]
+
+
+def kinds(dtype: str) -> list[str]:
+    """Its lines that say what a dtype is."""
+    return constants({"Math": MATH[dtype], "Element": ELEMENT[dtype]})
+
+
+def _constant(name: str, value: int | str) -> str:
+    if isinstance(value, str):
+        return f"using {name} = {value};"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"static constexpr {kind} {name} = {str(value).lower()};"
 
 
 def wgmma(dtype: str, n: int, turned: bool = False) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import ELEMENT, constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.parts import Parts
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
@@ -227,10 +227,9 @@ class Gradient(TileSums):
         numbers = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
         numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
         numbers |= {"RUN": self.run}
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines = kinds(self.dtype)
         lines += [f"using Result = {self.result};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool TIED = {str(c.tied).lower()};"]
+        lines += constants(numbers | {"TIED": c.tied})
         return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
 
 

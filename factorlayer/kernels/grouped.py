@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from factorlayer.device.code import ELEMENT, MATH
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.work import round_up
@@ -70,8 +70,8 @@ class Grouped(BlockSums):
         """A struct's first lines."""
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "ROWS": self.rows, "PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "SLOTS": self.slots, "AT_ONCE": self.at_once}
-        types = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        return types + [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        types = kinds(self.dtype)
+        return types + constants(numbers)
 
     def time(self, batch: int, memory: float, products: int, operands: int, sums: int) -> float:
         """Predicted microseconds: for units what they move (`memory`, of one), or multiply-adds, operands from shared

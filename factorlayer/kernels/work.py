@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer.device.code import ask_for
+from factorlayer.activations.written import activation_type
+from factorlayer.device.code import ask_for, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.passes import Pass
 
@@ -112,6 +113,11 @@ class Work:
         parts = [part for _, mode in self.steps for part in mode.parts]
         weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
         return [ask_for("params.x", self.outer * math.prod(self.sizes) * self.inner * size), *weights]
+
+    @property
+    def finish(self) -> list[str]:
+        """Lines of a kernel's constants: what stands behind the contractions."""
+        return [activation_type(self.activation, self.dtype, self.scalars), *constants({"BIAS": self.bias})]
 
     def states_of(self, split: int) -> list[tuple[int, ...]]:
         """Of a block that makes one of `split` parts of what the first step makes of the first mode."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, most_samples
 from factorlayer.kernels.work import Mode, OfTwoModes
@@ -117,9 +117,8 @@ class ClusterBackward(OfTwoModes):
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"UNITS": self.units_per_sample, "SPAN": self.span, "CLUSTER": self.cluster}
         numbers |= {"GROUPS": self.groups, "WARPS": self.warps, "SLOTS": self.slots, "GRAD": 2}
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool BIAS = {str(self.bias).lower()};"]
+        lines = kinds(self.dtype)
+        lines += constants(numbers | {"BIAS": self.bias})
         code = headers("sums.cuh", "column_sums.cuh", "operands.cuh", "cluster_backward.cuh")
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
         return kernel(code, name, "ClusterBackward", lines, self.threads, cluster=cluster, asks=self.asks)

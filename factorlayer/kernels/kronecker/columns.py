@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.code import ELEMENT, constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.states import MOST_MODES, Order, State, Uses, lay_out
@@ -211,11 +210,8 @@ class Columns(ByColumns):
         numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "UNITS_PER_SAMPLE": work.outer}
         numbers |= {"kSlot": slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
         lines = [f"using Element = {ELEMENT[work.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
+        lines += constants(numbers)
+        lines += work.finish
         lines += [f"using First = {types[0]};", f"using Last = {types[-1]};"]
         between = " ".join(f"k.template contract<{each}>();" for each in types[1:-1])
         lines += [f"template <class Kernel> static DEVICE void between(const Kernel& k) {{ {between} }}"]

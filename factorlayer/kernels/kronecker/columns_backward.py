@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
 from factorlayer.kernels.kronecker.columns import (
@@ -86,7 +86,7 @@ class ColumnsBackward(ByColumns, BlockSums):
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": len(self.steps)}
         numbers |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
         numbers |= {"kFours": self.tiles, "kSums": self.weights}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = constants(numbers)
         lines += [f"using X = {self.steps[0].before.cuda()};", f"using G = {self.steps[-1].behind.cuda()};"]
         begins = [-1, *self._state_begins[:-1], -1]
         fours = 0

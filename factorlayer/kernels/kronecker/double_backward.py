@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import constants, headers, kernel, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
@@ -108,9 +108,9 @@ class DoubleBackward(OfTwoModes, BlockSums):
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "STAGES": self.stages}
         numbers |= {"REGISTERS": REGISTERS[0], "COPY_REGISTERS": REGISTERS[1], "GRAD": len(self.modes)}
         numbers |= {f"FACTOR_{x}": mode.parts[0][0] for x, mode in zip("AB", self.modes, strict=True)}
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr bool RETURNS = {str(self.returns).lower()};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = kinds(self.dtype)
+        lines += constants({"RETURNS": self.returns})
+        lines += constants(numbers)
         code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_backward.cuh")
         return kernel(code, name, "DoubleBackward", lines, self.threads)
 

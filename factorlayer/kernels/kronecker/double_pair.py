@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import constants, headers, kernel, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 
@@ -70,12 +69,9 @@ class DoublePair(TakesTwoModes):
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "STAGES": self.stages}
         numbers |= {"REGISTERS": REGISTERS[0], "COPY_REGISTERS": REGISTERS[1]}
         numbers |= {"FACTOR_A": modes[0].parts[0][0], "FACTOR_B": modes[1].parts[0][0]}
-        lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = kinds(work.dtype)
+        lines += work.finish
+        lines += constants(numbers)
         code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_pair.cuh")
         return kernel(code, name, "DoublePair", lines, self.threads, asks=self.work.asks)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factorlayer.activations.written import activation_type
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
 from factorlayer.kernels.passes import Pass
@@ -58,11 +57,8 @@ class Eights(Pass):
         work = self.work
         numbers = {"FIRST": dict(work.steps)[0].parts[0][0], "UNITS_PER_SAMPLE": work.outer, "STAGED": self.staged}
         lines = ["using Element = float;"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
+        lines += constants(numbers)
+        lines += work.finish
         return kernel(headers("eights.cuh"), name, "Eights", lines, self.threads)
 
 

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, ask_for, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, ask_for, constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.kronecker.unit_backward import BARRIER_BYTES, LARGEST, LEAST, SLAB
+from factorlayer.kernels.kronecker.unit_backward import SLAB, UnitBackward
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
 from factorlayer.kernels.weights import can_be_made, weight_functions
 from factorlayer.kernels.work import Mode, merged, round_up
 
@@ -102,7 +103,7 @@ class MixedBackward(BlockSums):
         parts = [part for mode in self.modes for part in mode.parts]
         numbers |= {"GRAD": len(parts), "CHUNKS": self.chunks}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         for mode, letter in zip(self.modes, "mab", strict=True):
             lines += weight_functions(mode, letter, self.dtype)
         p, p0, p1, q, q0, q1 = self.sizes
@@ -123,7 +124,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         plan = MixedBackward(three, dtype, outer, gpu)
         p, p0, p1, q, q0, q1 = plan.sizes
         large = (p0, p1, q0, q1)
-        fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= LARGEST
+        fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= UnitBackward.largest
         fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
         if fits and plan.chunks > plan.least_chunks:
             plans.append(replace(plan, us=_time(plan, batch)))

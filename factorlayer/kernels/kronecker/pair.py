@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.weights import normals, product
@@ -169,12 +169,12 @@ class Pair(Pass):
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"RESULTS": self.results}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
-        lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
+        lines = kinds(work.dtype)
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]
         lines += [activation_type(work.activation, work.dtype, work.scalars)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         flags = {"BIAS": work.bias, "MAPPED": mapped}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         last = len(work.sizes) - 1
         for at, mode in work.steps:
             letter = {last: "b", last - 1: "a"}.get(at, "m")

@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.written import activation_type
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants, headers, kernel
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import Mode, Work
@@ -66,7 +65,7 @@ class Sizes:
         """A struct's first lines; `first` is the weight of a."""
         numbers = {"A": self.a, "B": self.b, "C": self.c, "D": self.d, "E": self.e, "FIRST": first}
         numbers |= {"UNITS_PER_SAMPLE": units_per_sample, "THREADS": threads}
-        return [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return constants(numbers)
 
     def __str__(self) -> str:
         return "·".join(map(str, self.modes))
@@ -133,10 +132,7 @@ class Small(Pass):
         work = self.work
         first = dict(work.steps)[0].parts[0][0]
         lines = ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads)]
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
+        lines += work.finish
         return kernel(headers("sums.cuh", "small.cuh"), name, "SmallFactors", lines, self.threads, self.blocks_per_sm)
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.kronecker.split_pair_backward import BARRIER_BYTES, LEAST, PIECES, PRODUCTS, SLAB
+from factorlayer.kernels.kronecker.split_pair_backward import PIECES, PRODUCTS, SLAB
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
 from factorlayer.maths.spec import Contraction
 
 BLOCK = 64  # rows and columns of what is multiplied at once, and a unit's
@@ -74,8 +75,7 @@ class SplitSingleBackward(BlockSums):
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "INNER": c.inner, "UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": 1}
         numbers |= {"PIECES": self.pieces, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool BY_COLUMNS = {str(self.by_columns).lower()};"]
+        lines = constants(numbers | {"BY_COLUMNS": self.by_columns})
         products = wgmma("bfloat16", BLOCK, turned=True)
         code = hopper_headers(products, "splits.cuh", "sums.cuh", "split_single_backward.cuh")
         return kernel(code, name, "SplitSingleBackward", lines, self.threads)

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import most_samples
 from factorlayer.kernels.work import TakesTwoModes, Work
@@ -87,12 +86,9 @@ class Strip(TakesTwoModes):
             numbers[f"FACTOR_{letter}"] = mode.parts[0][0]
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "SPAN": self.span, "ROWS": self.rows}
         numbers |= {"SLOTS": self.slots, "WARPS": self.warps}
-        lines = [f"using Math = {MATH[work.dtype]};", f"using Element = {ELEMENT[work.dtype]};"]
-        lines += [
-            activation_type(work.activation, work.dtype, work.scalars),
-            f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        ]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = kinds(work.dtype)
+        lines += work.finish
+        lines += constants(numbers)
         code = headers("sums.cuh", "operands.cuh", "strip.cuh")
         return kernel(code, name, "Strip", lines, self.threads, asks=work.asks)
 

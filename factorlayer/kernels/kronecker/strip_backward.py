@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
 from factorlayer.kernels.work import Mode, OfTwoModes
@@ -104,8 +104,8 @@ class StripBackward(OfTwoModes, BlockSums):
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
         numbers |= {"SPAN": self.span, "WIDTH": self.width, "SLOTS": self.slots, "WARPS": self.warps, "GRAD": 2}
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = kinds(self.dtype)
+        lines += constants(numbers)
         code = headers("sums.cuh", "operands.cuh", "strip_backward.cuh")
         return kernel(code, name, "StripBackward", lines, self.threads, asks=self.asks)
 

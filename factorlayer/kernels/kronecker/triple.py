@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
 from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
@@ -160,7 +160,7 @@ class Triple(Pass):
         }
         registers = COPY_REGISTERS[self.size], self.registers
         lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
-        return lines + [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        return lines + constants(numbers)
 
     @property
     def _cluster_dims(self) -> str:
@@ -249,7 +249,7 @@ class TripleBackward(Triple, BlockSums):
             "UNITS": self.behind.units_per_sample,
         }
         lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES) =", line)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
         products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
         further = "mixing.cuh", "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"

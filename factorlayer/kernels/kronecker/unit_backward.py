@@ -4,49 +4,30 @@ unit."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.weights import can_be_made, weight_functions
-from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
+from factorlayer.kernels.work import Mode
 
-LARGEST = 64
-LEAST = 24  # of a size that fills the matrix unit
-BARRIER_BYTES = 1024
 SLAB = 64 * 128  # bytes of a matrix, whatever its sizes are
-START_US = 4.0  # with the weights and the first unit on their way
 UNIT_US = 0.9  # of a group, from a unit's first product to its store
 
 
 @dataclass(frozen=True)
-class UnitBackward(OfTwoModes, BlockSums):
+class UnitBackward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
-    modes: tuple[Mode, Mode]
-    dtype: str
-    units_per_sample: int
-    gpu: Gpu
-    us: float = 0.0
-    singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
-
+    dtypes = ("bfloat16", "float16")
+    headers = ("slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "unit_backward.cuh")
     groups = 3
     slots = 6
     ahead = 2  # units on their way from memory; more are slower
     copy_registers, registers = 32, 160  # of a thread, by what its warpgroup does
-    size = 2
 
     @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
-
-    @property
-    def weights(self) -> int:
-        return self.singles + super().weights
-
-    def is_others(self, missing: int, padding: int) -> bool:
-        return not padding and missing == self.most * self.singles * PART_BYTES[self.dtype]
 
     @property
     def shared(self) -> int:
@@ -59,42 +40,17 @@ class UnitBackward(OfTwoModes, BlockSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots, "AHEAD": self.ahead}
-        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        numbers |= {"GRAD": sum(len(mode.parts) for mode in self.modes), "SINGLES": self.singles}
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        for mode, letter in zip(self.modes, "ab", strict=True):
-            lines += weight_functions(mode, letter, self.dtype)
-        _, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({p1, q0, q1}))
-        code = hopper_headers(products, "slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "unit_backward.cuh")
-        return kernel(code, name, "UnitBackward", lines, self.threads, asks=() if self.singles else self.asks)
+    @property
+    def numbers(self) -> dict[str, int]:
+        found = {"SLOTS": self.slots, "AHEAD": self.ahead, "GROUPS": self.groups, "SINGLES": self.singles}
+        return found | {"COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
+
+    def units_us(self, units: int) -> float:
+        _, p1, q0, q1 = self.rounded
+        products = 64 * (3 * p1 * q1 + 2 * q0 * q1) / (0.4 * self.gpu.flops[self.dtype])
+        return max(units * max(self.memory_us, products), UNIT_US * math.ceil(units / self.groups))
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> UnitBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    if not gpu.wgmma or dtype not in ("bfloat16", "float16"):
-        return None
-    plans = []
-    for both in as_two(modes):
-        plan = UnitBackward(both, dtype, outer, gpu)
-        _, p1, _, q1 = plan.sizes
-        fits = min(plan.sizes) >= LEAST and max(plan.sizes) <= LARGEST and plan.shared <= gpu.shared
-        if fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in both):
-            plans.append(replace(plan, us=_time(plan, batch)))
-    return min(plans, key=lambda plan: plan.us, default=None)
-
-
-def _time(plan: UnitBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    p0, p1, q0, q1 = plan.sizes
-    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    _, p1, q0, q1 = (round_up(n, 16) for n in plan.sizes)
-    products = 64 * (3 * p1 * q1 + 2 * q0 * q1) / (0.4 * plan.gpu.flops[plan.dtype])
-    units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
-    ends = plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes
-    return START_US + max(units * max(memory, products), UNIT_US * math.ceil(units / plan.groups)) + ends
+    return min(ways(UnitBackward, modes, outer, dtype, batch, gpu), key=lambda plan: plan.us, default=None)

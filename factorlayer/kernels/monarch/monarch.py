@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
+from factorlayer.device.code import constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -170,10 +170,9 @@ class Monarch(Pass):
             "STORE": self.store,
         }
         flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
+        lines = kinds(self.dtype)
         lines += [activation_type(self.chain.activation, self.dtype, 2)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants({**numbers, **flags})
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         return kernel(headers("sums.cuh", "monarch.cuh"), name, "Monarch", lines, self.threads, cluster=cluster)
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.passes import Pass
@@ -69,8 +69,7 @@ class _Both(Pass):
         return numbers | {"L": second.inner, "S": second.q, "RHO": self.rank}
 
     def lines(self, numbers: dict[str, int]) -> list[str]:
-        kinds = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        return kinds + [f"static constexpr int {key} = {value};" for key, value in (self.numbers | numbers).items()]
+        return kinds(self.dtype) + constants(self.numbers | numbers)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -132,8 +132,7 @@ class MonarchMapped(Pass):
             **{"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER},
         }
         lines = ["using Element = float;", activation_type(self.chain.activation, "tf32", 2)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
+        lines += constants(numbers | {"BIAS": self.chain.bias})
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         products = "".join(wgmma("tf32", n) for n in sorted({self.n, 4 * HELD}))
         code = hopper_headers(products, "monarch_mapped.cuh")

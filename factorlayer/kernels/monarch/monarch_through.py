@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -130,8 +130,7 @@ class MonarchThrough(Pass):
             **{"X_SLOTS": self.slots[0], "SLOTS": self.slots[1], "SLOT": self.slot, "MORE": MORE, "FEWER": FEWER},
         }
         lines = [f"using Element = {ELEMENT[self.dtype]};", activation_type(self.chain.activation, self.dtype, 2)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool BIAS = {str(self.chain.bias).lower()};"]
+        lines += constants(numbers | {"BIAS": self.chain.bias})
         products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))
         code = hopper_headers(products, "monarch_through.cuh")
         cluster = f"__cluster_dims__(1, {CLUSTER}, 1) "

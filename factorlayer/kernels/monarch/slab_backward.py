@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -105,8 +105,7 @@ class SlabBackward(TileSums):
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
         numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool SLABS_OUT = {str(self.chain.slabs > 1).lower()};"]
+        lines = constants(numbers | {"SLABS_OUT": self.chain.slabs > 1})
         products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
         code = hopper_headers(products, "slab_backward.cuh")
         return kernel(code, name, "SlabBackward", lines, self.threads, maps=True)

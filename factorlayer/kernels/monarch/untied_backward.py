@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -181,10 +181,10 @@ class UntiedBackward(TileSums):
         numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
         numbers |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
         flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
         code = hopper_headers(products, "untied_backward.cuh")
         return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)

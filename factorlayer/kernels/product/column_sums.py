@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.code import ELEMENT, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, TileSums
 
@@ -75,5 +75,5 @@ class ColumnSums(TileSums):
         numbers = {"FEATURES": self.features, "FOLD": self.folds, "LANES": self.lanes, "WAYS": self.ways, "EACH": EACH}
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
         lines += [f"using Result = {self.result};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         return kernel(headers("column_sums.cuh"), name, "ColumnSums", lines, self.threads, self.blocks)

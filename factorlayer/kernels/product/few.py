@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
+from factorlayer.device.code import ask_for, constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
@@ -145,11 +145,11 @@ class Few(Pass):
         numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
         numbers |= {"LOAD": self.load, "RUN": self.run}
         flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
-        lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
+        lines = kinds(p.dtype)
         lines += [activation_type(p.activation, p.dtype, p.scalars)]
         lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
                   f"static constexpr int {key} = {value};" for key, value in numbers.items()]  # fmt: skip
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         asks = p.asks if self.first else ()
         return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False, asks=asks)
 
@@ -405,8 +405,8 @@ class FewPass(Pass):
         numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
         numbers |= {"RUN_X": math.gcd(piece, first.p), "RUN_0": math.gcd(piece, first.p, numbers["OF_0"])}
         numbers |= {"RUN_1": math.gcd(piece, second.p, numbers["OF_1"])}
-        lines = [f"using Math = {MATH[self.dtype]};", f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = kinds(self.dtype)
+        lines += constants(numbers)
         size = self.size
         weights = [(f"params.weights[{c.weight}]", str(c.weight_size * size)) for c in self.both]
         states = [ask_for("params.x", self.chain.in_features * size)]

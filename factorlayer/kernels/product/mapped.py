@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
@@ -155,9 +155,9 @@ class Mapped(Pass):
         flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
         numbers |= {"INNER": c.inner}
         lines = ["using Element = float;", activation_type(p.activation, p.dtype, p.scalars)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
         code = hopper_headers(wgmma(p.dtype, self.n), "mapped.cuh")
         return kernel(code, name, "Mapped", lines, self.threads, cluster=cluster, maps=True)

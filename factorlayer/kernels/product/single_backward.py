@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
 from factorlayer.kernels.work import round_up
@@ -95,7 +95,7 @@ class SingleBackward(Grouped):
         """Self-contained CUDA C++ of the kernel `name`."""
         c = self.contraction
         lines = self.constants({"P": c.p, "Q": c.q, "SPAN": self.span, "INNER": c.inner, "GRAD": 1})
-        lines += [f"static constexpr bool BY_COLUMNS = {str(self.by_columns).lower()};"]
+        lines += constants({"BY_COLUMNS": self.by_columns})
         code = headers("sums.cuh", "operands.cuh", "single_backward.cuh")
         return kernel(code, name, "SingleBackward", lines, self.threads)
 

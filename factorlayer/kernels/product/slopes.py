@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from factorlayer.activations.written import gradient, gradient_by_result
-from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.code import ELEMENT, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 
@@ -57,5 +57,5 @@ class Slopes(Pass):
         numbers = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
         made = (gradient_by_result if self.through else gradient)(self.activation, self.dtype, "Gradient")
         lines = [f"using Element = {ELEMENT[self.dtype]};", made]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, MOST_ASKED, ask_for, headers, kernel
+from factorlayer.device.code import MOST_ASKED, ask_for, constants, headers, kernel, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.maths.chain import Chain
@@ -347,11 +347,11 @@ class Streamed(Pass):
             "ROUND_X": not p.ours_in,
             "ROUND_Y": p.dtype == "tf32" and p.ours_out,
         }
-        lines = [f"using Math = {MATH[p.dtype]};", f"using Element = {ELEMENT[p.dtype]};"]
+        lines = kinds(p.dtype)
         lines += [activation_type(p.activation, p.dtype, p.scalars)]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         return kernel(headers("streamed.cuh"), name, "Streamed", lines, self.threads, self.blocks)
 
     def _accesses(self) -> tuple[int, int, int]:

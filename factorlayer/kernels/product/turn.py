@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.code import ELEMENT, constants, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 
@@ -95,6 +95,5 @@ class Turn(Pass):
         numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
         numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
         lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        lines += [f"static constexpr bool ROUNDS = {str(self.dtype == 'tf32').lower()};"]
+        lines += constants(numbers | {"ROUNDS": self.dtype == "tf32"})
         return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads, BLOCKS)

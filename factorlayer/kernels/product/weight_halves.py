@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants, headers, kernel
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.wide import Wide
 
@@ -62,9 +62,8 @@ class WeightHalves(Pass):
             c = p.product.contraction
             numbers = {"WEIGHT": c.weight, "P": c.p, "ROWS": p.weight_rows, "TERMS": p.summed}
             numbers |= {"PART": p.part, "CHUNKS": p.chunks}
-            constants = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-            constants += [f"static constexpr i64 AT = {p.halves_at}, SCALES = {p.scales_at};"]
-            lines += [f"struct W{i} {{ {' '.join(constants)} }};"]
+            fields = [*constants(numbers), f"static constexpr i64 AT = {p.halves_at}, SCALES = {p.scales_at};"]
+            lines += [f"struct W{i} {{ {' '.join(fields)} }};"]
         calls = " ".join(f"c.template weight<W{i}>();" for i in range(len(self.of)))
         lines += [f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
         return kernel(headers("halves.cuh", "weight_halves.cuh"), name, "WeightHalves", lines, self.threads)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
-from factorlayer.device.code import ELEMENT, headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, headers, kernel, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
@@ -258,9 +258,9 @@ class Wide(Pass):
         else:
             activation = activation_type(p.activation, p.dtype, p.scalars)
         lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        return lines + [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        return lines + constants(flags)
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, REDUCTION_US, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -221,9 +221,9 @@ class WideGradient(TileSums):
         numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         numbers |= {"MORE": more, "FEWER": fewer}
         lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines += constants(numbers)
         flags = {"SPLIT": self.is_split, "BIAS": self.bias}
-        lines += [f"static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+        lines += constants(flags)
         widths = (8, self.n) if self.bias else (self.n,)
         products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
         code = hopper_headers(products, "packed.cuh", "pieces.cuh", "wide_gradient.cuh")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, hopper_headers, kernel, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
@@ -219,13 +219,6 @@ def function(head: str, calls: Sequence[str]) -> list[str]:
     return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
 
 
-def _field(name: str, value: int | bool | str) -> str:
-    if isinstance(value, str):
-        return f"using {name} = struct {value};"
-    kind = "bool" if isinstance(value, bool) else "int"
-    return f"static constexpr {kind} {name} = {str(value).lower()};"
-
-
 def write(
     plan: Dense,
     name: str,
@@ -239,13 +232,13 @@ def write(
     """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products. It has
     the plan's threads, or other ones."""
     last = len(plan.layers) - 1
-    head = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
+    head = kinds(plan.dtype)
     head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
     numbers = {"packed_at": plan.shared - plan.packed_bytes, "packed_bytes": plan.packed[-1]}
     numbers |= dict(zip(("packed_x", "packed_y"), plan.packed[1:-1], strict=False))
-    head += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+    head += constants(numbers)
     for i, chain in enumerate(plan.layers):
-        fields = [_field(key, value) for key, value in plan.struct(i).items()]
+        fields = constants(plan.struct(i))
         head.append(
             f"struct L{i} {{ {' '.join(fields)} {activation_type(chain.activation, plan.dtype, plan.first(i) + 1)} }};"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from factorlayer.activations.written import slope
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.stack.dense import Dense, function, write
@@ -105,7 +106,7 @@ class DenseBackward(BlockSums, Dense):
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         p, q = self.sizes[i]
-        told = super().struct(i) | {"TURNED": self.turned(i), "Slope": f"Slope{i}"}
+        told = super().struct(i) | {"TURNED": self.turned(i), "Slope": f"struct Slope{i}"}
         told |= {"state_at": self.own[f"state {i}"], "slope_at": self.own[f"slope {i}"]}
         return told | {"sums_at": self.sums[i], "bias_sums_at": self.sums[i] + p * q}
 
@@ -117,7 +118,7 @@ class DenseBackward(BlockSums, Dense):
         numbers |= {"ones_at": own_at - SLAB, "own_bytes": self.own["all"]}
         numbers |= {"behind_at": self.own["behind"], "behind_bytes": self.own["each"]}
         numbers |= {"all": own_at + self.groups * self.own["all"], "TOGETHER": 0}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = constants(numbers)
         lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         sums = [f"typename C::template Sums<L{i}> s{i} = {{}};" for i in range(last + 1)]
         body = ["template <class C> struct AllSums {", *(f"  {each}" for each in sums), "};"]

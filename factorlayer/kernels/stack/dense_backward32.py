@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from factorlayer.activations.written import slope
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import function, write
 from factorlayer.kernels.stack.dense import tile as tile_forward
@@ -111,8 +112,8 @@ class DenseBackward32(DenseBackward):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         last = len(self.layers) - 1
-        lines = [f"static constexpr int {key} = {value};" for key, value in self.numbers.items()]
-        lines += [f"static constexpr bool TOGETHER = {str(self.template != 'DenseBackward32').lower()};"]
+        lines = constants(self.numbers)
+        lines += constants({"TOGETHER": self.template != "DenseBackward32"})
         lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         body = function("turn_weights(const C& c)", [f"c.template turn_weight<L{i}>();" for i in range(last + 1)])
         if self.template == "DenseBackward32":

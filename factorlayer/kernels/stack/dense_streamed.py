@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function, write
@@ -190,7 +191,7 @@ class DenseStreamed(Dense):
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
         numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = constants(numbers)
         body = function("layers(const C& c, typename C::Turns& turn, int round)", self._calls("layer", "turn, round"))
         body += function("weights(const C& c, typename C::Turns& turn)", self._calls("stream", "turn"))
         widths = {c.n for c in self.shapes}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import slope
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import write
 from factorlayer.kernels.stack.dense_backward import HEADERS, SLAB, START_US, DenseBackward
@@ -53,14 +54,14 @@ class LayerBackward(DenseBackward):
         k, n = self.columns(0)
         told: dict[str, int | bool | str] = {"P": p, "Q": q, "K": k, "N": n, "WEIGHT": 0}
         told |= {"BIAS": 1 if self.layers[0].bias else -1, "weight_at": 0, "bias_at": 2 * self.weight_bytes}
-        told |= {"FIRST": False, "LAST": False, "Slope": "Slope0", "TURNED": False}
+        told |= {"FIRST": False, "LAST": False, "Slope": "struct Slope0", "TURNED": False}
         return told | {"sums_at": 0, "bias_sums_at": p * q}
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "all": self.shared, "TOGETHER": 1}
         numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
+        lines = constants(numbers)
         lines += [slope(self.layers[0].activation, self.dtype, "Slope0")]
         return write(self, name, "LayerBackward", lines, [], {8, *self.columns(0)})
 

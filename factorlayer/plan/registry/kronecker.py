@@ -26,6 +26,7 @@ from factorlayer.kernels.kronecker import (
     strip_backward,
     triple,
     unit_backward,
+    warpgroups,
 )
 from factorlayer.kernels.product import single_backward
 from factorlayer.kernels.resident import Resident
@@ -136,7 +137,7 @@ SPLIT_SINGLE_BACKWARD = Family(
         ("float32", "tf32"),
         ("wgmma",),
         (1, 1),
-        (split_pair_backward.LEAST, 2 * split_single_backward.BLOCK),
+        (warpgroups.LEAST, 2 * split_single_backward.BLOCK),
         tied=True,
     ),
 )
@@ -159,7 +160,7 @@ OF_FACTORS = (
         large_backward.tile,
         (large_backward.LargeBackward,),
         "pair-backward",
-        Takes(HALVES, ("wgmma",), (2, ANY), (large_backward.LEAST, large_backward.LARGEST), merged=True),
+        Takes(HALVES, ("wgmma",), (2, ANY), (warpgroups.LEAST, large_backward.LargeBackward.largest), merged=True),
     ),
     Family(
         "scaled backward",
@@ -167,7 +168,7 @@ OF_FACTORS = (
         scaled_backward.tile,
         (scaled_backward.ScaledBackward,),
         "pair-backward",
-        Takes(("tf32",), ("wgmma",), (2, ANY), (scaled_backward.LEAST, scaled_backward.LARGEST), merged=True),
+        Takes(("tf32",), ("wgmma",), (2, ANY), (warpgroups.LEAST, scaled_backward.ScaledBackward.largest), merged=True),
     ),
     Family(
         "unit backward",
@@ -175,7 +176,7 @@ OF_FACTORS = (
         unit_backward.tile,
         (unit_backward.UnitBackward,),
         "pair-backward",
-        Takes(HALVES, ("wgmma",), (2, ANY), (unit_backward.LEAST, unit_backward.LARGEST), merged=True),
+        Takes(HALVES, ("wgmma",), (2, ANY), (warpgroups.LEAST, unit_backward.UnitBackward.largest), merged=True),
     ),
     Family(
         "mixed backward",
@@ -187,7 +188,7 @@ OF_FACTORS = (
             HALVES,
             ("moves_registers",),
             (3, ANY),
-            (unit_backward.LEAST, unit_backward.LARGEST),
+            (warpgroups.LEAST, unit_backward.UnitBackward.largest),
             merged=True,
             more=f"one of at most {mixed_backward.MOST_MIXED} before two of these sizes",
         ),
@@ -202,7 +203,7 @@ OF_FACTORS = (
             ("float32", "tf32"),
             ("wgmma",),
             (2, ANY),
-            (split_pair_backward.LEAST, split_pair_backward.LARGEST),
+            (warpgroups.LEAST, split_pair_backward.SplitPairBackward.largest),
             merged=True,
         ),
     ),

@@ -1,0 +1,114 @@
+"""What passes have in common that make all gradients of two factors at once by Hopper's matrix unit: what their kernels
+are told, and which sizes they take. They differ in how numbers are multiplied, and in how large factors may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
+
+LEAST = 24  # of a size that fills the matrix unit
+BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class ByWarpgroups(OfTwoModes, BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+    units_per_sample: int
+    gpu: Gpu
+    us: float = 0.0
+    singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
+
+    dtypes: ClassVar[tuple[str, ...]] = ()
+    largest: ClassVar[int] = 64  # of a size
+    multiplied: ClassVar[str] = ""  # what is multiplied, if not the dtype itself
+    headers: ClassVar[tuple[str, ...]] = ()
+    start_us: ClassVar[float] = 4.0  # with the weights and the first unit on their way
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def weights(self) -> int:
+        return self.singles + super().weights
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        return not padding and missing == self.most * self.singles * PART_BYTES[self.dtype]
+
+    @property
+    def rounded(self) -> tuple[int, int, int, int]:
+        """The sizes in whole steps of products."""
+        p0, p1, q0, q1 = (round_up(n, 16) for n in self.sizes)
+        return p0, p1, q0, q1
+
+    @property
+    def widths(self) -> set[int]:
+        """Of products."""
+        return set(self.rounded[1:])
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What its kernel is told beside sizes."""
+        return {}
+
+    @property
+    def fits(self) -> bool:
+        """Whether its kernel takes these sizes: rows of whole pieces of 16 bytes."""
+        _, p1, _, q1 = self.sizes
+        inside = min(self.sizes) >= LEAST and max(self.sizes) <= self.largest and self.shared <= self.gpu.shared
+        pieces = p1 * self.size % 16 == 0 and q1 * self.size % 16 == 0
+        return inside and pieces and all(can_be_made(mode, self.dtype) for mode in self.modes)
+
+    def source(self, name: str) -> str:
+        """Self-contained CUDA C++ of the kernel `name`."""
+        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True)) | self.numbers
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": sum(len(mode.parts) for mode in self.modes)}
+        lines = [f"using Element = {ELEMENT[self.dtype]};", *constants(numbers)]
+        for mode, letter in zip(self.modes, "ab", strict=True):
+            lines += weight_functions(mode, letter, self.dtype)
+        products = "".join(wgmma(self.multiplied or self.dtype, n, turned=True) for n in sorted(self.widths))
+        asks = () if self.singles else self.asks
+        return kernel(
+            hopper_headers(products, *self.headers), name, type(self).__name__, lines, self.threads, asks=asks
+        )
+
+    @property
+    def memory_us(self) -> float:
+        """Of a unit."""
+        p0, p1, q0, q1 = self.sizes
+        return (2 * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
+
+    def time(self, batch: int) -> float:
+        """Predicted microseconds: of units, with the start and what blocks write in the end."""
+        units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
+        ends = self.weights * PART_BYTES[self.dtype] / self.gpu.l2_bytes
+        return self.start_us + self.units_us(units) + ends
+
+    def units_us(self, units: int) -> float:
+        """Of so many, of a block."""
+        raise NotImplementedError
+
+
+Family = TypeVar("Family", bound=ByWarpgroups)
+
+
+def ways(
+    family: type[Family], modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
+) -> Iterator[Family]:
+    """All to take neighbours as two that it has a kernel for."""
+    if gpu.wgmma and dtype in family.dtypes:
+        for both in as_two(modes):
+            plan = family(both, dtype, outer, gpu)
+            if plan.fits:
+                yield replace(plan, us=plan.time(batch))
