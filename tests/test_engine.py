@@ -670,8 +670,11 @@ def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.M
         pytest.skip(str(error))
     monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path))
     gpu = Gpu.of(80)
-    for spec, activation in ((kronecker((5, 8), (8, 7)), "relu"), (monarch((3, 4), (4, 3)), EVERY_OPERATION.program)):
-        text = plan_text(Chain.of(spec, True, activation).text, "float32", 0, gpu.arch, gpu.sms, gpu.shared)
+    layers = (kronecker((5, 8), (8, 7)), "relu"), (monarch((3, 4), (4, 3)), EVERY_OPERATION.program)
+    asked = [(Chain.of(spec, True, activation), 0) for spec, activation in layers]
+    asked += [(chain, 2) for chain in (Chain.of(WHOLE[0][0], True, "relu"), all_gradients_of(WHOLE[0][0]))]
+    for chain, batch_class in asked:
+        text = plan_text(chain.text, "float32", batch_class, gpu.arch, gpu.sms, gpu.shared)
         runtime.fill_cache(text)
         names = {name for _, name, _ in sources(text)}
         entries = runtime.cache_entries()
