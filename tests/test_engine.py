@@ -147,6 +147,14 @@ GROUPED = [
     (monarch((8, 32), (32, 8), rank=16), "sm_90a"),
 ]
 
+# Of Monarch layers that are multiplied out
+WHOLE = [
+    (monarch((5, 9), (9, 60), rank=5), "sm_90a"),
+    (monarch((21, 8), (8, 20), rank=7), "sm_90a"),
+    (monarch((3, 40), (34, 4), rank=30), "sm_90a"),
+    (monarch((30, 2), (3, 31), rank=1), "sm_80"),
+]
+
 FEW_PAIRS = [
     (kronecker((32, 32), (32, 32)), "sm_90a"),
     (kronecker((64, 48), (32, 80)), "sm_90a"),
@@ -187,10 +195,17 @@ def backward() -> Iterator[BackwardCase]:
             yield BackwardCase(spec, dtype, architecture, BATCHES[0])
     for dtype, (spec, architecture) in itertools.product(("tf32", "bfloat16", "float16"), GROUPED):
         yield BackwardCase(spec, dtype, architecture)
+    yield from (BackwardCase(*of) for of in of_whole())
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS):
         yield BackwardCase(spec, dtype, architecture, BATCHES[0])
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS[:1]):
         yield BackwardCase(spec, dtype, architecture, BATCHES[0], bias=True)
+
+
+def of_whole() -> Iterator[tuple[LayerSpec, str, str]]:
+    for dtype, (spec, architecture) in itertools.product(DTYPES, WHOLE):
+        if dtype != "float16" or architecture == "sm_90a":
+            yield spec, dtype, architecture
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -612,6 +627,11 @@ def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -
     check(compiled(case), case, 128)  # those of few samples in float on sm_80; others 80 at most
 
 
+@pytest.mark.parametrize("case", [Case(*s, BATCHES[2], "relu") for s in of_whole()], ids=str)
+def test_layers_multiplied_out_compile(case: Case, compiled: Compiled) -> None:
+    check(compiled(case), case, 0)
+
+
 @pytest.mark.parametrize("case", BOTH, ids=str)
 def test_both_gradients_of_one_factor_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled(case), case, 80)
@@ -650,8 +670,11 @@ def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.M
         pytest.skip(str(error))
     monkeypatch.setenv("FACTORLAYER_CACHE", str(tmp_path))
     gpu = Gpu.of(80)
-    for spec, activation in ((kronecker((5, 8), (8, 7)), "relu"), (monarch((3, 4), (4, 3)), EVERY_OPERATION.program)):
-        text = plan_text(Chain.of(spec, True, activation).text, "float32", 0, gpu.arch, gpu.sms, gpu.shared)
+    layers = (kronecker((5, 8), (8, 7)), "relu"), (monarch((3, 4), (4, 3)), EVERY_OPERATION.program)
+    asked = [(Chain.of(spec, True, activation), 0) for spec, activation in layers]
+    asked += [(chain, 2) for chain in (Chain.of(WHOLE[0][0], True, "relu"), all_gradients_of(WHOLE[0][0]))]
+    for chain, batch_class in asked:
+        text = plan_text(chain.text, "float32", batch_class, gpu.arch, gpu.sms, gpu.shared)
         runtime.fill_cache(text)
         names = {name for _, name, _ in sources(text)}
         entries = runtime.cache_entries()
@@ -672,7 +695,7 @@ def has_plan_in_float32(chain: Chain) -> bool:
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
-    assert len(cases) <= 40
+    assert len(cases) <= 41
     found = set()
     for case in cases:
         assert case.batch * max(case.shapes[0][1], case.out_features) <= 1 << 19, f"{case} takes long"
@@ -715,6 +738,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found
     assert {f"{way}Backward Reduction" for way in ("Columns", "Eights", "Large", "Small", "SplitPair")} <= found
     assert any("ChainBackward Reduction" in kinds for kinds in found)
+    assert any("WholeLargest WholeWeight" in kinds and "WholeParts" in kinds for kinds in found)
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found

@@ -12,7 +12,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import REDUCTION_US
 from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.streamed import products
+from factorlayer.kernels.product.streamed import LEAST_OF_SOME, products
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
@@ -132,9 +132,9 @@ def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
 @functools.lru_cache(256)
 def _is_worth_a_dense_one(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     """Whether all gradients by a dense weight's are predicted to be faster than by one contraction after the other, for
-    some samples and many together: what has a plan for some needs one for many."""
+    few more samples than few and for many, together: what has a plan for some needs one for many."""
     of_dense, apart = 1.0, 1.0
-    for batch in BATCHES[1:]:
+    for batch in (LEAST_OF_SOME, *BATCHES[1:]):
         passes = _as_dense(chain, dtype, batch, gpu)
         of_dense *= registry.WHOLE.margin.times * expected_us(passes) if passes else math.inf
         apart *= _apart_us(chain, dtype, batch, gpu)

@@ -18,6 +18,7 @@ from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
 from factorlayer.kernels.kronecker.small import Small
 from factorlayer.kernels.monarch import monarch, monarch_mapped, monarch_through
+from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.weight_halves import with_halves
@@ -26,6 +27,7 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_streamed
 from factorlayer.kernels.stages import Sandwich
 from factorlayer.maths.chain import Chain
+from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, Plan
@@ -34,13 +36,13 @@ from factorlayer.plan.products import one_by_one
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
 CLUSTER = "shared memory of a cluster"
-RESIDENT, STREAMED = "resident", "streamed"
+RESIDENT, STREAMED, MULTIPLIED_OUT = "resident", "streamed", "multiplied out"
 
 
 @dataclass(frozen=True)
 class Scheme:
     states: str  # where one contraction leaves what the next one takes
-    weights: str  # resident in shared memory, or streamed through it
+    weights: str  # resident in shared memory, streamed through it, or one of both
     samples: str  # of a tile
     plan: Plan
 
@@ -106,6 +108,8 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     for at_once in both:
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
+    if registry.family_of(best[0]) is registry.WHOLE:
+        yield of(NOWHERE, MULTIPLIED_OUT, _samples(best[-1]), *best)
     if len(best) > 1 and all(isinstance(p, Columns | Eights | Pair | Resident | Small) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)
     yield of(MEMORY, STREAMED, _samples(each[0]), *each)
@@ -113,5 +117,6 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
 
 def _samples(p: Pass) -> Fraction:
     """Of a tile."""
+    p = p.of if isinstance(p, Instead) else p
     units = p.units if isinstance(p, Resident) else p.rows if isinstance(p, Mapped | Wide) else p.units_per_block
     return Fraction(units, p.units_per_sample)
