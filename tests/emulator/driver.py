@@ -140,8 +140,9 @@ class Emulator:
         for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
             if values is not None:
                 (self.folder / name).write_bytes(encode(values, plan.dtype))
-        left = self.folder / "left"  # what one pass leaves for another one
+        left, before = self.folder / "left", self.folder / "before"  # what one pass leaves for another one
         left.unlink(missing_ok=True)
+        before.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
         named = any(p.beside[0] or p.reads[0] == "@" or p.reads == p.writes in ("s0", "s1") for p in plan.passes)
@@ -154,6 +155,7 @@ class Emulator:
             if planned.leaves == "state":
                 left.touch()
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
+            (self.folder / "y").unlink(missing_ok=True)  # a pass that is stopped leaves none
             try:
                 done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)
             except subprocess.TimeoutExpired:
@@ -176,9 +178,9 @@ class Emulator:
                 continue
             left.unlink(missing_ok=True)
             if planned.leaves == "begun":
-                (self.folder / "before").write_bytes(memory)
+                before.write_bytes(memory)
                 continue
-            (self.folder / "before").unlink(missing_ok=True)
+            before.unlink(missing_ok=True)
             if errors and (planned.leaves or planned.takes_sums):
                 return outputs, errors
             if planned.leaves == "sums":
