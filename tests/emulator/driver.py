@@ -85,8 +85,9 @@ class Emulator:
     """Compiled once. Programs and tensors lie in its folder; programs that others can use lie in `shared`."""
 
     def __init__(self, folder: Path, shared: Path | None = None) -> None:
-        self.folder, self.shared = folder, shared
-        self.made = shared or folder
+        self.folder, self.shared = folder, shared and shared / f"emulator-{made_from()}"
+        self.made = self.shared or folder
+        self.made.mkdir(exist_ok=True)
         self.objects = [str(self.object_of(path)) for path in sorted(HERE.glob("*.cpp"))]
         # What every kernel includes first: the compiler finds it compiled beside no header, before it finds the header
         vocabulary = [*KERNEL, "-x", "c++-header", str(HERE / "instructions.cuh")]
@@ -243,6 +244,13 @@ def for_the_cpu(text: str) -> str:
     entry = "void run_kernel(const void* params, const void* maps) "
     entry += f"{{ kernel(*static_cast<const Params*>(params){maps}); }}\n"
     return '#include "instructions.cuh"\n' + "".join(kept) + '#line 1 "entry"\n' + entry
+
+
+def made_from() -> str:
+    """A name for the compiler, its flags and all files of the emulator: programs of others are not these."""
+    version = subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True, check=True).stdout
+    files = [path.read_text() for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".h", ".cuh")]
+    return name_of(version, *COMPILE, *KERNEL, *LINK, *files)
 
 
 def compile_cpp(arguments: list[str]) -> None:
