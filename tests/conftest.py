@@ -38,6 +38,14 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return 0 if torch.cuda.is_available() else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Neighbours stay in one process, which has what they share at hand, until another one has nothing left to do."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_kept() -> None:
     """What somebody has tuned on this machine changes no test."""
