@@ -38,6 +38,14 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return 0 if torch.cuda.is_available() else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Neighbours stay in one process, which has what they share at hand, until another one has nothing left to do."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_kept() -> None:
     """What somebody has tuned on this machine changes no test."""
@@ -68,20 +76,21 @@ def of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def compile_kernel(of_the_run: Path) -> Compile:
     """NVRTC, which needs no GPU; it compiles a kernel once in a run."""
-    from once import compile_in
+    from once import compile_in, folder_of_compiled
 
     try:
-        torch.ops.factorlayer.compiler()
+        compiler, _ = torch.ops.factorlayer.compiler()
     except RuntimeError as error:
         pytest.skip(str(error))
-    return compile_in(of_the_run)
+    return compile_in(folder_of_compiled(of_the_run), compiler)
 
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory, of_the_run: Path) -> Emulator:
     """Tensors lie in a folder of this process, programs in one of the run."""
     from emulator.driver import Emulator, why_not
+    from once import folder_of_compiled
 
     if reason := why_not():
         pytest.skip(reason)
-    return Emulator(tmp_path_factory.mktemp("emulator"), of_the_run)
+    return Emulator(tmp_path_factory.mktemp("emulator"), folder_of_compiled(of_the_run))

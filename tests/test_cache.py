@@ -79,7 +79,7 @@ def go(process: subprocess.Popen[str]) -> None:
 
 def finish(process: subprocess.Popen[str]) -> str:
     """Its stderr."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, "done\n"), err
     return err
 
@@ -407,7 +407,7 @@ def test_a_process_killed_while_it_writes(cache: Path, plan: Path) -> None:
     )
     process = start(plan, cache, code)
     go(process)
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode == -signal.SIGXFSZ
     (left,) = contents(cache)
     assert left.endswith(".tmp")

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from emulator.driver import Emulator, why_not
+from emulator.driver import Emulator
 from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker
 
 from factorlayer.device.gpu import Gpu
@@ -19,13 +19,6 @@ from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
 from factorlayer.plan.plan import Plan
 from factorlayer.plan.visits import visits as visits_of
-
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
 
 
 def visits(spec: LayerSpec, dtype: str, batch: int, gpu: Gpu, count: int | None = None) -> Plan:

@@ -49,7 +49,7 @@ def run_program(arguments: str, *, code: str | None = None) -> subprocess.Comple
     start = ["-c", code] if code else ["test.py"]
     command = [sys.executable, *start, *arguments.split()]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def words(text: str) -> str:

@@ -26,7 +26,7 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "COLUMN
 def run(arguments: list[str], start: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *start, *arguments]
     variables = ENVIRONMENT | environment
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=variables)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=variables)
 
 
 def hears_ctrl_c() -> None:
@@ -49,7 +49,7 @@ def interrupted(arguments: str, sign: bytes, folder: Path) -> tuple[int, str, st
                     program.send_signal(signal.SIGINT)
                     sent = True
             assert sent, shown.decode()
-            status = program.wait(timeout=120)
+            status = program.wait(timeout=600)
         finally:
             program.kill()
             os.close(ours)

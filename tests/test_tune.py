@@ -107,7 +107,7 @@ def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
     head = (
         "import torch\nfrom factorlayer import FactorLinear\nlayer = FactorLinear(12, 20, factors=((3, 4), (4, 5)))\n"
     )
-    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=False, timeout=600)
 
 
 # What auto runs

@@ -33,7 +33,7 @@ from factorlayer.autograd import runtime
 
 KEYS = 40
 NOBODY = 65534
-PATIENCE = 120  # seconds that a process may take
+PATIENCE = 600  # seconds that a process may take, where much else is going on
 GPU = ("float32", 90, 132, 232448)
 LAST = 5.0  # days since a foreign file was used
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
 KERNEL = ["-O1", "-fstack-reuse=none", f"-I{HERE}"]  # its compiler takes longer than it does
 LINK = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # a fifth of the other one's time
-SECONDS = 180  # for a kernel
+SECONDS = 600  # for a kernel, on a machine that has much else to do
 Array = NDArray[np.float64]
 
 
@@ -85,8 +85,9 @@ class Emulator:
     """Compiled once. Programs and tensors lie in its folder; programs that others can use lie in `shared`."""
 
     def __init__(self, folder: Path, shared: Path | None = None) -> None:
-        self.folder, self.shared = folder, shared
-        self.made = shared or folder
+        self.folder, self.shared = folder, shared and shared / f"emulator-{made_from()}"
+        self.made = self.shared or folder
+        self.made.mkdir(exist_ok=True)
         self.objects = [str(self.object_of(path)) for path in sorted(HERE.glob("*.cpp"))]
         # What every kernel includes first: the compiler finds it compiled beside no header, before it finds the header
         vocabulary = [*KERNEL, "-x", "c++-header", str(HERE / "instructions.cuh")]
@@ -140,8 +141,9 @@ class Emulator:
         for name, values in {"x": x, "bias": bias, **{f"w{i}": w for i, w in enumerate(weights)}}.items():
             if values is not None:
                 (self.folder / name).write_bytes(encode(values, plan.dtype))
-        left = self.folder / "left"  # what one pass leaves for another one
+        left, before = self.folder / "left", self.folder / "before"  # what one pass leaves for another one
         left.unlink(missing_ok=True)
+        before.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
         named = any(p.beside[0] or p.reads[0] == "@" or p.reads == p.writes in ("s0", "s1") for p in plan.passes)
@@ -154,6 +156,7 @@ class Emulator:
             if planned.leaves == "state":
                 left.touch()
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
+            (self.folder / "y").unlink(missing_ok=True)  # a pass that is stopped leaves none
             try:
                 done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)
             except subprocess.TimeoutExpired:
@@ -183,9 +186,9 @@ class Emulator:
                 continue
             left.unlink(missing_ok=True)
             if planned.leaves == "begun":
-                (self.folder / "before").write_bytes(memory)
+                before.write_bytes(memory)
                 continue
-            (self.folder / "before").unlink(missing_ok=True)
+            before.unlink(missing_ok=True)
             if errors and (planned.leaves or planned.takes_sums):
                 return outputs, errors
             if planned.leaves == "sums":
@@ -248,6 +251,13 @@ def for_the_cpu(text: str) -> str:
     entry = "void run_kernel(const void* params, const void* maps) "
     entry += f"{{ kernel(*static_cast<const Params*>(params){maps}); }}\n"
     return '#include "instructions.cuh"\n' + "".join(kept) + '#line 1 "entry"\n' + entry
+
+
+def made_from() -> str:
+    """A name for the compiler, its flags and all files of the emulator: programs of others are not these."""
+    version = subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True, check=True).stdout
+    files = [path.read_text() for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".h", ".cuh")]
+    return name_of(version, *COMPILE, *KERNEL, *LINK, *files)
 
 
 def compile_cpp(arguments: list[str]) -> None:
