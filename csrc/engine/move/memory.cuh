@@ -14,6 +14,18 @@ DEVICE void store_shared(u32 to, Pair<double> x) { store_f64x2(to, x.x, x.y); }
 DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
 DEVICE double load_sum(u32 from, double) { return load_f64(from); }
 
+// Things 0, 1, ... ALL - 1 by THREADS of a block, TOGETHER of a thread on their way at once: get(j) is one, put(j, x) where it goes.
+template <int ALL, int THREADS, int TOGETHER, class Get, class Put> DEVICE void move_together(const Get& get, const Put& put) {
+#pragma unroll 1
+  for (int from = threadIdx.x; from < ALL; from += TOGETHER * THREADS) {
+    decltype(get(0)) x[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) x[i] = get(from + i * THREADS);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) put(from + i * THREADS, x[i]);
+  }
+}
+
 // WARPS warps that work on one tile, GROUPS such groups in a block, each with a barrier of its own. The first one's is
 // __syncthreads' too: a block may use that only before its groups part.
 template <int WARPS, int GROUPS> DEVICE void sync_group(int group) {

@@ -80,21 +80,15 @@ template <class Element, int HEIGHT> struct Slabs {
       commit_copies();
       clear_padding<Q, P, THREADS>(to);
     } else {
-      constexpr int kWidth = round_up(P, 16), kAll = round_up(Q, 16) * kWidth, kTogether = 16;
-#pragma unroll 1
-      for (int from = threadIdx.x; from < kAll; from += THREADS * kTogether) {
-        Element x[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int q = (from + i * THREADS) / kWidth, p = (from + i * THREADS) % kWidth;
-          x[i] = q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int j = from + i * THREADS;
-          if (j < kAll) store_shared(to + place(j / kWidth, j % kWidth), x[i]);
-        }
-      }
+      constexpr int kWidth = round_up(P, 16), kAll = round_up(Q, 16) * kWidth;
+      move_together<kAll, THREADS, 16>(
+          [&](int j) {
+            const int q = j / kWidth, p = j % kWidth;
+            return q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
+          },
+          [&](int j, Element x) {
+            if (j < kAll) store_shared(to + place(j / kWidth, j % kWidth), x);
+          });
     }
   }
 };

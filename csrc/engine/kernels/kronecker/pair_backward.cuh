@@ -84,21 +84,15 @@ struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass
       Base::template copy<Q, P, STRIDE, kBlock>(static_cast<const Element*>(params.weights[FACTOR]), to);
       Base::template clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
     } else {
-      constexpr int kAll = ceil_div(HEIGHT * WIDTH, kBlock), kTogether = kAll < 16 ? kAll : 16;
-#pragma unroll 1
-      for (int from = threadIdx.x; from < HEIGHT * WIDTH; from += kTogether * kBlock) {
-        Element x[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int q = (from + i * kBlock) / WIDTH, p = (from + i * kBlock) % WIDTH;
-          x[i] = q < Q && p < P ? narrow<Element>(Math::rounded(at(q, p))) : Element{};
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int q = (from + i * kBlock) / WIDTH, p = (from + i * kBlock) % WIDTH;
-          if (q < HEIGHT) store_shared(to + (q * STRIDE + p) * kSize, x[i]);
-        }
-      }
+      constexpr int kAll = ceil_div(HEIGHT * WIDTH, kBlock);
+      move_together<HEIGHT * WIDTH, kBlock, kAll < 16 ? kAll : 16>(
+          [&](int j) {
+            const int q = j / WIDTH, p = j % WIDTH;
+            return q < Q && p < P ? narrow<Element>(Math::rounded(at(q, p))) : Element{};
+          },
+          [&](int j, Element x) {
+            if (j / WIDTH < HEIGHT) store_shared(to + (j / WIDTH * STRIDE + j % WIDTH) * kSize, x);
+          });
     }
   }
   template <int FACTOR, int Q, int P, int STRIDE> DEVICE void round_weight(u32 at) const {

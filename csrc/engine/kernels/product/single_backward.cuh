@@ -97,20 +97,14 @@ struct SingleBackward : Operands<typename Pass::Math, typename Pass::Element, Pa
   DEVICE void load_weight() const {
     constexpr int kWide = kByColumns ? kRows : kColumns;
     const Element* from = static_cast<const Element*>(params.weights[0]);
-    constexpr int kTogether = 8;
-    for (int begin = threadIdx.x; begin < kQ * kWide; begin += kTogether * kBlock) {
-      Element x[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int q = (begin + i * kBlock) / kWide, p = (begin + i * kBlock) % kWide;
-        x[i] = q < Q && p < P ? narrow<Element>(Math::rounded(widen(from[q * P + p]))) : Element{};
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int q = (begin + i * kBlock) / kWide, p = (begin + i * kBlock) % kWide;
-        if (q < kQ) store_shared(weight + (row_of(q) * kW + p) * kSize, x[i]);
-      }
-    }
+    move_together<kQ * kWide, kBlock, 8>(
+        [&](int j) {
+          const int q = j / kWide, p = j % kWide;
+          return q < Q && p < P ? narrow<Element>(Math::rounded(widen(from[q * P + p]))) : Element{};
+        },
+        [&](int j, Element x) {
+          if (j / kWide < kQ) store_shared(weight + (row_of(j / kWide) * kW + j % kWide) * kSize, x);
+        });
   }
 
   using Held = A[kHolds ? kQ / kStep : 1];

@@ -157,21 +157,12 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
       const int at = (k / 8 * 8 + k % 2 * 4 + k % 8 / 2) * 4;
       return at / 128 * (rows * 128) + swizzled(r, at % 128 / 16) + at % 16;
     };
-    constexpr int kTogether = 8;
-#pragma unroll 1
-    for (int first = threadIdx.x; first < L::N * L::K; first += kTogether * Layers::kThreads) {
-      u32 w[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int j = first + i * Layers::kThreads;
-        w[i] = j < L::N * L::K ? load_u32(memory + L::weight_at + place(L::N, j % L::N, j / L::N)) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int j = first + i * Layers::kThreads;
-        if (j < L::N * L::K) store_shared(memory + L::back_at + place(L::K, j / L::N, j % L::N), w[i]);
-      }
-    }
+    constexpr int kAll = L::N * L::K;
+    move_together<kAll, Layers::kThreads, 8>(
+        [&](int j) { return j < kAll ? load_u32(memory + L::weight_at + place(L::N, j % L::N, j / L::N)) : 0; },
+        [&](int j, u32 x) {
+          if (j < kAll) store_shared(memory + L::back_at + place(L::K, j / L::N, j % L::N), x);
+        });
   }
 
   DEVICE void prepare() const {
