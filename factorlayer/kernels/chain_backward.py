@@ -421,10 +421,14 @@ def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> I
             continue
         if parts > 1 and work.steps[0][1].p < 16 * parts:
             continue
+        largest = math.inf
         for most in (16, 8, 4):
+            if largest <= most:  # fewer tiles leave what was found before as it is
+                continue
             both = _stages(work, chunk, units, warps, most, parts, gpu)
             if both is None:
-                continue
+                break
+            largest = max(stage.sums for stage in (*both[0], *both[1]))
             seen = set()
             for most_sums in MOST_SUMS:
                 learned = _learned(work, chunk, units, warps, most_sums, parts, gpu)

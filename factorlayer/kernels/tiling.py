@@ -14,7 +14,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us, together
+from factorlayer.kernels.stages import SUM_REGISTERS, Sandwich, Stage, Stages, last_of, memory_of, stage_us, together
 from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
@@ -33,7 +33,6 @@ OF_PIECE, OF_FAR_PIECE, OF_WORD_ELEMENT = 12, 30, 5
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 6, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 MOST_ODD_TILES = 8  # where places are computed, or sums stay over several terms
-SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 
 
 @functools.lru_cache(512)
@@ -117,8 +116,13 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
         move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
         seen: list[tuple[bool, Stages]] = []
+        largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
-            for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
+            if largest <= most:  # fewer tiles leave what was found before as it is
+                continue
+            schemes = list(_schemes(work, chunk, split, units, warps, most, gpu))
+            largest = max((stage.sums for _, stages in schemes for stage in stages), default=0)
+            for in_place, stages in schemes:
                 if (in_place, stages) in seen:
                     continue
                 seen.append((in_place, stages))
