@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from factorlayer.activations.written import activation_type
@@ -394,6 +394,14 @@ def _walk(plan: ChainBackward) -> list[str]:
 def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
     """The fastest by prediction, or None where a unit, or the sums, do not fit. Parts read what others would overwrite,
     where the gradient takes the place of the state."""
+    y = "y" if places.y else ""
+    found = _tile(work.unnumbered, Places(0, x=y if places.x == places.y else "x", y=y), batch, gpu)
+    return replace(found, work=work, places=places) if found else None
+
+
+@functools.lru_cache(512)
+def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
+    """The same of any weights, in places like these."""
     found = min(_tilings(work, places, batch, gpu), key=lambda candidate: candidate[0], default=None)
     return ChainBackward(*found[1]) if found else None
 

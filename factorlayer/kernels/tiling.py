@@ -38,6 +38,16 @@ MOST_ODD_TILES = 8  # where places are computed, or sums stay over several terms
 @functools.lru_cache(512)
 def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     """The fastest tiling by prediction, or None where the weights or one unit do not fit."""
+    found = _tile(work.unnumbered, batch, gpu)
+    if found is None:
+        return None
+    modes = dict(work.steps)
+    return replace(found, work=replace(work, steps=tuple((at, modes[at]) for at, _ in found.work.steps)))
+
+
+@functools.lru_cache(512)
+def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
+    """The same of any weights."""
     found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
     return Resident(*found[1]) if found else None
 
