@@ -27,13 +27,13 @@ from factorlayer.stacks.stack import LayerStack, is_measured
 
 
 def taken_by_auto(call: Call) -> str:
-    """batched, or fused if anything is, forward or in a training step."""
+    """batched, or fused if anything is, forward; of layers at once, or in a training step."""
     module, x = call.function, call.x
     if isinstance(module, FactorLinear):
-        return choose(module.chain, x, "auto", "benches.sweep")
+        return choose(module.chain, x, "auto", "benches.sweep", len(x))
     (stack,) = module.stacks  # type: ignore[attr-defined]
     together = len(stack.layers) > 1 and why_auto_is_not_stacked(stack._stack, x) is None
-    ways = {choose(layer.chain, x, "auto", "benches.sweep") for layer in stack.layers}
+    ways = {choose(layer.chain, x, "auto", "benches.sweep", len(x)) for layer in stack.layers}
     if together:
         ways |= {"fused" for back in (False, True) if runs(stack._stack, x, back, back and is_measured(x))}
     return "fused" if "fused" in ways else "batched"

@@ -23,8 +23,12 @@ struct Given {
   bool is_float_on_gpu() const { return device_type == 2 && code == 2 && bits == 32; }
 };
 
-// y of x, the weights and the bias of a chain; null if the raw op has to make it. `chooses`: as implementation="auto" does.
-Handle forward(const std::string& chain, bool chooses, const std::vector<Given>& tensors);
+// y of x, the weights and the bias of a chain; null if the raw op has to make it. `chooses`: as implementation="auto" does,
+// `recorded` for a backward pass or not.
+Handle forward(const std::string& chain, bool chooses, bool recorded, const std::vector<Given>& tensors);
+
+// From now on `chooses` takes the kernels of a GPU, for all numbers of samples that round up to the same power of two.
+void take(const std::string& chain, const std::string& dtype, int device, int64_t batch, bool recorded);
 
 constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer with more tensors is left to the raw ops
 

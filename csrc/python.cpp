@@ -256,14 +256,15 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyObject* const chain = given[found[0].is_float_on_gpu() && is_tf32_allowed()];
   const bool chooses = PyObject_IsTrue(given[2]) > 0;
   const std::string text = python::text_of(chain);
-  const Handle made = without_lock([&] { return forward(text, chooses, found); });
+  auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
+  const bool recorded = ask(known.is_grad_enabled) && std::any_of(tensors.begin(), tensors.end(), needs_grad);
+  const Handle made = without_lock([&] { return forward(text, chooses, recorded, found); });
   if (!made) return none();
   const Object made_list(tensors_of({made}));
   if (!made_list.get()) return nullptr;
   PyObject* const y = PyList_GetItem(made_list.get(), 0);
   Py_IncRef(y);
-  auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
-  if (!ask(known.is_grad_enabled) || std::none_of(tensors.begin(), tensors.end(), needs_grad)) return y;
+  if (!recorded) return y;
 
   const Py_ssize_t count = 3 + PyTuple_Size(weights.get());
   const Object arguments(PyTuple_New(count));
@@ -276,6 +277,18 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyObject* const result = PyObject_CallObject(known.apply, arguments.get());
   if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
   return result;
+}
+
+// (chain, dtype, device, samples, whether recorded): layer() takes the kernels for these.
+PyObject* take_kernels(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const std::string text = python::text_of(given[0]), dtype = python::text_of(given[1]);
+  const long device = PyLong_AsLong(given[2]), batch = PyLong_AsLong(given[3]);
+  const bool recorded = PyObject_IsTrue(given[4]) > 0;
+  try {
+    take(text, dtype, int(device), batch, recorded);
+  } catch (...) {  // then every call is left to the raw ops
+  }
+  return none();
 }
 
 // The Function's forward(ctx, chain, x, bias, *weights), whose y is there.
@@ -317,6 +330,7 @@ PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
                          {"layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL, nullptr},
+                         {"take", reinterpret_cast<PyCFunction>(take_kernels), METH_FASTCALL, nullptr},
                          {"record", record, METH_VARARGS, nullptr},
                          {"gradients", reinterpret_cast<PyCFunction>(gradients), METH_FASTCALL, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

@@ -21,6 +21,7 @@ from factorlayer.autograd.fused import (
     is_sharded,
     prepare_fused,
     runs_in_tf32,
+    take_kernels,
     text_for,
     transforms_active,
     why_never_fused,
@@ -28,12 +29,13 @@ from factorlayer.autograd.fused import (
 )
 from factorlayer.autograd.fused import layer_at_once as every_layer_at_once
 from factorlayer.autograd.nested import through
-from factorlayer.autograd.runtime import CompileError, is_hopper
+from factorlayer.autograd.runtime import CompileError, dtype_name, is_hopper
+from factorlayer.autograd.stacked import is_left_to_cublas
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec, Structure, spec_of_weights
-from factorlayer.tuning import choices
+from factorlayer.tuning import choices, predicted
 
 if TYPE_CHECKING:
     from factorlayer.tuning.candidates import Forward, Tuned
@@ -283,7 +285,7 @@ def choose(
     chain: Chain, x: Tensor, implementation: str, who: str, batch: int | None = None, recorded: bool = False
 ) -> str:
     """naive, batched or fused. auto takes the fastest that supports the case: fused, but for what is known better, or
-    was measured for so large a batch, and for a backward pass if it is `recorded`."""
+    was measured, or on a GPU is predicted, for so large a batch, and for a backward pass if it is `recorded`."""
     if implementation == "fused":
         reason = why_not_fused(x, chain)
         if reason is not None:
@@ -298,7 +300,20 @@ def why_auto_is_batched(chain: Chain, x: Tensor, batch: int | None = None, recor
     """Why auto takes the batched implementation for x, or None."""
     reason = why_auto_has_no_choice(chain, x)
     if reason is None and (is_dynamo_compiling() or choices.TABLE):  # no look at the table while a graph is compiled
-        return why_measured_batched(text_for(chain, x), x, batch, recorded)
+        reason = why_measured_batched(text_for(chain, x), x, batch, recorded)
+    if reason is None and x.is_cuda and type(batch) is int and batch and not is_compiling():
+        return why_predicted_batched(text_for(chain, x), x, batch, recorded)
+    return reason
+
+
+def why_predicted_batched(text: str, x: Tensor, batch: int, recorded: bool) -> str | None:
+    """Where nothing was measured. If fused is the choice, the extension's eager call takes it from then on."""
+    asked = x.dtype, x.get_device(), batch, recorded
+    reason = None
+    if not choices.TABLE or not choices.measured(text, x.dtype, x.device.type, *asked[1:]):
+        reason = predicted.why_batched(text, *asked)
+    if reason is None:
+        take_kernels(text, dtype_name(x.dtype), *asked[1:])
     return reason
 
 
@@ -313,8 +328,10 @@ def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
     reason = why_not_fused(x, chain)
     if reason is not None:
         return f"fused cannot: {reason}"
-    if len(chain.contractions) == 1:
+    if len(chain.contractions) == 1 and (not x.is_cuda or is_compiling()):
         return "a single contraction is one matrix product"
+    if x.is_cuda and is_left_to_cublas(chain, x):
+        return "products of 16 bits with a weight this large are left to cuBLAS"
     # There the batched implementation maps and differentiates as one operation over all samples.
     if transforms_active():
         return "under torch.func the fused one is called for each sample"

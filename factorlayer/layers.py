@@ -29,7 +29,7 @@ from factorlayer.functional import (
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import ProjectionError, project, projection_error, to_dense
 from factorlayer.maths.spec import Factors, LayerSpec, Structure, resolve
-from factorlayer.tuning import choices
+from factorlayer.tuning import choices, predicted
 
 if TYPE_CHECKING:
     from factorlayer.tuning.candidates import Tuned
@@ -323,6 +323,10 @@ class FactorLinear(Recorded):
     def _choice_in_words(self, x: Tensor, batch: int) -> str:
         """Where auto's choice comes from."""
         found = choices.of_both_passes(text_for(self.chain, x), x, batch)
+        if not found and x.is_cuda:
+            text, device = text_for(self.chain, x), x.get_device()
+            both = [predicted.predicted(text, x.dtype, device, batch, training) for training in (False, True)]
+            return "\n".join(f"auto takes {each.implementation}: {each}" for each in both)
         if not found:
             return "auto takes fused as always: nothing was measured"
         return "\n".join(f"auto takes {choice.implementation}: {choice}" for choice in found)

@@ -2,6 +2,7 @@
 #include "../eager.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -84,11 +85,28 @@ bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
   return !chain.bias || (bias.dimensions == 1 && is_plain(bias, x, chain.out_features()));
 }
 
-// What factorlayer/functional.py takes these kernels for.
-bool is_chosen(const Chain& chain, const Given& x) {
-  const auto& steps = chain.contractions;
-  const bool tied = std::all_of(steps.begin(), steps.end(), [](const Contraction& c) { return c.tied; });
-  return steps.size() > 1 && (tied || !chain.tf32 || cuda::find_device(x.device).capability == 90);
+// Numbers of samples that a layer's kernels are taken for, a bit for each power of two that they round up to: without a
+// backward pass, and with one.
+struct Taken {
+  std::atomic<uint64_t> batches[2] = {};
+};
+
+Table<cuda::PlanKey, Taken, cuda::KeyHash>& all_taken() {
+  static Table<cuda::PlanKey, Taken, cuda::KeyHash> all;
+  return all;
+}
+
+uint64_t bit_of(int64_t batch) {
+  uint64_t bit = 1;
+  for (int64_t left = (batch - 1) >> 1; left > 0; left >>= 1) bit <<= 1;
+  return bit;
+}
+
+// What factorlayer/functional.py takes these kernels for: on a GPU what it has said, on a CPU all but single products.
+bool is_chosen(const Chain& chain, const Site& site, int64_t batch, bool recorded) {
+  if (site.is_cpu) return chain.contractions.size() > 1;
+  const Taken* found = all_taken().find({&chain, site.dtype, 0, site.index});
+  return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
 }
 
 bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
@@ -185,12 +203,18 @@ std::vector<Tensor> gradients_on_cuda(const Chain& chain, const Text& text, cons
 
 }  // namespace
 
-eager::Handle eager::forward(const std::string& text, bool chooses, const std::vector<Given>& tensors) {
+void eager::take(const std::string& text, const std::string& dtype, int device, int64_t batch, bool recorded) {
+  Taken& taken = all_taken().find_or_add({&find_chain(text), dtype_named(dtype), 0, device}, [] { return Taken(); });
+  taken.batches[recorded] |= bit_of(batch);
+}
+
+eager::Handle eager::forward(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
   const Chain& chain = find_chain(text);
   const Given& x = tensors[0];
-  if (!are_of_layer(chain, tensors.data(), tensors.size()) || (chooses && !is_chosen(chain, x))) return nullptr;
+  if (!are_of_layer(chain, tensors.data(), tensors.size())) return nullptr;
   const Site site(x);
   const int64_t batch = x.sizes[0], in = chain.in_features(), out = chain.out_features();
+  if (chooses && !is_chosen(chain, site, batch, recorded)) return nullptr;
   if (!site.is_cpu && !has_kernels(chain, site, batch)) return nullptr;
   const Tensor y = site.make(batch, out);
   if (site.is_cpu) {

@@ -37,9 +37,11 @@ void check_question(const std::string& chain, const std::string& dtype, int64_t 
 // What else the planner is asked, has_plan for one: it may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
                         int64_t shared_bytes) {
-  const char* const questions[] = {"has_plan", "has_plan_of_few", "predicted", "cut", "cut_backward"};
+  const char* const questions[] = {"has_plan", "has_plan_of_few", "predicted",    "times_of_few", "times_of_some",
+                                   "times_of_many", "cut",          "cut_backward"};
   STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
-                  "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, cut or cut_backward, not \"",
+                  "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, times_of_few, times_of_some, "
+                  "times_of_many, cut or cut_backward, not \"",
                   shown(question.value), "\"");
   check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes);
   const std::string name = question.value + " of " + chain.value + " in " + dtype.value;

@@ -15,13 +15,6 @@ namespace {
 
 const std::vector<std::string> OPTIONS = {"--std=c++17", "--device-as-default-execution-space"};
 
-struct KeyHash {
-  size_t operator()(const PlanKey& key) const {
-    const size_t small = size_t(key.device) * 16 + size_t(key.batch_class) * 4 + size_t(key.dtype);
-    return reinterpret_cast<size_t>(key.chain) / sizeof(Chain) * 31 + small;
-  }
-};
-
 // Replaced values are not deleted: another thread may be using them.
 struct Slot {
   std::atomic<const Program*> program{nullptr};
@@ -94,6 +87,11 @@ const Program* build(Slot& slot, const PlanKey& key, const std::string& text, st
 }  // namespace
 
 int batch_class(int64_t batch) { return batch <= 64 ? 0 : batch <= 2048 ? 1 : 2; }
+
+size_t KeyHash::operator()(const PlanKey& key) const {
+  const size_t small = size_t(key.device) * 16 + size_t(key.batch_class) * 4 + size_t(key.dtype);
+  return reinterpret_cast<size_t>(key.chain) / sizeof(Chain) * 31 + small;
+}
 
 bool PlanKey::operator==(const PlanKey& other) const {
   return chain == other.chain && dtype == other.dtype && batch_class == other.batch_class && device == other.device;

@@ -37,6 +37,10 @@ struct PlanKey {
   bool operator==(const PlanKey& other) const;
 };
 
+struct KeyHash {
+  size_t operator()(const PlanKey& key) const;
+};
+
 // Why there can be no program for a key: its plan or a kernel of it is impossible.
 struct Failure : std::runtime_error {
   Failure(const std::string& message, const std::string& source, const std::string& log, const std::string& plan)

@@ -264,6 +264,8 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
 
 
 layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
+# (text, dtype, device, batch, whether recorded): from then on layer_at_once takes these kernels, if it has to choose.
+take_kernels: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
 
 if missing_extension is None:
@@ -295,7 +297,7 @@ if missing_extension is None:
     except (AttributeError, ValueError):
         pass
     else:
-        layer_at_once, _gradients_at_once = _C.layer, _C.gradients
+        layer_at_once, take_kernels, _gradients_at_once = _C.layer, _C.take, _C.gradients
 
 
 class _TransformableChain(Function):

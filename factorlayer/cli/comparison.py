@@ -116,7 +116,8 @@ def _of_dense(problem: Problem) -> str:
 
 
 def _auto(problem: Problem) -> str:
-    reason = why_auto_is_batched(problem.calls[0].layer.chain, problem.x)
+    x, chain = problem.x, problem.calls[0].layer.chain
+    reason = why_auto_is_batched(chain, x, x.numel() // chain.in_features)
     return "fused" if reason is None else f"batched, because {reason}"
 
 

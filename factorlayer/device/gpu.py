@@ -18,6 +18,28 @@ LIMITS[120] = (101376, 170)
 
 
 @dataclass(frozen=True)
+class Library:
+    """How fast PyTorch's operations are inside a CUDA graph. Fitted to the times of the batched implementation of 200
+    drawn rows on an H200, benches/results/sweeps/cuda-4711.json, but for the rates of whole products, which are shares
+    of data sheets'."""
+
+    kernel_us: float  # from one operation to the next
+    product_us: float  # that a matrix product takes beside it,
+    block_us: float  # and each of its blocks,
+    split_us: float  # and where it is split along what is summed
+    sum_us: float
+    pointwise_bytes: float  # of memory's bandwidth that operations reach: element by element,
+    turned_bytes: float  # to other places,
+    product_bytes: float  # in products,
+    odd_bytes: float  # of that where rows are no multiples of 16 bytes
+    odd_steps: float  # times what a step takes there
+    flops: dict[str, float]  # of large products, of a multiprocessor
+    small_flops: dict[str, float]  # of those with blocks of 128 rows and columns, or fewer
+    step_us: dict[str, float]  # of 32 summands, one behind another
+    added_us: dict[str, float]  # of a bias
+
+
+@dataclass(frozen=True)
 class Gpu:
     """arch is the compute capability without its dot, shared the most bytes of shared memory for one block."""
 
@@ -93,3 +115,26 @@ class Gpu:
         rates = {"bfloat16": 8.9e6, "float16": 8.9e6, "tf32": 2.2e6, "float32": 0.75e6}
         rates = {dtype: scale * rate for dtype, rate in rates.items()}
         return rates | {"float64": {80: 0.17e6, 90: 0.45e6, 100: 0.25e6}.get(self.arch, 0.01e6)}
+
+    @functools.cached_property
+    def library(self) -> Library:
+        """PyTorch's operations on it: an H200's, with the rates of products scaled."""
+        scale = {dtype: self.flops[dtype] / Gpu.of(90).flops[dtype] for dtype in DTYPES}
+        whole = {"float64": 0.36e6, "float32": 0.34e6, "tf32": 1.5e6, "bfloat16": 5.5e6, "float16": 5.5e6}
+        small = {"float64": 0.38e6, "float32": 0.65e6, "tf32": 0.84e6, "bfloat16": 0.46e6, "float16": 0.46e6}
+        return Library(
+            kernel_us=1.6,
+            product_us=1.4,
+            block_us=0.041,
+            split_us=3.1,
+            sum_us=1.5,
+            pointwise_bytes=0.46,
+            turned_bytes=0.3,
+            product_bytes=0.74,
+            odd_bytes=0.53,
+            odd_steps=2.1,
+            flops={dtype: rate * scale[dtype] for dtype, rate in whole.items()},
+            small_flops={dtype: rate * scale[dtype] for dtype, rate in small.items()},
+            step_us={"float64": 0.069, "float32": 0.34, "tf32": 0.18, "bfloat16": 0.13, "float16": 0.13},
+            added_us={"float64": 3.7, "float32": 0.85, "tf32": 0.49, "bfloat16": 0.31, "float16": 0.31},
+        )

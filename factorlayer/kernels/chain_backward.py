@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from factorlayer.activations.written import activation_type
@@ -394,6 +394,14 @@ def _walk(plan: ChainBackward) -> list[str]:
 def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
     """The fastest by prediction, or None where a unit, or the sums, do not fit. Parts read what others would overwrite,
     where the gradient takes the place of the state."""
+    y = "y" if places.y else ""
+    found = _tile(work.unnumbered, Places(0, x=y if places.x == places.y else "x", y=y), batch, gpu)
+    return replace(found, work=work, places=places) if found else None
+
+
+@functools.lru_cache(512)
+def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
+    """The same of any weights, in places like these."""
     found = min(_tilings(work, places, batch, gpu), key=lambda candidate: candidate[0], default=None)
     return ChainBackward(*found[1]) if found else None
 
@@ -421,10 +429,14 @@ def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> I
             continue
         if parts > 1 and work.steps[0][1].p < 16 * parts:
             continue
+        largest = math.inf
         for most in (16, 8, 4):
+            if largest <= most:  # fewer tiles leave what was found before as it is
+                continue
             both = _stages(work, chunk, units, warps, most, parts, gpu)
             if both is None:
-                continue
+                break
+            largest = max(stage.sums for stage in (*both[0], *both[1]))
             seen = set()
             for most_sums in MOST_SUMS:
                 learned = _learned(work, chunk, units, warps, most_sums, parts, gpu)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.work import round_up
 
+SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 OVERLAP = 0.09  # of units that work side by side: what the shorter times add
 # Of a thread that has all of a weight: registers beside it and its columns, instructions for a column's place, and for
 # each number of the weight, which it reads for every tile.
@@ -86,6 +87,11 @@ class Stage:
     def down(self) -> int:
         """Rows of the state that a warp tile has by columns, if it is not a part of one."""
         return _down(self.inner_padded, self.nt) if self.nt else 1
+
+    @functools.cached_property
+    def sums(self) -> int:
+        """Tiles of 16 x 8 sums for a warp, as what bounds them counts them."""
+        return self.mt * self.nt * SUM_REGISTERS[self.dtype]
 
     @functools.cached_property
     def tiles(self) -> int:
@@ -219,6 +225,11 @@ class Sandwich:
     @functools.cached_property
     def weight_bytes(self) -> int:
         return self.first.weight_bytes + self.second.weight_bytes
+
+    @property
+    def sums(self) -> int:
+        """As of a stage, of both; it may have a quarter more than those."""
+        return -(-(self.first.nt + self.second.nt) * self.first.mt * SUM_REGISTERS[self.first.dtype] * 4 // 5)
 
     @property
     def tiles(self) -> int:

@@ -14,7 +14,17 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, memory_of, stage_us, tiles_across, together
+from factorlayer.kernels.stages import (
+    SUM_REGISTERS,
+    Sandwich,
+    Stage,
+    Stages,
+    last_of,
+    memory_of,
+    stage_us,
+    tiles_across,
+    together,
+)
 from factorlayer.kernels.work import Work, round_up
 
 LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
@@ -22,23 +32,8 @@ SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dr
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
 TILES = (
-    *(
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (1, 4),
-        (1, 5),
-        (1, 6),
-        (1, 7),
-        (1, 8),
-        (2, 1),
-        (2, 2),
-        (2, 3),
-        (2, 4),
-        (2, 5),
-        (2, 7),
-        (2, 8),
-    ),
+    *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8)),
+    *((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (2, 7), (2, 8)),
     *((4, 1), (4, 2), (4, 3), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
 )
 # Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, and issue
@@ -51,12 +46,21 @@ OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_HELD_TILES = 8  # where sums stay over several terms
-SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
 
 
 @functools.lru_cache(512)
 def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     """The fastest tiling by prediction, or None where the weights or one unit do not fit."""
+    found = _tile(work.unnumbered, batch, gpu)
+    if found is None:
+        return None
+    modes = dict(work.steps)
+    return replace(found, work=replace(work, steps=tuple((at, modes[at]) for at, _ in found.work.steps)))
+
+
+@functools.lru_cache(512)
+def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
+    """The same of any weights."""
     found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
     return Resident(*found[1]) if found else None
 
@@ -135,8 +139,13 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
         move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
         seen: list[tuple[bool, Stages]] = []
+        largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
-            for in_place, stages in _schemes(work, chunk, split, units, warps, most, gpu):
+            if largest <= most:  # fewer tiles leave what was found before as it is
+                continue
+            schemes = list(_schemes(work, chunk, split, units, warps, most, gpu))
+            largest = max((stage.sums for _, stages in schemes for stage in stages), default=0)
+            for in_place, stages in schemes:
                 if (in_place, stages) in seen:
                     continue
                 seen.append((in_place, stages))

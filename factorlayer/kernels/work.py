@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ask_for, constants
@@ -105,6 +105,12 @@ class Work:
     def states(self) -> list[tuple[int, ...]]:
         """Sizes before each step and after the last."""
         return self.states_of(1)
+
+    @functools.cached_property
+    def unnumbered(self) -> Work:
+        """The same of any weights: what has its sizes is tiled as it is."""
+        steps = tuple((at, Mode(tuple((0, q, p) for _, q, p in mode.parts))) for at, mode in self.steps)
+        return replace(self, steps=steps, scalars=0)
 
     @property
     def asks(self) -> list[tuple[str, str]]:

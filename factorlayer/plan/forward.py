@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from factorlayer.device.gpu import Gpu
@@ -16,6 +17,7 @@ from factorlayer.plan.products import expected_us, one_by_one
 from factorlayer.plan.works import least_us, tile_all
 
 
+@functools.lru_cache(1024)
 def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once or as a dense one, and
     a stack of one."""

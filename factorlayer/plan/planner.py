@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.tiling import LAUNCH_US
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
@@ -29,9 +30,13 @@ __all__ = [
     "plan_stack",
     "plan_text",
     "predicted",
+    "times_of_few",
+    "times_of_many",
+    "times_of_some",
 ]
 
 WORDS = ("backward", "states", "frozen")  # behind the layers of a stack
+BEHIND_US = 1.0  # until a small kernel behind another in a CUDA graph has run
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 
 
@@ -63,6 +68,32 @@ def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int) -> float
         return plan_of(chain, dtype, len(BATCHES) - 1, Gpu(arch, sms, shared)).us
     except PlanError:
         return math.inf
+
+
+def times_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int) -> str:
+    return times(chain, dtype, arch, sms, shared, 0)
+
+
+def times_of_some(chain: str, dtype: str, arch: int, sms: int, shared: int) -> str:
+    return times(chain, dtype, arch, sms, shared, 1)
+
+
+def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int) -> str:
+    return times(chain, dtype, arch, sms, shared, 2)
+
+
+def times(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int) -> str:
+    """Microseconds that a plan is predicted to take for a sample, and whatever their number: to start its kernels, and
+    to read weights."""
+    try:
+        found = plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared))
+    except PlanError:
+        return f"{math.inf} 0"
+    kernels, (layer, *_) = len(found.passes), parse_layers(chain)
+    weights = sum(layer.rank * c.weight_size for c in layer.contractions) * ELEMENT_BYTES[dtype]
+    running = max(0.0, found.us - kernels * LAUNCH_US)
+    reading = min(running, weights / (found.gpu.memory_bytes * found.gpu.sms))
+    return f"{(running - reading) / found.batch!r} {kernels * BEHIND_US + reading!r}"
 
 
 def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:

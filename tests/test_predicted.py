@@ -1,0 +1,124 @@
+"""Predicted choice: what PyTorch takes beside what was measured, and what auto makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benches.results import FOLDER
+from benches.sweep import drawn
+from benches.workloads import ALL_DTYPES, Block
+from factorlayer.autograd.fused import layer_at_once, take_kernels
+from factorlayer.device.gpu import Gpu
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.library import Product, calls, library_us
+from factorlayer.plan.planner import times_of_few, times_of_many
+from factorlayer.tuning import predicted
+
+LIMITS = 90, 132, 232448  # an H200's
+TEXT = "untied 0 64 88 384 1; untied 1 1 384 64 64"
+
+
+def chains(workload: object) -> list[Chain]:
+    if not isinstance(workload, Block):
+        return [Chain.of(workload.spec, False, "identity")]  # type: ignore[attr-defined]
+    pairs = list(itertools.pairwise(workload.widths))
+    names = [*[workload.activation] * (len(pairs) - 1), "identity"]
+    specs = [LayerSpec("kronecker", (p,), (q,)) for p, q in pairs]
+    return [Chain.of(spec, True, name) for spec, name in zip(specs, names, strict=True)]
+
+
+def ratios(seed: int, training: bool) -> Iterator[float]:
+    """Predicted over measured time of the batched implementation, of each row of a sweep."""
+    sweep = json.loads((FOLDER / "sweeps" / f"cuda-{seed}.json").read_text())
+    rows = {row["workload"]: row["times"].get("v2", {}) for row in sweep["rows"]}
+    for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
+        measured = rows[workload.name].get("forward_backward" if training else "forward")
+        if measured:
+            us = sum(library_us(chain, dtype, workload.batch, Gpu(*LIMITS), training) for chain in chains(workload))
+            yield us / measured["us"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("seed", "share"), [(4711, 0.7), (7001, 0.6)], ids=["fitted to", "another GPU and other rows"])
+def test_pytorchs_times_are_predicted(seed: int, share: float, training: bool) -> None:
+    found = list(ratios(seed, training))
+    assert len(found) >= 100
+    assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= share
+    assert 0.85 < math.exp(sum(map(math.log, found)) / len(found)) < 1.15
+
+
+def test_products_are_those_of_the_definition() -> None:
+    chain = Chain.parse(TEXT)
+    for training, times in ((False, 1), (True, 3)):
+        products = [call for call in calls(chain, 100, training) if isinstance(call, Product)]
+        assert sum(2 * p.count * p.m * p.n * p.k for p in products) == times * chain.forward_flops(100)
+
+
+def test_large_products_run_at_the_rate_of_the_library() -> None:
+    """Which no drawn row reaches."""
+    chain = Chain.of(LayerSpec("kronecker", (8192,), (8192,)), False, "identity")
+    gpu = Gpu(*LIMITS)
+    us = library_us(chain, "bfloat16", 8192, gpu, training=False)
+    assert 550e12 < chain.forward_flops(8192) / us * 1e6 < 800e12
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the planner says, by its questions."""
+    told = {question: "0.01 2.0" for question in predicted.QUESTIONS}
+    monkeypatch.setattr(predicted, "gpu_limits", lambda _: LIMITS)
+    monkeypatch.setattr(predicted, "ask_planner", lambda question, *_: told[question])
+    predicted._predicted.cache_clear()
+    yield told
+    predicted._predicted.cache_clear()
+
+
+def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) -> None:
+    asked = TEXT, torch.float32, 0, 100, False
+    batched_us = predicted.predicted(*asked).batched_us
+    assert predicted.why_batched(*asked) is None
+    for factor, chosen in (
+        (1.05, "fused"),
+        (1.2, "batched"),
+        (math.inf, "fused"),
+    ):  # of what cannot be had, fused says why
+        answers["times_of_some"] = f"0 {batched_us * factor}"
+        predicted._predicted.cache_clear()
+        assert predicted.predicted(*asked).implementation == chosen
+    answers["times_of_some"] = f"0 {batched_us * 2}"
+    predicted._predicted.cache_clear()
+    assert str(predicted.why_batched(*asked)).startswith("it is predicted: batched ")
+    assert str(predicted.why_batched(*asked)).endswith(" us, for inference with 65 to 128 samples")
+
+
+def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[str, str]) -> None:
+    by_batch = [predicted.predicted(TEXT, torch.float32, 0, batch, False) for batch in range(1, 5000)]
+    for batch, found in enumerate(by_batch, 1):
+        least, most = found.samples
+        assert least <= batch <= most
+        assert found == by_batch[least - 1] == by_batch[min(most, 4999) - 1]
+    assert {64, 2048} <= {found.samples[1] for found in by_batch}  # no class of batch is left inside
+
+
+def test_the_planner_tells_what_grows_with_the_samples() -> None:
+    few, many = (
+        tuple(map(float, asked(TEXT, "float32", *LIMITS).split(" "))) for asked in (times_of_few, times_of_many)
+    )
+    assert few[0] > many[0] > 0 and few[1] > 2 and many[1] > 2
+    impossible = replace(Chain.parse(TEXT), backward=True, x_turned=True).text
+    assert times_of_few(impossible, "float32", *LIMITS) == "inf 0"
+
+
+def test_on_a_cpu_nothing_has_to_be_taken() -> None:
+    text = "tied 1 2 2 2 1; tied 0 1 2 2 2"
+    assert take_kernels(text, "float32", 0, 3, True) is None
+    assert take_kernels("no chain", "float32", 0, 3, False) is None
+    assert layer_at_once(text, text, True, torch.ones(3, 4), None, (torch.ones(2, 2), torch.ones(2, 2))) is not None
