@@ -43,7 +43,7 @@ def interrupted(arguments: str, sign: bytes, folder: Path) -> tuple[int, str, st
         os.close(its)
         shown, sent = b"", False
         try:
-            while select.select([ours], [], [], 120)[0] and (more := more_of(ours)):
+            while select.select([ours], [], [], 600)[0] and (more := more_of(ours)):
                 shown += more
                 if sign in shown and not sent:
                     program.send_signal(signal.SIGINT)
