@@ -148,6 +148,11 @@ class Pass:
         return False
 
     @property
+    def prepared_at(self) -> int:
+        """Where in s2 begins what it prepares, behind what a pass before it has prepared."""
+        return 0
+
+    @property
     def leaves(self) -> str:
         """What a later pass goes on from: "prepared", weights or states in s2; "state", its second output, in place of
         x; "begun", outputs and sums that are not whole; "sums", of some weights."""

@@ -170,7 +170,7 @@ class Emulator:
             memory = (self.folder / "y").read_bytes()
             sizes, places = planned.outputs(len(x)), kernel.places(len(x))
             if planned.leaves == "prepared":
-                begin = sum(sizes) - planned.written(len(x))  # behind what another pass has prepared
+                begin = planned.prepared_at
                 if begin:
                     path = self.folder / "chunks"
                     before = path.read_bytes()[:begin] if path.exists() else b""

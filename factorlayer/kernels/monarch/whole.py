@@ -24,8 +24,11 @@ from factorlayer.maths.spec import Contraction
 SCALED = "float16"  # where a product of weights may be too small for its bits, though neither of them is
 COLUMNS, WAYS = 64, 4  # threads of a block
 LOOKING = 128  # blocks, for the largest of each weight
-HELD, LONG = 16, 32  # q's, and p's, that a block holds at once, for gradients
+HELD = 16  # q's that a block holds at once, for the first gradient
+MANY = 8  # blocks for a multiprocessor
 START_US = 2.0
+WAIT_US = 0.8  # for what L2 has been asked for, as few.py has it
+AT_ONCE = 3  # blocks of a multiprocessor that wait together
 ALIGNED = 256  # bytes, of what is prepared behind a weight
 GRAD = 2  # the parameter that grad_y is, behind both weights
 # Instructions for each product: by columns, a load for HEIGHT of them and one for four; by tiles, three loads for two
@@ -201,11 +204,15 @@ class WholeLargest(Pass):
     leaves = "prepared"
 
     @property
+    def prepared_at(self) -> int:
+        return self.of.end
+
+    @property
     def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.of.end + self.written(0)
+        return 0, 0, self.prepared_at + self.written(0)
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.of.end + self.written(0),)
+        return (self.prepared_at + self.written(0),)
 
     def written(self, batch: int) -> int:
         return 8 * LOOKING
@@ -221,7 +228,7 @@ class WholeLargest(Pass):
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
         first, second = self.of.first, self.of.second
-        numbers = {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "LARGEST": self.of.end // 4}
+        numbers = {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "LARGEST": self.prepared_at // 4}
         numbers |= {"COUNT_0": first.weight_size, "COUNT_1": second.weight_size}
         lines = [f"using Element = {ELEMENT[self.of.dtype]};"]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
@@ -252,25 +259,53 @@ class WholeParts(Whole):
         return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
 
     @property
-    def _tile(self) -> tuple[int, int]:
-        """q's and r's"""
-        return self.threads // self.across * 2, self.across * (2 if self.rank > self.across else 1)
+    def down(self) -> int:
+        """Threads of neighbouring q's: others have neighbouring groups, if there are so many."""
+        most, down = self.threads // self.across, 4
+        while down < most and (2 * down < self.second.q or most // down > self.first.outer):
+            down *= 2
+        return down
+
+    @property
+    def mine(self) -> int:
+        """q's of a thread: more, where there are blocks enough."""
+        return 4 if 2 * self.down < self.second.q and self._blocks(2) > MANY * self.gpu.sms else 2
+
+    @property
+    def long(self) -> int:
+        """p's that a block holds at once."""
+        return 8 if self.first.p <= 8 else 16 if self.first.p <= 16 else 32
+
+    @property
+    def _side(self) -> int:
+        """Groups of the first contraction, of a block for the second gradient."""
+        return self.threads // (self.across * self.down)
+
+    @property
+    def _tile_r(self) -> int:
+        return self.across * (2 if self.rank > self.across else 1)
+
+    def _blocks(self, mine: int) -> int:
+        """For the second gradient."""
+        groups = -(-self.first.outer // self._side) * self.second.inner
+        return groups * -(-self.second.q // (mine * self.down)) * -(-self.rank // self._tile_r)
 
     @property
     def shared(self) -> int:
         by_columns = max(HELD * self._groups * self.height, self.height * self.threads)
-        return max(by_columns, sum(self._tile) * (LONG + 1)) * self._sum_bytes
+        by_tiles = self._side * (self.mine * self.down + self._tile_r) * (self.long + 1)
+        return max(by_columns, by_tiles) * self._sum_bytes
 
     @property
     def split(self) -> int:
-        (q, r), (first, second) = self._tile, (self.first, self.second)
-        of_first = self._across * second.inner * -(-self.rank // self.height)
-        return min(of_first + first.outer * second.inner * -(-second.q // q) * -(-self.rank // r), MOST_BLOCKS)
+        of_first = self._across * self.second.inner * -(-self.rank // self.height)
+        return min(of_first + self._blocks(self.mine), MOST_BLOCKS)
 
     @property
     def us(self) -> float:
         read = 2 * self.elements * self._sum_bytes / (self.gpu.l2_bytes * self.gpu.sms)
-        return START_US + max(self._issued_us(BY_COLUMNS + BY_TILES), read)
+        waits = WAIT_US * (1 + -(-self.first.p // self.long)) * self.split / (AT_ONCE * self.gpu.sms)
+        return START_US + max(self._issued_us(BY_COLUMNS + BY_TILES), read, waits)
 
     def __str__(self) -> str:
         p, q = self.features
@@ -280,7 +315,8 @@ class WholeParts(Whole):
         """Self-contained CUDA C++ of the kernel `name`."""
         first, second = self.first, self.second
         of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        lines = [*self._lines(self.height), f"static constexpr int ACROSS = {self.across};"]
+        threads = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long}
+        lines = [*self._lines(self.height), *(f"static constexpr int {key} = {n};" for key, n in threads.items())]
         lines += [f"static constexpr i64 {key} = {value};" for key, value in of.items()]
         return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeParts", lines, self.threads, 2)
 

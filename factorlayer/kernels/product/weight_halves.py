@@ -29,17 +29,16 @@ class WeightHalves(Pass):
 
     @property
     def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.begin + self.prepared_bytes
+        return 0, 0, self.prepared_at + self.prepared_bytes
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.begin + self.prepared_bytes,)
+        return (self.prepared_at + self.prepared_bytes,)
 
     def written(self, batch: int) -> int:
         return self.prepared_bytes
 
     @property
-    def begin(self) -> int:
-        """Bytes of what another pass has prepared before."""
+    def prepared_at(self) -> int:
         return self.of[0].halves_at
 
     @property

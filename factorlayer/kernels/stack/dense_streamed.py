@@ -234,22 +234,22 @@ class WeightChunks(Pass):
 
     @property
     def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.begin + self.prepared_bytes
+        return 0, 0, self.prepared_at + self.prepared_bytes
 
     def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.begin + self.prepared_bytes,)
+        return (self.prepared_at + self.prepared_bytes,)
 
     def written(self, batch: int) -> int:
         return self.prepared_bytes
 
     @property
-    def begin(self) -> int:
+    def prepared_at(self) -> int:
         return self.of.begin
 
     @property
     def prepared_bytes(self) -> int:
         """Of all"""
-        return self.of.chunk_places[-1] - self.begin
+        return self.of.chunk_places[-1] - self.prepared_at
 
     @property
     def split(self) -> int:

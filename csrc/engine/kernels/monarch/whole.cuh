@@ -8,8 +8,8 @@
 // takes the samples divides by it.
 //
 // Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread); of WholeWeight
-//        TURNED (whether the dense weight is [in][out]); of WholeParts OF_0 and OF_1 (where gradients begin), ACROSS (threads of
-//        neighbouring r's); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
+//        TURNED (whether the dense weight is [in][out]); of WholeParts OF_0 and OF_1 (where gradients begin), ACROSS and
+//        DOWN (threads of neighbouring r's, and q's), MINE (q's of a thread), LONG (p's at once); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
 //        back, and what each of BLOCKS blocks of WholeLargest has found), else -1
 #pragma once
 #include "move/memory.cuh"
@@ -153,7 +153,7 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
 };
 
 // Of dW, [out][in], as sums. Blocks for dW0 have 64 columns and HEIGHT r's of a group l; their four threads for a column take every
-// fourth q. Blocks for dW1 have q's and r's of two groups, and go through chunks of p's.
+// fourth q. Blocks for dW1 have q's and r's of a group l and some neighbouring groups k, and go through chunks of p's.
 template <class Pass> struct WholeParts : Whole<Pass> {
   using Base = Whole<Pass>;
   using typename Base::Element, typename Base::Real;
@@ -161,10 +161,10 @@ template <class Pass> struct WholeParts : Whole<Pass> {
   using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
   static constexpr int kHeld = 16;  // q's at once
   static constexpr int kTilesR = ceil_div(R, HEIGHT), kOfFirst = kAcross * L * kTilesR;
-  static constexpr int ACROSS = Pass::ACROSS, kDown = kThreads / ACROSS, kLong = 32;                // threads, and p's at once
-  static constexpr int kMine = ceil_div(R, ACROSS) > 1 ? 2 : 1, kTileR = ACROSS * kMine, kTileQ = kDown * 2;  // of a thread, of a tile
-  static constexpr int kTilesQ = ceil_div(Q, kTileQ), kAcrossR = ceil_div(R, kTileR), kOfSecond = K * L * kTilesQ * kAcrossR;
-  static constexpr int kLine = kLong + 1;
+  static constexpr int ACROSS = Pass::ACROSS, DOWN = Pass::DOWN, MINE = Pass::MINE, LONG = Pass::LONG;
+  static constexpr int kSide = kThreads / (ACROSS * DOWN), kMineR = R > ACROSS ? 2 : 1;  // groups k, and r's of a thread
+  static constexpr int kTileR = ACROSS * kMineR, kTileQ = DOWN * MINE, kLine = LONG + 1;
+  static constexpr int kSides = ceil_div(K, kSide), kTilesQ = ceil_div(Q, kTileQ), kOfSecond = kSides * L * kTilesQ * ceil_div(R, kTileR);
   DEVICE WholeParts(const Params& given) : Base(given) {}
   DEVICE const Real* gradient(int q, int l) const { return static_cast<const Real*>(params.x) + (i64(q) * L + l) * kIn; }
   DEVICE Element* result(i64 at) const { return static_cast<Element*>(params.y) + at; }
@@ -215,42 +215,44 @@ template <class Pass> struct WholeParts : Whole<Pass> {
     __syncthreads();
   }
 
-  DEVICE void of_second(int k, int l, int q, int r) const {
-    constexpr int kRight = kTileQ * kLine;
-    const int down = thread / ACROSS, across = thread % ACROSS;
-    Real sums[2][kMine] = {};
+  DEVICE void of_second(int from_k, int l, int q, int r) const {
+    constexpr int kRows = kTileQ + kTileR;
+    const int across = thread % ACROSS, down = thread / ACROSS % DOWN, side = thread / (ACROSS * DOWN), k = from_k + side;
+    Real sums[MINE][kMineR] = {};
 #pragma unroll 1
-    for (int p = 0; p < P; p += kLong) {
+    for (int p = 0; p < P; p += LONG) {
 #pragma unroll 4
-      for (int i = thread; i < (kTileQ + kTileR) * kLong; i += kThreads) {
-        const int row = i / kLong, at = p + i % kLong, of_r = r + row - kTileQ;
+      for (int i = thread; i < kSide * kRows * LONG; i += kThreads) {
+        const int row = i / LONG % kRows, of_k = from_k + i / (LONG * kRows), at = p + i % LONG, of_r = r + row - kTileQ;
         Real x = 0;
-        if (row < kTileQ && q + row < Q && at < P) x = gradient(q + row, l)[k * P + at];
-        if (row >= kTileQ && of_r < R && at < P) x = widen(Base::first(k, of_r, l)[at]);
-        store_shared(memory + (row * kLine + i % kLong) * kSize, x);
+        if (of_k < K && at < P) {
+          if (row < kTileQ && q + row < Q) x = gradient(q + row, l)[of_k * P + at];
+          if (row >= kTileQ && of_r < R) x = widen(Base::first(of_k, of_r, l)[at]);
+        }
+        store_shared(memory + (i / LONG * kLine + i % LONG) * kSize, x);
       }
       __syncthreads();
-      const int count = min(kLong, P - p);
+      const int count = min(LONG, P - p), left = side * kRows + down, right = side * kRows + kTileQ + across;
 #pragma unroll 4
       for (int i = 0; i < count; ++i) {
-        Real left[2], right[kMine];
+        Real of_q[MINE], of_r[kMineR];
 #pragma unroll
-        for (int m = 0; m < 2; ++m) left[m] = held((down + m * kDown) * kLine + i);
+        for (int m = 0; m < MINE; ++m) of_q[m] = held((left + m * DOWN) * kLine + i);
 #pragma unroll
-        for (int n = 0; n < kMine; ++n) right[n] = held(kRight + (across + n * ACROSS) * kLine + i);
+        for (int n = 0; n < kMineR; ++n) of_r[n] = held((right + n * ACROSS) * kLine + i);
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
+        for (int m = 0; m < MINE; ++m)
 #pragma unroll
-          for (int n = 0; n < kMine; ++n) sums[m][n] += left[m] * right[n];
+          for (int n = 0; n < kMineR; ++n) sums[m][n] += of_q[m] * of_r[n];
       }
       __syncthreads();
     }
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < MINE; ++m)
 #pragma unroll
-      for (int n = 0; n < kMine; ++n) {
-        const int row = q + down + m * kDown, column = r + across + n * ACROSS;
-        if (row < Q && column < R)
+      for (int n = 0; n < kMineR; ++n) {
+        const int row = q + down + m * DOWN, column = r + across + n * ACROSS;
+        if (k < K && row < Q && column < R)
           store_global(result(Pass::OF_1 + ((i64(l) * Q + row) * K + k) * R + column), narrow<Element>(sums[m][n]));
       }
   }
@@ -261,7 +263,8 @@ template <class Pass> struct WholeParts : Whole<Pass> {
       if (tile < 0)
         of_first(at / kAcross % L, at / (kAcross * L) * HEIGHT, at % kAcross * kColumns);
       else
-        of_second(tile % K, tile / K % L, tile / (K * L) % kTilesQ * kTileQ, tile / (K * L * kTilesQ) * kTileR);
+        of_second(tile % kSides * kSide, tile / kSides % L, tile / (kSides * L) % kTilesQ * kTileQ,
+                  tile / (kSides * L * kTilesQ) * kTileR);
     }
   }
 };
