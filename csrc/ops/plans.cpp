@@ -103,14 +103,15 @@ std::vector<std::string> failure(const Text& chain, const Text& dtype, int64_t b
 
 std::vector<std::string> fill_cache(const Text& plan) {
   locate_compiler();
-  for (const Pass& pass : parse_plan(plan.value).passes) {
-    std::string warning;
+  const Plan parsed = parse_plan(plan.value);
+  std::vector<std::future<cuda::Cubin>> cubins = cuda::cubins_of(parsed.passes);
+  for (size_t i = 0; i < cubins.size(); ++i) {
     try {
-      cuda::cubin_of(pass, warning);
+      const cuda::Cubin cubin = cubins[i].get();
+      if (!cubin.warning.empty()) python::warn(cubin.warning);
     } catch (const cuda::CompilationFailed& error) {
-      return {error.what(), pass.source, error.log, plan.value};
+      return {error.what(), parsed.passes[i].source, error.log, plan.value};
     }
-    if (!warning.empty()) python::warn(warning);
   }
   return {};
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <thread>
 
 #include "../table.h"
 #include "cache.h"
@@ -67,9 +68,13 @@ const Program* build(Slot& slot, const PlanKey& key, const std::string& text, st
   }
   const Device& device = find_device(key.device);
   const ContextScope scope(device);
-  for (Pass& pass : program.plan.passes) {
+  std::vector<std::future<Cubin>> cubins = cubins_of(program.plan.passes);
+  for (size_t i = 0; i < cubins.size(); ++i) {
+    Pass& pass = program.plan.passes[i];
     try {
-      program.functions.push_back(function_of(pass, cubin_of(pass, warning), device));
+      const Cubin cubin = cubins[i].get();
+      if (!cubin.warning.empty()) warning = cubin.warning;
+      program.functions.push_back(function_of(pass, cubin.code, device));
     } catch (const CompilationFailed& error) {
       fail(slot, Failure(error.what(), pass.source, error.log, text));
     } catch (const DriverError& error) {
@@ -130,16 +135,25 @@ const Program& build_program(const PlanKey& key, const std::string& plan, bool r
   return *slot.program;
 }
 
-std::string cubin_of(const Pass& pass, std::string& warning) {
+static Cubin cubin_of(const Pass& pass) {
   std::string options;
   for (const std::string& option : OPTIONS) options += (options.empty() ? "" : " ") + option;
   const cache::Key key{"kernel", pass.kernel, pass.architecture, options, find_compiler()->version, pass.source};
-  if (std::optional<std::string> cubin = cache::load(key)) return *cubin;
+  if (std::optional<std::string> cubin = cache::load(key)) return {*cubin, ""};
   const std::string cubin = compile(pass.source, pass.kernel, pass.architecture, OPTIONS).cubin;
   static std::atomic<bool> warned{false};
   const std::string trouble = cache::store(key, cubin);
-  if (!trouble.empty() && !warned.exchange(true)) warning = trouble;
-  return cubin;
+  return {cubin, !trouble.empty() && !warned.exchange(true) ? trouble : ""};
+}
+
+std::vector<std::future<Cubin>> cubins_of(const std::vector<Pass>& passes) {
+  std::vector<std::future<Cubin>> cubins;
+  for (const Pass& pass : passes) {
+    const bool has_processor = cubins.size() < std::max(1u, std::thread::hardware_concurrency());
+    const auto way = has_processor ? std::launch::async | std::launch::deferred : std::launch::deferred;
+    cubins.push_back(std::async(way, [&pass] { return cubin_of(pass); }));
+  }
+  return cubins;
 }
 
 // What a kernel has behind its parameters.

@@ -4,6 +4,7 @@
 // (by ops, as it needs Python) and its text given to build_program.
 #pragma once
 #include <functional>
+#include <future>
 #include <string>
 #include <vector>
 
@@ -66,8 +67,13 @@ using Warn = std::function<void(const std::string&)>;
 // Throws Failure, which is remembered. Needs locate_compiler. `warn` is called when no lock is held.
 const Program& build_program(const PlanKey& key, const std::string& plan, bool replace, const Warn& warn);
 
-// The kernel from the cache or from NVRTC. Throws CompilationFailed.
-std::string cubin_of(const Pass& pass, std::string& warning);
+struct Cubin {
+  std::string code, warning;
+};
+
+// The kernels of passes, which have to live as long, from the cache or from NVRTC, side by side. Getting one throws
+// CompilationFailed.
+std::vector<std::future<Cubin>> cubins_of(const std::vector<Pass>& passes);
 
 // Passes that read weights alone, or those that read x, or both.
 enum class Part { weights, samples, all };
