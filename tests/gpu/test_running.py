@@ -435,7 +435,7 @@ def test_past_the_dispatcher_the_same_is_made(
             return [y.detach(), *torch.autograd.grad(y, wanted, grad_y)]
 
         made()  # which looks for kernels
-        given = layer.chain.text, layer.chain.tf32_text, True, x, layer.bias, layer.weights
+        given = layer.chain.text, layer.chain.tf32_text, False, x, layer.bias, layer.weights
         assert factorlayer.autograd.fused.layer_at_once(*given) is not None
         at_once = made()
         monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
