@@ -113,11 +113,11 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("wait_for_bytes(memory + kEmpty + ring.stage * 8, ring.phase);", "", "race"),
-        ("wait_for_bytes(memory + kFull + ring.stage * 8, ring.phase);", "", "has not landed"),
+        ("wait_until_empty(turn);\n    expect", "expect", "race"),
+        ("ring.wait_until_full(turn);", "", "has not landed"),
         ("wait_for_products<1>();", "", "race"),
         ("fence_copy_engine();\n    __syncthreads();", "__syncthreads();", "no fence: the copy engine"),
-        ("if (lane < BLOCKS) free", "if (lane == rank()) free", "nobody goes on"),
+        ("if (lane < BLOCKS) free", "if (lane == blockIdx.y) free", "nobody goes on"),
         ("if constexpr (BLOCKS > 1) sync_cluster();\n    if", "if", "race"),
     ],
 )

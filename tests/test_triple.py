@@ -127,7 +127,7 @@ class Problem:
     ) -> tuple[Array, list[str]]:
         kernels = emulator.compile(self.planned, changes)
         outputs, errors = emulator.run(self.planned, kernels, x, self.weights, self.bias, blocks=4, seed=seed)
-        return (outputs[0] if outputs else np.full(0, np.nan)).reshape(len(x) if outputs else 0, -1), errors
+        return outputs[0].reshape(len(x), -1) if outputs else np.empty((0, 1)), errors
 
 
 # One buffer and two, several groups, chunks and parts, rows and k's that are padded, blocks with fewer rows and X's

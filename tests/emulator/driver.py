@@ -173,8 +173,8 @@ class Emulator:
                 begin = planned.prepared_at
                 if begin:
                     path = self.folder / "chunks"
-                    before = path.read_bytes()[:begin] if path.exists() else b""
-                    memory = before.ljust(begin, b"\0") + memory[begin:]
+                    kept = path.read_bytes()[:begin] if path.exists() else b""
+                    memory = kept.ljust(begin, b"\0") + memory[begin:]
                 (self.folder / "chunks").write_bytes(memory)
                 if buffers:
                     buffers.held["s2"] = memory
