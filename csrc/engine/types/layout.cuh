@@ -6,10 +6,6 @@
 template <int P_, int I_, int ROW_, int STEP_> struct Layout {
   static constexpr int P = P_, I = I_, ROW = ROW_, STEP = STEP_;
   static constexpr DEVICE int at(int e) { return e / (P * I) * ROW + e / I % P * STEP + e % I; }
-  // Whether at(e + k * by) = at(e) + at(k * by) for e below `by`
-  static constexpr bool splits(int by) {
-    return (by % I == 0 || I % by == 0) && (by % (P * I) == 0 || P * I % by == 0);
-  }
 };
 
 // An element's place there, and that of one that lies some elements behind it: by additions, where at() divides.
