@@ -436,6 +436,20 @@ def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emu
     assert (first.work.terms, first.work.apart, last.work.rank, last.work.apart) == (rank, False, rank, True)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kronecker((40, 1), (40, 8)), "float32", 9, LARGE),
+        Case(kronecker((40, 1), (40, 8)), "bfloat16", 9, MEDIUM),
+        Case(kronecker((40, 8), (40, 1)), "float64", 9, LARGE),
+        Case(kronecker((1, 12, 1), (9, 12, 3)), "float16", 9, LARGE, 80),
+    ],
+    ids=str,
+)
+def test_modes_may_have_a_single_element(case: Case, emulator: Emulator) -> None:
+    run_with_less_memory(case, Gpu.of(case.architecture).shared, emulator)
+
+
 def stages_of(found: Plan) -> list[Stage]:
     passes = (p for p in found.passes if isinstance(p, Resident))
     return [stage for p in passes for stage in p.stages if isinstance(stage, Stage)]
@@ -450,6 +464,7 @@ def stages_of(found: Plan) -> list[Stage]:
         Case(kronecker((2, 120), (2, 120)), "float32", 3, LARGE),
         Case(kronecker((2, 66, 30), (2, 66, 30), rank=3), "tf32", 3, LARGE),
         Case(kronecker((2, 63, 5), (2, 63, 5), rank=2), "float64", 3, LARGE),
+        Case(kronecker((3, 1), (3, 4)), "float32", 9, LARGE),
     ],
     ids=str,
 )

@@ -40,8 +40,9 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if batch <= BATCHES[0] or not whole.takes(chain):
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
-    together = whole.forward(chain, product, dtype, gpu) if product else apart
-    return together if registry.WHOLE.margin.times * expected_us(together) < expected_us(apart) else apart
+    together = whole.forward(chain, product, dtype, gpu) if product else ()
+    is_faster = bool(together) and registry.WHOLE.margin.times * expected_us(together) < expected_us(apart)
+    return together if is_faster else apart
 
 
 def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -356,7 +356,7 @@ template <class Pass> struct Chain {
     constexpr int kWide = !S::BY_ROWS && S::PAIRS && kSize == 2 ? 2 : 1;
     constexpr int kOfRow = S::BY_ROWS ? 1 : S::I / kWide, kCount = S::ROWS * kOfRow;
     constexpr int kFrom = S::BY_ROWS ? 1 : S::In::STEP;
-    constexpr int kTo = S::BY_ROWS ? 1 : Out::I % (S::Q * S::I) == 0 ? S::I : Out::at(S::I);  // from a q to the next
+    constexpr int kTo = S::BY_ROWS ? Out::at(1) : Out::I % (S::Q * S::I) == 0 ? S::I : Out::at(S::I);  // from a q to the next
     Real w[TERMS][S::Q][S::P];
     Real scale = 1;
     if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
@@ -452,18 +452,19 @@ template <class Pass> struct Chain {
     };
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
     if constexpr (S::BY_ROWS) {
-      const u32 first = to + (Out::at(row * S::Q) + i) * kSize;
+      constexpr int kColumn = Out::at(1);  // from a q to the next: 1, or a row of a layout of single elements
+      const u32 first = to + (Out::at(row * S::Q) + i * kColumn) * kSize;
 #pragma unroll
       for (int h = 0; h < 2 * S::MT; ++h) {
         const int r = row + h * 8;
         if (S::M % (S::MT * 16) && r >= S::M) continue;
-        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i) * kSize;
+        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * kColumn) * kSize;
         const Finish<LAST> finish(params, of_sample, r * S::Q);
 #pragma unroll
         for (int n = 0; n < S::NT; ++n) {
           const int c = i + n * 8;
           if (S::Q % S::WIDE == 0 || c < S::Q)
-            put(h / 2, n, h % 2, mine + n * 8 * kSize, 1, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
+            put(h / 2, n, h % 2, mine + n * 8 * kColumn * kSize, kColumn, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
         }
       }
     } else {

@@ -30,6 +30,7 @@ START_US = 2.0
 WAIT_US = 0.8  # for what L2 has been asked for, as few.py has it
 AT_ONCE = 3  # blocks of a multiprocessor that wait together
 ALIGNED = 256  # bytes, of what is prepared behind a weight
+MOST_BYTES = 1 << 31
 GRAD = 2  # the parameter that grad_y is, behind both weights
 # Instructions for each product: by columns, a load for HEIGHT of them and one for four; by tiles, three loads for two
 BY_COLUMNS, BY_TILES = 1.7, 3.5
@@ -91,6 +92,11 @@ class Whole(Pass):
     def elements(self) -> int:
         """Of the dense weight."""
         return self.features[0] * self.features[1]
+
+    @property
+    def fits(self) -> bool:
+        """In a block's shared memory, and, as a weight whose end is counted in ints, in memory."""
+        return self.shared <= self.gpu.shared and self.elements * self._sum_bytes < MOST_BYTES
 
     @property
     def _groups(self) -> int:
@@ -333,6 +339,8 @@ class Instead:
         self.reads, self.writes = ("none", "s2") if of.reads == "none" else (x, "y")
 
     def __getattr__(self, name: str) -> Any:
+        if name == "of":  # of a copy that is not made yet
+            raise AttributeError(name)
         return getattr(self.of, name)
 
     def __str__(self) -> str:
@@ -340,19 +348,23 @@ class Instead:
 
 
 def forward(chain: Chain, product: Sequence[Pass], dtype: str, gpu: Gpu) -> tuple[Pass, ...]:
-    """Passes of the dense layer, behind the one that makes its weight."""
+    """Passes of the dense layer, behind the one that makes its weight; none where that does not fit."""
     first, second = chain.contractions
-    return _prepared(WholeWeight(first, second, dtype, gpu), product, "x")
+    weight = WholeWeight(first, second, dtype, gpu)
+    return _prepared(weight, product, "x") if weight.fits else ()
 
 
 def all_gradients(
     chain: Chain, product: Sequence[Pass], gradient: Sequence[Pass], dtype: str, gpu: Gpu
 ) -> tuple[Pass, ...]:
-    """That of x by a transposed product of grad_y, those of the weights from the dense one's."""
+    """That of x by a transposed product of grad_y, those of the weights from the dense one's; none where a pass does
+    not fit."""
     first, second = chain.contractions
-    back = _prepared(WholeWeight(first, second, dtype, gpu, turned=True), product, f"@{GRAD}")
+    weight, parts = WholeWeight(first, second, dtype, gpu, turned=True), WholeParts(first, second, dtype, gpu)
+    if not (weight.fits and parts.fits):
+        return ()
     sums = replace(cast(Gradient | WideGradient, gradient[0]), grad=GRAD, stays=True)
-    return *back, *sums.passes, WholeParts(first, second, dtype, gpu)
+    return *_prepared(weight, product, f"@{GRAD}"), *sums.passes, parts
 
 
 def _prepared(weight: WholeWeight, product: Sequence[Pass], x: str) -> tuple[Pass, ...]:
