@@ -41,6 +41,7 @@ struct Stage {
   static constexpr int ACROSS = BY_THREADS ? 1 : ceil_div(BY_ROWS ? Q : IP, WIDE);
   static constexpr int M_TILES = BY_THREADS ? 1 : ceil_div(M, MT * 16), N_TILES = BY_ROWS ? ACROSS : ceil_div(ROWS, DOWN) * ACROSS;
   static constexpr int TILES = M_TILES * N_TILES;
+  static constexpr int TO = BY_ROWS ? Out::at(1) : Out::I % (Q * I) == 0 ? I : Out::at(I);  // in Out, from a q to the next
   static constexpr int W_STRIDE = W_STRIDE_;  // between a weight's rows
   static constexpr int W_ROWS = BY_THREADS ? Q : BY_ROWS ? N_TILES * NT * 8 : M_TILES * MT * 16;
 };
@@ -356,7 +357,6 @@ template <class Pass> struct Chain {
     constexpr int kWide = !S::BY_ROWS && S::PAIRS && kSize == 2 ? 2 : 1;
     constexpr int kOfRow = S::BY_ROWS ? 1 : S::I / kWide, kCount = S::ROWS * kOfRow;
     constexpr int kFrom = S::BY_ROWS ? 1 : S::In::STEP;
-    constexpr int kTo = S::BY_ROWS ? Out::at(1) : Out::I % (S::Q * S::I) == 0 ? S::I : Out::at(S::I);  // from a q to the next
     Real w[TERMS][S::Q][S::P];
     Real scale = 1;
     if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
@@ -398,9 +398,9 @@ template <class Pass> struct Chain {
         for (int k = 0; k < kWide; ++k)
           y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true) : Math::rounded(y[q][k]);
         if constexpr (kWide == 2)
-          store_shared(place + q * kTo * kSize, Pair<Element>(y[q][0], y[q][1]));
+          store_shared(place + q * S::TO * kSize, Pair<Element>(y[q][0], y[q][1]));
         else
-          store_shared(place + q * kTo * kSize, narrow<Element>(y[q][0]));
+          store_shared(place + q * S::TO * kSize, narrow<Element>(y[q][0]));
       }
     }
   }
@@ -452,24 +452,22 @@ template <class Pass> struct Chain {
     };
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
     if constexpr (S::BY_ROWS) {
-      constexpr int kColumn = Out::at(1);  // from a q to the next: 1, or a row of a layout of single elements
-      const u32 first = to + (Out::at(row * S::Q) + i * kColumn) * kSize;
+      const u32 first = to + (Out::at(row * S::Q) + i * S::TO) * kSize;
 #pragma unroll
       for (int h = 0; h < 2 * S::MT; ++h) {
         const int r = row + h * 8;
         if (S::M % (S::MT * 16) && r >= S::M) continue;
-        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * kColumn) * kSize;
+        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * S::TO) * kSize;
         const Finish<LAST> finish(params, of_sample, r * S::Q);
 #pragma unroll
         for (int n = 0; n < S::NT; ++n) {
           const int c = i + n * 8;
           if (S::Q % S::WIDE == 0 || c < S::Q)
-            put(h / 2, n, h % 2, mine + n * 8 * kColumn * kSize, kColumn, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
+            put(h / 2, n, h % 2, mine + n * 8 * S::TO * kSize, S::TO, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
         }
       }
     } else {
-      constexpr int kRow = Out::I % (S::Q * S::I) == 0 ? S::I : Out::at(S::I);  // from a q to the next
-      constexpr bool kTogether = Out::I % S::I == 0;                            // i's are side by side
+      constexpr bool kTogether = Out::I % S::I == 0;  // i's are side by side
       Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
       const int first = of_row.place;
       Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
@@ -482,7 +480,7 @@ template <class Pass> struct Chain {
           finish = Finish<LAST>(params, of_sample, (o + down) * S::Q * S::I);
         }
         const int of_o = S::SPLITS ? first + Out::at(down * S::Q * S::I) : of_row.place;
-        const u32 mine = to + (of_o + row * kRow + (kTogether ? c : of_column.place)) * kSize;
+        const u32 mine = to + (of_o + row * S::TO + (kTogether ? c : of_column.place)) * kSize;
         int further = 1;
         if constexpr (!kTogether) {
           if constexpr (!S::PAIRS) {
@@ -496,7 +494,7 @@ template <class Pass> struct Chain {
 #pragma unroll
         for (int h = 0; h < 2 * S::MT; ++h)
           if (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M)
-            put(h / 2, n, h % 2, mine + h * 8 * kRow * kSize, further, finish, (row + h * 8) * S::I, c,
+            put(h / 2, n, h % 2, mine + h * 8 * S::TO * kSize, further, finish, (row + h * 8) * S::I, c,
                 S::I % 2 == 0 || c + 1 < S::I);
       }
     }
