@@ -7,9 +7,11 @@ gradients of weights are those of the batched implementation. What is wrong or r
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ EFFORTS = {
     "cpu": Effort(budget=0.5, block=0.005, least=5, most=15, slowest_dense=1.0),
 }
 LARGEST_DENSE = 1 << 26  # elements of its weight
-AT_ONCE = 20  # rows whose kernels are compiled before the first of them is measured
+AT_ONCE = 50  # rows whose kernels are compiled before the first of them is measured
 
 
 @dataclass(frozen=True)
@@ -95,35 +97,46 @@ def in_a_line(row: SweepRow) -> str:
 
 
 def _first_calls(rows: Sequence[tuple[Workload, str]], workers: int) -> dict[str, dict[str, float]]:
-    """Seconds of each row's first forward pass and of its first training step, several rows at once. The switch of tf32
-    is one for all threads: those rows come first, then the others."""
-    seconds: dict[str, dict[str, float]] = {}
-    for of_tf32 in (True, False):
-        some = [(workload, dtype) for workload, dtype in rows if (dtype == "tf32") == of_tf32]
-        with tf32_allowed(of_tf32), ThreadPoolExecutor(workers) as pool:
-            asked = {workload.name: pool.submit(_first_call, workload, dtype) for workload, dtype in some}
-            try:
-                seconds |= {name: answer.result() for name, answer in asked.items()}
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    return seconds
+    """Seconds of each row's first forward pass and of its first training step, in processes of one processor each: in
+    threads of one, planners wait for each other."""
+    fresh = multiprocessing.get_context("spawn")
+    cores: multiprocessing.Queue[int] = fresh.Queue()
+    usable = sorted(os.sched_getaffinity(0))
+    for i in range(workers):
+        cores.put(usable[i % len(usable)])
+    with ProcessPoolExecutor(workers, fresh, _begin, (cores,)) as pool:
+        answers = [pool.submit(_first_call, workload, dtype) for workload, dtype in rows]
+        return {workload.name: answer.result() for (workload, _), answer in zip(rows, answers, strict=True)}
+
+
+def _begin(cores: multiprocessing.Queue[int]) -> None:
+    """What a program has done before its first layer runs: a thread, and a GPU that is awake."""
+    os.sched_setaffinity(0, {cores.get()})
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda").sum().item()
 
 
 def _first_call(workload: Workload, dtype: str) -> dict[str, float]:
     """What fails here fails again where it is measured, and is reported there."""
     seconds: dict[str, float] = {}
     try:
-        call = build("v3", workload, draw_tensors(workload, dtype))
-        for of_pass in PASSES:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call.run(of_pass)
-            torch.cuda.synchronize()
-            seconds[of_pass] = time.perf_counter() - start
+        with tf32_allowed(dtype == "tf32"):
+            call = build("v3", workload, draw_tensors(workload, dtype))
+            for of_pass in PASSES:
+                _wait()
+                start = time.perf_counter()
+                call.run(of_pass)
+                _wait()
+                seconds[of_pass] = time.perf_counter() - start
     except (RuntimeError, TypeError, ValueError, UnavailableError):
         pass
     return seconds
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def measure_row(

@@ -299,14 +299,26 @@ def test_first_calls_are_made_with_the_switch_that_a_row_wants(monkeypatch: pyte
         return build(name, workload, *rest)
 
     monkeypatch.setattr(sweep_rows, "build", noted)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    rows: list[tuple[Workload, str]] = [
+    seconds = {workload.name: sweep_rows._first_call(workload, dtype) for workload, dtype in first_rows()}
+    assert seen == {"0": False, "1": True, "2": False, "3": True, "4": False}
+    assert [set(seconds[str(i)]) for i in range(5)] == [set(PASSES), set(PASSES), set(), set(PASSES), set(PASSES)]
+
+
+def first_rows() -> list[tuple[Workload, str]]:
+    return [
         (Layer(str(i), "kronecker", 4, (4, 6), (5, 3), "cpu", (), "this test"), dtype)
         for i, dtype in enumerate(("float32", "tf32", "float32", "tf32", "float64"))
     ]
+
+
+def test_first_calls_are_made_in_processes_of_one_core() -> None:
+    rows: list[tuple[Workload, str]] = [
+        *first_rows(),
+        (Block("block", (4, 8, 4), "relu", 4, "cpu", (), "this test"), "float32"),
+    ]
     seconds = sweep_rows._first_calls(rows, 2)
-    assert seen == {"0": False, "1": True, "2": False, "3": True, "4": False}
-    assert [set(seconds[str(i)]) for i in range(5)] == [set(PASSES), set(PASSES), set(), set(PASSES), set(PASSES)]
+    assert list(seconds) == [workload.name for workload, _ in rows]
+    assert all(set(of_row) == set(PASSES) and min(of_row.values()) > 0 for of_row in seconds.values())
 
 
 def test_predictions_are_the_planners_for_the_rows_batch(monkeypatch: pytest.MonkeyPatch) -> None:
