@@ -1,10 +1,11 @@
 """How fast a workload could run at best, and what is too fast to be true.
 
 floor = max(bytes / copy bandwidth, FLOPs / arithmetic rate, special functions / their rate), every input read once and
-every output written once, FLOPs of the cheapest order of contraction, special functions as special.py counts them.
-Backward reads x, grad_y and the weights, writes their gradients and does twice the forward's FLOPs; forward+backward
-is the sum of the two floors. What a block has between its layers is not counted: it need not leave the chip, nor be
-kept for the backward. Efficiency is floor / time. The ceilings are measured in the same run, by ceilings.py.
+every output written once, FLOPs of the cheapest order of contraction, special functions as activations/functions.py
+counts them. Backward reads x, grad_y and the weights, writes their gradients and does twice the forward's FLOPs;
+forward+backward is the sum of the two floors. What a block has between its layers is not counted: it need not leave the
+chip, nor be kept for the backward. Efficiency is floor / time. The ceilings are measured in the same run, by
+ceilings.py.
 """
 
 from __future__ import annotations

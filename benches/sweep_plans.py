@@ -23,7 +23,7 @@ from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import parsed, plan_of
 from factorlayer.plan.schemes import schemes
 from factorlayer.plan.stacks import plan_stack
-from factorlayer.stacks.stack import LayerStack, is_measured
+from factorlayer.stacks.stack import LayerStack, is_measured, why_predicted_apart
 
 
 def taken_by_auto(call: Call) -> str:
@@ -34,8 +34,9 @@ def taken_by_auto(call: Call) -> str:
     (stack,) = module.stacks  # type: ignore[attr-defined]
     together = len(stack.layers) > 1 and why_auto_is_not_stacked(stack._stack, x) is None
     ways = {choose(layer.chain, x, "auto", "benches.sweep", len(x)) for layer in stack.layers}
-    if together:
-        ways |= {"fused" for back in (False, True) if runs(stack._stack, x, back, back and is_measured(x))}
+    for back in (False, True) if together else ():
+        apart = why_predicted_apart(stack._stack, x, back) is not None
+        ways |= {"fused"} if runs(stack._stack, x, back, back and is_measured(x)) and not apart else set()
     return "fused" if "fused" in ways else "batched"
 
 

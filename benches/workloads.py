@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from benches import special
 from factorlayer import FactorLinear, FactorMLP, Implementation, Structure
+from factorlayer.activations import functions
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.autograd.stacked import LARGEST_DENSE
 from factorlayer.maths.spec import LayerSpec, resolve
@@ -153,7 +153,7 @@ class Block:
     def functions(self) -> tuple[int, int]:
         """Special ones, forward and backward."""
         values = self.batch * sum(self.widths[1:-1])
-        return values * special.of_value(self.activation), values * special.of_slope(self.activation)
+        return values * functions.of_value(self.activation), values * functions.of_slope(self.activation)
 
     @property
     def costs(self) -> tuple[int, int]:

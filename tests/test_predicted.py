@@ -14,12 +14,15 @@ import torch
 from benches.results import FOLDER
 from benches.sweep import drawn
 from benches.workloads import ALL_DTYPES, Block
+from factorlayer.activations.functions import of_slope, of_value
+from factorlayer.autograd.backward import Ops
 from factorlayer.autograd.fused import layer_at_once, take_kernels
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, library_us
-from factorlayer.plan.planner import times_of_few, times_of_many
+from factorlayer.plan.planner import BEHIND_US, _functions, plan_of, times_of_few, times_of_many, times_of_some
 from factorlayer.tuning import predicted
 
 LIMITS = 90, 132, 232448  # an H200's
@@ -73,7 +76,7 @@ def test_large_products_run_at_the_rate_of_the_library() -> None:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the planner says, by its questions."""
-    told = {question: "0.01 2.0" for question in predicted.QUESTIONS}
+    told = {question: "0.01 2.0 3.0" for question in predicted.QUESTIONS}
     monkeypatch.setattr(predicted, "gpu_limits", lambda _: LIMITS)
     monkeypatch.setattr(predicted, "ask_planner", lambda question, *_: told[question])
     predicted._predicted.cache_clear()
@@ -90,10 +93,10 @@ def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) 
         (1.2, "batched"),
         (math.inf, "fused"),
     ):  # of what cannot be had, fused says why
-        answers["times_of_some"] = f"0 {batched_us * factor}"
+        answers["times_of_some"] = f"0 {batched_us * factor} 0"
         predicted._predicted.cache_clear()
         assert predicted.predicted(*asked).implementation == chosen
-    answers["times_of_some"] = f"0 {batched_us * 2}"
+    answers["times_of_some"] = f"0 {batched_us * 2} 0"
     predicted._predicted.cache_clear()
     assert str(predicted.why_batched(*asked)).startswith("it is predicted: batched ")
     assert str(predicted.why_batched(*asked)).endswith(" us, for inference with 65 to 128 samples")
@@ -112,9 +115,67 @@ def test_the_planner_tells_what_grows_with_the_samples() -> None:
     few, many = (
         tuple(map(float, asked(TEXT, "float32", *LIMITS).split(" "))) for asked in (times_of_few, times_of_many)
     )
-    assert few[0] > many[0] > 0 and few[1] > 2 and many[1] > 2
+    assert few[0] > 0 and many[0] > 0 and few[2] > 2 and many[2] > 2
     impossible = replace(Chain.parse(TEXT), backward=True, x_turned=True).text
-    assert times_of_few(impossible, "float32", *LIMITS) == "inf 0"
+    assert times_of_few(impossible, "float32", *LIMITS) == "0 inf 0"
+
+
+@pytest.mark.parametrize("text", ["tied 1 16 24 24 1; tied 0 1 16 16 24", "tied 0 1 240 240 1", TEXT])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_told_is_the_plans_time_for_its_own_batch(text: str, dtype: str) -> None:
+    """And with fewer samples less, but never less than a kernel's start."""
+    for batch_class, asked in enumerate((times_of_few, times_of_some, times_of_many)):
+        found = plan_of(text, dtype, batch_class, Gpu(*LIMITS))
+        of_sample, beside, least = map(float, asked(text, dtype, *LIMITS).split(" "))
+        us = [max(beside + of_sample * n, least) for n in (1, found.batch // 2, found.batch, 4 * found.batch)]
+        in_a_graph = found.us - len(found.passes) * (LAUNCH_US - BEHIND_US)
+        assert us == sorted(us) and us[2] == pytest.approx(max(in_a_graph, least)) and us[0] >= BEHIND_US
+
+
+def test_functions_in_double_take_time() -> None:
+    text = "tied 0 1 256 256 1; bias"
+    for kinds, dtype, grows in ((("tanh", "relu"), "float64", True), (("tanh", "relu"), "float32", False)):
+        slow, fast = (float(times_of_many(f"{text}; {kind}", dtype, *LIMITS).split(" ")[0]) for kind in kinds)
+        assert (slow > 1.2 * fast) == grows
+    slope = "tied 0 1 256 256 1; bias; tanh; slope 256"
+    assert _functions((Chain.parse(slope),), False) == 0  # 1 - y * y
+    assert _functions((Chain.parse(text + "; gelu"),), True) == 256 * (of_value("gelu") + of_slope("gelu"))
+
+
+STACK = " | ".join(["tied 0 1 64 64 1; bias; relu"] * 3)
+
+
+def test_a_stack_is_apart_where_batched_is_predicted_faster(
+    answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def ask(question: str, text: str, *_: object) -> str:
+        seen.append(text)
+        return answers[question]
+
+    monkeypatch.setattr(predicted, "ask_planner", ask)
+    monkeypatch.setattr(predicted, "texts", lambda *_: [])
+    monkeypatch.setattr(predicted, "cuda_ops", lambda *_: Ops(*[None] * 4))  # type: ignore[arg-type]
+    for training, asked in ((False, [STACK]), (True, [STACK, f"{STACK} | backward"])):
+        monkeypatch.setattr(predicted, "runs_on_gpu", lambda *_: ((0, 3, STACK),))
+        for us, chosen in ((0.1, "fused"), (1e4, "batched")):
+            predicted._predicted_stack.cache_clear()
+            predicted._predicted.cache_clear()
+            answers["times_of_some"] = f"0 {us} 0"
+            seen.clear()
+            found = predicted.predicted_stack(STACK, torch.float32, 0, 100, training)
+            assert found.implementation == chosen
+            assert found.fused_us == pytest.approx(us * len(asked)) and [t for t in seen if " | " in t] == asked
+            why = predicted.why_stack_batched(STACK, torch.float32, 0, 100, training)
+            assert (why is None) == (chosen == "fused")
+        # A layer that no run has is run as auto runs it.
+        monkeypatch.setattr(predicted, "runs_on_gpu", lambda *_: ((0, 2, STACK.rsplit(" | ", 1)[0]),))
+        predicted._predicted_stack.cache_clear()
+        found = predicted.predicted_stack(STACK, torch.float32, 0, 100, training)
+        alone = predicted.predicted(STACK.split(" | ")[0], torch.float32, 0, 100, training)
+        assert found.fused_us == pytest.approx(1e4 * len(asked) + alone.batched_us)
+    predicted._predicted_stack.cache_clear()
 
 
 def test_on_a_cpu_nothing_has_to_be_taken() -> None:

@@ -19,7 +19,7 @@ import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
 from factorlayer.activations.stages import activation_of
 from factorlayer.autograd.layerwise import backward_by_layers, handed_back
-from factorlayer.autograd.stacked import STATES, Run, Stack, _parts, _runs_on_gpu, _tensors, is_large_product, known
+from factorlayer.autograd.stacked import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 
@@ -176,35 +176,35 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_a_stack_that_one_kernel_trains_is_one_run(hopper: int) -> None:
     text = dense(32, 64, 64, 64, 64, 16)
     for recorded in (False, True):
-        assert _runs_on_gpu(text, torch.bfloat16, hopper, recorded) == ((0, 5, text),)
+        assert runs_on_gpu(text, torch.bfloat16, hopper, recorded) == ((0, 5, text),)
 
 
 def test_others_are_cut_where_they_are_trained(hopper: int) -> None:
     text = dense(*[128] * 7)
-    assert _runs_on_gpu(text, torch.bfloat16, hopper, False) == ((0, 6, text),)
-    assert _runs_on_gpu(text, torch.bfloat16, hopper, True) == ((0, 6, text + STATES),)
-    found = _runs_on_gpu(dense(128, 256, 128, 128), torch.bfloat16, hopper, True)
+    assert runs_on_gpu(text, torch.bfloat16, hopper, False) == ((0, 6, text),)
+    assert runs_on_gpu(text, torch.bfloat16, hopper, True) == ((0, 6, text + STATES),)
+    found = runs_on_gpu(dense(128, 256, 128, 128), torch.bfloat16, hopper, True)
     assert found == ((2, 3, dense(128, 128)),)
-    found = _runs_on_gpu(dense(64, 64, 64, 128, 128), torch.bfloat16, hopper, True)
+    found = runs_on_gpu(dense(64, 64, 64, 128, 128), torch.bfloat16, hopper, True)
     assert found == ((0, 2, dense(64, 64, 64)), (2, 4, dense(64, 128, 128) + STATES))
     wide = dense(3072, 128, 256, 64, 3072)
-    assert _runs_on_gpu(wide, torch.bfloat16, hopper, False) == ((1, 4, dense(128, 256, 64, 3072)),)
-    assert not _runs_on_gpu(text, torch.float64, hopper, False)
-    assert not _runs_on_gpu(text, torch.float32, hopper, True)
+    assert runs_on_gpu(wide, torch.bfloat16, hopper, False) == ((1, 4, dense(128, 256, 64, 3072)),)
+    assert not runs_on_gpu(text, torch.float64, hopper, False)
+    assert not runs_on_gpu(text, torch.float32, hopper, True)
 
 
 def test_in_tf32_fewer_layers_are_trained_at_once(hopper: int) -> None:
     text = dense(32, 64, 64, 64, 64, 16, tf32=True)
-    assert _runs_on_gpu(text, torch.float32, hopper, False) == ((0, 5, text),)
-    found = _runs_on_gpu(text, torch.float32, hopper, True)
+    assert runs_on_gpu(text, torch.float32, hopper, False) == ((0, 5, text),)
+    found = runs_on_gpu(text, torch.float32, hopper, True)
     assert [run[:2] for run in found] == [(0, 1), (1, 3), (3, 5)]
     text = dense(32, 64, 16, tf32=True)
-    assert _runs_on_gpu(text, torch.float32, hopper, True) == ((0, 2, text),)
+    assert runs_on_gpu(text, torch.float32, hopper, True) == ((0, 2, text),)
     wide = dense(*[128] * 8, tf32=True)  # layers by themselves, whose states one kernel stores
-    assert _runs_on_gpu(wide, torch.float32, hopper, True) == ((0, 7, wide + STATES),)
-    found = _runs_on_gpu(dense(48, 512, 128, 12, tf32=True), torch.float32, hopper, True)
+    assert runs_on_gpu(wide, torch.float32, hopper, True) == ((0, 7, wide + STATES),)
+    found = runs_on_gpu(dense(48, 512, 128, 12, tf32=True), torch.float32, hopper, True)
     assert found == ((2, 3, dense(128, 12, tf32=True)),)
-    assert not _runs_on_gpu(dense(32, 64, 64, 16), torch.float32, hopper, True)
+    assert not runs_on_gpu(dense(32, 64, 64, 16), torch.float32, hopper, True)
 
 
 def test_a_graph_knows_the_runs(hopper: int) -> None:
@@ -212,7 +212,7 @@ def test_a_graph_knows_the_runs(hopper: int) -> None:
     text = dense(128, 127, 127)
 
     def ends(x: Tensor) -> Tensor:
-        for _, end, run in _runs_on_gpu(text, torch.float16, hopper, True):
+        for _, end, run in runs_on_gpu(text, torch.float16, hopper, True):
             x = x * end if run else x
         return x
 
@@ -226,7 +226,7 @@ def test_a_graph_knows_the_runs(hopper: int) -> None:
 def trained_as_on_hopper(monkeypatch: pytest.MonkeyPatch, tf32: bool = False) -> list[str]:
     def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool) -> tuple[Run, ...]:
         text = stack.tf32_text if tf32 else stack.text
-        return _runs_on_gpu(text, x.dtype, -1, recorded, joined) if recorded else ((0, len(stack.layers), text),)
+        return runs_on_gpu(text, x.dtype, -1, recorded, joined) if recorded else ((0, len(stack.layers), text),)
 
     monkeypatch.setattr(factorlayer.stacks.stack, "runs", runs)
     monkeypatch.setattr(factorlayer.autograd.stacked, "_states", states_by_layers)
@@ -347,26 +347,26 @@ def test_layers_of_several_factors_hand_gradients_back_as_well(monkeypatch: pyte
 def test_layers_are_joined_where_gradients_are_handed_back(hopper: int) -> None:
     text = dense(63, 256, 256, 256, 4)
     assert handed_back(text, torch.bfloat16, hopper) == (True, True, True, False)
-    assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
-    assert not _runs_on_gpu(text, torch.bfloat16, hopper, True, False)
+    assert runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((0, 4, text + STATES),)
+    assert not runs_on_gpu(text, torch.bfloat16, hopper, True, False)
     assert _parts(text, torch.bfloat16, hopper) == (text,)  # one kernel makes all states
     text = dense(768, 3072, 256, 128, 128)  # of which one kernel forward has the last two; the others are cuBLAS's
     *alone, third, last = text.split(" | ")
-    assert _runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((2, 4, f"{third} | {last}{STATES}"),)
+    assert runs_on_gpu(text, torch.bfloat16, hopper, True, True) == ((2, 4, f"{third} | {last}{STATES}"),)
     assert _parts(text, torch.bfloat16, hopper) == (*alone, f"{third} | {last}")
     for other in (text.replace("relu", "gelu"), text.replace("relu", PRELU)):
-        assert _runs_on_gpu(other, torch.bfloat16, hopper, True, True) == _runs_on_gpu(
+        assert runs_on_gpu(other, torch.bfloat16, hopper, True, True) == runs_on_gpu(
             other, torch.bfloat16, hopper, True, False
         )
     kept = dense(*[128] * 7)  # whose kernels have the slopes of their layers
     assert not any(handed_back(kept, torch.bfloat16, hopper))
-    assert _runs_on_gpu(kept, torch.bfloat16, hopper, True, True) == ((0, 6, kept + STATES),)
+    assert runs_on_gpu(kept, torch.bfloat16, hopper, True, True) == ((0, 6, kept + STATES),)
 
 
 def test_a_layer_that_learns_its_activation_stays_apart(hopper: int) -> None:
     layers = dense(256, 256, 256, 256, 256, 256).split(" | ")
     layers[2] = layers[2].replace("relu", PRELU)
-    found = _runs_on_gpu(" | ".join(layers), torch.float16, hopper, True, True)
+    found = runs_on_gpu(" | ".join(layers), torch.float16, hopper, True, True)
     assert found == tuple((a, b, " | ".join(layers[a:b]) + STATES) for a, b in ((0, 2), (3, 5)))
 
 
@@ -393,6 +393,6 @@ def test_large_products_are_left_to_cublas(dtype: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(factorlayer.stacks.stack, "runs", lambda *_: ())
     mlp(torch.ones(1, 256, dtype=memory))
     assert ran == ["fused", "fused", "batched" if theirs else "fused", "fused"]
-    joined = _runs_on_gpu(text, memory, 0, True, True)
+    joined = runs_on_gpu(text, memory, 0, True, True)
     assert not theirs or all(end <= 2 or begin >= 3 for begin, end, _ in joined)
     assert ("by cuBLAS" in mlp._stacks[0][0].explain()[2]) and "cuBLAS" not in mlp._stacks[0][0].explain()[1]

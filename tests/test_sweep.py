@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
 
-from benches import ceilings, report, special, sweep, sweep_plans, sweep_rows, sweep_tables
+from benches import ceilings, report, sweep, sweep_plans, sweep_rows, sweep_tables
 from benches.floor import DTYPES, Ceilings, Work, refuse_impossible, work
 from benches.subjects import Call, build
 from benches.sweep import BOUNDS, drawn, footprint
@@ -24,6 +24,7 @@ from benches.sweep_check import draw_tensors, wrong
 from benches.sweep_results import Spread, Sweep, SweepRow
 from benches.timing import Timing, sets_needed
 from benches.workloads import ALL_DTYPES, CPU_DTYPES, PASSES, Block, Layer, Workload
+from factorlayer.activations import functions
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.activations.stages import activation_of
 from factorlayer.autograd.runtime import CompileError
@@ -121,7 +122,7 @@ def test_a_footprint_counts_the_products_of_v2() -> None:
 
 
 def test_special_functions_by_hand() -> None:
-    counts = {name: (special.of_value(name), special.of_slope(name)) for name in ACTIVATIONS}
+    counts = {name: (functions.of_value(name), functions.of_slope(name)) for name in ACTIVATIONS}
     none, once = (0, 0), (1, 0)
     assert counts == {
         "identity": none, "relu": none, "leaky_relu": none, "square": none, "relu_squared": none,
@@ -129,9 +130,9 @@ def test_special_functions_by_hand() -> None:
         "gelu": (1, 2), "gelu_tanh": (1, 1), "silu": (1, 1), "sine": (1, 1), "softplus": (2, 1),
     }  # fmt: skip
     mish, _ = activation_of(torch.nn.Mish())
-    assert special.of_value(mish) == 3
+    assert functions.of_value(mish) == 3
     root, _ = activation_of(lambda x: x / (1 + x.abs()) ** 0.5)
-    assert special.of_value(root) in (2, 3)
+    assert functions.of_value(root) in (2, 3)
 
 
 def test_a_floor_counts_special_functions() -> None:

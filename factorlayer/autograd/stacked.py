@@ -32,7 +32,14 @@ from factorlayer.autograd.fused import (
     transforms_active,
     why_not_fused,
 )
-from factorlayer.autograd.layerwise import all_at_once, backward_by_layers, handed_back, prepare_layers, tensors_of
+from factorlayer.autograd.layerwise import (
+    all_at_once,
+    backward_by_layers,
+    handed_back,
+    prepare_layers,
+    tensors_of,
+    texts_by_layers,
+)
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.maths.batched import batched
@@ -115,7 +122,7 @@ def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple
     if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
         return ()
     if x.is_cuda:
-        return _runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined)
+        return runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined)
     return ((0, len(stack.layers), text),)
 
 
@@ -144,7 +151,7 @@ _CUT = re.compile(r"\(((\([0-9]{1,6}, [0-9]{1,6}\), )*\([0-9]{1,6}, [0-9]{1,6}\)
 
 
 @known
-def _runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
+def runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
     layers = text.split(" | ")
     if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
         return ((0, len(layers), text),)
@@ -179,6 +186,19 @@ def _joined(found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, dev
         else:
             made.append((begin, end, text))
     return tuple(run for run in made if run not in alone)
+
+
+def texts_of_run(text: str, batch: int, dtype: torch.dtype, device: int, trained: bool) -> list[tuple[str, int]]:
+    """What a run's kernels are made of, forward, and back if it is `trained`, and of how many samples each."""
+    if not text.endswith(STATES):
+        return [(text, batch), (f"{text} | backward", batch)][: 1 + trained]
+    layers = text.removesuffix(STATES)
+    everything = range(1 + sum(_tensors(layers)))
+    return [*_stored(layers, batch, dtype, device), *texts_by_layers(layers, everything, batch, dtype, device)]
+
+
+def _stored(layers: str, batch: int, dtype: torch.dtype, device: int) -> list[tuple[str, int]]:
+    return [(part + STATES * (" | " in part), batch) for part in _parts(layers, dtype, device)]
 
 
 @known
@@ -241,9 +261,8 @@ def _prepare_training(text: str, x: Tensor, needs: tuple[bool, ...]) -> None:
     device, batch = x.get_device(), len(x)
     key = text, needs, class_of_batch(batch), x.dtype, device
     if batch and key not in _prepared:
-        parts = [part + STATES * (" | " in part) for part in _parts(text, x.dtype, device)]
         wanted = [place for place, need in enumerate(needs) if need]
-        prepare_layers(text, wanted, batch, x.dtype, device, [(part, batch) for part in parts])
+        prepare_layers(text, wanted, batch, x.dtype, device, _stored(text, batch, x.dtype, device))
         _prepared.add(key)
 
 

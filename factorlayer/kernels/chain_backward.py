@@ -108,8 +108,13 @@ class ChainBackward(BlockSums):
     places: Places
     gpu: Gpu
     us: float
+    first_us: float = 0.0  # of that, until each group has had a tile
+    further_us: float = 0.0  # of each further one
 
     # What a pass says of itself
+
+    def growth(self, batch: int) -> tuple[float, float]:
+        return self.first_us, self.further_us * self.units_per_sample / (self.units * self.groups * self.most)
 
     @property
     def dtype(self) -> str:
@@ -493,13 +498,13 @@ def _grouped(
         busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) + 4
-        us = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu)
+        us, *times = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
         us += one.weight_bytes / 40e3
         part = PART_BYTES[work.dtype]
         us += 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + 2 * min(tiles, one.most) * one.weights * part / (
             gpu.l2_bytes * gpu.sms
         )
-        yield us, (*fields, groups, slots, parts, places, gpu, us)
+        yield us, (*fields, groups, slots, parts, places, gpu, us, *times)
 
 
 def _moving(plan: ChainBackward) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 MOST_BLOCKS = 65535  # along y of a grid
+LAUNCH_US = 2.0  # to start a kernel, by itself
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
@@ -119,6 +120,11 @@ class Pass:
     def us_of(self, batch: int) -> float:
         """Predicted microseconds for another number of samples, where families are compared at several."""
         raise NotImplementedError
+
+    def growth(self, batch: int) -> tuple[float, float]:
+        """Microseconds that it takes however few samples there are, and of each further one where they are many; `us`
+        is predicted for a `batch`."""
+        return LAUNCH_US, max(0.0, self.us - LAUNCH_US) / batch
 
     def with_bias(self) -> Pass | None:
         """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""

@@ -39,8 +39,14 @@ class Resident(Pass):
     in_place: bool
     gpu: Gpu
     us: float
+    first_us: float = 0.0  # of that, until each group has had a tile
+    further_us: float = 0.0  # of each further one
     takes: str = ""  # what it reads and gives, buffers of a plan, where that is not the state before and behind it
     gives: str = ""
+
+    def growth(self, batch: int) -> tuple[float, float]:
+        blocks = max(1, self.gpu.sms // self.split)
+        return self.first_us, self.further_us * self.units_per_sample / (self.units_per_block * blocks)
 
     @property
     def reads(self) -> str:

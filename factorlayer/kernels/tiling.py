@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stages import (
     SUM_REGISTERS,
@@ -27,7 +28,7 @@ from factorlayer.kernels.stages import (
 )
 from factorlayer.kernels.work import Work, round_up
 
-LAUNCH_US, RAMP_US = 2.0, 4.1  # to start a kernel; until all of memory's bandwidth is in use, and at the end
+RAMP_US = 4.1  # until all of memory's bandwidth is in use, and at the end
 SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
@@ -169,9 +170,9 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
                     if odd:
                         busy = work.rank * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
-                    us = predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu)
+                    us, *times = predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu, odd)
                     us += weight_bytes / 59e3
-                    yield us, (*fields, groups, slots, in_place, gpu, us)
+                    yield us, (*fields, groups, slots, in_place, gpu, us, *times)
                     if slots == 2 and groups * warps >= fit:
                         break
 
@@ -328,13 +329,25 @@ def stage_for(
 
 
 def predict(
-    memory: float, busy: float, barriers: int, warps: int, groups: int, ahead: bool, tiles: int, split: int, gpu: Gpu
-) -> float:
-    """Microseconds, from those of a tile's traffic and of its work in a multiprocessor that has nothing else to do."""
+    memory: float,
+    busy: float,
+    barriers: int,
+    warps: int,
+    groups: int,
+    ahead: bool,
+    tiles: int,
+    split: int,
+    gpu: Gpu,
+    waits: bool = False,
+) -> tuple[float, float, float]:
+    """Microseconds, those of them until each group has had a tile, and of each further tile, from those of a tile's
+    traffic and of its work in a multiprocessor that has nothing else to do; where the `waits` of
+    few warps are not in its work already, they are added."""
     blocks = max(gpu.sms // split, 1)
     each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
-    busy *= 1 + 2 / (groups * warps)
+    busy *= 1 if waits else 1 + 2 / (groups * warps)
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
-    alone = memory + busy * max(1.0, 4 / warps) + barriers * SYNC_US
+    alone = memory + busy * (1.0 if waits else max(1.0, 4 / warps)) + barriers * SYNC_US
     start = LAUNCH_US + min(RAMP_US, memory * tiles / blocks)
-    return start + alone + max(overlapped, alone - (memory if ahead else 0)) * (each - 1)
+    further = max(overlapped, alone - (memory if ahead else 0))
+    return start + alone + further * (each - 1), start + alone, further

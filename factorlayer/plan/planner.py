@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
+from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.tiling import LAUNCH_US
+from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
@@ -35,7 +37,8 @@ __all__ = [
     "times_of_some",
 ]
 
-WORDS = ("backward", "states", "frozen")  # behind the layers of a stack
+BACKWARD = "backward"
+WORDS = (BACKWARD, "states", "frozen")  # behind the layers of a stack
 BEHIND_US = 1.0  # until a small kernel behind another in a CUDA graph has run
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 
@@ -83,17 +86,33 @@ def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int) -> s
 
 
 def times(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int) -> str:
-    """Microseconds that a plan is predicted to take for a sample, and whatever their number: to start its kernels, and
-    to read weights."""
+    """Microseconds that a plan is predicted to take for a sample, beside that whatever their number, and however few
+    there are: what is longer counts."""
     try:
         found = plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared))
     except PlanError:
-        return f"{math.inf} 0"
-    kernels, (layer, *_) = len(found.passes), parse_layers(chain)
-    weights = sum(layer.rank * c.weight_size for c in layer.contractions) * ELEMENT_BYTES[dtype]
-    running = max(0.0, found.us - kernels * LAUNCH_US)
-    reading = min(running, weights / (found.gpu.memory_bytes * found.gpu.sms))
-    return f"{(running - reading) / found.batch!r} {kernels * BEHIND_US + reading!r}"
+        return f"0 {math.inf} 0"
+    kernels, (layers, _, word) = len(found.passes), _read(chain, dtype)
+    weights = sum(layer.rank * c.weight_size for layer in layers for c in layer.contractions) * ELEMENT_BYTES[dtype]
+    grown = [p.growth(found.batch) for p in found.passes]
+    least, of_sample = sum(us for us, _ in grown), sum(us for _, us in grown)
+    beside = found.us - of_sample * found.batch
+    if dtype == "float64":
+        functions = _functions(layers, word == BACKWARD)
+        of_sample += functions / (found.gpu.double_functions * found.gpu.sms)
+    saved = kernels * (LAUNCH_US - BEHIND_US)
+    least = max(least, kernels * LAUNCH_US + weights / (found.gpu.memory_bytes * found.gpu.sms))
+    return f"{of_sample!r} {beside - saved!r} {least - saved!r}"
+
+
+def _functions(layers: Sequence[Chain], backward: bool) -> int:
+    """Special functions of a sample."""
+    count = 0
+    for layer in layers:
+        makes_slope = layer.slope or layer.through
+        count += layer.out_features * (0 if makes_slope else of_value(layer.activation))
+        count += layer.out_features * (of_slope(layer.activation) if makes_slope or backward else 0)
+    return count
 
 
 def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:
@@ -130,11 +149,17 @@ def cut(
 
 
 def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
-    *parts, last = text.split(" | ")
-    layers, dtype = parsed(" | ".join(parts) if last in WORDS and parts else text, dtype)
-    if parts:
-        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, *(last == word for word in WORDS))
+    layers, dtype, asked = _read(text, dtype)
+    if asked or len(layers) > 1:
+        return plan_stack(layers, dtype, BATCHES[batch_class], gpu, *(asked == word for word in WORDS))
     return plan(layers[0], dtype, BATCHES[batch_class], gpu)
+
+
+def _read(text: str, dtype: str) -> tuple[tuple[Chain, ...], str, str]:
+    """The layers, what they are computed in, and which of WORDS stands behind them."""
+    *parts, last = text.split(" | ")
+    asked = last if last in WORDS and parts else ""
+    return *parsed(" | ".join(parts) if asked else text, dtype), asked
 
 
 def parsed(text: str, dtype: str) -> tuple[tuple[Chain, ...], str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
@@ -43,7 +43,7 @@ from factorlayer.layers import FactorLinear, refuse_script
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.stacks.frozen import Frozen
-from factorlayer.tuning import choices
+from factorlayer.tuning import choices, predicted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,6 +111,8 @@ def run_stack(
                 left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
                 joined = recorded and (implementation == "fused" or is_measured(cast))
                 found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
+                if found and implementation == "auto" and why_predicted_apart(stack, cast, recorded) is not None:
+                    found = ()
                 if found:
                     is_matrix = len(cast.shape) == 2
                     rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
@@ -131,6 +133,18 @@ def run_stack(
                 return y
             raise
     return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def why_predicted_apart(stack: Stack, x: Tensor, recorded: bool) -> str | None:
+    """Why auto runs layers on a GPU one by one, where nothing was measured: PyTorch is predicted to be faster. A graph
+    is compiled for every batch."""
+    batch = 0 if is_compiling() or not x.is_cuda else x.numel() // (x.shape[-1] or 1)
+    if not batch:
+        return None
+    text, of_x = stack.text_for(x), (x.get_device(), batch, recorded)
+    if choices.TABLE and choices.measured(text, x.dtype, x.device.type, *of_x):
+        return None
+    return predicted.why_stack_batched(text, x.dtype, *of_x, recorded and is_measured(x))
 
 
 def is_measured(x: Tensor) -> bool:

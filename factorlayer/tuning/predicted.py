@@ -16,6 +16,7 @@ import torch
 from factorlayer.autograd.backward import texts
 from factorlayer.autograd.fused import ask_planner, cuda_ops, gpu_limits
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
+from factorlayer.autograd.stacked import runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import library_us
@@ -59,19 +60,52 @@ def why_batched(text: str, dtype: torch.dtype, device: int, batch: int, training
 def _predicted(text: str, dtype: torch.dtype, device: int, bits: int, training: bool) -> Prediction:
     most = 1 << bits
     samples = max(1, 3 * most // 4)
-    chain, gpu = Chain.parse(text), Gpu(*gpu_limits(device))
     asked = [(text, samples)]
     if training:
         asked += texts(text, cuda_ops(device, dtype).fits_of(samples), samples)
     fused_us = sum(_kernels_us(*each, dtype, device) for each in asked)
-    computed = "tf32" if chain.tf32 and dtype == torch.float32 else dtype_name(dtype)
-    batched_us = library_us(chain, computed, samples, gpu, training)
+    batched_us = _library_us(text, samples, dtype, device, training)
     return Prediction(fused_us, batched_us, training, (most // 2 + 1 if bits > 1 else 1, most))
+
+
+def predicted_stack(
+    text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
+) -> Prediction:
+    """Of layers one behind another: in runs where there are any, `joined` or not, the others one by one by auto."""
+    return _predicted_stack(text, dtype, device, max(1, (batch - 1).bit_length()), training, joined)
+
+
+def why_stack_batched(
+    text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
+) -> str | None:
+    """Why auto takes layers one by one that one pass could take, or None."""
+    found = predicted_stack(text, dtype, device, batch, training, joined)
+    return f"it is {found}" if found.implementation == "batched" else None
+
+
+@functools.lru_cache(4096)
+def _predicted_stack(text: str, dtype: torch.dtype, device: int, bits: int, training: bool, joined: bool) -> Prediction:
+    layers = text.split(" | ")
+    alone = [_predicted(layer, dtype, device, bits, training) for layer in layers]
+    samples, fused_us, at = max(1, 3 * (1 << bits) // 4), 0.0, 0
+    for begin, end, run in (*runs_on_gpu(text, dtype, device, training, joined), (len(layers), len(layers), "")):
+        fused_us += sum(min(layer.fused_us, layer.batched_us) for layer in alone[at:begin])
+        if run:
+            asked = texts_of_run(run, samples, dtype, device, training)
+            fused_us += sum(_kernels_us(*each, dtype, device) for each in asked)
+        at = end
+    return Prediction(fused_us, sum(layer.batched_us for layer in alone), training, alone[0].samples)
+
+
+def _library_us(text: str, samples: int, dtype: torch.dtype, device: int, training: bool) -> float:
+    chain = Chain.parse(text)
+    computed = "tf32" if chain.tf32 and dtype == torch.float32 else dtype_name(dtype)
+    return library_us(chain, computed, samples, Gpu(*gpu_limits(device)), training)
 
 
 def _kernels_us(text: str, samples: int, dtype: torch.dtype, device: int) -> float:
     """Of a plan, which is made for one number of samples of each class: all but the starts of its kernels grows with
     them."""
     answer = ask_planner(QUESTIONS[class_of_batch(samples)], text, dtype, device)
-    of_sample, starts = map(float, answer.split(" "))
-    return starts + of_sample * samples
+    of_sample, beside, least = map(float, answer.split(" "))
+    return max(beside + of_sample * samples, least)

@@ -133,6 +133,9 @@ class Mapped(Pass):
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
 
+    def growth(self, batch: int) -> tuple[float, float]:
+        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
+
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
         return (

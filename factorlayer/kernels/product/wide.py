@@ -205,6 +205,9 @@ class Wide(Pass):
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
 
+    def growth(self, batch: int) -> tuple[float, float]:
+        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
+
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
         done = "grad_y back through its activation, " if p.slope else "8→8 before, " if p.mixed >= 0 else ""

@@ -1,4 +1,4 @@
-"""Special functions: how many an activation takes, for floors.
+"""Special functions: how many an activation takes, for floors and predictions.
 
 A GPU has units for exponentials, logarithms, sines, reciprocals and roots, of a rate of their own, and a CPU takes many
 instructions for each. A function counts as the fewest of those that make it; erf counts as one. The derivative is taken
