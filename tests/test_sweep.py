@@ -162,21 +162,39 @@ def test_drawn_rows_are_right(dtype: str) -> None:
         assert wrong(workload, dtype, tensors, calls) == [], workload
 
 
-@pytest.mark.parametrize(("which", "what"), [(0, "y"), (1, "grad_x"), (2, "gradient 0")])
-def test_wrong_results_are_named(which: int, what: str) -> None:
-    workload = Layer("a pair", "kronecker", 40, (4, 6), (5, 3), "cpu", ("float32",), "this test")
-    torch.manual_seed(0)
-    tensors = draw_tensors(workload, "float32")
-    right, other = build("v2", workload, tensors), build("v3", workload, tensors)
+def off(call: Call, which: int, by: float) -> Call:
+    """The same, with one of its results off."""
 
-    class Wrong(Call):
+    class Off(Call):
         def run(self, of_pass: str) -> tuple[torch.Tensor, ...]:
             made = list(super().run(of_pass))
             if which < len(made):
-                made[which] = made[which] * 1.01
+                made[which] = made[which] * (1 + by)
             return tuple(made)
 
-    broken = Wrong(other.function, other.x, other.grad_y, other.weights)
+    return Off(call.function, call.x, call.grad_y, call.weights)
+
+
+A_PAIR = Layer("a pair", "kronecker", 40, (4, 6), (5, 3), "cpu", ("float32",), "this test")
+
+
+def test_a_gradient_is_not_wrong_where_batched_has_it_wrong() -> None:
+    """As sums over samples that cancel, of states that were rounded: then float64 decides."""
+    torch.manual_seed(0)
+    tensors = draw_tensors(A_PAIR, "float32")
+    batched, fused = build("v2", A_PAIR, tensors), build("v3", A_PAIR, tensors)
+    for fused_off, wrongs in ((0.0, 0), (0.03, 0), (0.2, 1)):
+        found = wrong(A_PAIR, "float32", tensors, {"v2": off(batched, 2, 0.02), "v3": off(fused, 2, fused_off)})
+        assert len(found) == wrongs and all(words.startswith("v3: gradient 0 is off by") for words in found)
+
+
+@pytest.mark.parametrize(("which", "what"), [(0, "y"), (1, "grad_x"), (2, "gradient 0")])
+def test_wrong_results_are_named(which: int, what: str) -> None:
+    workload = A_PAIR
+    torch.manual_seed(0)
+    tensors = draw_tensors(workload, "float32")
+    right, other = build("v2", workload, tensors), build("v3", workload, tensors)
+    broken = off(other, which, 0.01)
     found = wrong(workload, "float32", tensors, {"v2": right, "v3": broken})
     assert found and all(words.startswith(f"v3: {what} is off by") for words in found)
     nan = copy.copy(tensors.x.detach())
