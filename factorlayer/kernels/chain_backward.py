@@ -28,6 +28,7 @@ from factorlayer.kernels.tiling import (
     predict,
     stage_for,
     units_of,
+    waits_for_weights,
     waits_of,
 )
 from factorlayer.kernels.work import Mode, Work, merged, round_up
@@ -498,13 +499,12 @@ def _grouped(
         busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) + 4
-        us, *times = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
-        us += one.weight_bytes / 40e3
-        part = PART_BYTES[work.dtype]
-        us += 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + 2 * min(tiles, one.most) * one.weights * part / (
-            gpu.l2_bytes * gpu.sms
-        )
-        yield us, (*fields, groups, slots, parts, places, gpu, us, *times)
+        us, first, further = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
+        begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, both_ways=True)
+        summed = 2 * min(tiles, one.most) * one.weights * PART_BYTES[work.dtype]
+        end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
+        us += begin + end
+        yield us, (*fields, groups, slots, parts, places, gpu, us, first + begin + end, further)
 
 
 def _moving(plan: ChainBackward) -> float:

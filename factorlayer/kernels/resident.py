@@ -371,11 +371,11 @@ def load_weight_lines(
             lines.append(f"c.template load_weight<{stage}>(term, w0);")
         else:
             make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
-            lines.append(f"c.template make_weight<{stage}>(term, {make});")
+            lines.append(f"c.template make_weight<{stage}, false>(term, {make});")
     made = f"w0[q * {mode.p} + p]" if len(mode.parts) == 1 else f"narrow<Element>({made})"
     begin = f"p += c.part() * {part}; if (p >= {mode.p}) return Element{{}}; " if part else ""
     for stage in transposed:
-        lines.append(f"c.template make_weight<{stage}>(term, [&](int p, int q) {{ {begin}return {made}; }});")
+        lines.append(f"c.template make_weight<{stage}, true>(term, [&](int p, int q) {{ {begin}return {made}; }});")
     return lines
 
 

@@ -45,6 +45,8 @@ LINE = 128  # bytes
 # padding, and for that of a row.
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
+WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
+WAIT_US = 0.8  # for what L2 or memory has been asked for
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_HELD_TILES = 8  # where sums stay over several terms
 
@@ -170,11 +172,25 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
                     if odd:
                         busy = work.rank * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
-                    us, *times = predict(units * memory, busy, barriers, warps, groups, ahead, tiles, blocks, gpu, odd)
-                    us += weight_bytes / 59e3
-                    yield us, (*fields, groups, slots, in_place, gpu, us, *times)
+                    many = warps, groups, ahead, tiles, blocks, gpu
+                    us, first, further = predict(units * memory, busy, barriers, *many, waits=odd)
+                    begin = weight_bytes / 59e3 + waits_for_weights(work, 32 * warps * groups)
+                    us += begin
+                    yield us, (*fields, groups, slots, in_place, gpu, us, first + begin, further)
                     if slots == 2 and groups * warps >= fit:
                         break
+
+
+def waits_for_weights(work: Work, threads: int, both_ways: bool = False) -> float:
+    """Microseconds, beside those of their bytes: what the copy engine and asynchronous copies cannot move comes by
+    registers. `both_ways`: backward, weights lie turned as well."""
+    rounds = 0
+    for _, mode in work.steps:
+        odd = mode.p * ELEMENT_BYTES[work.dtype] % 4 > 0
+        if len(mode.parts) > 1 or work.transposed or both_ways or odd:
+            elements = work.rank * round_up(mode.p, 8) * round_up(mode.q, 8)
+            rounds += -(-elements // (threads * WEIGHTS_AT_ONCE)) - 1
+    return rounds * WAIT_US
 
 
 def waits_of(warps: int) -> float:

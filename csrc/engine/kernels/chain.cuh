@@ -157,7 +157,7 @@ template <class Pass> struct Chain {
 
   // What is too small to be copied, to shared memory: the loads of several are on their way together.
   template <int COUNT, int STEP, class Value, class At> static DEVICE void by_registers(int begin, Value value, At at) {
-    constexpr int kRounds = ceil_div(COUNT, STEP), kAtOnce = kRounds < 8 ? kRounds : 8;
+    constexpr int kRounds = ceil_div(COUNT, STEP), kAtOnce = kRounds < 16 ? kRounds : 16;
 #pragma unroll 1
     for (int j = begin; j < COUNT; j += STEP * kAtOnce) {
       Element some[kAtOnce];
@@ -190,7 +190,8 @@ template <class Pass> struct Chain {
   // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros.
   template <class S> DEVICE void load_weight(int term, const Element* weight) const {
     constexpr bool kPermuted = Math::place_of(1, S::FROM_SUMS) != 1;
-    constexpr int kEach = kPermuted || S::P * kSize % 16 ? 1 : 16 / kSize;
+    constexpr int kRowBytes = S::P * kSize, kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;
+    constexpr int kEach = kPermuted ? 1 : kPiece / kSize;
     constexpr int kRow = S::PP / kEach, kCount = S::W_ROWS * kRow;
     const u32 to = weight_address<S>(term);
     const auto place = [&](int q, int p) { return to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize; };
@@ -212,17 +213,20 @@ template <class Pass> struct Chain {
     }
   }
 
-  // A weight made as it is loaded: `at` gives its elements.
-  template <class S, class At> DEVICE void make_weight(int term, At at) const {
-    constexpr int kCount = S::W_ROWS * S::PP;
+  // A weight made as it is loaded: `at` gives its elements. Neighbouring threads take neighbours in memory: those of a row, or
+  // those of a column, where the weight lies there the other way round.
+  template <class S, bool TURNED, class At> DEVICE void make_weight(int term, At at) const {
+    constexpr int kLength = TURNED ? S::W_ROWS : S::PP;
     const u32 to = weight_address<S>(term);
-    by_registers<kCount, kBlock>(
+    const auto q_of = [](int j) { return TURNED ? j % kLength : j / kLength; };
+    const auto p_of = [](int j) { return TURNED ? j / kLength : j % kLength; };
+    by_registers<S::W_ROWS * S::PP, kBlock>(
         threadIdx.x,
         [&](int j) {
-          const int q = j / S::PP, p = j % S::PP;
+          const int q = q_of(j), p = p_of(j);
           return q < S::Q && p < S::P ? at(q, p) : Element{};
         },
-        [&](int j) { return to + (j / S::PP * S::W_STRIDE + Math::place_of(j % S::PP, S::FROM_SUMS)) * kSize; });
+        [&](int j) { return to + (q_of(j) * S::W_STRIDE + Math::place_of(p_of(j), S::FROM_SUMS)) * kSize; });
   }
   template <class S> DEVICE void keep_scale(float scale) const {
     if (threadIdx.x == 0) store_shared(shared_address(shared_memory) + S::SCALE, 1 / scale);
