@@ -20,7 +20,7 @@ def test_it_holds_all_that_the_tests_need(tmp_path: Path) -> None:
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    wanted = {"README.md", "pyproject.toml", "setup.py", "test.py", ".ci/run"}
+    wanted = {"LICENSE", "pyproject.toml", "setup.py", "test.py", ".ci/run", *(path.name for path in ROOT.glob("*.md"))}
     for folder in ("factorlayer", "csrc", "tests", "benches", "examples", "docs"):
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and not MADE & set(path.parts)]
         wanted |= {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".so"}
