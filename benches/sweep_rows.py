@@ -102,8 +102,8 @@ def _first_calls(rows: Sequence[tuple[Workload, str]], workers: int) -> dict[str
     fresh = multiprocessing.get_context("spawn")
     cores: multiprocessing.Queue[int] = fresh.Queue()
     usable = sorted(os.sched_getaffinity(0))
-    for i in range(workers):
-        cores.put(usable[i % len(usable)])
+    for i in range(workers):  # far apart: neighbours may be one processor's two threads
+        cores.put(usable[i * len(usable) // workers % len(usable)])
     with ProcessPoolExecutor(workers, fresh, _begin, (cores,)) as pool:
         answers = [pool.submit(_first_call, workload, dtype) for workload, dtype in rows]
         return {workload.name: answer.result() for (workload, _), answer in zip(rows, answers, strict=True)}
