@@ -477,6 +477,23 @@ def test_small_modes_are_contracted_by_threads(case: Case, emulator: Emulator) -
 @pytest.mark.parametrize(
     "case",
     [
+        Case(kronecker((2, 24, 8, 64), (2, 24, 8, 64)), "bfloat16", 2, LARGE),
+        Case(kronecker((2, 12, 6, 128), (2, 12, 6, 128), rank=2), "float16", 2, LARGE),
+        Case(kronecker((24, 8, 32), (24, 8, 32)), "tf32", 3, LARGE),
+        Case(kronecker((2, 20, 8, 32), (2, 20, 8, 32)), "float32", 2, LARGE),
+    ],
+    ids=str,
+)
+def test_lanes_store_tiles_in_turn(case: Case, emulator: Emulator) -> None:
+    """Where the q's that a stage makes lie in the same banks of the next one's rows."""
+    found, size = run_with_less_memory(case, Gpu.of(case.architecture).shared, emulator), ELEMENT_BYTES[case.dtype]
+    pairs = [pair for p in found.passes if isinstance(p, Resident) for pair in itertools.pairwise(p.stages)]
+    assert any(a.inner * size % 128 == 0 and a.nt % 4 == 0 and b.inner == a.inner * a.q for a, b in pairs), found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(kronecker((40, 137), (40, 137)), "bfloat16", 3, LARGE),
         Case(kronecker((31, 7, 130), (31, 5, 130)), "float16", 3, LARGE),
         Case(kronecker((40, 134), (40, 134)), "float32", 3, LARGE),

@@ -428,9 +428,39 @@ template <class Pass> struct Chain {
     }
   };
 
+  // Of a stage by columns: lanes had better store some neighbouring tiles of 8 columns, TILES, in orders of their own. All lanes
+  // storing the same tile, rows of q's that lie TO apart would meet in banks, every APART-th in the same ones: padding is behind
+  // several of them.
+  template <class S> struct Turns {
+    static constexpr int kUnits = 128 / (8 * kSize);  // of eight numbers, in all banks
+    static constexpr int meeting() {
+      int rows = !S::BY_ROWS && S::PAIRS && kUnits > 2 && S::Out::I % S::I == 0 ? kUnits : 1;
+      while (rows > 1 && (S::TO % (8 * rows) || S::NT % rows || S::I % (8 * rows))) rows /= 2;
+      return rows;
+    }
+    static constexpr int TILES = meeting(), APART = kUnits / TILES;
+  };
+  // Each lane's tile n becomes that of n ^ `which`.
+  template <class S, int TILES> static DEVICE void exchange(Sums<S>& y, int which) {
+#pragma unroll
+    for (int bit = 1; bit < TILES; bit *= 2) {
+      const bool other = which & bit;
+#pragma unroll
+      for (int m = 0; m < S::MT; ++m)
+#pragma unroll
+        for (int n = 0; n < S::NT; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (n & bit) continue;
+            const auto here = y[m][n][i], there = y[m][n + bit][i];
+            y[m][n][i] = other ? there : here, y[m][n + bit][i] = other ? here : there;
+          }
+    }
+  }
+
   // Sums to the state that comes out: [q, c] of rows of c's, or, by columns, [o, q, i]. The place of a sum there is that of its row
   // o, plus that of its q, a constant apart from one to the next, plus that of its i.
-  template <class S, bool LAST> DEVICE void write(const Sums<S>& y, int tile, u32 to, i64 unit) const {
+  template <class S, bool LAST> DEVICE void write(Sums<S>& y, int tile, u32 to, i64 unit) const {
     using Out = typename S::Out;
     auto [row, o, i] = corner<S>(tile);
     if constexpr (!S::SPLITS) stay_here(row, o);
@@ -472,6 +502,9 @@ template <class Pass> struct Chain {
       }
     } else {
       constexpr bool kTogether = Out::I % S::I == 0;  // i's are side by side
+      constexpr int kTiles = LAST ? 1 : Turns<S>::TILES;
+      const int turn = lane.g / Turns<S>::APART % kTiles;
+      exchange<S, kTiles>(y, turn);
       Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
       const int first = of_row.place;
       Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
@@ -484,7 +517,8 @@ template <class Pass> struct Chain {
           finish = Finish<LAST>(params, of_sample, (o + down) * S::Q * S::I);
         }
         const int of_o = S::SPLITS ? first + Out::at(down * S::Q * S::I) : of_row.place;
-        const u32 mine = to + (of_o + row * S::TO + (kTogether ? c : of_column.place)) * kSize;
+        const int mine_c = c + ((n ^ turn) - n) * 8;  // of the tile that this lane stores
+        const u32 mine = to + (of_o + row * S::TO + (kTogether ? mine_c : of_column.place)) * kSize;
         int further = 1;
         if constexpr (!kTogether) {
           if constexpr (!S::PAIRS) {
