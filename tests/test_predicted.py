@@ -40,7 +40,7 @@ def chains(workload: object) -> list[Chain]:
 
 def ratios(seed: int, training: bool) -> Iterator[float]:
     """Predicted over measured time of the batched implementation, of each row of a sweep."""
-    sweep = json.loads((FOLDER / "sweeps" / f"cuda-{seed}.json").read_text())
+    sweep = json.loads((FOLDER / "earlier" / f"cuda-{seed}.json").read_text())
     rows = {row["workload"]: row["times"].get("v2", {}) for row in sweep["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         measured = rows[workload.name].get("forward_backward" if training else "forward")
