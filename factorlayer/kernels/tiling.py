@@ -357,13 +357,13 @@ def predict(
     waits: bool = False,
 ) -> tuple[float, float, float]:
     """Microseconds, those of them until each group has had a tile, and of each further tile, from those of a tile's
-    traffic and of its work in a multiprocessor that has nothing else to do; where the `waits` of
-    few warps are not in its work already, they are added."""
+    traffic and of its work in a multiprocessor that has nothing else to do. The work may have the `waits` of few
+    warps in it already."""
     blocks = max(gpu.sms // split, 1)
     each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
-    busy *= 1 if waits else 1 + 2 / (groups * warps)
+    alone = memory + busy * (1.0 if waits else (1 + 2 / (groups * warps)) * max(1.0, 4 / warps)) + barriers * SYNC_US
+    busy *= 1 + 2 / (groups * warps)
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
-    alone = memory + busy * (1.0 if waits else max(1.0, 4 / warps)) + barriers * SYNC_US
     start = LAUNCH_US + min(RAMP_US, memory * tiles / blocks)
     further = max(overlapped, alone - (memory if ahead else 0))
     return start + alone + further * (each - 1), start + alone, further
