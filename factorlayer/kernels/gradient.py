@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from factorlayer.device.code import ELEMENT, constants, headers, kernel, kinds
+from factorlayer.device.code import ELEMENT, Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.parts import Parts
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
@@ -221,16 +221,12 @@ class Gradient(TileSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
-        numbers = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
-        numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
-        numbers |= {"RUN": self.run}
-        lines = kinds(self.dtype)
-        lines += [f"using Result = {self.result};"]
-        lines += constants(numbers | {"TIED": c.tied})
-        return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
+        told = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
+        told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
+        return kinds(self.dtype) + constants(told | {"RUN": self.run, "TIED": c.tied, "Result": self.result})
 
 
 class BlockSums(Pass):
@@ -337,6 +333,7 @@ class Reduction(Pass):
     us: float = REDUCTION_US
 
     threads = 256
+    blocks = 2
     shared = 256 * 16
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
@@ -387,15 +384,14 @@ class Reduction(Pass):
     def __str__(self) -> str:
         return f"reduction: of {self.of.weights} sums"
 
-    def source(self, name: str) -> str:
+    @property
+    def told(self) -> list[str]:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
         numbers |= {"MOST": of.most, "FOLDS": of.folds, "SINGLES": of.singles, "WAYS": self.ways, "VECTOR": self.vector}
         numbers |= {"BEGIN": self.begin}
-        lines = [f"using Element = {ELEMENT[of.dtype]};"]
-        lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 2, starts=self.starts)
+        told = {"Element": ELEMENT[of.dtype], "Result": "Sum<Element>" if self.in_place else "Element"}
+        return constants(told | {key: Long(value) for key, value in numbers.items()})
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.code import ELEMENT, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.weights import factors
@@ -29,6 +29,8 @@ class Parts(Pass):
     shared = threads * 8
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    blocks = 4
+    starts = True
     reads, writes = "s2", "w"
 
     def outputs(self, batch: int) -> tuple[int, ...]:
@@ -48,12 +50,10 @@ class Parts(Pass):
     def __str__(self) -> str:
         return f"parts: {self.weights} sums, of {self.rank * sum(mode.q * mode.p for mode in self.modes)} of products"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        lines = [f"using Element = {ELEMENT[self.dtype]};", f"static constexpr int COUNT = {self.weights};"]
-        lines += [f"static constexpr int BEGIN = {self.begin};"]
-        lines += ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
-        return kernel(headers("parts.cuh"), name, "Parts", lines, self.threads, 4, starts=True)
+    @property
+    def told(self) -> list[str]:
+        calls = ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
+        return constants({"Element": ELEMENT[self.dtype], "COUNT": self.weights, "BEGIN": self.begin}) + calls
 
     def _calls(self) -> Iterator[str]:
         begin = made = 0

@@ -6,7 +6,9 @@ family it is of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from factorlayer.device.code import Asks, headers, kernel
 
 MOST_BLOCKS = 65535  # along y of a grid
 LAUNCH_US = 2.0  # to start a kernel, by itself
@@ -41,8 +43,44 @@ class Pass:
         def split(self) -> int:
             """Blocks along y of the grid: parts of a unit's work, or of all there is."""
 
+        @property
+        def told(self) -> list[str]:
+            """What its kernel's template is told: lines of the struct Pass that its header describes."""
+
+        @property
+        def products(self) -> str:
+            """The widths of Hopper's products that it makes, as device/code.py writes them."""
+
+        @property
+        def template(self) -> str:
+            """Of its kernel, where that has another name than the family itself."""
+
+        header: ClassVar[str]  # that has the template, without its ending, where its stem is not this module's
+
+        @property
+        def blocks(self) -> int:
+            """Of its kernel, that share a multiprocessor's registers."""
+
+        @property
+        def cluster(self) -> int:
+            """Blocks along y of the grid that share their memory."""
+
+        @property
+        def asks(self) -> Asks:
+            """Tensors that it asks L2 for before the kernel before it has ended."""
+
+        @property
+        def waits(self) -> bool:
+            """For that kernel, before anything else."""
+
+        @property
+        def starts(self) -> bool:
+            """The next kernel early, though it asks for nothing."""
+
     else:
-        split = 1
+        split = blocks = 1  # a `cluster` of more than one is a field of its families
+        products = template = header = ""
+        asks, waits, starts = (), True, False
 
     @property
     def blocks_per_sm(self) -> int:
@@ -56,7 +94,10 @@ class Pass:
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        raise NotImplementedError
+        header = self.header or type(self).__module__.rpartition(".")[2]
+        code, template = headers(f"{header}.cuh") + self.products, self.template or type(self).__name__
+        sizes = self.threads, self.blocks, getattr(self, "cluster", 1)
+        return kernel(code, name, template, self.told, *sizes, self.waits, self.asks, self.starts, bool(self.maps))
 
     # What it reads and writes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from factorlayer.kernels.work import Mode
 
 LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp looks through
@@ -45,6 +47,11 @@ def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
         "}",
         f"static constexpr int FACTOR_{letter.upper()} = {mode.parts[0][0] if len(mode.parts) == 1 else -1};",
     ]
+
+
+def told_weights(modes: Sequence[Mode], letters: str, dtype: str) -> list[str]:
+    """These of several modes."""
+    return [line for mode, letter in zip(modes, letters, strict=True) for line in weight_functions(mode, letter, dtype)]
 
 
 def factors(mode: Mode) -> list[str]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, most_samples
 from factorlayer.kernels.work import Mode, OfTwoModes
@@ -112,16 +112,11 @@ class ClusterBackward(OfTwoModes):
             + (", with the bias's" if self.bias else "")
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS": self.units_per_sample, "SPAN": self.span, "CLUSTER": self.cluster}
+    @property
+    def told(self) -> list[str]:
+        numbers = {"UNITS": self.units_per_sample, "SPAN": self.span, "CLUSTER": self.cluster, "BIAS": self.bias}
         numbers |= {"GROUPS": self.groups, "WARPS": self.warps, "SLOTS": self.slots, "GRAD": 2}
-        lines = kinds(self.dtype)
-        lines += constants(numbers | {"BIAS": self.bias})
-        code = headers("sums.cuh", "column_sums.cuh", "operands.cuh", "cluster_backward.cuh")
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) "
-        return kernel(code, name, "ClusterBackward", lines, self.threads, cluster=cluster, asks=self.asks)
+        return kinds(self.dtype) + constants(self.told_sizes | numbers)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ClusterBackward | None:

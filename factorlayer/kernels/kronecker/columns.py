@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, constants, headers, kernel
+from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.states import MOST_MODES, Order, State, Uses, lay_out
@@ -72,6 +72,13 @@ class Step:
         mode = self.mode + MOST_MODES - len(self.before.sizes)
         numbers = ", ".join(map(str, (*places, *weight)))
         return f"Step<{mode}, {self.before.cuda()}, {self.behind.cuda()}, {self.order.cuda()}, {numbers}>"
+
+
+def visit(name: str, calls: Sequence[str], further: str = "") -> list[str]:
+    """A function of a kernel `k` that makes these calls."""
+    more = f", class {further.split('&')[0]}" if further else ""
+    parameters = f"const Kernel& k{', ' + further if further else ''}"
+    return [f"template <class Kernel{more}> static DEVICE void {name}({parameters}) {{ {' '.join(calls)} }}"]
 
 
 def sizes_between(modes: Sequence[Mode], order: Sequence[int]) -> list[tuple[int, ...]]:
@@ -200,23 +207,18 @@ class Columns(ByColumns):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         work, modes = self.work, dict(self.work.steps)
         loads, weights, weight_bytes = self.weight_lines([modes[s.mode].parts[0][0] for s in self.steps], False)
         slot = self.steps[0].before.bytes
         state = self.slots * slot
-        types = [s.cuda((state, state), weight) for s, weight in zip(self.steps, weights, strict=True)]
-        numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "UNITS_PER_SAMPLE": work.outer}
-        numbers |= {"kSlot": slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
-        lines = [f"using Element = {ELEMENT[work.dtype]};"]
-        lines += constants(numbers)
-        lines += work.finish
-        lines += [f"using First = {types[0]};", f"using Last = {types[-1]};"]
-        between = " ".join(f"k.template contract<{each}>();" for each in types[1:-1])
-        lines += [f"template <class Kernel> static DEVICE void between(const Kernel& k) {{ {between} }}"]
-        lines += [f"template <class Kernel> static DEVICE void load_weights(const Kernel& k) {{ {' '.join(loads)} }}"]
-        return kernel(headers("columns.cuh"), name, "Columns", lines, self.threads)
+        first, *between, last = (s.cuda((state, state), weight) for s, weight in zip(self.steps, weights, strict=True))
+        told: Told = {"Element": ELEMENT[work.dtype], "First": first, "Last": last, "UNITS_PER_SAMPLE": work.outer}
+        told |= {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots}
+        told |= {"kSlot": slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
+        calls = [f"k.template contract<{each}>();" for each in between]
+        return constants(told) + work.finish + visit("between", calls) + visit("load_weights", loads)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Columns | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
 from factorlayer.kernels.kronecker.columns import (
@@ -20,6 +20,7 @@ from factorlayer.kernels.kronecker.columns import (
     sizes_between,
     takes,
     time_of,
+    visit,
 )
 from factorlayer.kernels.states import Uses, lay_out
 from factorlayer.kernels.work import Mode
@@ -78,40 +79,32 @@ class ColumnsBackward(ByColumns, BlockSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)
         slot = self.steps[0].before.bytes
-        numbers = {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots}
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": len(self.steps)}
-        numbers |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
-        numbers |= {"kFours": self.tiles, "kSums": self.weights}
-        lines = constants(numbers)
-        lines += [f"using X = {self.steps[0].before.cuda()};", f"using G = {self.steps[-1].behind.cuda()};"]
+        told: Told = {"X": self.steps[0].before.cuda(), "G": self.steps[-1].behind.cuda(), "GRAD": len(self.steps)}
+        told |= {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "kFours": self.tiles}
+        told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "kSums": self.weights}
+        told |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
         begins = [-1, *self._state_begins[:-1], -1]
         fours = 0
         for i, step in enumerate(self.steps):
             to = sum(other.p * other.q for other in self.steps if other.mode < step.mode)
             of = step.cuda((begins[i], begins[i + 1]), weights[i])
-            lines.append(f"using S{i} = BackStep<{of}, {fours}, {to}>;")
+            told[f"S{i}"] = f"BackStep<{of}, {fours}, {to}>"
             fours += -(-step.p // 8)
-        count = len(self.steps)
-        forward = " ".join(f"k.template forward<S{i}>();" for i in range(count - 1))
-        back = " ".join(f"k.template back<S{i}>(sums);" for i in reversed(range(count)))
-        place = " ".join(f"k.template place<S{i}>(n, at, sum, to);" for i in range(count))
-        lines += [f"template <class Kernel> static DEVICE void forward(const Kernel& k) {{ {forward} }}"]
-        lines += [
-            f"template <class Kernel, class Sums> static DEVICE void back(const Kernel& k, Sums& sums) {{ {back} }}"
-        ]
-        lines += [
+        numbers = range(len(self.steps))
+        return [
+            *constants(told),
+            *visit("forward", [f"k.template forward<S{i}>();" for i in numbers[:-1]]),
+            *visit("back", [f"k.template back<S{i}>(sums);" for i in reversed(numbers)], "Sums& sums"),
             "template <class Kernel>",
             "static DEVICE void place(const Kernel& k, int n, Lane at, const double (&sum)[4], double* to) {",
-            f"  {place}",
+            f"  {' '.join(f'k.template place<S{i}>(n, at, sum, to);' for i in numbers)}",
             "}",
-            f"template <class Kernel> static DEVICE void load_weights(const Kernel& k) {{ {' '.join(loads)} }}",
+            *visit("load_weights", loads),
         ]
-        code = headers("sums.cuh", "columns.cuh", "columns_backward.cuh")
-        return kernel(code, name, "ColumnsBackward", lines, self.threads)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ColumnsBackward | None:

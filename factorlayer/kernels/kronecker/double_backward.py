@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
@@ -34,6 +34,7 @@ class DoubleBackward(OfTwoModes, BlockSums):
     dtype = "float64"
     threads = 384
     size = 8
+    asks = ()  # chunks go by one after another
 
     @property
     def writes(self) -> str:
@@ -59,24 +60,24 @@ class DoubleBackward(OfTwoModes, BlockSums):
         return 0 <= missing - others < 16  # and what lies between tensors
 
     @property
-    def products(self) -> tuple[int, int, int, int]:
-        """Rows of the middle state, what is contracted to make it, its columns, and those of the weight's gradient."""
+    def shape(self) -> tuple[int, int, int, int]:
+        """Rows of the middle state, what makes it, its columns, and those of the weight's gradient."""
         p0, p1, q0, q1 = self.sizes
         return (q1, q0, p0, p1) if self.returns else (p0, p1, q1, q0)
 
     @property
     def parts(self) -> int:
         """Of the middle state's columns."""
-        return -(-self.products[2] // 64)
+        return -(-self.shape[2] // 64)
 
     @property
     def part(self) -> int:
         """Columns of one."""
-        return round_up(-(-self.products[2] // self.parts), DEPTH)
+        return round_up(-(-self.shape[2] // self.parts), DEPTH)
 
     @property
     def _stage_bytes(self) -> int:
-        m, _, _, n = (round_up(count, unit) for count, unit in zip(self.products, (64, 1, 1, 16), strict=True))
+        m, _, _, n = (round_up(count, unit) for count, unit in zip(self.shape, (64, 1, 1, 16), strict=True))
         if self.returns:
             return 8 * DEPTH * max(m + 4 + self.part + 4, n + 4)
         return 8 * (DEPTH + 4) * max(m + self.part, n)
@@ -84,7 +85,7 @@ class DoubleBackward(OfTwoModes, BlockSums):
     @property
     def _rest_bytes(self) -> int:
         """Of shared memory, beside the stages: a part of the middle state, and barriers"""
-        return 8 * round_up(self.products[0], 64) * (self.part + 4) + BARRIER_BYTES
+        return 8 * round_up(self.shape[0], 64) * (self.part + 4) + BARRIER_BYTES
 
     @property
     def stages(self) -> int:
@@ -102,17 +103,12 @@ class DoubleBackward(OfTwoModes, BlockSums):
             f"{' and x’s' if self.returns else ''}, {self.stages} stages, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "STAGES": self.stages}
+    @property
+    def told(self) -> list[str]:
+        numbers = {"UNITS_PER_SAMPLE": self.units_per_sample, "STAGES": self.stages, "RETURNS": self.returns}
         numbers |= {"REGISTERS": REGISTERS[0], "COPY_REGISTERS": REGISTERS[1], "GRAD": len(self.modes)}
         numbers |= {f"FACTOR_{x}": mode.parts[0][0] for x, mode in zip("AB", self.modes, strict=True)}
-        lines = kinds(self.dtype)
-        lines += constants({"RETURNS": self.returns})
-        lines += constants(numbers)
-        code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_backward.cuh")
-        return kernel(code, name, "DoubleBackward", lines, self.threads)
+        return kinds(self.dtype) + constants(self.told_sizes | numbers)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[DoubleBackward, ...]:
@@ -128,7 +124,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
 
 def _time(plan: DoubleBackward, batch: int) -> float:
     """Predicted microseconds."""
-    m, k, _, n2 = plan.products
+    m, k, _, n2 = plan.shape
     m, k, n2, part = round_up(m, 64), round_up(k, DEPTH), round_up(n2, 16), plan.part
     products = 2 * part * (m * k + m * n2) + (2 * 64 * m * n2 if plan.returns else 0)
     chunks = (k + part + (m if plan.returns else 0)) / DEPTH

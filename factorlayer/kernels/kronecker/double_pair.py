@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 
@@ -62,18 +62,13 @@ class DoublePair(TakesTwoModes):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         work, modes = self.work, dict(self.work.steps)
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": work.outer, "STAGES": self.stages}
+        numbers = {"UNITS_PER_SAMPLE": work.outer, "STAGES": self.stages}
         numbers |= {"REGISTERS": REGISTERS[0], "COPY_REGISTERS": REGISTERS[1]}
         numbers |= {"FACTOR_A": modes[0].parts[0][0], "FACTOR_B": modes[1].parts[0][0]}
-        lines = kinds(work.dtype)
-        lines += work.finish
-        lines += constants(numbers)
-        code = headers("sums.cuh", "operands.cuh", "ring.cuh", "double_ring.cuh", "double_pair.cuh")
-        return kernel(code, name, "DoublePair", lines, self.threads, asks=self.work.asks)
+        return kinds(work.dtype) + work.finish + constants(self.told_sizes | numbers)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> DoublePair | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
 from factorlayer.kernels.passes import Pass
@@ -52,14 +52,11 @@ class Eights(Pass):
     def __str__(self) -> str:
         return f"eights: {SIZES}, {self.staged} of {ROWS} rows staged, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         work = self.work
         numbers = {"FIRST": dict(work.steps)[0].parts[0][0], "UNITS_PER_SAMPLE": work.outer, "STAGED": self.staged}
-        lines = ["using Element = float;"]
-        lines += constants(numbers)
-        lines += work.finish
-        return kernel(headers("eights.cuh"), name, "Eights", lines, self.threads)
+        return constants({"Element": "float", **numbers}) + work.finish
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Eights | None:

@@ -18,7 +18,6 @@ class LargeBackward(ByWarpgroups):
 
     dtypes = ("bfloat16", "float16")
     largest = 128
-    headers = ("slabs.cuh", "sums.cuh", "large_backward.cuh")
     slots = 2
     threads = 384
     shared = BARRIER_BYTES + (3 + 2 * slots) * STATE_BYTES

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, ask_for, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Asks, ask_for, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.kronecker.unit_backward import SLAB, UnitBackward
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
-from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, merged, round_up
 
 MOST_MIXED = 8  # of the small mode
@@ -95,24 +95,30 @@ class MixedBackward(BlockSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P", "P0", "P1", "Q", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots}
-        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        parts = [part for mode in self.modes for part in mode.parts]
-        numbers |= {"GRAD": len(parts), "CHUNKS": self.chunks}
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += constants(numbers)
-        for mode, letter in zip(self.modes, "mab", strict=True):
-            lines += weight_functions(mode, letter, self.dtype)
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """Weights, each with its sizes"""
+        return [part for mode in self.modes for part in mode.parts]
+
+    @property
+    def products(self) -> str:
+        _, _, p1, _, q0, q1 = self.sizes
+        return wgmma(self.dtype, (round_up(n, 16) for n in (p1, q0, q1)), turned=True)
+
+    @property
+    def asks(self) -> Asks:
         p, p0, p1, q, q0, q1 = self.sizes
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({round_up(n, 16) for n in (p1, q0, q1)}))
-        names = ("mixing.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "mixed_backward.cuh")
-        states = {"params.x": p * p0 * p1, f"params.weights[{len(parts)}]": q * q0 * q1}
+        states = {"params.x": p * p0 * p1, f"params.weights[{len(self.parts)}]": q * q0 * q1}
         asks = [ask_for(name, self.units_per_sample * count * self.size) for name, count in states.items()]
-        asks += [(f"params.weights[{weight}]", str(q * p * self.size)) for weight, q, p in parts]
-        return kernel(hopper_headers(products, *names), name, "MixedBackward", lines, self.threads, asks=asks)
+        return asks + [(f"params.weights[{weight}]", str(q * p * self.size)) for weight, q, p in self.parts]
+
+    @property
+    def told(self) -> list[str]:
+        numbers = dict(zip(("P", "P0", "P1", "Q", "Q0", "Q1"), self.sizes, strict=True))
+        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots, "CHUNKS": self.chunks}
+        numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
+        lines = constants({"Element": ELEMENT[self.dtype], "GRAD": len(self.parts), **numbers})
+        return lines + told_weights(self.modes, "mab", self.dtype)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> MixedBackward | None:

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, kinds, wgmma
+from factorlayer.device.code import ELEMENT, Asks, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.weights import normals, product
@@ -181,14 +181,19 @@ class Pair(Pass):
             lines += weight_lines(mode, f"_{letter}", letter.upper())
         return lines
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        instructions = "".join(
-            wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
-        )
-        lines = self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
-        code = hopper_headers(instructions, "mixing.cuh", "pair.cuh")
-        return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks, maps=self.mapped)
+    template = "TwoFactors"
+
+    @property
+    def asks(self) -> Asks:
+        return self.work.asks
+
+    @property
+    def products(self) -> str:
+        return wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, {self.chunk, self.n})
+
+    @property
+    def told(self) -> list[str]:
+        return self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:

@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
-from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
@@ -72,15 +71,10 @@ class PairBackward(OfTwoModes, Grouped):
             f"{self.slots} slots, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers["GRAD"] = sum(len(mode.parts) for mode in self.modes)
-        lines = self.constants(numbers)
-        for mode, letter in zip(self.modes, "ab", strict=True):
-            lines += weight_functions(mode, letter, self.dtype)
-        code = headers("sums.cuh", "operands.cuh", "pair_backward.cuh")
-        return kernel(code, name, "PairBackward", lines, self.threads, asks=self.asks)
+    @property
+    def told(self) -> list[str]:
+        numbers = self.told_sizes | {"GRAD": sum(len(mode.parts) for mode in self.modes)}
+        return self.constants(numbers) + told_weights(self.modes, "ab", self.dtype)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:

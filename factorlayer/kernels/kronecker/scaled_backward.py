@@ -20,7 +20,6 @@ class ScaledBackward(ByWarpgroups):
     dtypes = ("tf32",)
     largest = 128
     multiplied = "float16"
-    headers = ("halves.cuh", "slabs.cuh", "sums.cuh", "scaled_backward.cuh")
     start_us = 5.0
     threads = 384
     shared = BARRIER_BYTES + 7 * STATE_BYTES  # two on their way

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import Mode, Work
@@ -127,13 +127,15 @@ class Small(Pass):
     def __str__(self) -> str:
         return f"small: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def blocks(self) -> int:
+        return self.blocks_per_sm
+
+    @property
+    def told(self) -> list[str]:
         work = self.work
         first = dict(work.steps)[0].parts[0][0]
-        lines = ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads)]
-        lines += work.finish
-        return kernel(headers("sums.cuh", "small.cuh"), name, "SmallFactors", lines, self.threads, self.blocks_per_sm)
+        return ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads), *work.finish]
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:

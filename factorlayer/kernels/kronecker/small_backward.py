@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
 from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
@@ -46,12 +46,10 @@ class SmallBackward(BlockSums):
     def __str__(self) -> str:
         return f"small, backward: {self.sizes}, {self.threads // 32} warps, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        lines = self.sizes.constants(0, self.units_per_sample, self.threads)
-        lines += [f"static constexpr int GRAD = {len(self.sizes.weights)};"]
-        code = headers("sums.cuh", "small.cuh", "small_backward.cuh")
-        return kernel(code, name, "SmallBackward", lines, self.threads)
+    @property
+    def told(self) -> list[str]:
+        numbers = self.sizes.constants(0, self.units_per_sample, self.threads)
+        return numbers + constants({"GRAD": len(self.sizes.weights)})
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SmallBackward | None:

@@ -22,7 +22,6 @@ class SplitPairBackward(ByWarpgroups):
 
     dtypes = tuple(PIECES)
     multiplied = "bfloat16"
-    headers = ("splits.cuh", "sums.cuh", "split_pair_backward.cuh")
     groups = 2
     copy_registers, registers = 104, 200  # of a thread, by what its warpgroup does
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.kronecker.split_pair_backward import PIECES, PRODUCTS, SLAB
@@ -30,6 +30,7 @@ class SplitSingleBackward(BlockSums):
     threads = 384
     copy_registers, registers = 88, 208  # of a thread, by what its warpgroup does
     size = 4
+    products = wgmma("bfloat16", {BLOCK}, turned=True)
 
     @property
     def by_columns(self) -> bool:
@@ -70,15 +71,12 @@ class SplitSingleBackward(BlockSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
         numbers = {"P": c.p, "Q": c.q, "INNER": c.inner, "UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": 1}
         numbers |= {"PIECES": self.pieces, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
-        lines = constants(numbers | {"BY_COLUMNS": self.by_columns})
-        products = wgmma("bfloat16", BLOCK, turned=True)
-        code = hopper_headers(products, "splits.cuh", "sums.cuh", "split_single_backward.cuh")
-        return kernel(code, name, "SplitSingleBackward", lines, self.threads)
+        return constants(numbers | {"BY_COLUMNS": self.by_columns})
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SplitSingleBackward | None:

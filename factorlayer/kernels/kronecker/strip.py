@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import most_samples
 from factorlayer.kernels.work import TakesTwoModes, Work
@@ -78,19 +78,13 @@ class Strip(TakesTwoModes):
             f"{self.warps} warps, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         work = self.work
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        for (_, mode), letter in zip(work.steps, "BA", strict=True):
-            numbers[f"FACTOR_{letter}"] = mode.parts[0][0]
+        numbers = {f"FACTOR_{x}": mode.parts[0][0] for (_, mode), x in zip(work.steps, "BA", strict=True)}
         numbers |= {"UNITS_PER_SAMPLE": work.outer, "SPAN": self.span, "ROWS": self.rows}
         numbers |= {"SLOTS": self.slots, "WARPS": self.warps}
-        lines = kinds(work.dtype)
-        lines += work.finish
-        lines += constants(numbers)
-        code = headers("sums.cuh", "operands.cuh", "strip.cuh")
-        return kernel(code, name, "Strip", lines, self.threads, asks=work.asks)
+        return kinds(work.dtype) + work.finish + constants(self.told_sizes | numbers)
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Strip | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
 from factorlayer.kernels.work import Mode, OfTwoModes
@@ -100,14 +100,10 @@ class StripBackward(OfTwoModes, BlockSums):
             f"{self.slots} slots, {self.warps} warps, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"SPAN": self.span, "WIDTH": self.width, "SLOTS": self.slots, "WARPS": self.warps, "GRAD": 2}
-        lines = kinds(self.dtype)
-        lines += constants(numbers)
-        code = headers("sums.cuh", "operands.cuh", "strip_backward.cuh")
-        return kernel(code, name, "StripBackward", lines, self.threads, asks=self.asks)
+    @property
+    def told(self) -> list[str]:
+        numbers = {"SPAN": self.span, "WIDTH": self.width, "SLOTS": self.slots, "WARPS": self.warps, "GRAD": 2}
+        return kinds(self.dtype) + constants(self.told_sizes | numbers)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> StripBackward | None:

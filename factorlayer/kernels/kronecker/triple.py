@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
 from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
@@ -48,6 +47,8 @@ class Triple(Pass):
     buffers: int
     gpu: Gpu
     us: float = 0.0
+
+    depth, shares = 0, 1  # as backward has them
 
     @functools.cached_property
     def pair(self) -> Pair:
@@ -147,30 +148,17 @@ class Triple(Pass):
         )
 
     @property
-    def lines(self) -> list[str]:
-        """The kernel's constants"""
-        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
-        numbers |= {
-            "BUFFERS": self.buffers,
-            "LAST": self.last,
-            "SENT": self.sent,
-            "LAST_REGISTERS": self.last_registers,
-            "DEPTH": 0,
-            "SHARES": 1,
-        }
-        registers = COPY_REGISTERS[self.size], self.registers
-        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
-        return lines + constants(numbers)
+    def products(self) -> str:
+        return wgmma(self.work.dtype, {self.chunk, self.pair.n, self.n})
 
     @property
-    def _cluster_dims(self) -> str:
-        return f"__cluster_dims__(1, {self.cluster}, 1) "
-
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
-        code = hopper_headers(products, "mixing.cuh", "pair.cuh", "triple.cuh")
-        return kernel(code, name, "ThreeFactors", self.lines, self.threads, cluster=self._cluster_dims)
+    def told(self) -> list[str]:
+        registers = COPY_REGISTERS[self.size], self.registers
+        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
+        numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "SENT": self.sent, "DEPTH": self.depth}
+        numbers |= {"LAST_REGISTERS": self.last_registers, "SHARES": self.shares}
+        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
+        return lines + constants(numbers)
 
 
 @dataclass(frozen=True)
@@ -182,6 +170,7 @@ class TripleBackward(Triple, BlockSums):
     shares: int = 1  # of a state, each of which makes room for the next one's by itself
 
     leaves = "begun"
+    header = "triple_backward"
 
     @property
     def dtype(self) -> str:
@@ -240,21 +229,14 @@ class TripleBackward(Triple, BlockSums):
     def __str__(self) -> str:
         return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
 
-    def source(self, name: str) -> str:
-        numbers = {
-            "DEPTH": self.depth,
-            "SHARES": self.shares,
-            "GRAD": 3,
-            "MOST": self.behind.most,
-            "UNITS": self.behind.units_per_sample,
-        }
-        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES) =", line)]
-        lines += constants(numbers)
+    @property
+    def products(self) -> str:
         plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
-        products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
-        further = "mixing.cuh", "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"
-        code = hopper_headers(products, *further)
-        return kernel(code, name, "ThreeFactorsBackward", lines, self.threads, cluster=self._cluster_dims)
+        return wgmma(self.dtype, plain - turned) + wgmma(self.dtype, turned, turned=True)
+
+    @property
+    def told(self) -> list[str]:
+        return super().told + constants({"GRAD": 3, "MOST": self.behind.most, "UNITS": self.behind.units_per_sample})
 
 
 def tile_backward(

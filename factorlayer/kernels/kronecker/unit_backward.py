@@ -19,7 +19,6 @@ class UnitBackward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
     dtypes = ("bfloat16", "float16")
-    headers = ("slabs.cuh", "splits.cuh", "sums.cuh", "unit_products.cuh", "unit_backward.cuh")
     groups = 3
     slots = 6
     ahead = 2  # units on their way from memory; more are slower

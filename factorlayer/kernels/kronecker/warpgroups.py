@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LEAST = 24  # of a size that fills the matrix unit
@@ -32,7 +32,6 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     dtypes: ClassVar[tuple[str, ...]] = ()
     largest: ClassVar[int] = 64  # of a size
     multiplied: ClassVar[str] = ""  # what is multiplied, if not the dtype itself
-    headers: ClassVar[tuple[str, ...]] = ()
     start_us: ClassVar[float] = 4.0  # with the weights and the first unit on their way
 
     @property
@@ -70,18 +69,19 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         pieces = p1 * self.size % 16 == 0 and q1 * self.size % 16 == 0
         return inside and pieces and all(can_be_made(mode, self.dtype) for mode in self.modes)
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True)) | self.numbers
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": sum(len(mode.parts) for mode in self.modes)}
-        lines = [f"using Element = {ELEMENT[self.dtype]};", *constants(numbers)]
-        for mode, letter in zip(self.modes, "ab", strict=True):
-            lines += weight_functions(mode, letter, self.dtype)
-        products = "".join(wgmma(self.multiplied or self.dtype, n, turned=True) for n in sorted(self.widths))
-        asks = () if self.singles else self.asks
-        return kernel(
-            hopper_headers(products, *self.headers), name, type(self).__name__, lines, self.threads, asks=asks
-        )
+    @property
+    def products(self) -> str:
+        return wgmma(self.multiplied or self.dtype, self.widths, turned=True)
+
+    @property
+    def asks(self) -> Asks:
+        return () if self.singles else super().asks
+
+    @property
+    def told(self) -> list[str]:
+        numbers = {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": sum(len(mode.parts) for mode in self.modes)}
+        lines = constants({"Element": ELEMENT[self.dtype], **self.told_sizes, **self.numbers, **numbers})
+        return lines + told_weights(self.modes, "ab", self.dtype)
 
     @property
     def memory_us(self) -> float:

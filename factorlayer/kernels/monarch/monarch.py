@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -154,27 +154,14 @@ class Monarch(Pass):
             f"{first.outer}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         first, second = self.chain.contractions
-        numbers = {
-            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
-            **{"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt},
-            **{
-                "WARPS_M": self.warps_m,
-                "TEAMS": self.teams,
-                "CK": self.k,
-                "STAGES": self.stages,
-                "ROUNDS": self.rounds,
-            },
-            "STORE": self.store,
-        }
-        flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
-        lines = kinds(self.dtype)
-        lines += [activation_type(self.chain.activation, self.dtype, 2)]
-        lines += constants({**numbers, **flags})
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(headers("sums.cuh", "monarch.cuh"), name, "Monarch", lines, self.threads, cluster=cluster)
+        numbers = {"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p, "CK": self.k}
+        numbers |= {"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt}
+        numbers |= {"WARPS_M": self.warps_m, "TEAMS": self.teams, "STAGES": self.stages, "ROUNDS": self.rounds}
+        numbers |= {"STORE": self.store, "BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
+        return [*kinds(self.dtype), activation_type(self.chain.activation, self.dtype, 2), *constants(numbers)]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:

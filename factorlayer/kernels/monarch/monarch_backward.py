@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, kinds, wgmma
+from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.passes import Pass
@@ -132,16 +132,18 @@ class MonarchGradient(_Both, BlockSums):
             f"{self.stages} stages of {self.samples} samples, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    header = "monarch_gradient"
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {min(self.samples, 32), self.both[1].q} if self.wgmma else (), turned=True)
+
+    @property
+    def told(self) -> list[str]:
         first, second = self.both
         numbers = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
         numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
-        flag = f"static constexpr bool WGMMA = {str(self.wgmma).lower()};"
-        columns = sorted({min(self.samples, 32), second.q}) if self.wgmma else []
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in columns)
-        code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_gradient.cuh")
-        return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads)
+        return self.lines(numbers | {"WGMMA": self.wgmma})
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,11 @@ class MonarchWeights(_Both):
     def __str__(self) -> str:
         return f"monarch weights in another order: {self.prepared_bytes} bytes"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        code = hopper_headers("", "monarch_order.cuh", "monarch_weights.cuh")
-        return kernel(code, name, "MonarchWeights", self.lines({"THREADS": self.threads}), self.threads)
+    header = "monarch_weights"
+
+    @property
+    def told(self) -> list[str]:
+        return self.lines({"THREADS": self.threads})
 
 
 @dataclass(frozen=True)
@@ -251,14 +254,16 @@ class MonarchBack(_Both):
             f"groups, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    header = "monarch_back"
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {32, self.both[0].p})
+
+    @property
+    def told(self) -> list[str]:
         numbers = {"GRAD": 2, "STAGES": self.stages, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
-        numbers |= {"TURNERS": self.turners, "DEPTH": self.depth}
-        products = "".join(wgmma(self.dtype, n) for n in sorted({32, self.both[0].p}))
-        code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_back.cuh")
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(code, name, "MonarchBack", self.lines(numbers), self.threads, cluster=cluster)
+        return self.lines(numbers | {"TURNERS": self.turners, "DEPTH": self.depth})
 
 
 def _slabs(row: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -123,20 +123,18 @@ class MonarchMapped(Pass):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def products(self) -> str:
+        return wgmma("tf32", {self.n, 4 * HELD})
+
+    @property
+    def told(self) -> list[str]:
         first, second = self.chain.contractions
-        numbers = {
-            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
-            **{"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "BLOCKS": self.cluster},
-            **{"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER},
-        }
-        lines = ["using Element = float;", activation_type(self.chain.activation, "tf32", 2)]
-        lines += constants(numbers | {"BIAS": self.chain.bias})
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        products = "".join(wgmma("tf32", n) for n in sorted({self.n, 4 * HELD}))
-        code = hopper_headers(products, "monarch_mapped.cuh")
-        return kernel(code, name, "MonarchMapped", lines, self.threads, cluster=cluster, maps=True)
+        told: Told = {"Element": "float", "FIRST": first.weight, "SECOND": second.weight, "K": first.outer}
+        told |= {"P": first.p}
+        told |= {"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "BLOCKS": self.cluster}
+        told |= {"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER, "BIAS": self.chain.bias}
+        return [*constants(told), activation_type(self.chain.activation, "tf32", 2)]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchMapped | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -41,7 +41,7 @@ class MonarchThrough(Pass):
     threads = 384
     units_per_sample = 1
     units_per_block = ROWS * CLUSTER  # of a cluster
-    split = CLUSTER
+    split = cluster = CLUSTER
 
     @property
     def rank(self) -> int:
@@ -122,19 +122,17 @@ class MonarchThrough(Pass):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {self.n, self.half * self.rank})
+
+    @property
+    def told(self) -> list[str]:
         first, second = self.chain.contractions
-        numbers = {
-            **{"K": first.outer, "P": first.p, "L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n},
-            **{"X_SLOTS": self.slots[0], "SLOTS": self.slots[1], "SLOT": self.slot, "MORE": MORE, "FEWER": FEWER},
-        }
-        lines = [f"using Element = {ELEMENT[self.dtype]};", activation_type(self.chain.activation, self.dtype, 2)]
-        lines += constants(numbers | {"BIAS": self.chain.bias})
-        products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))
-        code = hopper_headers(products, "monarch_through.cuh")
-        cluster = f"__cluster_dims__(1, {CLUSTER}, 1) "
-        return kernel(code, name, "MonarchThrough", lines, self.threads, cluster=cluster, maps=True)
+        told: Told = {"Element": ELEMENT[self.dtype], "K": first.outer, "P": first.p, "L": second.inner, "S": second.q}
+        told |= {"RHO": self.rank, "N": self.n, "X_SLOTS": self.slots[0], "SLOTS": self.slots[1], "SLOT": self.slot}
+        told |= {"MORE": MORE, "FEWER": FEWER, "BIAS": self.chain.bias}
+        return [*constants(told), activation_type(self.chain.activation, self.dtype, 2)]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchThrough | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -100,15 +100,15 @@ class SlabBackward(TileSums):
             f"{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        c = self.contraction
+    @property
+    def products(self) -> str:
+        return wgmma("tf32", {COLUMNS, self.contraction.q})
+
+    @property
+    def told(self) -> list[str]:
+        c, run = self.contraction, self.chain.turn[1] if self.chain.turn else self.contraction.p
         numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
-        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
-        lines = constants(numbers | {"SLABS_OUT": self.chain.slabs > 1})
-        products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
-        code = hopper_headers(products, "slab_backward.cuh")
-        return kernel(code, name, "SlabBackward", lines, self.threads, maps=True)
+        return constants(numbers | {"RUN": run, "MORE": MORE, "FEWER": FEWER, "SLABS_OUT": self.chain.slabs > 1})
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -50,6 +50,7 @@ class UntiedBackward(TileSums):
     us: float = 0.0
 
     blocks = 1  # at once on a multiprocessor
+    waits = False
     writes, gradients_to = "y", "w"
     is_whole = False  # a second kernel makes elements of the sums
 
@@ -171,23 +172,24 @@ class UntiedBackward(TileSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def cluster(self) -> int:
+        return 2 if self.paired or self.shared_rows else 1
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {self.n, self.share}, turned=True)
+
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
         more, fewer, _ = REGISTERS[self.consumers]
         _, rows, columns = self.chain.mixed or (1, c.q, 1)
-        numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
-        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
-        numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        numbers |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += constants(numbers)
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
-        lines += constants(flags)
-        cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
-        code = hopper_headers(products, "untied_backward.cuh")
-        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)
+        told: Told = {"Element": ELEMENT[self.dtype], "P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
+        told |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
+        told |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
+        told |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        return constants(told | {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows})
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:

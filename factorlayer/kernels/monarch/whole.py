@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from factorlayer.device.code import ELEMENT, headers, kernel
+from factorlayer.device.code import ELEMENT, Long, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, Gradient
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
@@ -73,6 +73,7 @@ class Whole(Pass):
     gpu: Gpu
 
     threads = COLUMNS * WAYS
+    blocks = 2
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
 
@@ -114,8 +115,7 @@ class Whole(Pass):
     def _lines(self, height: int) -> list[str]:
         numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight, "HEIGHT": height, "R": self.rank}
         numbers |= {"K": self.first.outer, "P": self.first.p, "L": self.second.inner, "Q": self.second.q}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        return [f"using Element = {ELEMENT[self.dtype]};", *lines]
+        return constants({"Element": ELEMENT[self.dtype], **numbers})
 
     def _issued_us(self, each: float) -> float:
         """Of so many instructions for each product of two weights."""
@@ -187,12 +187,10 @@ class WholeWeight(Whole):
         p, q = self.features
         return f"weights as one: {p}→{q}{', turned' if self.turned else ''}, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         places = {"SCALED": self.scaled_at // 4, "LARGEST": self.end // 4 if self.scaled else -1, "BLOCKS": LOOKING}
-        lines = [*self._lines(self.height), f"static constexpr bool TURNED = {str(self.turned).lower()};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in places.items()]
-        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeWeight", lines, self.threads, 2)
+        return self._lines(self.height) + constants({"TURNED": self.turned, **places})
 
 
 @dataclass(frozen=True)
@@ -203,6 +201,7 @@ class WholeLargest(Pass):
 
     threads = COLUMNS * WAYS
     shared = threads // 32 * 8
+    blocks = 4
     units_per_sample = 1
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
     split = LOOKING
@@ -231,14 +230,13 @@ class WholeLargest(Pass):
     def __str__(self) -> str:
         return "the largest of each weight"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         first, second = self.of.first, self.of.second
         numbers = {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "LARGEST": self.prepared_at // 4}
         numbers |= {"COUNT_0": first.weight_size, "COUNT_1": second.weight_size}
-        lines = [f"using Element = {ELEMENT[self.of.dtype]};"]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeLargest", lines, self.threads, 4)
+        long = {key: Long(value) for key, value in numbers.items()}
+        return constants({"Element": ELEMENT[self.of.dtype], **long})
 
 
 @dataclass(frozen=True)
@@ -317,14 +315,12 @@ class WholeParts(Whole):
         p, q = self.features
         return f"gradients of both weights: {self.weights} sums, of {p}×{q}, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         first, second = self.first, self.second
         of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        threads = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long}
-        lines = [*self._lines(self.height), *(f"static constexpr int {key} = {n};" for key, n in threads.items())]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in of.items()]
-        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeParts", lines, self.threads, 2)
+        told = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long}
+        return self._lines(self.height) + constants(told | {key: Long(value) for key, value in of.items()})
 
 
 class Instead:

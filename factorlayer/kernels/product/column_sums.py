@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, constants, headers, kernel
+from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, TileSums
 
@@ -70,10 +70,8 @@ class ColumnSums(TileSums):
     def __str__(self) -> str:
         return f"sums: of {self.features} features, {self.folds} samples a row, {self.ways} rows at once"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"FEATURES": self.features, "FOLD": self.folds, "LANES": self.lanes, "WAYS": self.ways, "EACH": EACH}
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"using Result = {self.result};"]
-        lines += constants(numbers)
-        return kernel(headers("column_sums.cuh"), name, "ColumnSums", lines, self.threads, self.blocks)
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "FEATURES": self.features}
+        told |= {"FOLD": self.folds}
+        return constants(told | {"LANES": self.lanes, "WAYS": self.ways, "EACH": EACH})

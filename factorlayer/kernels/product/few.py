@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ask_for, constants, headers, kernel, kinds
+from factorlayer.device.code import Asks, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
@@ -139,22 +139,21 @@ class Few(Pass):
             f"{self.wg * self.ways} warps, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    waits = False
+
+    @property
+    def asks(self) -> Asks:
+        return self.product.asks if self.first else ()
+
+    @property
+    def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
-        numbers = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
-        numbers |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
-        numbers |= {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
-        numbers |= {"LOAD": self.load, "RUN": self.run}
-        flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
-        lines = kinds(p.dtype)
-        lines += [activation_type(p.activation, p.dtype, p.scalars)]
-        lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
-                  f"static constexpr int {key} = {value};" for key, value in numbers.items()]  # fmt: skip
-        lines += constants(flags)
-        asks = p.asks if self.first else ()
-        return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False, asks=asks)
+        told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
+        told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
+        told |= {"X_SAMPLE": Long(p.x_features), "Y_SAMPLE": Long(p.y_features), "LOAD": self.load, "RUN": self.run}
+        told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
+        told |= {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
+        return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
 
 def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
@@ -220,7 +219,7 @@ def time(plan: Few, batch: int) -> float:
 class FewPass(Pass):
     """One of three passes that make all gradients of two untied contractions."""
 
-    template: str
+    part: str  # the template of its kernel
     chain: Chain
     dtype: str
     gpu: Gpu
@@ -229,17 +228,22 @@ class FewPass(Pass):
     rounds: int  # in which a thread has its part of a weight
     us: float = 0.0
 
+    header = "few"
     units_per_sample = 1
     units_per_block = 1 << 40
     is_apart = True
 
     @property
+    def template(self) -> str:
+        return self.part
+
+    @property
     def reads(self) -> str:
-        return {"FewStates": "x", "FewBack": "x", "FewLast": "s0"}[self.template]
+        return {"FewStates": "x", "FewBack": "x", "FewLast": "s0"}[self.part]
 
     @property
     def writes(self) -> str:
-        return {"FewStates": "s2", "FewBack": "s0", "FewLast": "y"}[self.template]
+        return {"FewStates": "s2", "FewBack": "s0", "FewLast": "y"}[self.part]
 
     @property
     def scratch(self) -> tuple[int, int, int]:
@@ -247,18 +251,18 @@ class FewPass(Pass):
 
     @property
     def leaves(self) -> str:
-        return "prepared" if self.template == "FewStates" else ""
+        return "prepared" if self.part == "FewStates" else ""
 
     reads_prepared = True
 
     def outputs(self, batch: int) -> tuple[int, ...]:
         first, second = self.both
-        if self.template == "FewLast":
+        if self.part == "FewLast":
             return batch * first.outer * first.p * self.size, (first.weight_size + second.weight_size) * self.size
         return (self._bytes_of(batch, padded=True),)
 
     def written(self, batch: int) -> int:
-        if self.template == "FewLast":
+        if self.part == "FewLast":
             return sum(self.outputs(batch))
         return self._bytes_of(batch, padded=False)
 
@@ -266,7 +270,7 @@ class FewPass(Pass):
         """Of states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples beyond."""
         (first, second), samples, piece = self.both, -(-batch // 8) * 8, 16 // self.size
         rows = [-(-c.q // piece) * piece for c in self.both]
-        if self.template == "FewStates":
+        if self.part == "FewStates":
             turned = first.outer * first.p + second.inner * (second.p + second.q)
             return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
         return first.outer * (first.q + (rows[0] if padded else first.q)) * samples * self.size
@@ -325,21 +329,21 @@ class FewPass(Pass):
     @property
     def split(self) -> int:
         first, _ = self.both
-        if self.template == "FewStates":
+        if self.part == "FewStates":
             return first.outer * -(-first.q // 16) + self.turns
-        if self.template == "FewBack":
+        if self.part == "FewBack":
             return self._column_tiles(1)
         return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
 
     @property
     def shared(self) -> int:
-        rows = 16 if self.template == "FewStates" else 8 * self.each
+        rows = 16 if self.part == "FewStates" else 8 * self.each
         return self.ways * rows * 18 * max(4, self.size)
 
     @property
     def held(self) -> int:
         """Registers of a thread that hold a weight."""
-        if self.template == "FewStates":
+        if self.part == "FewStates":
             in_rows = 16 if self._load(0, 16) == 2 else 8
             return in_rows * -(-self._chunks // self.rounds)
         words = self.words * (2 if self._load(self._by_columns, 16) == 2 else 1)
@@ -348,17 +352,17 @@ class FewPass(Pass):
     @property
     def _by_columns(self) -> int:
         """Which weight."""
-        return 1 if self.template == "FewBack" else 0
+        return 1 if self.part == "FewBack" else 0
 
     @property
     def _chunks(self) -> int:
         """Of a warp, of what is contracted."""
         c = self.both[self._by_columns]
-        return -(-(c.p if self.template == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
+        return -(-(c.p if self.part == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
 
     @property
     def registers(self) -> int:
-        return max(_registers(self.held, self.dtype), 128 if self.template == "FewLast" else 0)
+        return max(_registers(self.held, self.dtype), 128 if self.part == "FewLast" else 0)
 
     @property
     def blocks(self) -> int:
@@ -382,41 +386,35 @@ class FewPass(Pass):
 
     def __str__(self) -> str:
         first, second = self.both
-        what = {
-            "FewStates": f"{first.p}→{first.q} for {first.outer} groups, and states turned",
-            "FewBack": f"{second.q}→{second.p} for {second.inner} groups",
-            "FewLast": f"{first.q}→{first.p}, and gradients of both weights",
-        }
-        return f"few, backward: {what[self.template]}, {self.ways} warps, {self.shared} bytes of shared memory"
+        what = {"FewStates": f"{first.p}→{first.q} for {first.outer} groups, and states turned"}
+        what |= {"FewBack": f"{second.q}→{second.p} for {second.inner} groups"}
+        what |= {"FewLast": f"{first.q}→{first.p}, and gradients of both weights"}
+        return f"few, backward: {what[self.part]}, {self.ways} warps, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    waits = False
+
+    @property
+    def asks(self) -> Asks:
+        if self.part != "FewStates":
+            return ()
+        weights = [(f"params.weights[{c.weight}]", str(c.weight_size * self.size)) for c in self.both]
+        features = {"params.x": self.chain.in_features, "params.weights[2]": self.chain.out_features}
+        return [*(ask_for(name, count * self.size) for name, count in features.items()), *weights]
+
+    @property
+    def told(self) -> list[str]:
         first, second = self.both
         numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {
-            "WAYS": self.ways,
-            "ROUNDS": self.rounds,
-            "WORDS": self.words,
-            "TALL": self.tall,
-            "STRIPS": STRIPS,
-            "TURNS": self.turns,
-        }
+        numbers |= {"WAYS": self.ways, "ROUNDS": self.rounds, "WORDS": self.words, "TALL": self.tall}
+        numbers |= {"STRIPS": STRIPS, "TURNS": self.turns}
         columns, piece = 4 * self.words, 16 // self.size
         numbers |= {"LOAD": self._load(0, 16), "LOAD_0": self._load(0, columns), "LOAD_1": self._load(1, columns)}
         numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
         numbers |= {"RUN_X": math.gcd(piece, first.p), "RUN_0": math.gcd(piece, first.p, numbers["OF_0"])}
         numbers |= {"RUN_1": math.gcd(piece, second.p, numbers["OF_1"])}
-        lines = kinds(self.dtype)
-        lines += constants(numbers)
-        size = self.size
-        weights = [(f"params.weights[{c.weight}]", str(c.weight_size * size)) for c in self.both]
-        states = [ask_for("params.x", self.chain.in_features * size)]
-        states += [ask_for("params.weights[2]", self.chain.out_features * size)]
-        asks = [*states, *weights] if self.template == "FewStates" else ()
-        blocks = self.blocks
-        return kernel(headers("few.cuh"), name, self.template, lines, self.threads, blocks, waits=False, asks=asks)
+        return kinds(self.dtype) + constants(numbers)
 
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:

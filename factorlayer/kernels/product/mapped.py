@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import Long, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
@@ -145,25 +145,20 @@ class Mapped(Pass):
             + f", {self.stages} stages of {SLAB}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def products(self) -> str:
+        return wgmma(self.product.dtype, {self.n})
+
+    @property
+    def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
         _, _, line, line_step = self.lines
-        numbers = {
-            **{"P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b},
-            **{"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "STAGES": self.stages},
-            **{"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step},
-        }
-        strides = {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
-        numbers |= {"INNER": c.inner}
-        lines = ["using Element = float;", activation_type(p.activation, p.dtype, p.scalars)]
-        lines += constants(numbers)
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += constants(flags)
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = hopper_headers(wgmma(p.dtype, self.n), "mapped.cuh")
-        return kernel(code, name, "Mapped", lines, self.threads, cluster=cluster, maps=True)
+        told = {"P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
+        told |= {"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "STAGES": self.stages}
+        told |= {"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step}
+        told |= {"X_SAMPLE": Long(p.x_features), "Y_SAMPLE": Long(p.y_features), "INNER": c.inner}
+        told |= {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
+        return [*constants({"Element": "float", **told}), activation_type(p.activation, p.dtype, p.scalars)]
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:

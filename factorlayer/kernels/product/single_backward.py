@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
 from factorlayer.kernels.work import round_up
@@ -91,13 +91,11 @@ class SingleBackward(Grouped):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
-        lines = self.constants({"P": c.p, "Q": c.q, "SPAN": self.span, "INNER": c.inner, "GRAD": 1})
-        lines += constants({"BY_COLUMNS": self.by_columns})
-        code = headers("sums.cuh", "operands.cuh", "single_backward.cuh")
-        return kernel(code, name, "SingleBackward", lines, self.threads)
+        numbers = self.constants({"P": c.p, "Q": c.q, "SPAN": self.span, "INNER": c.inner, "GRAD": 1})
+        return numbers + constants({"BY_COLUMNS": self.by_columns})
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from factorlayer.activations.written import gradient, gradient_by_result
-from factorlayer.device.code import ELEMENT, constants, headers, kernel
+from factorlayer.device.code import ELEMENT, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 
@@ -52,10 +52,8 @@ class Slopes(Pass):
     def __str__(self) -> str:
         return f"slopes: of {self.features} activations{', from their results' if self.through else ''}, times grad_y"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
+    @property
+    def told(self) -> list[str]:
+        told = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
         made = (gradient_by_result if self.through else gradient)(self.activation, self.dtype, "Gradient")
-        lines = [f"using Element = {ELEMENT[self.dtype]};", made]
-        lines += constants(numbers)
-        return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)
+        return [*constants({"Element": ELEMENT[self.dtype], **told}), made]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import MOST_ASKED, ask_for, constants, headers, kernel, kinds
+from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.maths.chain import Chain
@@ -106,6 +106,14 @@ class Product:
     @property
     def weights(self) -> int:
         return self.groups * self.contraction.p * self.contraction.q
+
+    @property
+    def told_steps(self) -> dict[str, int]:
+        """Features of a sample, and of a term where each has a state of its own, or 0."""
+        steps = {"X_SAMPLE": self.terms_in * self.x_features, "Y_SAMPLE": self.terms_out * self.y_features}
+        steps |= {"X_TERM": self.x_features if self.terms_in > 1 else 0}
+        steps |= {"Y_TERM": self.y_features if self.terms_out > 1 else 0}
+        return {key: Long(step) for key, step in steps.items()}
 
     @property
     def asks(self) -> list[tuple[str, str]]:
@@ -325,37 +333,19 @@ class Streamed(Pass):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
-        numbers = {
-            "WEIGHT": c.weight,
-            **{"P": c.p, "Q": c.q, "OUTER": p.outer, "INNER": p.inner, "X_STEP": p.x_step, "GROUPS": p.groups},
-            **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
-            **{"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together},
-            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
-            **{"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt},
-            **{"BK": self.bk, "STAGES": self.stages, "SPAN": self.span, "RESULT": self.result},
-            **dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True)),
-        }
-        strides = {
-            "X_SAMPLE": p.terms_in * p.x_features,
-            "Y_SAMPLE": p.terms_out * p.y_features,
-            "X_TERM": p.x_features if p.terms_in > 1 else 0,
-            "Y_TERM": p.y_features if p.terms_out > 1 else 0,
-        }
-        flags = {
-            "BY_ROWS": p.by_rows,
-            "BIAS": p.bias,
-            "ROUND_X": not p.ours_in,
-            "ROUND_Y": p.dtype == "tf32" and p.ours_out,
-        }
-        lines = kinds(p.dtype)
-        lines += [activation_type(p.activation, p.dtype, p.scalars)]
-        lines += constants(numbers)
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += constants(flags)
-        return kernel(headers("streamed.cuh"), name, "Streamed", lines, self.threads, self.blocks)
+        told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "INNER": p.inner, "X_STEP": p.x_step}
+        told |= {"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out, "GROUPS": p.groups}
+        told |= {"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together}
+        told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
+        told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt}
+        told |= {"BK": self.bk, "STAGES": self.stages, "SPAN": self.span, "RESULT": self.result}
+        told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True))
+        told |= {"BY_ROWS": p.by_rows, "BIAS": p.bias, "ROUND_X": not p.ours_in}
+        told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, **p.told_steps}
+        return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
     def _accesses(self) -> tuple[int, int, int]:
         """Bytes moved at once of x, weights and y: what divides every run."""

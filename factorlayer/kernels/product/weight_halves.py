@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import Long, constants
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.wide import Wide
 
@@ -54,18 +54,16 @@ class WeightHalves(Pass):
     def __str__(self) -> str:
         return f"weights split: {self.prepared_bytes} bytes"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        lines = [f"static constexpr int THREADS = {self.threads};"]
+    @property
+    def told(self) -> list[str]:
+        lines = constants({"THREADS": self.threads})
         for i, p in enumerate(self.of):
-            c = p.product.contraction
-            numbers = {"WEIGHT": c.weight, "P": c.p, "ROWS": p.weight_rows, "TERMS": p.summed}
-            numbers |= {"PART": p.part, "CHUNKS": p.chunks}
-            fields = [*constants(numbers), f"static constexpr i64 AT = {p.halves_at}, SCALES = {p.scales_at};"]
-            lines += [f"struct W{i} {{ {' '.join(fields)} }};"]
+            told = {"WEIGHT": p.product.contraction.weight, "P": p.product.contraction.p, "ROWS": p.weight_rows}
+            told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
+            told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
+            lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
         calls = " ".join(f"c.template weight<W{i}>();" for i in range(len(self.of)))
-        lines += [f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
-        return kernel(headers("halves.cuh", "weight_halves.cuh"), name, "WeightHalves", lines, self.threads)
+        return [*lines, f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
 
 
 def with_halves(

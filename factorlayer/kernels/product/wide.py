@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
-from factorlayer.device.code import ELEMENT, constants, headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
@@ -225,52 +225,30 @@ class Wide(Pass):
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
         return tables[self.consumers]
 
-    def lines(self) -> list[str]:
-        """The kernel's constants"""
+    @property
+    def products(self) -> str:
+        return wgmma("float16" if self.splits else self.product.dtype, {self.n})
+
+    @property
+    def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
         more, fewer = self.registers
-        numbers = {
-            **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
-            **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
-            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
-            **{"TERMS": self.summed, "TERM_BLOCKS": p.terms_out},
-            **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
-            **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
-            **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
-            **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "MIXED": p.mixed},
-            "SCALED": self.scaled_at // 4,
-        }
-        strides = {
-            "X_SAMPLE": p.terms_in * p.x_features,
-            "Y_SAMPLE": p.terms_out * p.y_features,
-            "X_TERM": p.x_features if p.terms_in > 1 else 0,
-            "Y_TERM": p.y_features if p.terms_out > 1 else 0,
-        }
-        flags = {
-            "PAIRED": self.is_paired,
-            "CLUSTER": self.cluster > 1,
-            "FROM_LAST": self.from_last,
-            "BIAS": p.bias,
-            "ROUND_X": self.splits or (rounds and not p.ours_in),
-            "SPLIT": self.splits,
-            "ROUND_Y": rounds and p.ours_out,
-        }
+        told: Told = {"Element": ELEMENT[p.dtype], "WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer}
+        told |= {"FAST": p.fast, "NEXT": p.next, "B": p.b, "GROUPS": p.groups, **p.told_steps}
+        told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
+        told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
+        told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
+        told |= {"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1}
+        told |= {"AHEAD": max(1, min(4, self.stages - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
+        told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "BIAS": p.bias}
+        told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
+        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
             activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
             activation = activation_type(p.activation, p.dtype, p.scalars)
-        lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
-        lines += constants(numbers)
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        return lines + constants(flags)
-
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh")
-        code += wgmma("float16" if self.splits else self.product.dtype, self.n)
-        return kernel(code, name, "Wide", self.lines(), self.threads, cluster=cluster)
+        return [*constants(told), activation]
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:

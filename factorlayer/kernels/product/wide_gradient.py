@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, REDUCTION_US, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
@@ -205,29 +205,20 @@ class WideGradient(TileSums):
             + f", {self.stages} stages of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {8, self.n} if self.bias else {self.n}, turned=self.size == 2)
+
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
         more, fewer, _ = self.registers
-        numbers = {
-            "WEIGHT": self.grad,
-            "P": c.p,
-            "Q": c.q,
-            "GROUPS": 1 if c.tied else c.outer,
-            "ROWS": self.units_per_sample,
-        }
-        numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
-        numbers |= {"AHEAD": self.ahead, "HELD": self.held}
-        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
-        numbers |= {"MORE": more, "FEWER": fewer}
-        lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
-        lines += constants(numbers)
-        flags = {"SPLIT": self.is_split, "BIAS": self.bias}
-        lines += constants(flags)
-        widths = (8, self.n) if self.bias else (self.n,)
-        products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
-        code = hopper_headers(products, "packed.cuh", "pieces.cuh", "wide_gradient.cuh")
-        return kernel(code, name, "WideGradient", lines, self.threads)
+        told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "WEIGHT": self.grad, "P": c.p, "Q": c.q}
+        told |= {"GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample, "MORE": more, "FEWER": fewer}
+        told |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
+        told |= {"AHEAD": self.ahead, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
+        told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
+        return constants(told)
 
 
 def tile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel, wgmma
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.product.wide import MIXED, PRODUCERS, Wide
@@ -62,11 +62,9 @@ class WideResident(Wide):
             f"{self.warpgroups} warpgroups, {self.stages} stages of {ROWS} rows, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        code = headers("wgmma.cuh", "ring.cuh", "halves.cuh", "mixing.cuh", "wide.cuh", "wide_resident.cuh")
-        lines = [*self.lines(), f"static constexpr int GROUPS_OF_WARPS = {self.warpgroups};"]
-        return kernel(code + wgmma(self.product.dtype, self.n), name, "WideResident", lines, self.threads)
+    @property
+    def told(self) -> list[str]:
+        return super().told + constants({"GROUPS_OF_WARPS": self.warpgroups})
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:

@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, hopper_headers, kernel, kinds, wgmma
+from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
@@ -34,8 +34,6 @@ class Dense(Pass):
     us: float = 0.0
     states: bool = False  # stored as well, those between layers
     packs: bool = True  # rows that accesses of 8 bytes do not fit
-
-    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh")
 
     @property
     def size(self) -> int:
@@ -193,8 +191,17 @@ class Dense(Pass):
             coming += elements
         return calls + ends
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def widths(self) -> set[int]:
+        """Of products."""
+        return {self.columns(i)[1] for i in range(len(self.layers))}
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, self.widths, turned=self.size == 2)
+
+    @property
+    def told(self) -> list[str]:
         last = len(self.layers) - 1
         calls = []
         for i in range(last):
@@ -205,8 +212,18 @@ class Dense(Pass):
                 calls += [f"c.template save<L{i}::Q>(c.params.weights[{self.tensors + i}], a{i + 1}, tile);"]
         calls += [f"float d{last}[L{last}::N / 2];", f"c.template multiply<L{last}>(a{last}, d{last});"]
         calls += [f"c.template store<L{last}::Q, L{last}::Activation>(c.params.y, d{last}, tile);"]
-        body = function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
-        return write(self, name, "DenseLayers", [], body, {n for i in range(last + 1) for n in [self.columns(i)[1]]})
+        return self.told_layers() + function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
+
+    def told_layers(self, lines: Sequence[str] = ()) -> list[str]:
+        """What a kernel is told of the layers, with `lines` before them."""
+        numbers = {"GROUPS": self.groups, "packed_at": self.shared - self.packed_bytes, "packed_bytes": self.packed[-1]}
+        numbers |= dict(zip(("packed_x", "packed_y"), self.packed[1:-1], strict=False))
+        head = [*kinds(self.dtype), *constants(numbers), *lines]
+        for i, chain in enumerate(self.layers):
+            activation = activation_type(chain.activation, self.dtype, self.first(i) + 1)
+            head.append(f"struct L{i} {{ {' '.join(constants(self.struct(i)))} {activation} }};")
+        ends = constants({"First": "L0", "Last": f"L{len(self.layers) - 1}"})
+        return head + ends + function("load_weights(const C& c)", self.loading())
 
 
 def _tensors(chain: Chain) -> int:
@@ -217,37 +234,6 @@ def _tensors(chain: Chain) -> int:
 def function(head: str, calls: Sequence[str]) -> list[str]:
     """Of a kernel's struct of constants: what it calls for one layer after another."""
     return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
-
-
-def write(
-    plan: Dense,
-    name: str,
-    template: str,
-    lines: list[str],
-    body: list[str],
-    widths: set[int],
-    threads: int | None = None,
-    waits: bool = True,
-) -> str:
-    """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products. It has
-    the plan's threads, or other ones."""
-    last = len(plan.layers) - 1
-    head = kinds(plan.dtype)
-    head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
-    numbers = {"packed_at": plan.shared - plan.packed_bytes, "packed_bytes": plan.packed[-1]}
-    numbers |= dict(zip(("packed_x", "packed_y"), plan.packed[1:-1], strict=False))
-    head += constants(numbers)
-    for i, chain in enumerate(plan.layers):
-        fields = constants(plan.struct(i))
-        head.append(
-            f"struct L{i} {{ {' '.join(fields)} {activation_type(chain.activation, plan.dtype, plan.first(i) + 1)} }};"
-        )
-    head += ["using First = L0;", f"using Last = L{last};"]
-    head += function("load_weights(const C& c)", plan.loading())
-    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
-    return kernel(
-        hopper_headers(products, *plan.headers), name, template, head + body, threads or plan.threads, waits=waits
-    )
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:

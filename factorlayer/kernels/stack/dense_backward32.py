@@ -7,14 +7,13 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stack.dense import function, write
+from factorlayer.kernels.stack.dense import function
 from factorlayer.kernels.stack.dense import tile as tile_forward
-from factorlayer.kernels.stack.dense_backward import HEADERS, START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import START_US, DenseBackward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -28,8 +27,7 @@ WAIT_US = 1.0  # of 64 samples that nothing runs beside: for them to load, and f
 class DenseBackward32(DenseBackward):
     """A pass, tiled, whose warpgroups have samples and sums of their own."""
 
-    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "dense_backward32.cuh")
-    template: ClassVar[str] = "DenseBackward32"
+    together = False  # whether warpgroups share them
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -109,17 +107,13 @@ class DenseBackward32(DenseBackward):
         found |= {"own_bytes": own["all"], "behind_at": own["behind"], "behind_bytes": own["each"]}
         return found | {"all": self.shared}
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         last = len(self.layers) - 1
-        lines = constants(self.numbers)
-        lines += constants({"TOGETHER": self.template != "DenseBackward32"})
+        lines = constants(self.numbers | {"TOGETHER": self.together})
         lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         body = function("turn_weights(const C& c)", [f"c.template turn_weight<L{i}>();" for i in range(last + 1)])
-        if self.template == "DenseBackward32":
-            body += self.with_samples()
-        widths = {8} | {n for i in range(last + 1) for n in self.columns(i)}
-        return write(self, name, self.template, lines, body, widths)
+        return self.told_layers(lines) + body + ([] if self.together else self.with_samples())
 
     def with_samples(self) -> list[str]:
         """What the kernel does with 64 samples, and where it begins and ends."""
@@ -155,8 +149,8 @@ class DenseBackward32(DenseBackward):
 class LayerBackward32(DenseBackward32):
     """A pass, tiled, whose warpgroups, two of them, share the weight's sums."""
 
-    headers: ClassVar[tuple[str, ...]] = (*DenseBackward32.headers, "layer_backward32.cuh")
-    template: ClassVar[str] = "LayerBackward32"
+    header = "layer_backward32"
+    together = True
 
     def turned(self, i: int) -> bool:
         """Each has 64 rows, so there have to be more than those of the first."""

@@ -7,12 +7,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function, write
+from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -47,8 +47,6 @@ class DenseStreamed(Dense):
     begin: int = 0  # bytes of what another pass has prepared before
     apart: int = 0  # parameters between a weight and its bias
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
-
-    headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
 
     @property
     def slab(self) -> int:
@@ -183,19 +181,25 @@ class DenseStreamed(Dense):
     def _biases_at(self) -> int:
         return self.stages * 128 * self.stage_rows + self.groups * self.state_places[-1]
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def widths(self) -> set[int]:
+        return {c.n for c in self.shapes}
+
+    @property
+    def waits(self) -> bool:
+        return not self.follows
+
+    @property
+    def told(self) -> list[str]:
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
         numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
         numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
         numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
-        lines = constants(numbers)
         body = function("layers(const C& c, typename C::Turns& turn, int round)", self._calls("layer", "turn, round"))
         body += function("weights(const C& c, typename C::Turns& turn)", self._calls("stream", "turn"))
-        widths = {c.n for c in self.shapes}
-        return write(self, name, "DenseStreamed", lines, body, widths, waits=not self.follows)
+        return self.told_layers(constants(numbers)) + body
 
     def _calls(self, what: str, given: str) -> list[str]:
         """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
@@ -225,6 +229,7 @@ class WeightChunks(Pass):
 
     of: DenseStreamed
 
+    header = "weight_chunks"
     shared = 0
     threads = 512
     units_per_sample = 1
@@ -262,11 +267,11 @@ class WeightChunks(Pass):
     def __str__(self) -> str:
         return f"weights as stages hold them: {self.prepared_bytes} bytes"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         calls = [f"c.template layer<L{i}>();" for i in range(len(self.of.layers))]
-        lines = [f"static constexpr int THREADS = {self.threads};"]
-        return write(self.of, name, "WeightChunks", lines, function("weights(const C& c)", calls), set(), self.threads)
+        lines = self.of.told_layers(constants({"THREADS": self.threads}))
+        return lines + function("weights(const C& c)", calls)
 
 
 def tile(

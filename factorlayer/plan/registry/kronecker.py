@@ -54,7 +54,6 @@ RESIDENT = Family(
     (Resident,),
     "resident",
     Takes(sums=True),
-    header="chain",
 )
 SMALL = Family(
     "small",
@@ -254,7 +253,6 @@ OF_FACTORS = (
         (triple.TripleBackward,),
         "triple",
         Takes(triple.DTYPES, ("wgmma",), (3, 3), (pair.LEAST, 64), samples=MANY),
-        header="triple_backward",
     ),
     Family(
         "cluster backward",

@@ -71,7 +71,6 @@ MONARCH_BACKWARD = Family(
     (monarch_backward.MonarchBack, monarch_backward.MonarchWeights, monarch_backward.MonarchGradient),
     "monarch",
     Takes(monarch_backward.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="a state that is the largest"),
-    header="monarch_back",
 )
 FEW_BACKWARD = Family(
     "few backward",

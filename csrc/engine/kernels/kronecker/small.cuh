@@ -147,13 +147,13 @@ template <class Pass> struct SmallState {
   }
 };
 
-template <class Pass> struct SmallFactors : SmallState<Pass> {
+template <class Pass> struct Small : SmallState<Pass> {
   using Base = SmallState<Pass>;
   using Base::A, Base::B, Base::C, Base::kRow, Base::kSlab, Base::kSlabs, Base::kLanes, Base::kInner, Base::kColumns, Base::kSize;
   using Base::params, Base::warp, Base::lane, Base::state, Base::units;
   static_assert(kColumns == Base::kRows && Base::kRows == Pass::THREADS);
 
-  DEVICE SmallFactors(const Params& given) : Base(given) {}
+  DEVICE Small(const Params& given) : Base(given) {}
 
   DEVICE void run() const {
     float x[A][B];

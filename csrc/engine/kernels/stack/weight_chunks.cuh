@@ -4,6 +4,8 @@
 //
 // Pass: Element, THREADS, weights(c), which calls each layer. Layer: as there.
 #pragma once
+#include "finish/pointwise.cuh"
+#include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
 
