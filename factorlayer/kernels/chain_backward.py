@@ -122,10 +122,6 @@ class ChainBackward(BlockSums):
         return self.work.dtype
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from factorlayer.device.code import ELEMENT, Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.parts import Parts
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_RUNS = 16  # on their way to a thread, of both states together
@@ -42,22 +42,36 @@ def most_samples(batch: int) -> int:
     return next((most for most in (64, 2048) if batch <= most), 1 << 40)
 
 
-class TileSums(Pass):
+class Sums(Pass):
+    """What passes have in common whose blocks write sums of gradients, `most` blocks for each at most."""
+
+    gpu: Gpu
+    folds: Any = 1  # sums for each weight that a block has
+    singles: Any = 0  # the first weights, of which a block has one sum, whatever it has of the others
+    begin: Any = 0  # elements of the gradients of all weights before these, where it makes some of them
+    gradients_to = "y"  # of a Reduction behind it
+    most: Any
+    part_bytes: Any
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.part_bytes
+
+    def sum_bytes(self, blocks: int) -> int:
+        return int(blocks * (self.part_bytes // self.most))
+
+
+class TileSums(Sums):
     """What passes have in common whose blocks each have a tile of the sums, mostly for one contraction's weights."""
 
     contraction: Contraction
-    dtype: str
-    gpu: Gpu
     batch: int
     blocks: Any  # at once on a multiprocessor
     tiles: Any
     bias: Any = False  # whether that of the columns of what comes back is made, too
-    folds: Any = 1  # sums for each weight that a block has
     stays: Any = False  # whether its sums do, in s2, for a pass behind it
-    begin = 0
 
     reads = "x"
-    gradients_to = "y"  # of a Reduction behind it
 
     @property
     def writes(self) -> str:
@@ -68,10 +82,6 @@ class TileSums(Pass):
         return int(self.blocks)
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.part_bytes
-
-    @property
     def finishing(self) -> tuple[Pass, ...]:
         if self.stays:
             return (Reduction(self, in_place=True),) if self._sums_of_blocks > 1 else ()
@@ -80,16 +90,9 @@ class TileSums(Pass):
     def outputs(self, batch: int) -> tuple[int, ...]:
         return (self.weights * ELEMENT_BYTES[self.dtype] if self.is_whole else 0,)
 
-    def sum_bytes(self, blocks: int) -> int:
-        return blocks * (self.part_bytes // self.most)
-
     @property
     def weights(self) -> int:
         return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
-
-    @property
-    def singles(self) -> int:
-        return 0
 
     @property
     def split(self) -> int:
@@ -126,6 +129,32 @@ class TileSums(Pass):
         return f"{'one block' if self.is_whole else f'at most {self.most} blocks'} for a tile"
 
 
+class AtOneVisit(TileSums):
+    """What passes have in common that make both gradients of an untied contraction: x's, and sums of the weight's."""
+
+    chain: Chain
+    blocks = 1  # at once on a multiprocessor
+    writes: Any = "y"
+    gradients_to = "w"
+    is_whole = False  # a second kernel makes elements of the sums
+    units_per_sample = 1
+
+    @property
+    def contraction(self) -> Contraction:  # type: ignore[override]
+        return self.chain.contractions[0]
+
+    @property
+    def groups(self) -> int:
+        return self.contraction.outer * self.contraction.inner
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (batch * self.output_bytes,)
+
+    @property
+    def output_bytes(self) -> int:
+        return self.groups * self.contraction.p * self.size
+
+
 @dataclass(frozen=True)
 class Gradient(TileSums):
     """A pass over the states, tiled. `us` is the time predicted."""
@@ -144,10 +173,6 @@ class Gradient(TileSums):
     us: float = 0.0
     grad: int = 0  # the parameter that grad_y is
     stays: bool = False
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def bm(self) -> int:
@@ -229,64 +254,23 @@ class Gradient(TileSums):
         return kinds(self.dtype) + constants(told | {"RUN": self.run, "TIED": c.tied, "Result": self.result})
 
 
-class BlockSums(Pass):
+class BlockSums(Sums):
     """What passes have in common that make all gradients at once, with one block for each multiprocessor."""
 
-    dtype: Any
-    gpu: Gpu
     weights: Any
+    merged: Any = ()  # its modes, if its sums are those of several taken as one
+    rank: Any = 1  # terms, of which each weight has one behind the other
 
-    gradients_to = "w"  # of a Reduction behind it
-
-    @property
-    def reads(self) -> str:
-        return "x"
-
-    @property
-    def writes(self) -> str:
-        return "y"
-
-    @property
-    def merged(self) -> tuple[Mode, ...]:
-        """Its modes, if its sums are those of several taken as one."""
-        return ()
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.part_bytes
+    reads: Any = "x"
+    writes: Any = "y"
+    gradients_to = "w"
+    units_per_block: Any = 1  # so that few units have a multiprocessor each
 
     @property
     def finishing(self) -> tuple[Pass, ...]:
         if self.merged:
             return Reduction(self, in_place=True), Parts(self.merged, self.dtype, self.rank, self.begin)
         return (Reduction(self),)
-
-    def sum_bytes(self, blocks: int) -> int:
-        return blocks * (self.part_bytes // self.most)
-
-    @property
-    def units_per_block(self) -> int:
-        """One, so that few units have a multiprocessor each."""
-        return 1
-
-    @property
-    def folds(self) -> int:
-        return 1
-
-    @property
-    def rank(self) -> int:
-        """Terms, of which each weight has one behind the other."""
-        return 1
-
-    @property
-    def begin(self) -> int:
-        """Elements of the gradients of all weights before these, where it makes some of them."""
-        return 0
-
-    @property
-    def singles(self) -> int:
-        """The first weights, of which a block has one sum, whatever it has of the others."""
-        return 0
 
     @property
     def most(self) -> int:
@@ -325,7 +309,7 @@ class Summing(Protocol):
 
 
 @dataclass(frozen=True)
-class Reduction(Pass):
+class Reduction(OneSpread):
     """A pass that adds up what the blocks of another one have summed."""
 
     of: Summing
@@ -335,8 +319,6 @@ class Reduction(Pass):
     threads = 256
     blocks = 2
     shared = 256 * 16
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     reads = "s2"
 
     @property

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.work import round_up
 
@@ -28,10 +27,6 @@ class Grouped(BlockSums):
     registers: Any
     shared: Any
     units_per_sample: Any
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def warps(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread
 from factorlayer.kernels.weights import factors
 from factorlayer.kernels.work import Mode
 
@@ -16,7 +16,7 @@ WARPS = 8  # of a block, each with an element
 
 
 @dataclass(frozen=True)
-class Parts(Pass):
+class Parts(OneSpread):
     """A pass behind one that has summed the gradients of products, and behind what adds up its blocks' sums."""
 
     modes: tuple[Mode, ...]
@@ -27,8 +27,6 @@ class Parts(Pass):
 
     threads = 32 * WARPS
     shared = threads * 8
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     blocks = 4
     starts = True
     reads, writes = "s2", "w"

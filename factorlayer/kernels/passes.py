@@ -6,9 +6,11 @@ family it is of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from factorlayer.device.code import Asks, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
 LAUNCH_US = 2.0  # to start a kernel, by itself
@@ -17,6 +19,8 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 
 class Pass:
     """What is the same of most passes. `units` are what blocks take one after another."""
+
+    dtype: Any
 
     if TYPE_CHECKING:  # as properties, so that a family may have them as fields, constants or properties of its own
 
@@ -81,6 +85,11 @@ class Pass:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
         products = template = header = ""
         asks, waits, starts = (), True, False
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def blocks_per_sm(self) -> int:
@@ -218,3 +227,46 @@ class Pass:
     def is_others(self, missing: int, padding: int) -> bool:
         """Whether bytes that it has not written, and padding that it has, are sums that another pass writes."""
         return False
+
+
+class OneSpread(Pass):
+    """A pass whose blocks, along y of the grid, share all there is, however many samples there are."""
+
+    units_per_sample = 1
+    units_per_block = 1 << 40
+
+
+class Preparing(OneSpread):
+    """A pass that puts weights into s2 as one behind it reads them."""
+
+    reads, writes = "none", "s2"
+    leaves = "prepared"
+
+    @property
+    def prepared_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.prepared_at + self.prepared_bytes
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.prepared_at + self.prepared_bytes,)
+
+    def written(self, batch: int) -> int:
+        return self.prepared_bytes
+
+
+Tiled = TypeVar("Tiled", bound=Pass)
+
+
+def fastest(plans: Iterable[Tiled]) -> Tiled | None:
+    """By prediction, of tilings of one family; None where it has none."""
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+def tensor_map(of: int | str, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> str:
+    """A map of x, or of a parameter, as csrc/runtime/plan.h has it: sizes, strides in elements, and a box of five
+    dimensions, the contiguous one first."""
+    kind, size = ("tf32", 4) if dtype == "tf32" else ("u16", 2)
+    return " ".join(map(str, (of, kind, *sizes, *(size * stride for stride in strides), *box)))

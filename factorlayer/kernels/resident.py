@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import Asks, Long, Told, constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.device.code import Long, Told, constants, kinds
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stages import Layout, Sandwich, Stage, Stages, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
 @dataclass(frozen=True)
-class Resident(Pass):
+class Resident(OfWork):
     """A pass, tiled. `us` is the time predicted for `batch` samples."""
 
     work: Work
@@ -60,10 +59,6 @@ class Resident(Pass):
     def scratch(self) -> tuple[int, int, int]:
         s0, s1 = (self.output_bytes if self.gives == buffer else 0 for buffer in ("s0", "s1"))
         return s0, s1, 0
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
 
     @property
     def last(self) -> Stage:
@@ -160,10 +155,6 @@ class Resident(Pass):
         )
 
     template, header = "Chain", "chain"
-
-    @property
-    def asks(self) -> Asks:
-        return self.work.asks
 
     @property
     def told(self) -> list[str]:

@@ -140,10 +140,26 @@ class Work:
         return found
 
 
-class TakesTwoModes(Pass):
-    """What passes have in common that take a work's only two modes at once."""
+class OfWork(Pass):
+    """What passes have in common that do such work."""
 
     work: Work
+
+    @property
+    def dtype(self) -> str:
+        return self.work.dtype
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def asks(self) -> Asks:
+        return self.work.asks
+
+
+class TakesTwoModes(OfWork):
+    """What passes have in common that take a work's only two modes at once."""
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -154,14 +170,6 @@ class TakesTwoModes(Pass):
     @property
     def told_sizes(self) -> dict[str, int]:
         return dict(zip(SIZES, self.sizes, strict=True))
-
-    @property
-    def asks(self) -> Asks:
-        return self.work.asks
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
 
     @property
     def output_bytes(self) -> int:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, most_samples
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode, OfTwoModes
 
 LARGEST = 128
@@ -44,10 +45,6 @@ class ClusterBackward(OfTwoModes):
     blocks_per_sm = 0  # as many as there is work
     reads, writes = "x", "y"
     is_apart = True
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def threads(self) -> int:
@@ -126,7 +123,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     if not gpu.clusters:
         return None
     plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[ClusterBackward]:

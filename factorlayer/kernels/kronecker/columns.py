@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.states import MOST_MODES, Order, State, Uses, lay_out
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 LARGEST = 16
 MOST_GROUPS = 15  # of several warps, which have a barrier each
@@ -170,7 +170,7 @@ def time_of(
 
 
 @dataclass(frozen=True)
-class Columns(ByColumns):
+class Columns(ByColumns, OfWork):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -182,9 +182,7 @@ class Columns(ByColumns):
     gpu: Gpu
     us: float = 0.0
 
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
+    asks = ()
 
     @property
     def output_bytes(self) -> int:
@@ -227,9 +225,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Columns | None:
         return None
     if not takes([mode for _, mode in work.steps], gpu):
         return None
-    return min(
-        (replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu)), key=lambda plan: plan.us, default=None
-    )
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu))
 
 
 @functools.lru_cache(256)

@@ -22,6 +22,7 @@ from factorlayer.kernels.kronecker.columns import (
     time_of,
     visit,
 )
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.states import Uses, lay_out
 from factorlayer.kernels.work import Mode
 
@@ -112,7 +113,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
     plans = (replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 @functools.lru_cache(256)

@@ -33,7 +33,6 @@ class DoubleBackward(OfTwoModes, BlockSums):
 
     dtype = "float64"
     threads = 384
-    size = 8
     asks = ()  # chunks go by one after another
 
     @property

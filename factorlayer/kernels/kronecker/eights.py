@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.work import Work
+from factorlayer.kernels.work import OfWork, Work
 
 SIZES = Sizes(8, 8, 8, 8, 8)
 WARPS, ROWS = 16, 32  # of a warp
@@ -21,7 +20,7 @@ MULTIPLY_ADDS = 23  # of an element, that would take as long as its products
 
 
 @dataclass(frozen=True)
-class Eights(Pass):
+class Eights(OfWork):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -29,6 +28,7 @@ class Eights(Pass):
     us: float = 0.0
 
     units_per_block = 1
+    asks = ()
     threads = 32 * WARPS
 
     @property
@@ -40,10 +40,6 @@ class Eights(Pass):
     @property
     def shared(self) -> int:
         return FIXED_BYTES + WARPS * (BARRIER_BYTES + self.staged * ROW_BYTES)
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
 
     @property
     def output_bytes(self) -> int:

@@ -14,6 +14,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.kronecker.unit_backward import SLAB, UnitBackward
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, merged, round_up
 
@@ -38,7 +39,6 @@ class MixedBackward(BlockSums):
     groups = 2
     slots = 4  # of G
     copy_registers, registers = 56, 224  # of a thread, by what its warpgroup does
-    size = 2
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -134,7 +134,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
         if fits and plan.chunks > plan.least_chunks:
             plans.append(replace(plan, us=_time(plan, batch)))
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _as_three(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode, Mode]]:

@@ -7,11 +7,11 @@ import itertools
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, Asks, constants, kinds, wgmma
+from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import tensor_map
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -25,7 +25,7 @@ PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy 
 
 
 @dataclass(frozen=True)
-class Pair(Pass):
+class Pair(OfWork):
     """A pass of two tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -36,10 +36,6 @@ class Pair(Pass):
     stages: int = 0  # chunks on their way to slots
     held: int = 1  # pieces of the second weight that stay in registers
     us: float = 0.0
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
 
     @property
     def pieces(self) -> int:
@@ -79,7 +75,7 @@ class Pair(Pass):
         p0, p1, _, _ = self.sizes
         sizes, strides = (p1, p0, self.work.outer, 1, 1), (p1, p0 * p1, p0 * p1, p0 * p1)
         box = (128 // self.unit, self.chunk, 1, 1, 1)
-        return (" ".join(map(str, ("x", "tf32", *sizes, *(4 * stride for stride in strides), *box))),)
+        return (tensor_map("x", "tf32", sizes, strides, box),)
 
     @property
     def results(self) -> int:
@@ -139,10 +135,6 @@ class Pair(Pass):
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
 
     @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
-
-    @property
     def units_per_block(self) -> int:
         return 1
 
@@ -182,10 +174,6 @@ class Pair(Pass):
         return lines
 
     template = "TwoFactors"
-
-    @property
-    def asks(self) -> Asks:
-        return self.work.asks
 
     @property
     def products(self) -> str:

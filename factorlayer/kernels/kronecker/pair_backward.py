@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
@@ -81,7 +82,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
     plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:

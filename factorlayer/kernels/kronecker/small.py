@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.work import Mode, Work
+from factorlayer.kernels.work import Mode, OfWork, Work
 
 SIZES = (4, 8)
 MOST_THREADS, REGISTERS = 512, 128
@@ -93,7 +92,7 @@ def sizes_in(work: Work) -> Sizes | None:
 
 
 @dataclass(frozen=True)
-class Small(Pass):
+class Small(OfWork):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -102,6 +101,7 @@ class Small(Pass):
     us: float = 0.0
 
     units_per_block = 1
+    asks = ()
 
     @property
     def threads(self) -> int:
@@ -115,10 +115,6 @@ class Small(Pass):
     @property
     def shared(self) -> int:
         return self.sizes.shared
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
 
     @property
     def output_bytes(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode
 
 PIECES = {"float32": 3, "tf32": 2}
@@ -61,4 +62,4 @@ class SplitPairBackward(ByWarpgroups):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SplitPairBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return min(ways(SplitPairBackward, modes, outer, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(ways(SplitPairBackward, modes, outer, dtype, batch, gpu))

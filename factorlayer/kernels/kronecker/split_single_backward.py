@@ -11,6 +11,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.kronecker.split_pair_backward import PIECES, PRODUCTS, SLAB
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.product.single_backward import OfOneFactor
 from factorlayer.maths.spec import Contraction
 
 BLOCK = 64  # rows and columns of what is multiplied at once, and a unit's
@@ -19,7 +20,7 @@ UNIT_US = 1.0  # of waits, splitting and sums, where no other group's products h
 
 
 @dataclass(frozen=True)
-class SplitSingleBackward(BlockSums):
+class SplitSingleBackward(OfOneFactor, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     contraction: Contraction
@@ -29,16 +30,7 @@ class SplitSingleBackward(BlockSums):
 
     threads = 384
     copy_registers, registers = 88, 208  # of a thread, by what its warpgroup does
-    size = 4
     products = wgmma("bfloat16", {BLOCK}, turned=True)
-
-    @property
-    def by_columns(self) -> bool:
-        return self.contraction.inner > 1
-
-    @property
-    def weights(self) -> int:
-        return self.contraction.p * self.contraction.q
 
     @property
     def units_per_sample(self) -> int:
@@ -58,11 +50,6 @@ class SplitSingleBackward(BlockSums):
     def shared(self) -> int:
         groups = 2 // self.parts
         return BARRIER_BYTES + (self.parts**2 + groups * 2 * self.parts) * self.pieces * SLAB
-
-    @property
-    def output_bytes(self) -> int:
-        c = self.contraction
-        return c.outer * c.p * c.inner * self.size
 
     def __str__(self) -> str:
         c = self.contraction

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import most_samples
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import TakesTwoModes, Work
 
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
@@ -34,10 +35,6 @@ class Strip(TakesTwoModes):
 
     units_per_block = 1
     blocks_per_sm = 0  # as many as there is work
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
 
     @property
     def threads(self) -> int:
@@ -92,7 +89,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Strip | None:
     if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or most_samples(batch) > 64:
         return None
     plans = [replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[Strip]:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode, OfTwoModes
 
 LARGEST = 128  # whose sums the warps of a block can hold
@@ -70,10 +71,6 @@ class StripBackward(OfTwoModes, BlockSums):
     def threads(self) -> int:
         return 32 * self.warps
 
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
     @functools.cached_property
     def shared(self) -> int:
         _, p1, q0, _ = self.sizes
@@ -111,7 +108,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
     plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
-    return min((plan for plan in plans if plan.part_bytes <= MOST_BYTES), key=lambda plan: plan.us, default=None)
+    return fastest(plan for plan in plans if plan.part_bytes <= MOST_BYTES)
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[StripBackward]:

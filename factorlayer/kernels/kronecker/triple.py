@@ -15,8 +15,7 @@ from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
 from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
 from factorlayer.kernels.kronecker.unit_backward import UnitBackward
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 Behind = SplitPairBackward | UnitBackward
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -35,7 +34,7 @@ BACK_US = 1.4  # that a warpgroup takes for one
 
 
 @dataclass(frozen=True)
-class Triple(Pass):
+class Triple(OfWork):
     """A pass of three tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -48,6 +47,7 @@ class Triple(Pass):
     gpu: Gpu
     us: float = 0.0
 
+    asks = ()
     depth, shares = 0, 1  # as backward has them
 
     @functools.cached_property
@@ -62,10 +62,6 @@ class Triple(Pass):
     def mode(self) -> Mode:
         """The first one"""
         return next(mode for at, mode in self.work.steps if at == 0)
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
 
     @property
     def n(self) -> int:
@@ -127,10 +123,6 @@ class Triple(Pass):
         return self.cluster
 
     @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
-
-    @property
     def units_per_block(self) -> int:
         return 1
 
@@ -171,10 +163,6 @@ class TripleBackward(Triple, BlockSums):
 
     leaves = "begun"
     header = "triple_backward"
-
-    @property
-    def dtype(self) -> str:
-        return self.work.dtype
 
     @property
     def behind(self) -> Behind:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode
 
 SLAB = 64 * 128  # bytes of a matrix, whatever its sizes are
@@ -52,4 +53,4 @@ class UnitBackward(ByWarpgroups):
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> UnitBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return min(ways(UnitBackward, modes, outer, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(ways(UnitBackward, modes, outer, dtype, batch, gpu))

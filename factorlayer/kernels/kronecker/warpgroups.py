@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
@@ -33,10 +33,6 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     largest: ClassVar[int] = 64  # of a size
     multiplied: ClassVar[str] = ""  # what is multiplied, if not the dtype itself
     start_us: ClassVar[float] = 4.0  # with the weights and the first unit on their way
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def weights(self) -> int:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.passes import fastest
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -27,7 +28,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class Monarch(Pass):
+class Monarch(OfMonarch):
     """A pass, tiled: blocks of `groups` of the second contraction and 16 * `mt` * `warps_m` samples, `k` groups of the
     first one at a time. `us` is the time predicted."""
 
@@ -45,14 +46,7 @@ class Monarch(Pass):
     teams: int = 1
     us: float = 0.0
 
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def rank(self) -> int:
-        first, second = self.chain.contractions
-        return first.q // second.inner
+    units_per_sample = 1
 
     @property
     def units(self) -> int:
@@ -103,7 +97,7 @@ class Monarch(Pass):
     @property
     def stage_bytes(self) -> int:
         rows = self.groups // 2 * self.units * 8
-        return self.samples // self.teams * self._stride(self.k * self.padded) + rows * self._stride(self.padded)
+        return self.samples // self.teams * self.row_bytes(self.k * self.padded) + rows * self.row_bytes(self.padded)
 
     @property
     def result_bytes(self) -> int:
@@ -115,16 +109,12 @@ class Monarch(Pass):
     @property
     def weight_bytes(self) -> int:
         line = self.depth * self.size
-        return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self._stride(self.depth))
+        return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self.row_bytes(self.depth))
 
     @functools.cached_property
     def shared(self) -> int:
         barriers = 16 * (self.warps_m + self.teams * self.stages)
         return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + barriers
-
-    def _stride(self, elements: int) -> int:
-        """Bytes from row to row, an odd multiple of 16."""
-        return (-(-elements * self.size // 16) | 1) * 16
 
     @property
     def store(self) -> int:
@@ -135,16 +125,8 @@ class Monarch(Pass):
         return -(-self.chain.contractions[1].inner // (self.groups * self.cluster)) * self.cluster
 
     @property
-    def units_per_sample(self) -> int:
-        return 1
-
-    @property
     def units_per_block(self) -> int:
         return self.samples
-
-    @property
-    def output_bytes(self) -> int:
-        return self.chain.out_features * self.size
 
     def __str__(self) -> str:
         first, second = self.chain.contractions
@@ -156,9 +138,7 @@ class Monarch(Pass):
 
     @property
     def told(self) -> list[str]:
-        first, second = self.chain.contractions
-        numbers = {"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p, "CK": self.k}
-        numbers |= {"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt}
+        numbers = self.told_layer | {"CK": self.k, "GROUPS": self.groups, "MT": self.mt}
         numbers |= {"WARPS_M": self.warps_m, "TEAMS": self.teams, "STAGES": self.stages, "ROUNDS": self.rounds}
         numbers |= {"STORE": self.store, "BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
         return [*kinds(self.dtype), activation_type(self.chain.activation, self.dtype, 2), *constants(numbers)]
@@ -166,13 +146,11 @@ class Monarch(Pass):
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:
     """The fastest tiling by prediction; None if this is no chain for it."""
-    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(chain, dtype, batch, gpu))
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
-    if dtype not in DTYPES or not chain.is_monarch:
-        return False
-    if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
+    if dtype not in DTYPES or not takes_forward(chain):
         return False
     first, second = chain.contractions
     return first.p * ELEMENT_BYTES[dtype] % 4 == 0 and first.p <= LONGEST and second.inner % 2 == 0

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.monarch.layer import OfMonarch
+from factorlayer.kernels.passes import OneSpread, fastest
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 DTYPES = ("tf32", "bfloat16", "float16")
 WARPS = 8
@@ -28,16 +28,10 @@ RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
 
-class _Both(Pass):
+class _Both(OfMonarch):
     """What the two passes have in common."""
 
-    chain: Chain
-    dtype: str
-    gpu: Gpu
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
+    output_bytes = 0  # outputs() of each says what it writes
 
     @property
     def step(self) -> int:
@@ -45,31 +39,12 @@ class _Both(Pass):
         return 32 // self.size
 
     @property
-    def both(self) -> tuple[Contraction, Contraction]:
-        first, second = self.chain.contractions
-        return first, second
-
-    @property
-    def rank(self) -> int:
-        return self.both[0].q // self.both[1].inner
-
-    @property
     def all_units(self) -> int:
         """Fours of the state's numbers that an output group reads."""
         return self.both[1].p // 4
 
-    def _stride(self, elements: int) -> int:
-        """Bytes from row to row, an odd multiple of 16."""
-        return (-(-elements * self.size // 16) | 1) * 16
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        first, second = self.both
-        numbers = {"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p}
-        return numbers | {"L": second.inner, "S": second.q, "RHO": self.rank}
-
     def lines(self, numbers: dict[str, int]) -> list[str]:
-        return kinds(self.dtype) + constants(self.numbers | numbers)
+        return kinds(self.dtype) + constants(self.told_layer | numbers)
 
 
 @dataclass(frozen=True)
@@ -119,9 +94,9 @@ class MonarchGradient(_Both, BlockSums):
     @functools.cached_property
     def shared(self) -> int:
         first, second = self.both
-        row = 128 if self.wgmma else self._stride(second.q)
-        weights = 16 * 4 * self.wk * self.wl * (self._stride(first.p) + row)
-        stage = self.samples * (self._stride(self.columns) + 4 * self.wl * row)
+        row = 128 if self.wgmma else self.row_bytes(second.q)
+        weights = 16 * 4 * self.wk * self.wl * (self.row_bytes(first.p) + row)
+        stage = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
         return weights + self.stages * ((-(-stage // 1024) * 1024 if self.wgmma else stage) + 16)
 
     def __str__(self) -> str:
@@ -147,7 +122,7 @@ class MonarchGradient(_Both, BlockSums):
 
 
 @dataclass(frozen=True)
-class MonarchWeights(_Both):
+class MonarchWeights(_Both, OneSpread):
     """The pass that puts both weights in the order in which the way back reads them."""
 
     chain: Chain
@@ -156,8 +131,6 @@ class MonarchWeights(_Both):
 
     threads = 256
     shared = 0
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     us = 3.0
     reads, writes = "x", "s0"  # beside s2; s0 is the way back's to write
     leaves = "prepared"
@@ -276,7 +249,7 @@ def all_gradients(
     """The passes, each the fastest by prediction; None if this is no chain for them."""
     if not gpu.wgmma or batch <= 64 or not _takes(chain, dtype):
         return None
-    of_weights = min(gradient_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    of_weights = fastest(gradient_tilings(chain, dtype, batch, gpu))
     back = _back(chain, dtype, batch, gpu)
     if not of_weights or not back:
         return None

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import TileSums
-from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.gradient import AtOneVisit
+from factorlayer.kernels.passes import MOST_BLOCKS, tensor_map
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 UNIT = 64  # samples
 COLUMNS = 64  # p's of a block
@@ -28,7 +27,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class SlabBackward(TileSums):
+class SlabBackward(AtOneVisit):
     """A pass: a block has 64 p's of a group. `us` is the time predicted."""
 
     chain: Chain
@@ -38,19 +37,7 @@ class SlabBackward(TileSums):
 
     dtype = "tf32"
     threads = THREADS
-    blocks = 1  # at once on a multiprocessor
-    writes, gradients_to = "y", "w"
-    is_whole = False  # a second kernel makes elements of the sums
-    units_per_sample = 1
     units_per_block = LEAST_UNITS * UNIT
-
-    @property
-    def contraction(self) -> Contraction:  # type: ignore[override]
-        return self.chain.contractions[0]
-
-    @property
-    def groups(self) -> int:
-        return self.contraction.outer * self.contraction.inner
 
     @property
     def weight_bytes(self) -> int:
@@ -74,13 +61,6 @@ class SlabBackward(TileSums):
     def tiles(self) -> int:
         return self.groups * -(-self.contraction.p // COLUMNS)
 
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (batch * self.output_bytes,)
-
-    @property
-    def output_bytes(self) -> int:
-        return self.groups * self.contraction.p * 4
-
     @property
     def maps(self) -> tuple[str, ...]:
         """What csrc/runtime reads, of x and of grad_y."""
@@ -88,10 +68,7 @@ class SlabBackward(TileSums):
         x = (c.p, self.groups, 1, 1, 1), (c.p, *(self.groups * c.p,) * 3), (32, 1, 32, 1, 1)
         rows = (c.inner, 1, c.q * c.inner, self.groups * c.q)
         grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
-        return tuple(
-            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), (1, grad))
-        )
+        return tensor_map("x", "tf32", *x), tensor_map(1, "tf32", *grad)
 
     def __str__(self) -> str:
         c = self.contraction

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, TileSums
-from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import PART_BYTES, AtOneVisit
+from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 DTYPES = ("bfloat16", "float16")
 SLAB_BYTES = 64 * 128  # of 64 columns
@@ -31,7 +30,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class UntiedBackward(TileSums):
+class UntiedBackward(AtOneVisit):
     """A pass, tiled: a block has `together` groups, of each `n` * `wn` p's; a group's `wm` x `wn` warpgroups have
     64 `height` q's and n p's each. `us` is the time predicted."""
 
@@ -49,22 +48,7 @@ class UntiedBackward(TileSums):
     shared_rows: bool = False  # blocks, in clusters, which read grad_y together
     us: float = 0.0
 
-    blocks = 1  # at once on a multiprocessor
     waits = False
-    writes, gradients_to = "y", "w"
-    is_whole = False  # a second kernel makes elements of the sums
-
-    @property
-    def contraction(self) -> Contraction:  # type: ignore[override]
-        return self.chain.contractions[0]
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def groups(self) -> int:
-        return self.contraction.outer * self.contraction.inner
 
     @property
     def bp(self) -> int:
@@ -119,8 +103,6 @@ class UntiedBackward(TileSums):
     def tiles(self) -> int:
         return self.groups // self.together * -(-self.contraction.p // self.bp) * (1 + self.paired)
 
-    units_per_sample = 1
-
     @property
     def units_per_block(self) -> int:
         return LEAST_CHUNKS * ROWS * (1 + self.paired)
@@ -142,7 +124,7 @@ class UntiedBackward(TileSums):
     @property
     def maps(self) -> tuple[str, ...]:
         """What csrc/runtime reads, of x and of grad_y."""
-        c, size = self.contraction, self.size
+        c = self.contraction
         part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
         x = (
             (part, self.parts, 1, self.groups, 1),
@@ -151,17 +133,7 @@ class UntiedBackward(TileSums):
         )
         row = self.groups * c.q
         grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
-        return tuple(
-            " ".join(map(str, (of, "u16", *sizes, *(size * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), ("1*", grad))
-        )
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (batch * self.output_bytes,)
-
-    @property
-    def output_bytes(self) -> int:
-        return self.groups * self.contraction.p * self.size
+        return tensor_map("x", self.dtype, *x), tensor_map("1*", self.dtype, *grad)
 
     def __str__(self) -> str:
         c = self.contraction
@@ -195,7 +167,7 @@ class UntiedBackward(TileSums):
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
     """The fastest tiling by prediction; None if this is nothing for it."""
     timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
-    return min(timed, key=lambda plan: plan.us, default=None)
+    return fastest(timed)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:

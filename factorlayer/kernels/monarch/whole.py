@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from factorlayer.device.code import ELEMENT, Long, constants
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, Gradient
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass, Preparing
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.work import round_up
@@ -64,7 +64,7 @@ def transposed(chain: Chain) -> Chain:
 
 
 @dataclass(frozen=True)
-class Whole(Pass):
+class Whole(OneSpread):
     """What both passes have in common."""
 
     first: Contraction
@@ -74,12 +74,6 @@ class Whole(Pass):
 
     threads = COLUMNS * WAYS
     blocks = 2
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def rank(self) -> int:
@@ -194,7 +188,7 @@ class WholeWeight(Whole):
 
 
 @dataclass(frozen=True)
-class WholeLargest(Pass):
+class WholeLargest(Preparing):
     """The pass before that looks for the largest of each weight, by blocks."""
 
     of: WholeWeight
@@ -202,25 +196,12 @@ class WholeLargest(Pass):
     threads = COLUMNS * WAYS
     shared = threads // 32 * 8
     blocks = 4
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     split = LOOKING
-    reads, writes = "none", "s2"
-    leaves = "prepared"
+    prepared_bytes = 8 * LOOKING
 
     @property
     def prepared_at(self) -> int:
         return self.of.end
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_at + self.written(0)
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_at + self.written(0),)
-
-    def written(self, batch: int) -> int:
-        return 8 * LOOKING
 
     @property
     def us(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, Long, ask_for, constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.maths.chain import Chain
@@ -274,10 +274,6 @@ class FewPass(Pass):
             turned = first.outer * first.p + second.inner * (second.p + second.q)
             return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
         return first.outer * (first.q + (rows[0] if padded else first.q)) * samples * self.size
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def both(self) -> tuple[Contraction, Contraction]:

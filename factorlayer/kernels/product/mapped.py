@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
 from factorlayer.kernels.product.streamed import Product
 
 ROWS = 128  # of a tile
@@ -125,10 +125,7 @@ class Mapped(Pass):
         sizes, steps, _, _ = self.lines
         strides = (*(step * c.p for step in steps), c.p)
         weights = (c.p, *sizes, p.groups * c.q), strides, (SLAB, *sizes[:2], self.box, 1)
-        return tuple(
-            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), (c.weight, weights))
-        )
+        return tensor_map("x", "tf32", *x), tensor_map(c.weight, "tf32", *weights)
 
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))

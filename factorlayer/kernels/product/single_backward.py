@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
+from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
 
@@ -17,8 +18,27 @@ LARGEST = 128  # whose sums a group can hold
 SPANS = (16, 32, 64, 128)
 
 
+class OfOneFactor(Pass):
+    """What passes have in common that make both gradients of one factor."""
+
+    contraction: Contraction
+
+    @property
+    def by_columns(self) -> bool:
+        return self.contraction.inner > 1
+
+    @property
+    def weights(self) -> int:
+        return self.contraction.p * self.contraction.q
+
+    @property
+    def output_bytes(self) -> int:
+        c = self.contraction
+        return c.outer * c.p * c.inner * self.size
+
+
 @dataclass(frozen=True)
-class SingleBackward(Grouped):
+class SingleBackward(OfOneFactor, Grouped):
     """A pass, tiled. `us` is the time predicted."""
 
     contraction: Contraction
@@ -30,14 +50,6 @@ class SingleBackward(Grouped):
     slots: int
     gpu: Gpu
     us: float = 0.0
-
-    @property
-    def by_columns(self) -> bool:
-        return self.contraction.inner > 1
-
-    @property
-    def weights(self) -> int:
-        return self.contraction.p * self.contraction.q
 
     @property
     def units_per_sample(self) -> int:
@@ -78,11 +90,6 @@ class SingleBackward(Grouped):
         weight = q * ((rows if self.by_columns else self.columns) + pad)
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
 
-    @property
-    def output_bytes(self) -> int:
-        c = self.contraction
-        return c.outer * c.p * c.inner * self.size
-
     def __str__(self) -> str:
         c = self.contraction
         return (
@@ -101,7 +108,7 @@ class SingleBackward(Grouped):
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
     plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, constants
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 
 EACH = 4  # accesses of a thread that are on their way at once, of either
@@ -27,10 +27,6 @@ class Slopes(Pass):
     threads = 256
     shared = 0
     blocks_per_sm = 0  # as many as there is work
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def units_per_sample(self) -> int:

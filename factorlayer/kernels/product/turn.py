@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 
 ACCESSES = 4  # of a thread, on their way at once
@@ -30,10 +30,6 @@ class Turn(Pass):
     threads = 256
     blocks = BLOCKS
     blocks_per_sm = 0  # as many as there is work
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @functools.cached_property
     def tile(self) -> tuple[int, int, int]:

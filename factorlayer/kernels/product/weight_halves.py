@@ -7,35 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from factorlayer.device.code import Long, constants
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Preparing
 from factorlayer.kernels.product.wide import Wide
 
 Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
-class WeightHalves(Pass):
+class WeightHalves(Preparing):
     """Of all passes of a plan that want them, which count its time as theirs."""
 
     of: tuple[Wide, ...]
 
     shared = 0
     threads = 512
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     us = 0.0
-    reads, writes = "none", "s2"
-    leaves = "prepared"
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_at + self.prepared_bytes
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_at + self.prepared_bytes,)
-
-    def written(self, batch: int) -> int:
-        return self.prepared_bytes
 
     @property
     def prepared_at(self) -> int:

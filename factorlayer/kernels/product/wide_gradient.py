@@ -62,10 +62,6 @@ class WideGradient(TileSums):
     blocks = 1  # at once on a multiprocessor
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def chunk(self) -> int:
         """Rows."""
         return 128 // self.size

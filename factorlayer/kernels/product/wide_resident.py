@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.product.wide import MIXED, PRODUCERS, Wide
 
@@ -80,7 +81,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:
         plan = WideResident(product, 1, n, 1, 8, batch, gpu)
         if plan.stages >= 3 and plan.split <= gpu.sms and plan.store == 16:
             plans.append(replace(plan, us=_time(plan)))
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _time(plan: WideResident) -> float:

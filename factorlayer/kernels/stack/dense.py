@@ -11,7 +11,7 @@ from typing import Any
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, kinds, wgmma
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -34,10 +34,6 @@ class Dense(Pass):
     us: float = 0.0
     states: bool = False  # stored as well, those between layers
     packs: bool = True  # rows that accesses of 8 bytes do not fit
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def step(self) -> int:

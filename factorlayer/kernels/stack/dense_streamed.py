@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Preparing, fastest
 from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -224,7 +224,7 @@ class DenseStreamed(Dense):
 
 
 @dataclass(frozen=True)
-class WeightChunks(Pass):
+class WeightChunks(Preparing):
     """A pass that puts weights as the stages of the one behind it hold them: weight_chunks.cuh."""
 
     of: DenseStreamed
@@ -232,20 +232,6 @@ class WeightChunks(Pass):
     header = "weight_chunks"
     shared = 0
     threads = 512
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
-    reads, writes = "none", "s2"
-    leaves = "prepared"
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_at + self.prepared_bytes
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_at + self.prepared_bytes,)
-
-    def written(self, batch: int) -> int:
-        return self.prepared_bytes
 
     @property
     def prepared_at(self) -> int:
@@ -278,7 +264,7 @@ def tile(
     layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
 ) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return min(tilings(layers, dtype, batch, gpu, states, frozen), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(layers, dtype, batch, gpu, states, frozen))
 
 
 def tilings(
