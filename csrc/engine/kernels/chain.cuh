@@ -281,7 +281,7 @@ template <class Pass> struct Chain {
 #pragma unroll
         for (int j = 0; j < Math::kFlush; ++j)
           if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<S, Math::kStep, STEP_A>(part, a, b, (k + j) * Math::kStep);
-        add<S>(y, part);
+        add_sums(y, part);
       }
     } else {
 #pragma unroll(kSteps <= 8 ? kSteps : 4)
@@ -323,7 +323,7 @@ template <class Pass> struct Chain {
 #pragma unroll
       for (auto& four : row)
 #pragma unroll
-        for (float value : four) finite &= fabsf(value) <= 3.402823466e38f;
+        for (float value : four) finite &= is_finite(value);
     if (__all_sync(~0u, finite)) return;
     const auto [row, o, column] = corner<S>(tile);
 #pragma unroll
@@ -332,7 +332,7 @@ template <class Pass> struct Chain {
       for (int n = 0; n < S::NT; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (fabsf(y[m][n][i]) <= 3.402823466e38f) continue;
+          if (is_finite(y[m][n][i])) continue;
           const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
           const int q = S::BY_ROWS ? c : r;
           const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
@@ -544,19 +544,11 @@ template <class Pass> struct Chain {
       Sums<S> part = {};
       multiply<S>(part, tile, state, weight);
       repair<S>(part, tile, state, weight);
-      add<S>(y, part);
+      add_sums(y, part);
     } else {
       multiply<S>(y, tile, state, weight);
       if constexpr (Math::kRepairs) repair<S>(y, tile, state, weight);
     }
-  }
-  template <class S> static DEVICE void add(Sums<S>& y, const Sums<S>& part) {
-#pragma unroll
-    for (int m = 0; m < S::MT; ++m)
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[m][n][i] += part[m][n][i];
   }
 
   // All of a stage's result is written; NEXT is the stage that reads it, or void.

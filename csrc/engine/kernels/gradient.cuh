@@ -125,13 +125,10 @@ template <class Pass> struct Gradient {
             if (k % kFlush == 0)
 #pragma unroll
               for (int i = 0; i < 4; ++i) high[m][n][i] = low[m][n][i] = 0;
-            multiply_tf32(low[m][n], a[m].low, b[n].high);
-            multiply_tf32(low[m][n], a[m].high, b[n].low);
-            multiply_tf32(high[m][n], a[m].high, b[n].high);
+            Math::multiply_apart(high[m][n], low[m][n], a[m], b[n]);
             if ((k + Math::kStep) % kFlush == 0)
 #pragma unroll
-              for (int i = 0; i < 4; ++i)
-                y[m][n][i] += high[m][n][i] + (fabsf(low[m][n][i]) <= 3.402823466e38f ? low[m][n][i] : 0.f);
+              for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
           } else {
             Math::template multiply<Math::kStep>(y[m][n], a[m], b[n]);
           }

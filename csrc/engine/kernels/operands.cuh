@@ -85,18 +85,13 @@ template <class Math, class T, int THREADS> struct Operands {
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
-              for (int i = 0; i < kTogether; ++i) {
-                multiply_tf32(low[m][n + i], a[j][m].low, some[i].high);
-                multiply_tf32(low[m][n + i], a[j][m].high, some[i].low);
-                multiply_tf32(high[m][i], a[j][m].high, some[i].high);
-              }
+              for (int i = 0; i < kTogether; ++i)
+                Math::multiply_apart(high[m][i], low[m][n + i], a[j][m], some[i]);
           }
 #pragma unroll
           for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-              for (int j = 0; j < 4; ++j) sum_of(m, n + i)[j] += high[m][i][j];
+            for (int i = 0; i < kTogether; ++i) add_sums(sum_of(m, n + i), high[m][i]);
         }
       }
 #pragma unroll
@@ -104,7 +99,7 @@ template <class Math, class T, int THREADS> struct Operands {
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += fabsf(low[m][n][j]) <= 3.402823466e38f ? low[m][n][j] : 0.f;
+          for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += or_zero(low[m][n][j]);
     } else {
 #pragma unroll(UNROLL)
       for (int s = 0; s < STEPS; ++s) {
@@ -178,10 +173,7 @@ template <class Math, class T, int THREADS> struct Operands {
     } else {
       Real more[NT][4] = {};
       multiply<NT, STEPS, UNROLL>(more, left, right);
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][i] += more[n][i];
+      add_sums(sums, more);
     }
   }
 

@@ -140,10 +140,7 @@ template <class Pass> struct ClusterBackward : Operands<typename Pass::Math, typ
       if (Task::kCount % WARPS && task >= Task::kCount) break;
       typename Task::Sums more = {};
       Base::template multiply<STEPS, kUnroll>(more, left(Task::row(task)), right(Task::column(task)));
-#pragma unroll
-      for (int n = 0; n < Task::NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total.of[turn][n][i] += more[0][n][i];
+      add_sums(total.of[turn], more[0]);
     }
   }
   // Sent to their owners, added up, and stored at `to`, whose rows are STEP apart.

@@ -29,7 +29,6 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   static constexpr int kLoaders = 4, kTogether = 8, kTimes = 4;  // warps, rows that come together, times for a state
   static constexpr bool kPads = P0 % 64 || P1 % 64 || Q0 % 64 || Q1 % 64;
   static constexpr int X = 0, G = 1;
-  static constexpr float kMost = 3.402823466e38f;
   static_assert(P0 <= 128 && P1 <= 128 && Q0 <= 128 && Q1 <= 128 && P1 % 4 == 0 && Q1 % 4 == 0);
 
   const Params& params;
@@ -74,7 +73,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       take_registers<kRegisters>(), consume();
   }
 
-  static DEVICE float size_of(float x) { return fabsf(x) <= kMost ? fabsf(x) : 0.f; }
+  static DEVICE float size_of(float x) { return fabsf(x) <= kLargestFloat ? fabsf(x) : 0.f; }
   // The largest number of WARPS, of which each has the `which`th place for its own. They meet.
   template <int WARPS> DEVICE float most_of_warps(float most, int which, int barrier) const {
     float mosts[1] = {most};
@@ -151,7 +150,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
       wait_for_bytes(arrived(time), WHICH == X);  // G's is the first of two
       each_four<ROWS, COLUMNS>(time, [&](int, const u32(&x)[4]) { most = fmaxf(most, larger_of(0.f, x)); });
     }
-    if (most <= kMost) return most;
+    if (most <= kLargestFloat) return most;
     most = 0;
 #pragma unroll 1
     for (int time = 0; time < kTimes; ++time)
@@ -262,7 +261,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
 #pragma unroll
     for (int j = 0; j < kQ1 / 2; ++j) mosts[j % 4] = fmaxf(mosts[j % 4], fabsf(sums[j]));
     float most = fmaxf(fmaxf(mosts[0], mosts[1]), fmaxf(mosts[2], mosts[3]));
-    if (most > kMost) {
+    if (most > kLargestFloat) {
       most = 0;
 #pragma unroll
       for (float sum : sums) most = fmaxf(most, size_of(sum));

@@ -24,7 +24,7 @@ template <class Pass> struct WholeLargest {
   DEVICE WholeLargest(const Params& given) : params(given) {}
   static DEVICE float larger(float most, Element x) {
     const float size = fabsf(widen(x));
-    return size <= 3.402823466e38f ? fmaxf(most, size) : most;
+    return size <= kLargestFloat ? fmaxf(most, size) : most;
   }
   DEVICE float of(int which, i64 count) const {
     const Element* weight = static_cast<const Element*>(params.weights[which]);

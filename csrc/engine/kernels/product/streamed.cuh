@@ -317,7 +317,7 @@ template <class Pass> struct Streamed {
     u64 broken = 0;
 #pragma unroll
     for (int i = 0; i < MT * NT * 4; ++i)
-      broken |= u64(!(fabsf(y[i / (NT * 4)][i / 4 % NT][i % 4]) <= 3.402823466e38f)) << i;
+      broken |= u64(!is_finite(y[i / (NT * 4)][i / 4 % NT][i % 4])) << i;
     if (broken == 0) return;
 #pragma unroll 1
     for (int j = 0; j < MT * NT * 4; ++j) {

@@ -656,7 +656,7 @@ template <class Pass> struct Wide {
     if (none[0] + none[1] == 0) return;
     u64 broken = 0;
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) broken |= u64(!(fabsf(sum[i]) <= 3.402823466e38f)) << i;
+    for (int i = 0; i < N / 2; ++i) broken |= u64(!is_finite(sum[i])) << i;
 #pragma unroll 1
     for (int j = 0; j < N / 2; ++j) {
       if (!(broken >> j & 1)) continue;

@@ -399,7 +399,7 @@ template <class Pass> struct WideGradient {
     for (int h = 0; h < HEIGHT; ++h) {
       touch(some[h]);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[h][i] += fabsf(some[h][i]) <= 3.402823466e38f ? some[h][i] : 0.f;
+      for (int i = 0; i < N / 2; ++i) sums[h][i] += or_zero(some[h][i]);
     }
     ColumnSums none;
     multiply<false>(some, none, stage, false);
