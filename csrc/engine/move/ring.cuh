@@ -18,16 +18,14 @@ template <int SLOTS> struct Turn {
   }
 };
 
-// SLOTS of BYTES each, and their barriers; BLOCKS of a cluster write to each.
-template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring {
-  const u32 slots, barriers;
+// The barriers of SLOTS, wherever these lie; BLOCKS of a cluster write to each.
+template <int SLOTS, int BLOCKS = 1> struct Barriers {
+  const u32 barriers;
   static constexpr int kBarrierBytes = SLOTS * 16;
   using Turn = ::Turn<SLOTS>;
 
-  DEVICE Ring(u32 slots, u32 barriers) : slots(slots), barriers(barriers) {}
-  DEVICE explicit Ring(u32 slots) : Ring(slots, slots + SLOTS * BYTES) {}
+  DEVICE explicit Barriers(u32 barriers) : barriers(barriers) {}
 
-  DEVICE u32 at(u32 slot) const { return slots + slot * BYTES; }
   DEVICE u32 full(u32 slot) const { return barriers + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return barriers + (SLOTS + slot) * 8; }
   // By at least as many threads as there are slots: how many say that a slot is full, and how many that it is empty.
@@ -45,11 +43,10 @@ template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring {
   DEVICE void wait_until_empty(u32 position) const {
     wait_for_bytes(empty(position % SLOTS), (position / SLOTS & 1) ^ 1);
   }
-  // By the one thread that asks the copy engine for so many bytes next. Returns the barrier that counts them.
-  DEVICE u32 begin_to_fill(const Turn& turn, u32 bytes = BYTES) const {
-    wait_until_empty(turn);
-    expect_bytes(full(turn.slot), bytes);
-    return full(turn.slot);
+  // A thread has written its part of a slot, which the copy engine or the matrix unit reads.
+  DEVICE void hand_over(u32 slot) const {
+    fence_copy_engine();
+    arrive(full(slot));
   }
   // A warp has read a slot: all who write there are told.
   DEVICE void release(u32 slot, int lane = threadIdx.x % 32) const {
@@ -58,6 +55,23 @@ template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring {
     } else {
       if (lane < BLOCKS) free_in_other_block(in_block(empty(slot), lane));
     }
+  }
+};
+
+// SLOTS of BYTES each behind one another
+template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring : Barriers<SLOTS, BLOCKS> {
+  using Base = Barriers<SLOTS, BLOCKS>;
+  const u32 slots;
+
+  DEVICE Ring(u32 slots, u32 barriers) : Base(barriers), slots(slots) {}
+  DEVICE explicit Ring(u32 slots) : Ring(slots, slots + SLOTS * BYTES) {}
+
+  DEVICE u32 at(u32 slot) const { return slots + slot * BYTES; }
+  // By the one thread that asks the copy engine for so many bytes next. Returns the barrier that counts them.
+  DEVICE u32 begin_to_fill(const Turn<SLOTS>& turn, u32 bytes = BYTES) const {
+    Base::wait_until_empty(turn);
+    expect_bytes(Base::full(turn.slot), bytes);
+    return Base::full(turn.slot);
   }
 };
 

@@ -17,6 +17,7 @@
 #include "types/halves.cuh"
 #include "multiply/slabs.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   using Base = Slabs<f16, 128>;
@@ -35,17 +36,16 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   Lane lane;
   const int warpgroup, warp;  // of who multiplies, and of who loads
   int first;  // the warp's first row
-  const u32 memory, a, b, d_t, slots, stage;
+  const u32 memory, a, b, d_t;
+  const Ring<2, kState> ring;  // X and G
+  const u32 stage;
   const i64 units;
 
   DEVICE ScaledBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % kLoaders)), first(threadIdx.x / 32 * 16),
-        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), slots(d_t + kState),
-        stage(slots + 2 * kState + warp * kStage), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
+        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), ring(d_t + kState, memory),
+        stage(ring.at(2) + warp * kStage), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  DEVICE u32 slot(int which) const { return slots + which * kState; }
-  DEVICE u32 full(int which) const { return memory + which * 8; }
-  DEVICE u32 empty(int which) const { return memory + 16 + which * 8; }
   // A warpgroup's rows of dT are there; all of dT has been read.
   DEVICE u32 rows_full(int group) const { return memory + 32 + group * 8; }
   DEVICE u32 rows_empty() const { return memory + 48; }
@@ -56,15 +56,12 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   DEVICE u32 most_at(int which) const { return memory + 256 + which * 32; }
 
   DEVICE void run() {
-    if (threadIdx.x < 2) {
-      init_barrier(full(threadIdx.x), kLoaders * 32);
-      init_barrier(empty(threadIdx.x), 8);
-      init_barrier(rows_full(threadIdx.x), 128);
-      if (threadIdx.x == 0) init_barrier(rows_empty(), 8);
-    }
+    ring.init(kLoaders * 32, 8);
+    if (threadIdx.x < 2) init_barrier(rows_full(threadIdx.x), 128);
+    if (threadIdx.x == 0) init_barrier(rows_empty(), 8);
     if (threadIdx.x < kLoaders * kTimes) init_arrivals(memory + 512 + threadIdx.x * 8);
     if constexpr (kPads)
-      for (u32 at = a + threadIdx.x * 16; at < slots + 2 * kState; at += kThreads * 16) store_u32x4(at, {});
+      for (u32 at = a + threadIdx.x * 16; at < ring.at(2); at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
     if (warpgroup == 2)
@@ -164,7 +161,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   DEVICE void bring(u32 phase, const void* next, i64 next_unit) const {
     constexpr int kRow = COLUMNS / 4;
     const Scale scale(most_of_warps<kLoaders>(most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, 4));
-    wait_for_bytes(empty(WHICH), phase);
+    ring.wait_until_empty({WHICH, phase});
     if (threadIdx.x == kConsumers) store_shared(back_of(WHICH), scale.back);
 #pragma unroll
     for (int time = 0; time < kTimes; ++time) {
@@ -173,13 +170,13 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
           return Pair<f16>(__uint_as_float(x[i]) * scale.there, __uint_as_float(x[i + 1]) * scale.there).bits;
         };
         const int row = warp * kRows<ROWS> + time * kTogether + j / kRow;
-        store_f32x2(slot(WHICH) + place(row, j % kRow * 4), __uint_as_float(two(0)), __uint_as_float(two(2)));
+        store_f32x2(ring.at(WHICH) + place(row, j % kRow * 4), __uint_as_float(two(0)), __uint_as_float(two(2)));
       });
       fence_copy_engine();
       __syncwarp();
       ask<NEXT_ROWS, NEXT_COLUMNS>(next, next_unit, time);
     }
-    arrive(full(WHICH));
+    arrive(ring.full(WHICH));
   }
   DEVICE void produce() const {
     const void* grad = params.weights[Pass::GRAD];
@@ -205,11 +202,11 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
       stay_here(lane.index, first);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
-      const u32 x = slot(X), g = slot(G);
-      wait_for_bytes(full(G), phase);
+      const u32 x = ring.at(X), g = ring.at(G);
+      ring.wait_until_full({G, phase});
       const float back_g = load_sum(back_of(G), 0.f);
       put_back_state(g, back_a * back_g, phase ^ 1);
-      wait_for_bytes(full(X), phase);
+      ring.wait_until_full({X, phase});
       const float back_x = load_sum(back_of(X), 0.f);
       u32 t[kQ1 / 16][4];
       float scale[2] = {back_x * back_b, back_x * back_b};
@@ -223,7 +220,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         for (int j = 0; j < 32; ++j) d_a[part * 32 + j] += sums[j] * (scale[j / 2 % 2] * back_g);
       }
       __syncwarp();
-      if (lane.index == 0) arrive(empty(G));
+      ring.release(G, lane.index);
 #pragma unroll 1
       for (int half = 0; half < ceil_div(kP0, 64); ++half) {
         float sums[kP1 / 2];
@@ -239,7 +236,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
         for (int j = 0; j < kP1 / 2; ++j) d_b[j] += sums[j] * back;
       }
       __syncwarp();
-      if (lane.index == 0) arrive(empty(X)), arrive(rows_empty());
+      if (lane.index == 0) arrive(ring.empty(X)), arrive(rows_empty());
       float sums[kP1 / 2];
       ask_for_products<kQ1 / 16>([&](int s) {
         Wgmma<f16, kP1>::multiply_right_turned(sums, by_k(d_t, warpgroup * 64, s), by_column(b, 0, s), s > 0);

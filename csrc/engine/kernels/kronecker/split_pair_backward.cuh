@@ -15,6 +15,7 @@
 #include "types/params.cuh"
 #include "multiply/splits.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct SplitPairBackward {
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
@@ -33,25 +34,23 @@ template <class Pass> struct SplitPairBackward {
   Lane lane;
   const int warpgroup;
   int first;  // the warp's first row
-  const u32 memory, a, b, groups;
+  const Barriers<2 * GROUPS> states;  // X's and G's
+  const u32 a, b, groups;
   const i64 units;
 
   DEVICE SplitPairBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16),
-        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), groups(b + kState),
+        states(shared_address(shared_memory)), a(states.barriers + kBarrierBytes), b(a + kState), groups(b + kState),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  // What a group has: X, G and dT, and barriers of the first two.
+  // What a group has: X, G and dT
   DEVICE u32 x_of(int group) const { return groups + group * kGroup; }
   DEVICE u32 g_of(int group) const { return x_of(group) + kState; }
-  DEVICE u32 full(int group, int which) const { return memory + (group * 2 + which) * 16; }
-  DEVICE u32 empty(int group, int which) const { return full(group, which) + 8; }
+  static DEVICE int x_state(int group) { return group * 2; }
+  static DEVICE int g_state(int group) { return group * 2 + 1; }
 
   DEVICE void run() {
-    if (threadIdx.x < GROUPS * 2) {
-      init_barrier(full(0, threadIdx.x), 128);
-      init_barrier(empty(0, threadIdx.x), 4);
-    }
+    states.init(128, 4);
     if constexpr (kPads)
       for (u32 at = a + threadIdx.x * 16; at < groups + GROUPS * kGroup; at += (kConsumers + 128) * 16) store_u32x4(at, {});
     fence_copy_engine();
@@ -96,15 +95,13 @@ template <class Pass> struct SplitPairBackward {
 #pragma unroll 1
     while (unit < units) {
       unit += gridDim.x;
-      wait_for_bytes(empty(group, 1), phase);
+      states.wait_until_empty({g_state(group), phase});
       put<Q0, Q1>(g_of(group), g);
-      fence_copy_engine();
-      arrive(full(group, 1));
+      states.hand_over(g_state(group));
       load<Q0, Q1, (Pass::SINGLES > 0)>(from, unit, g);
-      wait_for_bytes(empty(group, 0), phase);
+      states.wait_until_empty({x_state(group), phase});
       put<P0, P1>(x_of(group), x);
-      fence_copy_engine();
-      arrive(full(group, 0));
+      states.hand_over(x_state(group));
       load<P0, P1>(params.x, unit, x);
       if (++group == GROUPS) group = 0, phase ^= 1;
     }
@@ -123,7 +120,7 @@ template <class Pass> struct SplitPairBackward {
       stay_here(lane.index, first), stay_here(own, weights);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 x = own, g = x + kState, d_t = g + kState, a = weights, b = a + kState;
-      wait_for_bytes(full(warpgroup, 1), phase);
+      states.wait_until_full({g_state(warpgroup), phase});
       {
         Sums<kQ1> sums;
         multiply_pieces<PIECES, kQ0 / 16>(sums, false, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
@@ -141,7 +138,7 @@ template <class Pass> struct SplitPairBackward {
         }
       }
       fence_copy_engine();
-      wait_for_bytes(full(warpgroup, 0), phase);
+      states.wait_until_full({x_state(warpgroup), phase});
       T t;
       {
         Sums<kQ1> sums;
@@ -169,10 +166,9 @@ template <class Pass> struct SplitPairBackward {
           Wgmma<bf16, kQ0>::multiply(some, t[s][i], by_k(g, j, s), add);
         });
         wait_for_products<0>();
-        if (lane.index == 0) arrive(empty(warpgroup, 1));
+        states.release(g_state(warpgroup), lane.index);
         sums.arrived();
-#pragma unroll
-        for (int j = 0; j < kQ0 / 2; ++j) d_a[j] += sums.high[j];
+        add_sums(d_a, sums.high);
       }
       sync_threads<128>(2 + warpgroup);  // all of dT is there
       Sums<kP1> to_b, d_x;
@@ -183,10 +179,9 @@ template <class Pass> struct SplitPairBackward {
         Wgmma<bf16, kP1>::multiply_right_turned(some, by_k(d_t, i, s), by_column(b, j, s), add);
       });
       wait_for_products<1>();
-      if (lane.index == 0) arrive(empty(warpgroup, 0));
+      states.release(x_state(warpgroup), lane.index);
       to_b.arrived();
-#pragma unroll
-      for (int j = 0; j < kP1 / 2; ++j) d_b[j] += to_b.high[j];
+      add_sums(d_b, to_b.high);
       wait_for_products<0>();
       d_x.arrived();
       sync_threads<128>(2 + warpgroup);  // dT has been read

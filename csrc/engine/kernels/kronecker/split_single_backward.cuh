@@ -13,13 +13,14 @@
 #include "types/params.cuh"
 #include "multiply/splits.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct SplitSingleBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, PIECES = Pass::PIECES;
   static constexpr bool kByColumns = Pass::BY_COLUMNS;
   static constexpr int kParts = ceil_div(P, 64), kGroups = 2 / kParts, kBlock = PIECES * kPieceBytes;
   static constexpr int kGroup = 2 * kParts * kBlock, kBarrierBytes = 1024, kWeight = kParts * kParts * kBlock;
-  static constexpr int kConsumers = 256, kBarriers = kParts + 1;  // of a group: of X, and of G's blocks
+  static constexpr int kConsumers = 256, kStates = kParts + 1;  // of a group: X, and G's blocks
   static_assert(ceil_div(Q, 64) == kParts && kParts <= 2 && (kByColumns ? INNER % 64 == 0 : P % 4 == 0 && Q % 4 == 0));
   static_assert(Pass::COPY_REGISTERS + 2 * Pass::REGISTERS <= kAllRegisters<3>);
   using Four = u32[4];
@@ -29,26 +30,22 @@ template <class Pass> struct SplitSingleBackward {
   Lane lane;
   const int warpgroup;
   int first;  // the warp's first row
-  const u32 memory, weight, groups;
+  const Barriers<kGroups * kStates> states;
+  const u32 weight, groups;
   const i64 units;
 
   DEVICE SplitSingleBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16),
-        memory(shared_address(shared_memory)), weight(memory + kBarrierBytes), groups(weight + kWeight),
+        states(shared_address(shared_memory)), weight(states.barriers + kBarrierBytes), groups(weight + kWeight),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
-  // What a group has: blocks of X and of G, and barriers of all of X (0), and of each of G's (1 and 2).
+  // What a group has: blocks of X and of G. All of X is state 0, each of G's blocks one (1 and 2).
   DEVICE u32 x_of(int group) const { return groups + group * kGroup; }
   DEVICE u32 g_of(int group) const { return x_of(group) + kParts * kBlock; }
-  DEVICE u32 full(int group, int which) const { return memory + (group * kBarriers + which) * 16; }
-  DEVICE u32 empty(int group, int which) const { return full(group, which) + 8; }
+  static DEVICE int state(int group, int which) { return group * kStates + which; }
 
   DEVICE void run() {
-    if (threadIdx.x < kGroups * kBarriers) {
-      const int which = threadIdx.x % kBarriers;
-      init_barrier(full(0, threadIdx.x), which == 0 ? 128 * kParts : 128);
-      init_barrier(empty(0, threadIdx.x), 4 * kParts);
-    }
+    states.init(threadIdx.x % kStates == 0 ? 128 * kParts : 128, 4 * kParts);
     if constexpr (P % 64 || Q % 64)
       for (u32 at = weight + threadIdx.x * 16; at < groups + kGroups * kGroup; at += (kConsumers + 128) * 16)
         store_u32x4(at, {});
@@ -98,34 +95,30 @@ template <class Pass> struct SplitSingleBackward {
     for (; unit < units; unit += gridDim.x) {
       const i64 next = unit + gridDim.x;
       const u32 x = x_of(group), g = g_of(group);
-      wait_for_bytes(empty(group, 1), phase);
+      states.wait_until_empty({state(group, 1), phase});
       put<Q>(g, 0, one);
-      hand_over(full(group, 1));
+      states.hand_over(state(group, 1));
       if constexpr (kParts == 1)
         load<Q>(grad, next, 0, one);
       else
         load<P>(params.x, unit, 1, one);
-      wait_for_bytes(empty(group, 0), phase);
+      states.wait_until_empty({state(group, 0), phase});
       put<P>(x, 0, other);
-      hand_over(full(group, 0));
+      states.hand_over(state(group, 0));
       if constexpr (kParts == 1) {
         load<P>(params.x, next, 0, other);
       } else {
         load<Q>(grad, unit, 1, other);
         put<P>(x, 1, one);
-        hand_over(full(group, 0));
+        states.hand_over(state(group, 0));
         load<Q>(grad, next, 0, one);
-        wait_for_bytes(empty(group, 2), phase);
+        states.wait_until_empty({state(group, 2), phase});
         put<Q>(g, 1, other);
-        hand_over(full(group, 2));
+        states.hand_over(state(group, 2));
         load<P>(params.x, next, 0, other);
       }
       if (++group == kGroups) group = 0, phase ^= 1;
     }
-  }
-  DEVICE void hand_over(u32 barrier) const {
-    fence_copy_engine();
-    arrive(barrier);
   }
 
   using Sums = SplitSums<64>;
@@ -147,8 +140,8 @@ template <class Pass> struct SplitSingleBackward {
 #pragma unroll
       for (int h = 0; h < kParts; ++h) {
         const u32 g = all_g + h * kBlock, w = weights + h * kParts * kBlock;
-        wait_for_bytes(full(group, 1 + h), phase);
-        if (h == 0) wait_for_bytes(full(group, 0), phase);
+        states.wait_until_full({state(group, 1 + h), phase});
+        if (h == 0) states.wait_until_full({state(group, 0), phase});
         Sums more;
         multiply_pieces<PIECES, 4>(more, false, [&](float(&sums)[32], int s, int i, int j, bool add) {
           if constexpr (kByColumns)
@@ -163,12 +156,11 @@ template <class Pass> struct SplitSingleBackward {
             Wgmma<bf16, 64>::multiply_right_turned(sums, by_k(g, i, s), by_column(w, j, s), add);
         });
         wait_for_products<1>();
-        if (h == kParts - 1 && lane.index == 0) arrive(empty(group, 0));
+        if (h == kParts - 1) states.release(state(group, 0), lane.index);
         more.arrived();
-#pragma unroll
-        for (int j = 0; j < 32; ++j) d_w[h][j] += more.high[j];
+        add_sums(d_w[h], more.high);
         wait_for_products<0>();
-        if (lane.index == 0) arrive(empty(group, 1 + h));
+        states.release(state(group, 1 + h), lane.index);
       }
       d_x.arrived();
       store(d_x.high, static_cast<float*>(params.y) + place_of<P>(unit), part);

@@ -23,6 +23,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct Monarch {
   using Math = typename Pass::Math;
@@ -419,27 +420,25 @@ template <class Pass> struct Monarch {
     }
   }
 
-  DEVICE u32 loaded(int of, int stage) const { return memory + kLoaded + (of * STAGES + stage) * 8; }
-  DEVICE u32 unloaded(int of, int stage) const { return loaded(of + Pass::TEAMS, stage); }
+  DEVICE auto loaded(int of) const { return Ring<STAGES, kStageBytes>(stages(of), memory + kLoaded + of * STAGES * 16); }
   DEVICE u32 stages(int of) const { return memory + kStages + of * (STAGES * kStageBytes); }
   // By the loaders: teams' chunks in turn, of which the first one's are most.
   DEVICE void load() const {
     Cursor ahead[Pass::TEAMS];
 #pragma unroll
     for (int i = 0; i < Pass::TEAMS; ++i) ahead[i].tile = i64(blockIdx.x) * Pass::TEAMS + i, begin_tile(ahead[i]);
-    int stage = 0;
-    u32 phase = 1;
+    Turn<STAGES> turn{0, 1};
 #pragma unroll 1
     while (ahead[0].tile < tiles()) {
 #pragma unroll
       for (int i = 0; i < Pass::TEAMS; ++i) {
         if (ahead[i].tile >= tiles()) break;
-        wait_for_bytes(unloaded(i, stage), phase);
-        copy_chunk(ahead[i], stages(i) + stage * kStageBytes, place_x());
-        arrive_with_copies(loaded(i, stage));
+        loaded(i).wait_until_empty(turn);
+        copy_chunk(ahead[i], loaded(i).at(turn.slot), place_x());
+        arrive_with_copies(loaded(i).full(turn.slot));
         advance(ahead[i]);
       }
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      turn.next();
     }
     wait_for_copies<0>();
   }
@@ -450,23 +449,24 @@ template <class Pass> struct Monarch {
     wait_for_copies<0>();
     order_second();
     sync_threads<kThreads>(15);
-    int stage = 0;
-    u32 phase = 0, turn = 0;
+    const auto chunks = loaded(team);
+    Turn<STAGES> turn{0, 0};
+    u32 phase = 0;
     const auto release = [&] {
       __syncwarp();
-      if (lane.index == 0) arrive(unloaded(team, stage));
-      if (++stage == STAGES) stage = 0, turn ^= 1;
+      chunks.release(turn.slot, lane.index);
+      turn.next();
     };
     for (i64 tile = i64(blockIdx.x) * Pass::TEAMS + team; tile < tiles(); tile += gridDim.x * Pass::TEAMS) {
       Sums sums = {};
       Left left;
-      wait_for_bytes(loaded(team, stage), turn);
-      add_chunk<true>(sums, left, stages(team) + stage * kStageBytes, 0);
+      chunks.wait_until_full(turn);
+      add_chunk<true>(sums, left, chunks.at(turn.slot), 0);
       release();
 #pragma unroll 1
       for (int chunk = 1; chunk < kChunks; ++chunk) {
-        wait_for_bytes(loaded(team, stage), turn);
-        add_chunk<false>(sums, left, stages(team) + stage * kStageBytes, chunk);
+        chunks.wait_until_full(turn);
+        add_chunk<false>(sums, left, chunks.at(turn.slot), chunk);
         release();
       }
       add_step(sums, left, kChunks * kSteps - 1);
@@ -484,17 +484,12 @@ template <class Pass> struct Monarch {
       sync_cluster();
     }
     if constexpr (Pass::LOADERS) {
-      if (threadIdx.x < Pass::TEAMS * STAGES) {
-        init_barrier(loaded(0, threadIdx.x), kLoaders);
-        init_barrier(unloaded(0, threadIdx.x), kTeam / 32);
-      }
+      for (int i = 0; i < Pass::TEAMS; ++i) loaded(i).init(kLoaders, kTeam / 32);
       __syncthreads();
       if (warp >= kThreads / 32) {
-        give_registers<kCopyRegisters>();
-        load();
+        give_registers<kCopyRegisters>(), load();
       } else {
-        take_registers<kRegisters>();
-        compute();
+        take_registers<kRegisters>(), compute();
       }
       if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give
     } else {

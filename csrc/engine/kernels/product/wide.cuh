@@ -36,6 +36,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
@@ -63,8 +64,8 @@ template <class Pass> struct Wide {
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
   // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
   static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
-  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
-  static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes;
+  static constexpr int kGot = kFull + Pass::STAGES * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
   struct Tile {
     i64 first;  // row
@@ -73,11 +74,13 @@ template <class Pass> struct Wide {
 
   const Params& params;
   const u32 memory;
+  const Ring<Pass::STAGES, kStageBytes> stages;  // slabs of x and of the weight
   const int warpgroup;
   i64 tiles;
 
   DEVICE Wide(const Params& p)
-      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)) {
+      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), stages(memory, memory + kFull),
+        warpgroup(uniform(threadIdx.x / 128)) {
     tiles = (rows() + kRows - 1) / kRows * kTiles;
   }
 
@@ -262,15 +265,14 @@ template <class Pass> struct Wide {
     }
   }
 
-  DEVICE void wait(int barrier, int stage, u32 phase) const { wait_for_bytes(memory + barrier + stage * 8, phase); }
 
   // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
   DEVICE void produce(int thread) const {
     Cursor at;
     at.n = first_tile();
     begin_tile(at, thread);
-    int stage = 0, oldest = 0, waiting = 0;
-    u32 phase = 1;
+    int oldest = 0, waiting = 0;
+    Turn<Pass::STAGES> turn{0, 1};
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
@@ -280,12 +282,12 @@ template <class Pass> struct Wide {
         split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
         round(place + kX + oldest * kStageBytes, thread);
-      arrive(memory + kFull + oldest * 8);
+      arrive(stages.full(oldest));
       if (++oldest == Pass::STAGES) oldest = 0;
     };
     for (; is_in(at); advance(at, thread)) {
-      wait(kEmpty, stage, phase);
-      copy_slab(at, thread, place + stage * kStageBytes);
+      stages.wait_until_empty(turn);
+      copy_slab(at, thread, place + turn.slot * kStageBytes);
       if constexpr (kPrepares) {
         commit_copies();
         if (waiting < Pass::AHEAD)
@@ -293,9 +295,9 @@ template <class Pass> struct Wide {
         else
           wait_for_copies<Pass::AHEAD>(), finish_oldest();
       } else {
-        arrive_with_copies(memory + kFull + stage * 8);
+        arrive_with_copies(stages.full(turn.slot));
       }
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      turn.next();
     }
     if constexpr (kPrepares) {
       wait_for_copies<0>();
@@ -549,30 +551,30 @@ template <class Pass> struct Wide {
     commit_products();
   }
 
-  // The stages in turns, for consumers.
-  struct Ring {
-    int stage = 0, last = 0;
-    u32 phase = 0;
+  // Where a consumer is in the ring, and the slab that it has taken last.
+  struct Taking {
+    Turn<Pass::STAGES> turn{0, 0};
+    int last = 0;
   };
-  DEVICE u32 next_slab(Ring& ring) const {
-    wait(kFull, ring.stage, ring.phase);
+  DEVICE u32 next_slab(Taking& at) const {
+    stages.wait_until_full(at.turn);
     fence_copy_engine();
-    ring.last = ring.stage;
-    if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
-    return memory + ring.last * kStageBytes;
+    at.last = at.turn.slot;
+    at.turn.next();
+    return stages.at(at.last);
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
   DEVICE void release(int stage) const {
     if constexpr (kTurned) __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+    stages.release(stage);
   }
 
   // The sums of a group.
-  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
+  DEVICE void add_up(float (&sum)[N / 2], Taking& at) const {
     Left a[2];  // in turns: the products of the slab before still read theirs
     const auto take = [&](int slab, Left& a) {
-      const int last = ring.last;
-      const u32 from = next_slab(ring);
+      const int last = at.last;
+      const u32 from = next_slab(at);
       multiply(sum, a, from, slab > 0);
       if (slab > 0) {
         wait_for_products<1>();
@@ -584,13 +586,13 @@ template <class Pass> struct Wide {
     if constexpr (kSlabs % 2) take(kSlabs - 1, a[0]);
     wait_for_products<0>();
     touch(sum);
-    release(ring.last);
+    release(at.last);
   }
 
   // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
   // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
   // warpgroups' products fill the waits.
-  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Ring& ring) const {
+  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Taking& at) const {
     float some[N / 2];
     const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
     float scale[2];
@@ -606,7 +608,7 @@ template <class Pass> struct Wide {
     for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
 #pragma unroll 1
     for (int slab = 0; slab < kSlabs; ++slab) {
-      const u32 from = next_slab(ring), scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
+      const u32 from = next_slab(at), scales = memory + kScales + at.last * kScaleBytes + threadIdx.x % 4 * 8;
       const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
       u32 a[2][kSteps][4];
 #pragma unroll
@@ -642,7 +644,7 @@ template <class Pass> struct Wide {
         for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
       }
       touch(sum);
-      release(ring.last);
+      release(at.last);
     }
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
@@ -681,7 +683,7 @@ template <class Pass> struct Wide {
   }
 
   DEVICE void consume() const {
-    Ring ring;
+    Taking at;
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
       Held held;
@@ -690,10 +692,10 @@ template <class Pass> struct Wide {
       for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
-          add_up_split(sum, tile, tile.fast + h, ring);
+          add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
         } else {
-          add_up(sum, ring);
+          add_up(sum, at);
         }
         finish(sum, held[h], tile, h);
       }
@@ -705,10 +707,7 @@ template <class Pass> struct Wide {
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 128);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
-    }
+    stages.init(128, Pass::CONSUMERS * 4);
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
         init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
@@ -716,11 +715,9 @@ template <class Pass> struct Wide {
     }
     __syncthreads();
     if (threadIdx.x < kConsumers) {
-      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
-      consume();
+      take_registers<Pass::MORE>(), consume();
     } else {
-      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      produce(threadIdx.x - kConsumers);
+      give_registers<Pass::FEWER>(), produce(threadIdx.x - kConsumers);
     }
     if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
   }

@@ -24,6 +24,7 @@
 #include "types/params.cuh"
 #include "move/pieces.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct WideGradient {
   using Element = typename Pass::Element;
@@ -50,7 +51,7 @@ template <class Pass> struct WideGradient {
   // barriers
   static constexpr int kOnes = Pass::STAGES * kStageBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
   static constexpr int kPieces = kOnes + kOnesBytes, kPiecesBytes = kBytesG + kBytesX;
-  static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes;
   static constexpr int kMeeting = 1;  // of producers, among a block's barriers
   static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
@@ -64,12 +65,14 @@ template <class Pass> struct WideGradient {
 
   const Params& params;
   const u32 memory;
+  const Ring<Pass::STAGES, kStageBytes> stages;
   const int warpgroup;
   const i64 rows;
   const int chunks;
 
   DEVICE WideGradient(const Params& given)
-      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
+      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), stages(memory, memory + kFull),
+        warpgroup(uniform(threadIdx.x / 128)),
         rows(given.batch * Pass::ROWS), chunks(int((rows + kChunk - 1) / kChunk)) {}
 
   // From the last rows on: L2 still has of G what the kernel before has made or read last, and leaves the first ones there
@@ -98,19 +101,18 @@ template <class Pass> struct WideGradient {
     const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (row * kRowG + i64(group) * Q + q + piece * 8);
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + piece * 8);
     int left_q = Q - q - piece * 8, left_p = P - p - piece * 8;
-    int stage = 0;
-    u32 phase = 1;
+    Turn<Pass::STAGES> turn{0, 1};
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const i64 first = first_row(chunk);
       const int rows_left = int(min(rows - first, i64(kChunk))) - row;
-      const u32 to = place + stage * kStageBytes;
+      const u32 to = place + turn.slot * kStageBytes;
       stay_here(left_q, left_p);
-      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      stages.wait_until_empty(turn);
       copy<kLeft, kRowG>(to, g + first * kRowG, rows_left, left_q);
       copy<kRight, kRowX>(to + kLeft * kSlab, x + first * kRowX, rows_left, left_p);
-      arrive_with_copies(memory + kFull + stage * 8);
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      arrive_with_copies(stages.full(turn.slot));
+      turn.next();
     }
   }
 
@@ -171,25 +173,24 @@ template <class Pass> struct WideGradient {
     for (int i = 0; i < Pass::HELD; ++i)
 #pragma unroll
       for (int slab = 0; slab < kHeldLeft + kRight; ++slab) load_slab(held[i][slab], slab, blockIdx.x + i * gridDim.x);
-    int stage = 0;
-    u32 phase = 1;
+    Turn<Pass::STAGES> turn{0, 1};
     const auto give = [&](Square (&held)[kHeldLeft + kRight], int chunk) {
-      const u32 to = stage * kStageBytes;
+      const u32 to = turn.slot * kStageBytes;
       stay_here(left_q, left_p);
-      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      stages.wait_until_empty(turn);
       if constexpr (kLoadsLeft) {
         const i64 first = first_row(chunk);
         copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
                   int(min(rows - first, i64(kChunk))) - row_g, left_q);
-        arrive_with_copies(memory + kFull + stage * 8);
+        arrive_with_copies(stages.full(turn.slot));
       }
 #pragma unroll
       for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
         put(held[slab], place + to + (kLeft - kHeldLeft + slab) * kSlab);
         load_slab(held[slab], slab, chunk + Pass::HELD * gridDim.x);
       }
-      arrive(memory + kFull + stage * 8);
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      arrive(stages.full(turn.slot));
+      turn.next();
     };
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += Pass::HELD * gridDim.x) {
@@ -250,23 +251,16 @@ template <class Pass> struct WideGradient {
       }
     }
   }
-  struct Turn {
-    int stage = 0;
-    u32 phase = 1;
-    DEVICE void next() {
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
-    }
-  };
   DEVICE void take_chunks(int thread) const {
     const Tile at = tile();
     const i64 column_g = i64(at.group) * Q + at.q, column_x = i64(at.group) * P + at.p;
     const void *g = params.weights[Pass::WEIGHT], *x = params.x;
-    Turn copied, taken;
+    Turn<Pass::STAGES> copied{0, 1}, taken{0, 1};
     int to = 0, from = 0;  // among pieces of chunks
     const auto copy_next = [&](int chunk) {
       if (chunk < chunks) {
-        if constexpr (kCopies) wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);
-        const u32 slabs = memory + copied.stage * kStageBytes, pieces = memory + kPieces + to * kPiecesBytes;
+        if constexpr (kCopies) stages.wait_until_empty(copied);
+        const u32 slabs = stages.at(copied.slot), pieces = memory + kPieces + to * kPiecesBytes;
         const i64 first = first_row(chunk);
         copy_rows<PiecesG, kTakesG>(g, first, column_g, Q - at.q, slabs, pieces, thread);
         copy_rows<PiecesX, kTakesX>(x, first, column_x, P - at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
@@ -282,13 +276,13 @@ template <class Pass> struct WideGradient {
       wait_for_copies<Pass::AHEAD - 1>();
       sync_threads<128>(kMeeting);  // this chunk's copies are there, and what the next ones overwrite has been taken
       copy_next(chunk + Pass::AHEAD * gridDim.x);
-      if constexpr (!kCopies) wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);
-      const u32 slabs = memory + taken.stage * kStageBytes, pieces = memory + kPieces + from * kPiecesBytes;
+      if constexpr (!kCopies) stages.wait_until_empty(taken);
+      const u32 slabs = stages.at(taken.slot), pieces = memory + kPieces + from * kPiecesBytes;
       const i64 first = first_row(chunk);
       if constexpr (kTakesG) take_rows<PiecesG, false>(g, first, column_g, at.q, slabs, pieces, thread);
       if constexpr (kTakesX)
         take_rows<PiecesX, !kSideBySide>(x, first, column_x, at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
-      arrive(memory + kFull + taken.stage * 8);
+      arrive(stages.full(taken.slot));
       taken.next();
       from = from == Pass::AHEAD ? 0 : from + 1;
     }
@@ -414,14 +408,14 @@ template <class Pass> struct WideGradient {
   // One thread says that its warp's products have read a chunk.
   DEVICE void release(int stage) const {
     if constexpr (kLoadsLeft) __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+    stages.release(stage);
   }
   template <bool BIAS> DEVICE void consume() const {
     Sums sums;
     ColumnSums columns;
     Left left[2];  // in turns: the products before still read theirs
-    int stage = 0, last = -1;
-    u32 phase = 0;
+    int last = -1;
+    Turn<Pass::STAGES> turn{0, 0};
     if constexpr (Pass::SPLIT) {
 #pragma unroll
       for (auto& some : sums)
@@ -430,13 +424,13 @@ template <class Pass> struct WideGradient {
     }
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-      wait_for_bytes(memory + kFull + stage * 8, phase);
+      stages.wait_until_full(turn);
       fence_copy_engine();
       if constexpr (Pass::SPLIT) {
-        multiply_split(sums, memory + stage * kStageBytes);
-        release(stage);
+        multiply_split(sums, stages.at(turn.slot));
+        release(turn.slot);
       } else if constexpr (kLoadsLeft) {
-        const u32 from = memory + stage * kStageBytes;
+        const u32 from = stages.at(turn.slot);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           load_left(left[part % 2], from, part);
@@ -444,14 +438,14 @@ template <class Pass> struct WideGradient {
           wait_for_products<1>();
           if (part == 0 && last >= 0) release(last);
         }
-        last = stage;
+        last = turn.slot;
       } else {
-        multiply<BIAS>(sums, columns, memory + stage * kStageBytes, last >= 0);
+        multiply<BIAS>(sums, columns, stages.at(turn.slot), last >= 0);
         wait_for_products<1>();
         if (last >= 0) release(last);
-        last = stage;
+        last = turn.slot;
       }
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      turn.next();
     }
     wait_for_products<0>();
 #pragma unroll
@@ -543,10 +537,7 @@ template <class Pass> struct WideGradient {
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, kLoadsLeft ? 256 : 128);  // what is stored, and what is copied
-      init_barrier(memory + kEmpty + threadIdx.x * 8, WM * WN * 4);
-    }
+    stages.init(kLoadsLeft ? 256 : 128, WM * WN * 4);  // what is stored, and what is copied
     for (int at = threadIdx.x * 4; at < kOnesBytes; at += (kConsumers + 128) * 4)
       store_shared(memory + kOnes + at, ones());
     if constexpr (Pass::BIAS) fence_copy_engine();

@@ -42,13 +42,13 @@ template <class Pass> struct DenseStreamed {
   const int warpgroup, thread, g, t;
   const u32 memory;
   const Ring<Pass::STAGES, kStageBytes> ring;
-  const u32 x_empty, x_full;  // the latter in chunks only: or that x is there is said with the first chunk
+  const Barriers<1> of_x;  // full in chunks only: or that x is there is said with the first chunk
   const u32 states;           // this warpgroup's
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4), memory(shared_address(shared_memory)), ring(memory, memory + Pass::barriers_at),
-        x_empty(ring.full(2 * Pass::STAGES)), x_full(x_empty + 8),
+        of_x(ring.full(2 * Pass::STAGES)),
         states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
 
   // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
@@ -200,7 +200,7 @@ template <class Pass> struct DenseStreamed {
   // Once the x before has been read
   DEVICE void load_x(int round) const {
     constexpr int P = First::P;
-    wait_for_bytes(x_empty, round & 1 ^ 1);
+    of_x.wait_until_empty({0, u32(round & 1 ^ 1)});
 #pragma unroll 1
     for (int i = 0; i < Pass::GROUPS; ++i) {
       const i64 sample = sample_of(round, i);
@@ -228,7 +228,7 @@ template <class Pass> struct DenseStreamed {
           sync_threads<kLoaders>(kMeeting);
           round_x();
         }
-        arrive(x_full);
+        arrive(of_x.full(0));
       }
     } else if (thread == 0) {
       if constexpr (Pass::CHUNKS_BEFORE) wait_for_kernel_before();
@@ -407,14 +407,14 @@ template <class Pass> struct DenseStreamed {
   }
   template <class L> DEVICE void layer(Turns& turn, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
-    if constexpr (L::FIRST && kInChunks) wait_for_bytes(x_full, round & 1), fence_copy_engine();
+    if constexpr (L::FIRST && kInChunks) of_x.wait_until_full({0, u32(round & 1)}), fence_copy_engine();
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
       multiply<L>(z, turn, round, pass == 0 ? wanted<L>(number) : nullptr);
       if constexpr (L::FIRST)
-        if (pass == L::PASSES - 1 && threadIdx.x % 32 == 0) arrive(x_empty);
+        if (pass == L::PASSES - 1) of_x.release(0);
       if constexpr (L::LAST) {
         store<L>(z, round, pass);
       } else {
@@ -447,10 +447,7 @@ template <class Pass> struct DenseStreamed {
 
   DEVICE void run() const {
     ring.init(kInChunks ? 1 : 128, Pass::GROUPS * 4);
-    if (threadIdx.x == 0) {
-      init_barrier(x_empty, Pass::GROUPS * 4);
-      init_barrier(x_full, kLoaders);
-    }
+    of_x.init(kLoaders, Pass::GROUPS * 4);
     if constexpr (kInChunks) fence_copy_engine();
     __syncthreads();
     if (threadIdx.x < kConsumers)
