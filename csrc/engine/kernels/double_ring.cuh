@@ -41,23 +41,10 @@ template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleR
   // sums += left x right, of chunk c
   template <int TILES, int NT, class Left, class Right>
   DEVICE void multiply(Element (&sums)[TILES][NT][4], int c, const Left& left, const Right& right) const {
-    constexpr int kTogether = NT % 2 ? 1 : 2;
     wait_for_bytes(ring.full(c % STAGES), c / STAGES & 1);
-#pragma unroll
-    for (int s = 0; s < kDepth / kStep; ++s) {
-      A a[TILES];
-#pragma unroll
-      for (int m = 0; m < TILES; ++m) left(a[m], m, s);
-#pragma unroll
-      for (int n = 0; n < NT; n += kTogether) {
-        B some[kTogether];
-        right(some, n, s);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-          for (int m = 0; m < TILES; ++m) Math::template multiply<kStep>(sums[m][n + i], a[m], some[i]);
-      }
-    }
+    constexpr int kSteps = kDepth / kStep;
+    Tensors::template multiply_tiles<TILES, NT, kSteps, kSteps, 2>(
+        [&](int m, int n) -> Element(&)[4] { return sums[m][n]; }, left, right);
     arrive(ring.empty(c % STAGES));
   }
   // Operands of this warp: its `tiles` of 16 rows with k or m contiguous, and its columns, all in one matrix.

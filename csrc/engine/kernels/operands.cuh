@@ -58,11 +58,11 @@ template <class Math, class T, int THREADS> struct Operands {
     }
   }
   // sum_of(m, n) += left x right, MT tiles of 16 rows by NT of 8 columns: operand A of a tile and a step, and B of some tiles of a
-  // step. float: products of high parts start from zero every few steps; the others, which infinities make NaN, do not count
-  // then.
-  template <int MT, int NT, int STEPS, int UNROLL, class SumOf, class Left, class Right>
+  // step, MOST at once. float: products of high parts start from zero every few steps; the others, which infinities make NaN, do
+  // not count then.
+  template <int MT, int NT, int STEPS, int UNROLL, int MOST = Math::kRepairs ? 2 : 4, class SumOf, class Left, class Right>
   static DEVICE void multiply_tiles(const SumOf& sum_of, const Left& left, const Right& right) {
-    constexpr int kMost = Math::kRepairs ? 2 : 4, kTogether = NT % kMost == 0 ? kMost : NT % 2 == 0 ? 2 : 1;
+    constexpr int kTogether = NT % MOST == 0 ? MOST : NT % 2 == 0 ? 2 : 1;
     if constexpr (Math::kRepairs) {
       constexpr int kFlush = Math::kFlush;
       float low[MT][NT][4] = {};
