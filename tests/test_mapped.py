@@ -113,7 +113,7 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("wait_until_empty(turn);\n    expect", "expect", "race"),
+        ("Base::wait_until_empty(turn);\n    expect", "expect", "race"),
         ("ring.wait_until_full(turn);", "", "has not landed"),
         ("wait_for_products<1>();", "", "race"),
         ("fence_copy_engine();\n    __syncthreads();", "__syncthreads();", "no fence: the copy engine"),
