@@ -28,14 +28,14 @@ from factorlayer.kernels import gradient
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import (
-    cluster_backward,
-    columns,
-    columns_backward,
     eights_backward,
-    small_backward,
-    strip_backward,
+    pair_cluster_backward,
+    pair_few_backward,
+    small_double,
+    small_double_backward,
+    small_float_backward,
 )
-from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
@@ -732,13 +732,13 @@ LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 
 
 def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
     of_warpgroups = architecture == 90 and dtype != "float64" and min(min(s) for s in sizes) >= 24
-    own = "UnitBackward" if dtype in ("bfloat16", "float16") else "SplitPairBackward"
+    own = "Pair16Backward" if dtype in ("bfloat16", "float16") else "PairSplitBackward"
     if dtype == "float64" and sizes in DOUBLE_PAIRS:
-        return "DoubleBackward"
+        return "PairDoubleBackward"
     if dtype == "tf32" and sizes in SCALED_PAIRS:
-        return "ScaledBackward"
+        return "PairTf32Backward"
     fits = of_warpgroups and max(max(s) for s in sizes) <= 64
-    return "LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
+    return "Pair16LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -803,7 +803,7 @@ def test_all_gradients_with_a_small_mode(
     """Which mixes what is read, and what is made, at one visit; infinite where they have to be."""
     spec = kronecker(*sizes)
     found = plan(all_gradients_of(spec), dtype, LARGE, replace(Gpu.of(90), sms=2))
-    assert [type(p) for p in found.passes] == [MixedBackward, Reduction]
+    assert [type(p) for p in found.passes] == [PairMixedBackward, Reduction]
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
@@ -840,7 +840,7 @@ def test_scaled_halves_hold_eight_decades(mode: int, decades: tuple[int, int], e
     """Of rows or columns that weights make up for: each result by itself."""
     spec = kronecker((84, 72), (68, 76))
     found = plan(all_gradients_of(spec), "tf32", LARGE, replace(Gpu.of(90), sms=2))
-    assert type(found.passes[0]).__name__ == "ScaledBackward"
+    assert type(found.passes[0]).__name__ == "PairTf32Backward"
     draw, generator = drawing("tf32"), np.random.default_rng(1)
     x, grad = draw(3, *spec.in_factors), draw(3, *spec.out_factors)
     weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
@@ -1193,7 +1193,7 @@ def test_all_gradients_of_few_samples_at_once(
     spec = kronecker(*sizes)
     chain, gpu = all_gradients_of(spec), Gpu.of(90)
     modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
-    tilings = strip_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tilings = pair_few_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
     tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
     check_all_gradients_of(spec, Plan(chain, dtype, SMALL, gpu, (tiled, Reduction(tiled))), 3, emulator)
 
@@ -1215,7 +1215,7 @@ def clusters_of(
 ) -> Plan:
     gpu = Gpu.of(90)
     modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
-    tilings = cluster_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tilings = pair_cluster_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
     tilings = (replace(tiled, cluster=chosen["cluster"]) for tiled in tilings)
     tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
     chain = replace(all_gradients_of(kronecker(*sizes)), bias=bias)
@@ -1250,7 +1250,7 @@ def test_a_biass_gradient_by_a_cluster_of_its_own(
 )
 def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: int, emulator: Emulator) -> None:
     modes = tuple(Mode(((i, n, n),)) for i, n in enumerate(sizes))
-    few = small_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
+    few = small_float_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
     assert few is not None
     spec = kronecker(sizes, sizes)
     found = Plan(all_gradients_of(spec), "float32", LARGE, few.gpu, (few, Reduction(few)))
@@ -1331,7 +1331,7 @@ def test_small_factors_of_doubles_by_columns(
     spec, gpu = kronecker(*sizes), replace(Gpu.of(90), sms=2)
     chain = Chain.of(spec, True, "relu")
     work = next(w[0] for w in cuts(chain, "float64") if len(w) == 1 and len(w[0].steps) == len(sizes[0]))
-    tilings = [p for p in columns.tilings(work, gpu) if (p.warps, p.slots) == (warps, slots)]
+    tilings = [p for p in small_double.tilings(work, gpu) if (p.warps, p.slots) == (warps, slots)]
     assert len(tilings) == (1 if len(sizes[0]) == 2 else 2)
     draw = drawing("float64")
     x, bias = draw(batch, spec.in_features), draw(spec.out_features)
@@ -1343,7 +1343,7 @@ def test_small_factors_of_doubles_by_columns(
         assert not errors
         assert np.linalg.norm(outputs[0] - right.numpy().ravel()) <= 4 * EPS["float64"] * np.linalg.norm(right)
     modes = tuple(mode for _, mode in sorted(work.steps))
-    for back in columns_backward.tilings(modes, 1, gpu):
+    for back in small_double_backward.tilings(modes, 1, gpu):
         if (back.warps, back.slots) == (warps, slots):
             some = replace(back, groups=min(back.groups, 3))
             found = Plan(all_gradients_of(spec), "float64", LARGE, gpu, (some, Reduction(some)))
@@ -1384,7 +1384,7 @@ def test_both_gradients_of_one_factor_at_once(
     chain = Chain((Contraction(0, outer, p, q, inner, tied=True),), backward=True)
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
     is_split = dtype in ("float32", "tf32") and architecture == 90 and min(p, q) >= 24 and max(outer, inner) >= 64
-    assert type(found.passes[0]).__name__ == ("SplitSingleBackward" if is_split else "SingleBackward")
+    assert type(found.passes[0]).__name__ == ("SingleSplitBackward" if is_split else "SingleBackward")
     kernels = emulator.compile(found)
     draw = drawing(dtype)
     x, grad, weight = draw(batch, outer * p * inner), draw(batch, outer * q * inner), draw(q, p) / 8

@@ -1,4 +1,4 @@
-"""How states of small factors lie in shared memory, such that few lanes meet in a bank: for columns.cuh.
+"""How states of small factors lie in shared memory, such that few lanes meet in a bank: for small_double.cuh.
 
 A thread takes columns of a mode, all its elements for one index of the others, as neighbouring threads do for
 neighbouring indices; a product of the matrix unit takes eight elements of a mode and four columns at once. Doubles have

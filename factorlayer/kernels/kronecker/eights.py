@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
+from factorlayer.kernels.kronecker.small_float import Sizes, sizes_in, time_of
 from factorlayer.kernels.work import OfWork, Work
 
 SIZES = Sizes(8, 8, 8, 8, 8)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
-from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
+from factorlayer.kernels.kronecker.small_float import Sizes, sizes_of, time_of
 from factorlayer.kernels.work import Mode
 
 SIZES = Sizes(8, 8, 8, 8, 8)

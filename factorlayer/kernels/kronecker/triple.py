@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
-from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
+from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
-from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
-from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
+from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
-Behind = SplitPairBackward | UnitBackward
+Behind = PairSplitBackward | Pair16Backward
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
 CLUSTER = 8  # blocks, backward
@@ -167,7 +167,7 @@ class TripleBackward(Triple, BlockSums):
     @property
     def behind(self) -> Behind:
         last, first = (mode for at, mode in self.work.steps if at > 0)
-        family = UnitBackward if self.size == 2 else SplitPairBackward
+        family = Pair16Backward if self.size == 2 else PairSplitBackward
         return family((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
 
     @property
@@ -242,7 +242,7 @@ def tile_backward(
         return ()  # what comes back lies where that of x belongs
     work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
     plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
-    family = unit_backward if ELEMENT_BYTES[dtype] == 2 else split_pair_backward
+    family = pair16_backward if ELEMENT_BYTES[dtype] == 2 else pair_split_backward
     behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
     if plan is None or behind is None:
         return ()

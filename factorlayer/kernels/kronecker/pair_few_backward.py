@@ -1,4 +1,4 @@
-"""All gradients of two factors at once, where samples are few: strip_backward.cuh, its tiles and source."""
+"""All gradients of two factors at once, where samples are few: pair_few_backward.cuh, its tiles and source."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REGISTERS = {8: 100, 4: 90, 2: 80}  # beside the sums, by bytes of an element
 
 
 @dataclass(frozen=True)
-class StripBackward(OfTwoModes, BlockSums):
+class PairFewBackward(OfTwoModes, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
@@ -93,7 +93,7 @@ class StripBackward(OfTwoModes, BlockSums):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"strips, backward: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.width}, "
+            f"pair few, backward: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.width}, "
             f"{self.slots} slots, {self.warps} warps, {self.shared} bytes of shared memory"
         )
 
@@ -103,7 +103,7 @@ class StripBackward(OfTwoModes, BlockSums):
         return kinds(self.dtype) + constants(self.told_sizes | numbers)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> StripBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairFewBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
@@ -111,7 +111,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     return fastest(plan for plan in plans if plan.part_bytes <= MOST_BYTES)
 
 
-def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[StripBackward]:
+def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairFewBackward]:
     sizes = [n for mode in modes for n in (mode.p, mode.q)]
     if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
         return
@@ -120,12 +120,12 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
         if modes[0].p % span or modes[1].q % width:
             continue
         for slots in range(chunks, 1, -1):
-            plan = StripBackward(modes, dtype, outer, span, width, slots, batch, gpu)
+            plan = PairFewBackward(modes, dtype, outer, span, width, slots, batch, gpu)
             if plan.fits:
                 yield plan
 
 
-def _time(plan: StripBackward) -> float:
+def _time(plan: PairFewBackward) -> float:
     """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
     _, p1, q0, q1 = plan.sizes
     chunks, gpu = q1 // plan.width, plan.gpu

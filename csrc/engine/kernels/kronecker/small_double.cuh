@@ -66,7 +66,7 @@ struct Step : Order {
   static constexpr int P = In::size(MODE), Q = Out::size(MODE), COLUMNS = In::kSize / P;
 };
 
-template <class Pass> struct ColumnsBase {
+template <class Pass> struct SmallDoubleBase {
   static constexpr int WARPS = Pass::WARPS, GROUPS = Pass::GROUPS, kThreads = WARPS * 32, kBlock = kThreads * GROUPS;
   template <class S> static constexpr int kEach = ceil_div(S::COLUMNS, kThreads);  // columns of a thread
 
@@ -76,7 +76,7 @@ template <class Pass> struct ColumnsBase {
   const u32 weights, memory, barriers;  // shared addresses: of weights, of the group's memory and of its barriers
   const i64 units;
 
-  DEVICE ColumnsBase(const Params& given)
+  DEVICE SmallDoubleBase(const Params& given)
       : params(given), group(threadIdx.x / kThreads), thread(threadIdx.x % kThreads),
         weights(shared_address(shared_memory)), memory(weights + Pass::kWeights + group * Pass::kGroup),
         barriers(weights + Pass::kWeights + GROUPS * Pass::kGroup + group * 32),
@@ -165,15 +165,15 @@ template <class Pass> struct ColumnsBase {
   }
 };
 
-template <class Pass> struct Columns : ColumnsBase<Pass> {
-  using Base = ColumnsBase<Pass>;
+template <class Pass> struct SmallDouble : SmallDoubleBase<Pass> {
+  using Base = SmallDoubleBase<Pass>;
   using First = typename Pass::First;
   using Last = typename Pass::Last;
   using Base::params, Base::group, Base::thread, Base::weights, Base::memory, Base::barriers, Base::units, Base::sync;
   static constexpr int SLOTS = Pass::SLOTS;
 
   const typename Pass::Activation activation;
-  DEVICE Columns(const Params& given) : Base(given), activation(given) {}
+  DEVICE SmallDouble(const Params& given) : Base(given), activation(given) {}
 
   DEVICE u32 slot_address(int slot) const { return memory + slot * Pass::kSlot; }
   DEVICE void ask_for(i64 unit, int slot) const {

@@ -1,4 +1,4 @@
-"""All gradients of three or four small factors in double in one pass: columns_backward.cuh."""
+"""All gradients of three or four small factors in double in one pass: small_double_backward.cuh."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
-from factorlayer.kernels.kronecker.columns import (
+from factorlayer.kernels.kronecker.small_double import (
     BARRIER_BYTES,
-    ByColumns,
+    OfSmallDouble,
     Step,
     groups_of,
     orders_of,
@@ -28,7 +28,7 @@ from factorlayer.kernels.work import Mode
 
 
 @dataclass(frozen=True)
-class ColumnsBackward(ByColumns, BlockSums):
+class SmallDoubleBackward(OfSmallDouble, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     steps: tuple[Step, ...]
@@ -76,7 +76,7 @@ class ColumnsBackward(ByColumns, BlockSums):
     def __str__(self) -> str:
         steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
         return (
-            f"columns, backward: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
+            f"small double, backward: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -108,7 +108,7 @@ class ColumnsBackward(ByColumns, BlockSums):
         ]
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ColumnsBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SmallDoubleBackward | None:
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
@@ -133,17 +133,17 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
     return tuple(found)
 
 
-def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[ColumnsBackward]:
+def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[SmallDoubleBackward]:
     """Of modes that this family takes."""
     for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
-        plan = ColumnsBackward(steps, waves, outer, warps, 1, slots, gpu)
+        plan = SmallDoubleBackward(steps, waves, outer, warps, 1, slots, gpu)
         registers = max(step.registers(warps) for step in steps) + 8 * plan.tiles
         groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
         if groups > 0:
             yield replace(plan, groups=groups)
 
 
-def _time(plan: ColumnsBackward, batch: int) -> float:
+def _time(plan: SmallDoubleBackward, batch: int) -> float:
     steps = plan.steps
     x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
     moved = 8 * (2 * x + y)

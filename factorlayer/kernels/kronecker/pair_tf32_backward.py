@@ -1,4 +1,4 @@
-"""All gradients of two large factors in tf32 in one pass: scaled_backward.cuh, where Hopper's matrix unit
+"""All gradients of two large factors in tf32 in one pass: pair_tf32_backward.cuh, where Hopper's matrix unit
 multiplies scaled f16."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UNIT_US = 5.0  # of waits and conversions, which nothing hides
 
 
 @dataclass(frozen=True)
-class ScaledBackward(ByWarpgroups):
+class PairTf32Backward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
     dtypes = ("tf32",)
@@ -26,7 +26,7 @@ class ScaledBackward(ByWarpgroups):
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
-        return f"scaled pair, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
+        return f"pair tf32, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
 
     @property
     def fits(self) -> bool:
@@ -44,6 +44,6 @@ class ScaledBackward(ByWarpgroups):
         return units * max(self.memory_us, products + UNIT_US)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ScaledBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairTf32Backward | None:
     """None where this family has no kernel."""
-    return next(ways(ScaledBackward, modes, outer, dtype, batch, gpu), None)
+    return next(ways(PairTf32Backward, modes, outer, dtype, batch, gpu), None)

@@ -1,4 +1,4 @@
-"""All gradients of a small factor and two of up to 64 x 64 in 16 bits, in one pass: mixed_backward.cuh,
+"""All gradients of a small factor and two of up to 64 x 64 in 16 bits, in one pass: pair_mixed_backward.cuh,
 Hopper's matrix unit."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, Asks, ask_for, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.kronecker.unit_backward import SLAB, UnitBackward
+from factorlayer.kernels.kronecker.pair16_backward import SLAB, Pair16Backward
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
@@ -27,7 +27,7 @@ MIX_US = 0.09  # of a row of X's, mixed, and mixed back, while nothing else is m
 
 
 @dataclass(frozen=True)
-class MixedBackward(BlockSums):
+class PairMixedBackward(BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode, Mode]
@@ -91,7 +91,7 @@ class MixedBackward(BlockSums):
     def __str__(self) -> str:
         p, p0, p1, q, q0, q1 = self.sizes
         return (
-            f"mixed pair, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks, "
+            f"pair mixed, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -121,16 +121,16 @@ class MixedBackward(BlockSums):
         return lines + told_weights(self.modes, "mab", self.dtype)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> MixedBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairMixedBackward | None:
     """The fastest by prediction, of all ways to take neighbours as three; None where this family has no kernel."""
     if not gpu.moves_registers or dtype not in ("bfloat16", "float16"):
         return None
     plans = []
     for three in _as_three(modes):
-        plan = MixedBackward(three, dtype, outer, gpu)
+        plan = PairMixedBackward(three, dtype, outer, gpu)
         p, p0, p1, q, q0, q1 = plan.sizes
         large = (p0, p1, q0, q1)
-        fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= UnitBackward.largest
+        fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= Pair16Backward.largest
         fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
         if fits and plan.chunks > plan.least_chunks:
             plans.append(replace(plan, us=_time(plan, batch)))
@@ -143,7 +143,7 @@ def _as_three(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode, Mode]]:
         yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:j])), Mode(tuple(parts[j:]))
 
 
-def _time(plan: MixedBackward, batch: int) -> float:
+def _time(plan: PairMixedBackward, batch: int) -> float:
     """Predicted microseconds."""
     p, p0, p1, q, q0, q1 = plan.sizes
     memory = (2 * p * p0 * p1 + q * q0 * q1) * plan.size / (0.85 * plan.gpu.memory_bytes)

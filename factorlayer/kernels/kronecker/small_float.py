@@ -1,4 +1,4 @@
-"""Passes of four or five small square factors in float: what small.cuh is told, and what that takes."""
+"""Passes of four or five small square factors in float: what small_float.cuh is told, and what that takes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def sizes_in(work: Work) -> Sizes | None:
 
 
 @dataclass(frozen=True)
-class Small(OfWork):
+class SmallFloat(OfWork):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -121,7 +121,7 @@ class Small(OfWork):
         return 4 * self.work.outer * self.sizes.size
 
     def __str__(self) -> str:
-        return f"small: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
+        return f"small float: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
 
     @property
     def blocks(self) -> int:
@@ -134,12 +134,12 @@ class Small(OfWork):
         return ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads), *work.finish]
 
 
-def tile(work: Work, batch: int, gpu: Gpu) -> Small | None:
+def tile(work: Work, batch: int, gpu: Gpu) -> SmallFloat | None:
     """None where this family has no kernel."""
     sizes = sizes_in(work)
     if sizes is None or sizes.shared > gpu.shared:
         return None
-    plan = Small(work, sizes, gpu)
+    plan = SmallFloat(work, sizes, gpu)
     return replace(plan, us=time_of(sizes, sum(sizes.modes), 2, plan.blocks_per_sm, batch * work.outer, gpu))
 
 

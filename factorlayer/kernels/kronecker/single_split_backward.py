@@ -1,4 +1,4 @@
-"""Both gradients of one factor of 32 bits, up to 128 x 128, in one pass: split_single_backward.cuh, where
+"""Both gradients of one factor of 32 bits, up to 128 x 128, in one pass: single_split_backward.cuh, where
 Hopper's matrix unit multiplies bf16 pieces of floats."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.kronecker.split_pair_backward import PIECES, PRODUCTS, SLAB
+from factorlayer.kernels.kronecker.pair_split_backward import PIECES, PRODUCTS, SLAB
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
 from factorlayer.kernels.product.single_backward import OfOneFactor
 from factorlayer.maths.spec import Contraction
@@ -20,7 +20,7 @@ UNIT_US = 1.0  # of waits, splitting and sums, where no other group's products h
 
 
 @dataclass(frozen=True)
-class SplitSingleBackward(OfOneFactor, BlockSums):
+class SingleSplitBackward(OfOneFactor, BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     contraction: Contraction
@@ -54,7 +54,7 @@ class SplitSingleBackward(OfOneFactor, BlockSums):
     def __str__(self) -> str:
         c = self.contraction
         return (
-            f"split single, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.pieces} pieces, "
+            f"single split, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.pieces} pieces, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -66,20 +66,20 @@ class SplitSingleBackward(OfOneFactor, BlockSums):
         return constants(numbers | {"BY_COLUMNS": self.by_columns})
 
 
-def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SplitSingleBackward | None:
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleSplitBackward | None:
     """None where this family has no kernel."""
     c = contraction
     if not gpu.wgmma or dtype not in PIECES or min(c.p, c.q) < LEAST or max(c.p, c.q) > 2 * BLOCK:
         return None
     if (c.inner if c.inner > 1 else c.outer) % BLOCK or (c.inner == 1 and (c.p % 4 or c.q % 4)):
         return None
-    plan = SplitSingleBackward(c, dtype, gpu)
+    plan = SingleSplitBackward(c, dtype, gpu)
     if plan.parts != -(-c.q // BLOCK) or plan.shared > gpu.shared:
         return None
     return replace(plan, us=_time(plan, batch))
 
 
-def _time(plan: SplitSingleBackward, batch: int) -> float:
+def _time(plan: SingleSplitBackward, batch: int) -> float:
     """Predicted microseconds."""
     c = plan.contraction
     memory = BLOCK * (2 * c.p + c.q) * plan.size / (0.85 * plan.gpu.memory_bytes)

@@ -1,4 +1,4 @@
-"""Two factors at once, where samples are few: strip.cuh, its tiles and source."""
+"""Two factors at once, where samples are few: pair_few.cuh, its tiles and source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGER = 1.5  # than that a block takes: loads and products hide less of each ot
 
 
 @dataclass(frozen=True)
-class Strip(TakesTwoModes):
+class PairFew(TakesTwoModes):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -71,7 +71,7 @@ class Strip(TakesTwoModes):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"strips: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.rows} rows, {self.slots} slots, "
+            f"pair few: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.rows} rows, {self.slots} slots, "
             f"{self.warps} warps, {self.shared} bytes of shared memory"
         )
 
@@ -84,7 +84,7 @@ class Strip(TakesTwoModes):
         return kinds(work.dtype) + work.finish + constants(self.told_sizes | numbers)
 
 
-def tile(work: Work, batch: int, gpu: Gpu) -> Strip | None:
+def tile(work: Work, batch: int, gpu: Gpu) -> PairFew | None:
     """The fastest by prediction; None where this family has no kernel."""
     if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or most_samples(batch) > 64:
         return None
@@ -92,7 +92,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Strip | None:
     return fastest(plans)
 
 
-def tilings(work: Work, gpu: Gpu) -> Iterator[Strip]:
+def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
     first, second = (mode for _, mode in reversed(work.steps))
     if any(len(mode.parts) > 1 or mode.p % 16 or mode.q % 16 for mode in (first, second)):
         return
@@ -100,12 +100,12 @@ def tilings(work: Work, gpu: Gpu) -> Iterator[Strip]:
         if second.q % span or first.p % rows or first.q % rows:
             continue
         for slots in range((first.p + first.q) // rows, 1, -1):
-            plan = Strip(work, span, rows, slots, warps, gpu)
+            plan = PairFew(work, span, rows, slots, warps, gpu)
             if plan.shared <= gpu.shared:
                 yield plan
 
 
-def _time(plan: Strip, batch: int) -> float:
+def _time(plan: PairFew, batch: int) -> float:
     """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
     p0, p1, q0, _ = plan.sizes
     gpu, dtype = plan.gpu, plan.work.dtype

@@ -1,4 +1,4 @@
-"""Passes of two large modes in double, their weights streamed: what double_pair.cuh is told."""
+"""Passes of two large modes in double, their weights streamed: what pair_double.cuh is told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BARRIER_BYTES = 128
 
 
 @dataclass(frozen=True)
-class DoublePair(TakesTwoModes):
+class PairDouble(TakesTwoModes):
     """A pass. `us` is the time predicted."""
 
     work: Work
@@ -58,7 +58,7 @@ class DoublePair(TakesTwoModes):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"double pair: {p1}→{q1}, {p0}→{q0}, weights streamed, {self.stages} stages, "
+            f"pair double: {p1}→{q1}, {p0}→{q0}, weights streamed, {self.stages} stages, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -71,19 +71,19 @@ class DoublePair(TakesTwoModes):
         return kinds(work.dtype) + work.finish + constants(self.told_sizes | numbers)
 
 
-def tile(work: Work, batch: int, gpu: Gpu) -> DoublePair | None:
+def tile(work: Work, batch: int, gpu: Gpu) -> PairDouble | None:
     """None where this family has no kernel."""
     if not gpu.moves_registers or work.dtype != "float64" or work.rank > 1 or work.inner > 1:
         return None
     if not len(work.steps) == len(work.sizes) == 2 or any(len(mode.parts) > 1 for _, mode in work.steps):
         return None
-    plan = DoublePair(work, gpu)
+    plan = PairDouble(work, gpu)
     if min(plan.sizes) < LEAST or max(plan.sizes) > LARGEST or plan.stages < LEAST_STAGES:
         return None
     return replace(plan, us=_time(plan, batch))
 
 
-def _time(plan: DoublePair, batch: int) -> float:
+def _time(plan: PairDouble, batch: int) -> float:
     """Predicted microseconds."""
     p0, p1, q0, q1 = plan.sizes
     rows, columns = (round_up(n, 64) for n in (p0, q0)), round_up(q1, 16)

@@ -1,4 +1,4 @@
-// The backward pass of two large tied contractions in tf32, of the last two modes, on sm_90a: as large_backward.cuh, for each
+// The backward pass of two large tied contractions in tf32, of the last two modes, on sm_90a: as pair16_large_backward.cuh, for each
 // unit, of X [p0, p1] and G [q0, q1],
 //
 //     dT = A' G,  T = X B',  dA' += T G',  dB += dT' X,  dX = dT B
@@ -19,7 +19,7 @@
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
 
-template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
+template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   using Base = Slabs<f16, 128>;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
@@ -41,7 +41,7 @@ template <class Pass> struct ScaledBackward : Slabs<f16, 128> {
   const u32 stage;
   const i64 units;
 
-  DEVICE ScaledBackward(const Params& given)
+  DEVICE PairTf32Backward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % kLoaders)), first(threadIdx.x / 32 * 16),
         memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), ring(d_t + kState, memory),
         stage(ring.at(2) + warp * kStage), units(given.batch * Pass::UNITS_PER_SAMPLE) {}

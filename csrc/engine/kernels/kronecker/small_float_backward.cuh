@@ -1,5 +1,5 @@
 // The backward pass of four or five small square factors in float, in one: for each unit the states forward once more, then
-// all weights' gradients and that of x on the way back, as small.cuh has states and registers.
+// all weights' gradients and that of x on the way back, as small_float.cuh has states and registers.
 //
 //     x, by columns: a, b -> shared memory; by a warp's rows: d, e, [c], dC, back, dE, back, dD, back -> shared memory;
 //     x once more, by columns: a, dB, back, dA, back -> memory
@@ -10,10 +10,10 @@
 // Pass: A, B, C (1: there is no such mode), D, E; FIRST (the weight of a), UNITS_PER_SAMPLE; THREADS, which have a column and
 //       a row after the other; GRAD (the parameter that G is)
 #pragma once
-#include "kernels/kronecker/small.cuh"
+#include "kernels/kronecker/small_float.cuh"
 
-template <class Pass> struct SmallBackward : SmallState<Pass> {
-  using Base = SmallState<Pass>;
+template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
+  using Base = SmallFloatState<Pass>;
   using Base::A, Base::B, Base::C, Base::D, Base::E, Base::kInner, Base::kLanes, Base::kColumns, Base::kRow, Base::kSlab;
   using Base::kA, Base::kB, Base::kC, Base::kD, Base::kE;
   using Base::kSize, Base::params, Base::warp, Base::lane, Base::state, Base::units;
@@ -25,7 +25,7 @@ template <class Pass> struct SmallBackward : SmallState<Pass> {
   static_assert(A * A <= kInner && B * B <= kInner && C * C <= kInner && D * D <= kInner && E * E <= kInner);
 
   const u32 scratch, own;  // the warp's, and the lane's row of it
-  DEVICE SmallBackward(const Params& given)
+  DEVICE SmallFloatBackward(const Params& given)
       : Base(given), scratch(state + (Base::kRows + warp * 32) * kRow), own(scratch + lane * kRow) {}
 
   DEVICE void run() const {

@@ -20,7 +20,7 @@
 #include "kernels/operands.cuh"
 #include "types/params.cuh"
 
-template <class Pass> struct ClusterBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
+template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
   using Math = typename Pass::Math;
   static constexpr int WARPS = Pass::WARPS, GROUPS = Pass::GROUPS, CLUSTER = Pass::CLUSTER, PARTS = CLUSTER * GROUPS;
   static constexpr int kGroup = WARPS * 32, kThreads = GROUPS * kGroup, SLOTS = Pass::SLOTS, SPAN = Pass::SPAN;
@@ -59,7 +59,7 @@ template <class Pass> struct ClusterBackward : Operands<typename Pass::Math, typ
   const i64 units;
   const u32 weights, slots, state, received;
   const Element *x, *a, *b, *g;
-  DEVICE ClusterBackward(const Params& given)
+  DEVICE PairClusterBackward(const Params& given)
       : params(given), group(threadIdx.x / kGroup), warp(threadIdx.x / 32 % WARPS), rank(blockIdx.y % CLUSTER),
         part(group * CLUSTER + rank), units(given.batch * Pass::UNITS), weights(shared_address(shared_memory)),
         slots(weights + kWeights + group * SLOTS * kSlot),

@@ -13,7 +13,7 @@
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
 
-template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> {
+template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element, 128> {
   using Element = typename Pass::Element;
   using Base = Slabs<Element, 128>;
   using Base::by_column, Base::by_k, Base::place, Base::kSlab;
@@ -31,7 +31,7 @@ template <class Pass> struct LargeBackward : Slabs<typename Pass::Element, 128> 
   const Ring<SLOTS, 2 * kState> ring;
   const i64 units;
 
-  DEVICE LargeBackward(const Params& given)
+  DEVICE Pair16LargeBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 * 16),
         a(shared_address(shared_memory) + kBarrierBytes), b(a + kState), d_t(b + kState),
         ring{d_t + kState, shared_address(shared_memory)},

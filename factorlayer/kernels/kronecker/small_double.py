@@ -1,4 +1,4 @@
-"""Passes of two to four small factors in double by columns: what columns.cuh is told, and what it takes."""
+"""Passes of two to four small factors in double by columns: what small_double.cuh is told, and what it takes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
     return small and 8 * math.prod(max(mode.p, mode.q) for mode in modes) <= gpu.shared // 2
 
 
-class ByColumns(Pass):
+class OfSmallDouble(Pass):
     """What such passes have in common, forward and backward."""
 
     gpu: Gpu
@@ -170,7 +170,7 @@ def time_of(
 
 
 @dataclass(frozen=True)
-class Columns(ByColumns, OfWork):
+class SmallDouble(OfSmallDouble, OfWork):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -201,7 +201,7 @@ class Columns(ByColumns, OfWork):
     def __str__(self) -> str:
         steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
         return (
-            f"columns: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
+            f"small double: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -219,7 +219,7 @@ class Columns(ByColumns, OfWork):
         return constants(told) + work.finish + visit("between", calls) + visit("load_weights", loads)
 
 
-def tile(work: Work, batch: int, gpu: Gpu) -> Columns | None:
+def tile(work: Work, batch: int, gpu: Gpu) -> SmallDouble | None:
     """None where this family has no kernel."""
     if work.dtype != "float64" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
         return None
@@ -243,18 +243,18 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
     return tuple(found)
 
 
-def tilings(work: Work, gpu: Gpu) -> Iterator[Columns]:
+def tilings(work: Work, gpu: Gpu) -> Iterator[SmallDouble]:
     """Of a work that this family takes."""
     modes = tuple(mode for _, mode in sorted(work.steps))
     for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
-        plan = Columns(work, steps, waves, warps, 1, slots, gpu)
+        plan = SmallDouble(work, steps, waves, warps, 1, slots, gpu)
         registers = max(step.registers(warps) for step in steps)
         groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
         if groups > 0:
             yield replace(plan, groups=groups)
 
 
-def _time(plan: Columns, batch: int) -> float:
+def _time(plan: SmallDouble, batch: int) -> float:
     steps = plan.steps
     moved = 8 * sum(math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
     waves = plan.waves + moved / 128 + sum(step.weight_reads for step in steps)

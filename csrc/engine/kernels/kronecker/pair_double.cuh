@@ -20,7 +20,7 @@ template <class Pass>
 using RingOfWeights = DoubleRing<typename Pass::Math, typename Pass::Element, Pass::STAGES,
                                  larger_of(round_up(Pass::Q0, 64), round_up(Pass::Q1, 16)) * 20 * 8>;
 
-template <class Pass> struct DoublePair : RingOfWeights<Pass> {
+template <class Pass> struct PairDouble : RingOfWeights<Pass> {
   using Base = RingOfWeights<Pass>;
   using Element = typename Pass::Element;
   using typename Base::A;
@@ -42,7 +42,7 @@ template <class Pass> struct DoublePair : RingOfWeights<Pass> {
   const u32 state, tail;
   const i64 units;
 
-  DEVICE DoublePair(const Params& given)
+  DEVICE PairDouble(const Params& given)
       : Base(shared_address(shared_memory) + kStateBytes + kTailBytes), params(given), activation(given),
         state(shared_address(shared_memory)), tail(state + kStateBytes), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
   DEVICE u32 x_full() const { return ring.full(2 * STAGES); }

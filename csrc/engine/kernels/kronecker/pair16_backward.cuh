@@ -15,7 +15,7 @@
 #include "move/ring.cuh"
 #include "multiply/unit_products.cuh"
 
-template <class Pass> struct UnitBackward : UnitProducts<Pass> {
+template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
   using Products = UnitProducts<Pass>;
   using typename Products::Element;
   using Products::P0, Products::P1, Products::Q0, Products::Q1, Products::kSlab, Products::kConsumers;
@@ -29,7 +29,7 @@ template <class Pass> struct UnitBackward : UnitProducts<Pass> {
   const Ring<SLOTS, kSlot> ring;
   const u32 units;  // of this block
 
-  DEVICE UnitBackward(const Params& given)
+  DEVICE Pair16Backward(const Params& given)
       : Products(given, shared_address(shared_memory) + kBarrierBytes),
         ring{Products::a + (2 + GROUPS) * kSlab, shared_address(shared_memory)},
         units(u32((given.batch * Pass::UNITS_PER_SAMPLE + gridDim.x - 1 - blockIdx.x) / gridDim.x)) {}

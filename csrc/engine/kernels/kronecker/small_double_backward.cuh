@@ -1,15 +1,15 @@
 // All gradients of three or four small tied factors in double, sizes up to 16, in one pass. A group of warps takes a unit
-// after the other: forward by columns once more (columns.cuh), with every state kept, then back. A weight's gradient is the
+// after the other: forward by columns once more (small_double.cuh), with every state kept, then back. A weight's gradient is the
 // matrix unit's, 16 q's and 8 p's, from the states before and behind it: its k's are the columns, many, so that little is
 // padded. What goes back through a contraction goes by columns again, and lies where the state before it was. The first
 // contraction is that of the first mode: neighbouring lanes store neighbours of dX.
 //
-// Pass: WARPS, GROUPS, SLOTS, UNITS_PER_SAMPLE, kSlot, kGroup, kWeights, load_weights(kernel) as in columns.cuh; X and G, their
+// Pass: WARPS, GROUPS, SLOTS, UNITS_PER_SAMPLE, kSlot, kGroup, kWeights, load_weights(kernel) as in small_double.cuh; X and G, their
 //       Strides in slots; kGrad (bytes before G's); forward(kernel) and back(kernel, sums), which take the Steps in their
 //       order; kFours (tiles of sums), place(kernel, n, ...) of one; kSums (elements of all weights); GRAD (the parameter
 //       that G is)
 #pragma once
-#include "kernels/kronecker/columns.cuh"
+#include "kernels/kronecker/small_double.cuh"
 #include "multiply/mma.cuh"
 #include "finish/sums.cuh"
 
@@ -18,8 +18,8 @@ template <class Step_, int FOURS_, int TO_> struct BackStep : Step_ {
   static constexpr int FOURS = FOURS_, TO = TO_, TILES = ceil_div(Step_::P, 8);
 };
 
-template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
-  using Base = ColumnsBase<Pass>;
+template <class Pass> struct SmallDoubleBackward : SmallDoubleBase<Pass> {
+  using Base = SmallDoubleBase<Pass>;
   using Base::params, Base::group, Base::thread, Base::weights, Base::memory, Base::barriers, Base::units, Base::sync;
   using Base::WARPS, Base::kThreads;
   static constexpr int SLOTS = Pass::SLOTS;
@@ -29,7 +29,7 @@ template <class Pass> struct ColumnsBackward : ColumnsBase<Pass> {
   i64 unit, step;
   int slot;
   u32 phase_x, phase_g;
-  DEVICE ColumnsBackward(const Params& given) : Base(given), slot(0), phase_x(0), phase_g(0) {
+  DEVICE SmallDoubleBackward(const Params& given) : Base(given), slot(0), phase_x(0), phase_g(0) {
     step = i64(gridDim.x) * Base::GROUPS;
     unit = i64(group) * gridDim.x + blockIdx.x;
   }

@@ -33,7 +33,7 @@ template <class Pass> struct DoubleBackwardSizes {
 };
 
 template <class Pass>
-struct DoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, Pass::STAGES, DoubleBackwardSizes<Pass>::kStage> {
+struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, Pass::STAGES, DoubleBackwardSizes<Pass>::kStage> {
   using Element = typename Pass::Element;
   using Sizes = DoubleBackwardSizes<Pass>;
   using Base = DoubleRing<typename Pass::Math, Element, Pass::STAGES, Sizes::kStage>;
@@ -53,7 +53,7 @@ struct DoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, 
   const u32 state;
   const i64 units;
 
-  DEVICE DoubleBackward(const Params& given)
+  DEVICE PairDoubleBackward(const Params& given)
       : Base(shared_address(shared_memory) + kStateBytes), params(given), state(shared_address(shared_memory)),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 

@@ -1,4 +1,4 @@
-"""All gradients of two large factors of 16 bits in one pass: large_backward.cuh, Hopper's matrix unit."""
+"""All gradients of two large factors of 16 bits in one pass: pair16_large_backward.cuh, Hopper's matrix unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNIT_US = 1.3  # of waits and conversions, which nothing hides
 
 
 @dataclass(frozen=True)
-class LargeBackward(ByWarpgroups):
+class Pair16LargeBackward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
     dtypes = ("bfloat16", "float16")
@@ -24,7 +24,7 @@ class LargeBackward(ByWarpgroups):
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
-        return f"large pair, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
+        return f"pair16 large, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
 
     @property
     def fits(self) -> bool:
@@ -42,6 +42,6 @@ class LargeBackward(ByWarpgroups):
         return units * max(self.memory_us, products + UNIT_US)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> LargeBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> Pair16LargeBackward | None:
     """None where this family has no kernel, or warps by themselves need no more products."""
-    return next(ways(LargeBackward, modes, outer, dtype, batch, gpu), None)
+    return next(ways(Pair16LargeBackward, modes, outer, dtype, batch, gpu), None)

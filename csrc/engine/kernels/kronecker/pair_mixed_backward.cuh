@@ -12,7 +12,7 @@
 // So that no ldmatrix or stmatrix meets itself in a bank, X's are an odd multiple of 16 bytes apart, and Z's 128 bytes more
 // than they are long.
 //
-// Pass: what unit_backward.cuh has of A and B, and of their sizes, with SLOTS for G's alone; CHUNKS of X that there is room for;
+// Pass: what pair16_backward.cuh has of A and B, and of their sizes, with SLOTS for G's alone; CHUNKS of X that there is room for;
 //       P, Q, and weight_m() and normal_m() of the small mode
 #pragma once
 #include "multiply/mixing.cuh"
@@ -20,7 +20,7 @@
 #include "move/ring.cuh"
 #include "multiply/unit_products.cuh"
 
-template <class Pass> struct MixedBackward : UnitProducts<Pass> {
+template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
   using Products = UnitProducts<Pass>;
   using typename Products::Element;
   using Products::P0, Products::P1, Products::Q0, Products::Q1, Products::kSlab, Products::kConsumers;
@@ -40,7 +40,7 @@ template <class Pass> struct MixedBackward : UnitProducts<Pass> {
   const Ring<Pass::CHUNKS, kChunkBytes> chunks;  // of X's
   const u32 units;  // of this block
 
-  DEVICE MixedBackward(const Params& given)
+  DEVICE PairMixedBackward(const Params& given)
       : Products(given, shared_address(shared_memory) + kBarrierBytes), memory(shared_address(shared_memory)),
         mixed(memory + kBarrierBytes + (2 + GROUPS) * kSlab), ring{mixed + kMixed, memory},
         chunks{ring.at(SLOTS), ring.full(2 * SLOTS)},

@@ -17,7 +17,7 @@
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
 
-template <class Pass> struct SplitPairBackward {
+template <class Pass> struct PairSplitBackward {
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int PIECES = Pass::PIECES, GROUPS = Pass::GROUPS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
@@ -38,7 +38,7 @@ template <class Pass> struct SplitPairBackward {
   const u32 a, b, groups;
   const i64 units;
 
-  DEVICE SplitPairBackward(const Params& given)
+  DEVICE PairSplitBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16),
         states(shared_address(shared_memory)), a(states.barriers + kBarrierBytes), b(a + kState), groups(b + kState),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}

@@ -1,4 +1,4 @@
-"""All gradients of two factors of 32 bits, up to 64 x 64, in one pass: split_pair_backward.cuh, where
+"""All gradients of two factors of 32 bits, up to 64 x 64, in one pass: pair_split_backward.cuh, where
 Hopper's matrix unit multiplies bf16 pieces of floats."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNIT_US = 1.3  # of waits and splitting, beside which the other groups' products
 
 
 @dataclass(frozen=True)
-class SplitPairBackward(ByWarpgroups):
+class PairSplitBackward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
     dtypes = tuple(PIECES)
@@ -41,7 +41,7 @@ class SplitPairBackward(ByWarpgroups):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"split pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} warpgroups, {self.pieces} pieces, "
+            f"pair split, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} warpgroups, {self.pieces} pieces, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -60,6 +60,6 @@ class SplitPairBackward(ByWarpgroups):
         return max(units * max(self.memory_us, products), waits)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SplitPairBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairSplitBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return fastest(ways(SplitPairBackward, modes, outer, dtype, batch, gpu))
+    return fastest(ways(PairSplitBackward, modes, outer, dtype, batch, gpu))

@@ -53,7 +53,7 @@ template <int M, int N> DEVICE void times_right(float (&y)[M], const float (&x)[
 }
 
 // What the passes forward and backward have in common: where weights and states lie, and what makes the states.
-template <class Pass> struct SmallState {
+template <class Pass> struct SmallFloatState {
   static constexpr int A = Pass::A, B = Pass::B, C = Pass::C, D = Pass::D, E = Pass::E;
   static constexpr int kOuter = A * B, kInner = D * E, kColumns = C * kInner, kRows = kOuter * C, kSize = kOuter * kColumns;
   static constexpr int kRow = (kInner + 4) * 4, kSlab = C * kRow;  // bytes of a row, and of all rows of an (a, b)
@@ -70,7 +70,7 @@ template <class Pass> struct SmallState {
   const u32 weights, state;
   const i64 units;
 
-  DEVICE SmallState(const Params& given)
+  DEVICE SmallFloatState(const Params& given)
       : params(given), warp(threadIdx.x / 32), lane(threadIdx.x % 32), weights(shared_address(shared_memory)),
         state(weights + kWeights), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
@@ -147,13 +147,13 @@ template <class Pass> struct SmallState {
   }
 };
 
-template <class Pass> struct Small : SmallState<Pass> {
-  using Base = SmallState<Pass>;
+template <class Pass> struct SmallFloat : SmallFloatState<Pass> {
+  using Base = SmallFloatState<Pass>;
   using Base::A, Base::B, Base::C, Base::kRow, Base::kSlab, Base::kSlabs, Base::kLanes, Base::kInner, Base::kColumns, Base::kSize;
   using Base::params, Base::warp, Base::lane, Base::state, Base::units;
   static_assert(kColumns == Base::kRows && Base::kRows == Pass::THREADS);
 
-  DEVICE Small(const Params& given) : Base(given) {}
+  DEVICE SmallFloat(const Params& given) : Base(given) {}
 
   DEVICE void run() const {
     float x[A][B];

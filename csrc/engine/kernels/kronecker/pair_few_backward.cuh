@@ -15,7 +15,7 @@
 #include "kernels/operands.cuh"
 #include "types/params.cuh"
 
-template <class Pass> struct StripBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
+template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
   using Math = typename Pass::Math;
   static constexpr int WARPS = Pass::WARPS, kThreads = WARPS * 32;
   static constexpr int WIDTH = Pass::WIDTH, SLOTS = Pass::SLOTS, SPAN = Pass::SPAN;
@@ -64,7 +64,7 @@ template <class Pass> struct StripBackward : Operands<typename Pass::Math, typen
   const Lane lane;
   const int warp;
   const u32 x, a, t, d_t, slots;
-  DEVICE StripBackward(const Params& given)
+  DEVICE PairFewBackward(const Params& given)
       : params(given), warp(threadIdx.x / 32), x(shared_address(shared_memory)), a(x + kBytesX), t(a + kBytesA),
         d_t(t + kBytesT), slots(d_t + kBytesT) {}
 

@@ -1,5 +1,5 @@
 """All gradients of two factors by one kernel, where samples are so few that a cluster of blocks takes them all:
-cluster_backward.cuh, its tiles and source."""
+pair_cluster_backward.cuh, its tiles and source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REGISTERS = {8: 128, 4: 96, 2: 80}  # beside the sums, by bytes of an element
 
 
 @dataclass(frozen=True)
-class ClusterBackward(OfTwoModes):
+class PairClusterBackward(OfTwoModes):
     """A pass, tiled. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
@@ -50,7 +50,7 @@ class ClusterBackward(OfTwoModes):
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 
-    def with_bias(self) -> ClusterBackward:
+    def with_bias(self) -> PairClusterBackward:
         return replace(self, bias=True)
 
     def outputs(self, batch: int) -> tuple[int, ...]:
@@ -104,8 +104,8 @@ class ClusterBackward(OfTwoModes):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"clusters, backward: {p1}→{q1}, {p0}→{q0}, strips of {self.span}, {self.cluster} blocks of {self.groups}"
-            f" groups of {self.warps} warps, {self.slots} slots, {self.shared} bytes of shared memory"
+            f"pair cluster, backward: {p1}→{q1}, {p0}→{q0}, strips of {self.span}, {self.cluster} blocks of "
+            f"{self.groups} groups of {self.warps} warps, {self.slots} slots, {self.shared} bytes of shared memory"
             + (", with the bias's" if self.bias else "")
         )
 
@@ -116,7 +116,7 @@ class ClusterBackward(OfTwoModes):
         return kinds(self.dtype) + constants(self.told_sizes | numbers)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> ClusterBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairClusterBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
@@ -126,7 +126,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     return fastest(plans)
 
 
-def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[ClusterBackward]:
+def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairClusterBackward]:
     sizes = [n for mode in modes for n in (mode.p, mode.q)]
     if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
         return
@@ -134,13 +134,13 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
         if modes[0].p % span or modes[1].q % span or groups * warps * 32 > MOST_THREADS:
             continue
         for slots in range(MOST_SLOTS, 1, -1):
-            plan = ClusterBackward(modes, dtype, outer, span, groups, warps, slots, batch, gpu)
+            plan = PairClusterBackward(modes, dtype, outer, span, groups, warps, slots, batch, gpu)
             if plan.fits:
                 yield plan
                 break
 
 
-def _time(plan: ClusterBackward) -> float:
+def _time(plan: PairClusterBackward) -> float:
     """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
     p0, p1, q0, q1 = plan.sizes
     gpu, size = plan.gpu, plan.size

@@ -1,4 +1,4 @@
-"""All gradients of two factors of 16 bits, up to 64 x 64, in one pass: unit_backward.cuh, Hopper's matrix
+"""All gradients of two factors of 16 bits, up to 64 x 64, in one pass: pair16_backward.cuh, Hopper's matrix
 unit."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNIT_US = 0.9  # of a group, from a unit's first product to its store
 
 
 @dataclass(frozen=True)
-class UnitBackward(ByWarpgroups):
+class Pair16Backward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
     dtypes = ("bfloat16", "float16")
@@ -36,7 +36,7 @@ class UnitBackward(ByWarpgroups):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"unit pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} warpgroups, {self.slots} slots, "
+            f"pair16, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} warpgroups, {self.slots} slots, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -51,6 +51,6 @@ class UnitBackward(ByWarpgroups):
         return max(units * max(self.memory_us, products), UNIT_US * math.ceil(units / self.groups))
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> UnitBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> Pair16Backward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return fastest(ways(UnitBackward, modes, outer, dtype, batch, gpu))
+    return fastest(ways(Pair16Backward, modes, outer, dtype, batch, gpu))

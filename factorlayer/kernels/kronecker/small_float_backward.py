@@ -1,4 +1,4 @@
-"""All gradients of four or five small square factors in float, in one pass: small_backward.cuh."""
+"""All gradients of four or five small square factors in float, in one pass: small_float_backward.cuh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
-from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
+from factorlayer.kernels.kronecker.small_float import Sizes, sizes_of, time_of
 from factorlayer.kernels.work import Mode
 
 MOST_THREADS = 256  # whose registers hold three times two modes
@@ -15,7 +15,7 @@ MULTIPLY_ADDS = 3  # for an element of a mode: back, its gradient, and forward a
 
 
 @dataclass(frozen=True)
-class SmallBackward(BlockSums):
+class SmallFloatBackward(BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     sizes: Sizes
@@ -44,7 +44,7 @@ class SmallBackward(BlockSums):
         return 4 * self.units_per_sample * self.sizes.size
 
     def __str__(self) -> str:
-        return f"small, backward: {self.sizes}, {self.threads // 32} warps, {self.shared} bytes of shared memory"
+        return f"small float, backward: {self.sizes}, {self.threads // 32} warps, {self.shared} bytes of shared memory"
 
     @property
     def told(self) -> list[str]:
@@ -52,12 +52,12 @@ class SmallBackward(BlockSums):
         return numbers + constants({"GRAD": len(self.sizes.weights)})
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SmallBackward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> SmallFloatBackward | None:
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     sizes = sizes_of(modes) if dtype == "float32" else None
     if sizes is None or max(sizes.weights) > sizes.d * sizes.e:
         return None
-    plan = SmallBackward(sizes, outer, gpu)
+    plan = SmallFloatBackward(sizes, outer, gpu)
     if plan.shared > gpu.shared:
         return None
     return replace(plan, us=time_of(sizes, MULTIPLY_ADDS * sum(sizes.modes), 3, 1, batch * outer, gpu))

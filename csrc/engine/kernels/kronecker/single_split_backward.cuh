@@ -15,7 +15,7 @@
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
 
-template <class Pass> struct SplitSingleBackward {
+template <class Pass> struct SingleSplitBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, PIECES = Pass::PIECES;
   static constexpr bool kByColumns = Pass::BY_COLUMNS;
   static constexpr int kParts = ceil_div(P, 64), kGroups = 2 / kParts, kBlock = PIECES * kPieceBytes;
@@ -34,7 +34,7 @@ template <class Pass> struct SplitSingleBackward {
   const u32 weight, groups;
   const i64 units;
 
-  DEVICE SplitSingleBackward(const Params& given)
+  DEVICE SingleSplitBackward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16),
         states(shared_address(shared_memory)), weight(states.barriers + kBarrierBytes), groups(weight + kWeight),
         units(given.batch * Pass::UNITS_PER_SAMPLE) {}

@@ -1,5 +1,5 @@
 """All gradients of two large factors in double, A's by one kernel, B's and x's by another:
-double_backward.cuh."""
+pair_double_backward.cuh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BARRIER_BYTES = 128
 
 
 @dataclass(frozen=True)
-class DoubleBackward(OfTwoModes, BlockSums):
+class PairDoubleBackward(OfTwoModes, BlockSums):
     """One of the two. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
@@ -98,7 +98,7 @@ class DoubleBackward(OfTwoModes, BlockSums):
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"double pair, backward: {p1}→{q1}, {p0}→{q0}, {'the last' if self.returns else 'the first'} weight's"
+            f"pair double, backward: {p1}→{q1}, {p0}→{q0}, {'the last' if self.returns else 'the first'} weight's"
             f"{' and x’s' if self.returns else ''}, {self.stages} stages, {self.shared} bytes of shared memory"
         )
 
@@ -110,18 +110,18 @@ class DoubleBackward(OfTwoModes, BlockSums):
         return kinds(self.dtype) + constants(self.told_sizes | numbers)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[DoubleBackward, ...]:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[PairDoubleBackward, ...]:
     """Both, or none where this family has no kernels."""
     if not gpu.moves_registers or dtype != "float64" or len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes):
         return ()
     first, last = modes
-    both = [DoubleBackward((first, last), outer, returns, gpu) for returns in (False, True)]
+    both = [PairDoubleBackward((first, last), outer, returns, gpu) for returns in (False, True)]
     if min(both[0].sizes) < LEAST or max(both[0].sizes) > LARGEST or min(plan.stages for plan in both) < LEAST_STAGES:
         return ()
     return tuple(replace(plan, us=_time(plan, batch)) for plan in both)
 
 
-def _time(plan: DoubleBackward, batch: int) -> float:
+def _time(plan: PairDoubleBackward, batch: int) -> float:
     """Predicted microseconds."""
     m, k, _, n2 = plan.shape
     m, k, n2, part = round_up(m, 64), round_up(k, DEPTH), round_up(n2, 16), plan.part

@@ -15,7 +15,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 
-template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
+template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
   using Math = typename Pass::Math;
   static constexpr int WARPS = Pass::WARPS, ROWS = Pass::ROWS, SLOTS = Pass::SLOTS, SPAN = Pass::SPAN;
   using Base = Operands<Math, typename Pass::Element, WARPS * 32>;
@@ -51,7 +51,7 @@ template <class Pass> struct Strip : Operands<typename Pass::Math, typename Pass
   const int warp;
   const u32 b, t, slots;
   const typename Pass::Activation activation;
-  DEVICE Strip(const Params& given)
+  DEVICE PairFew(const Params& given)
       : params(given), warp(threadIdx.x / 32), b(shared_address(shared_memory)), t(b + kBytesB), slots(t + kBytesT),
         activation(given) {}
 
