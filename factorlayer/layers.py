@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.stages import UserActivation, activation_of, scalars
-from factorlayer.autograd.fused import explain_fused, explain_shards, text_for
+from factorlayer.activations.texts import UserActivation, activation_of, scalars
+from factorlayer.autograd.layer_ops import explain_fused, explain_shards, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,

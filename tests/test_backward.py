@@ -24,7 +24,7 @@ from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, Gradient, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, Gradient, most_samples
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.product.turn import Turn
@@ -395,7 +395,7 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) 
         # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
         units = -(-most_samples(batch) * summing.units_per_sample // summing.units_per_block)
         most = min(units, max(1, summing.blocks_per_processor * gpu.sms // summing.grid_y))
-        assert text.scratch[2] == (most * c.weight_size * PART_BYTES[dtype] if adding else 0)
+        assert text.scratch[2] == (most * c.weight_size * SUM_BYTES[dtype] if adding else 0)
 
 
 @dtypes
@@ -628,7 +628,7 @@ def test_small_factors_are_taken_as_two(factors: tuple[int, ...], dtype: str) ->
     found = read_text(text)
     assert [(p.read, p.written) for p in found.passes] == [("x", "y"), ("s2", "s2"), ("s2", "w")]
     first, last = math.prod(factors[: len(factors) // 2]), math.prod(factors[len(factors) // 2 :])
-    assert found.scratch == (0, 0, gpu.sms * (first**2 + last**2) * PART_BYTES[dtype])
+    assert found.scratch == (0, 0, gpu.sms * (first**2 + last**2) * SUM_BYTES[dtype])
     assert f"COUNT = {sum(n * n for n in factors)};" in found.passes[-1].source
     with pytest.raises(ValueError, match='it should begin with "pass", it is "the end"'):
         runtime.fill_cache(text + "the end\n")  # so everything before it was read, and nothing is compiled
@@ -659,7 +659,7 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
             assert batch == BATCHES[0] and p0 % tiled.span == q1 % tiled.width == 0
             assert f"SINGLES = {p0 * q0};" in adding.source and f"FOLDS = {first.grid_y};" in adding.source
             sums, most = p0 * q0 + first.grid_y * p1 * q1, most_samples(batch)
-        assert text.scratch == (0, 0, most * sums * PART_BYTES[dtype]) and text.chunk == 0
+        assert text.scratch == (0, 0, most * sums * SUM_BYTES[dtype]) and text.chunk == 0
         assert first.threads <= 1024 and first.shared <= gpu.shared
         assert f"MOST = {most};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
     with pytest.raises(PlanError, match="no pass makes all gradients"):

@@ -1066,7 +1066,7 @@ def test_all_gradients_by_a_dense_weights(
     chain = replace(all_gradients_of(spec), tf32=dtype == "tf32")
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
     first = "WholeLargest" if dtype == "float16" else "WholeWeight"
-    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeParts"
+    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeGradients"
     check_all_gradients_of_groups(spec, found, batch, emulator)
 
 

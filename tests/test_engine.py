@@ -746,13 +746,14 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "Streamed Streamed",
         "Wide Wide",
     } <= found
-    assert {"PairBackward Reduction", "PairBackward Reduction Parts", "Pair16Backward Reduction Parts"} <= found
+    merged = {f"{way}Backward Reduction FactorGradients" for way in ("Pair", "Pair16")}
+    assert merged | {"PairBackward Reduction"} <= found
     assert {"SmallDouble", "PairDoubleBackward PairDoubleBackward Reduction"} <= found
     assert {
         f"{way}Backward Reduction" for way in ("SmallDouble", "Eights", "Pair16Large", "SmallFloat", "PairSplit")
     } <= found
     assert any("ChainBackward Reduction" in kinds for kinds in found)
-    assert any("WholeLargest WholeWeight" in kinds and "WholeParts" in kinds for kinds in found)
+    assert any("WholeLargest WholeWeight" in kinds and "WholeGradients" in kinds for kinds in found)
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found

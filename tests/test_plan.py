@@ -23,7 +23,8 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
 from factorlayer.autograd import runtime
 from factorlayer.device.gpu import DTYPES, ELEMENT_BYTES, Gpu
-from factorlayer.kernels import states
+from factorlayer.kernels import bank_layouts
+from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, Reduction
 from factorlayer.kernels.kronecker import eights, eights_backward, pair_backward, small_float, small_float_backward
 from factorlayer.kernels.kronecker.eights_backward import EightsBackward
@@ -45,7 +46,6 @@ from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.monarch.whole import Instead, WholeWeight
-from factorlayer.kernels.parts import Parts
 from factorlayer.kernels.product import few
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
@@ -840,12 +840,12 @@ def test_states_by_columns_meet_in_banks_as_often_as_is_counted() -> None:
         indices = [tuple(reversed(index)) if reverse else index for index in every]
         places = [8 * sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices]
         met = sum(conflicts(places[first : first + 16], 8) for first in range(0, len(places), 16))
-        found = states.by_threads(sizes, np.array([strides]), mode, reverse)
+        found = bank_layouts.by_threads(sizes, np.array([strides]), mode, reverse)
         assert found.tolist() == [sizes[mode] * met]
-    order = states.Order(False)
+    order = bank_layouts.Order(False)
     fours = [[8 * (4 * q + 22 * (k // 4) + k % 4) for q in range(4) for k in range(j, j + 4)] for j in range(0, 12, 4)]
     assert sum(conflicts(four, 8) for four in fours) == 3, "four rows of four neighbours are in all banks"
-    found = states.by_products(sizes, np.array([strides]), 1, order)
+    found = bank_layouts.by_products(sizes, np.array([strides]), 1, order)
     assert found.tolist() == [2 * 3], "and the fifth row by itself; the last four columns of eight are not there"
 
 
@@ -905,7 +905,7 @@ def test_a_small_mode_is_gone_back_through_with_two_large_ones(
         if not isinstance(visit, PairMixedBackward):
             continue
         assert visit.shared <= visit.gpu.shared and visit.chunks > visit.least_chunks
-        assert [type(p) for p in passes[1:]] == ([Reduction, Parts] if len(sizes[0]) > 3 else [Reduction])
+        assert [type(p) for p in passes[1:]] == ([Reduction, FactorGradients] if len(sizes[0]) > 3 else [Reduction])
         p, p0, p1, q, q0, q1 = visit.sizes
         assert visit.weights == p * q + p0 * q0 + p1 * q1
         floor = 1024 * (2 * math.prod(sizes[0]) + math.prod(sizes[1])) * 2 / visit.gpu.sms / visit.gpu.memory_bytes

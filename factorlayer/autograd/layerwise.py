@@ -28,7 +28,7 @@ from factorlayer.autograd.backward import (
     through_text,
     visits,
 )
-from factorlayer.autograd.fused import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
+from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
 from factorlayer.autograd.runtime import class_of_batch, prepare_together
 from factorlayer.maths.chain import Chain
 

@@ -16,7 +16,7 @@ from typing import Any
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
 from factorlayer.kernels.tiling import (
@@ -250,7 +250,7 @@ class ChainBackward(BlockSums):
     @property
     def fold_bytes(self) -> int:
         """Of a group, where its warps' sums are added up."""
-        return 32 * self.warps * 4 * PART_BYTES[self.dtype]
+        return 32 * self.warps * 4 * SUM_BYTES[self.dtype]
 
     def __str__(self) -> str:
         terms = f", {self.work.terms} terms" if self.work.terms > 1 else ""
@@ -377,8 +377,8 @@ def _walk(plan: ChainBackward) -> list[str]:
 
 @functools.lru_cache(512)
 def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
-    """The fastest by prediction, or None where a unit, or the sums, do not fit. Parts read what others would overwrite,
-    where the gradient takes the place of the state."""
+    """The fastest by prediction, or None where a unit, or the sums, do not fit. Blocks that share a weight read what
+    others would overwrite, where the gradient takes the place of the state."""
     y = "y" if places.y else ""
     found = _tile(work.unnumbered, Places(0, x=y if places.x == places.y else "x", y=y), batch, gpu)
     return replace(found, work=work, places=places) if found else None
@@ -480,7 +480,7 @@ def _grouped(
         barriers = 2 * len(one.stages) + 4
         us, first, further = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
         begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, both_ways=True)
-        summed = 2 * min(tiles, one.most) * one.weights * PART_BYTES[work.dtype]
+        summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end
         yield us, (*fields, groups, slots, parts, places, gpu, us, first + begin + end, further)

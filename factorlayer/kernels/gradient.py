@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from factorlayer.device.code import ELEMENT, Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.parts import Parts
+from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -26,7 +26,7 @@ PLACE_REGISTERS = 3  # for where a run is read
 REDUCTION_US = 3.0  # of a second kernel, beside what it moves
 SHORT_US = 40.0  # of a pass
 FILLED = 1 << 17  # threads that fill a GPU
-PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
+SUM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
 # Warp tiles, in 16 q's and 8 p's, and registers that they need beside the runs.
 TILES = {
     "float64": {(2, 4): 168, (1, 4): 120, (1, 2): 96, (1, 1): 80},
@@ -122,7 +122,7 @@ class TileSums(Sums):
     @property
     def part_bytes(self) -> int:
         """Of the sums that all blocks write, at most."""
-        return 0 if self.is_whole else int(self._sums_of_blocks * self.weights * PART_BYTES[self.dtype])
+        return 0 if self.is_whole else int(self._sums_of_blocks * self.weights * SUM_BYTES[self.dtype])
 
     @property
     def for_a_tile(self) -> str:
@@ -269,7 +269,7 @@ class BlockSums(Sums):
     @property
     def finishing(self) -> tuple[Pass, ...]:
         if self.merged:
-            return Reduction(self, in_place=True), Parts(self.merged, self.dtype, self.rank, self.begin)
+            return Reduction(self, in_place=True), FactorGradients(self.merged, self.dtype, self.rank, self.begin)
         return (Reduction(self),)
 
     @property
@@ -280,7 +280,7 @@ class BlockSums(Sums):
     @property
     def part_bytes(self) -> int:
         """Of what all blocks write, at most."""
-        return int(self.most * self.weights * PART_BYTES[self.dtype])
+        return int(self.most * self.weights * SUM_BYTES[self.dtype])
 
 
 class Summing(Protocol):
@@ -333,10 +333,10 @@ class Reduction(OneSpread):
 
     @property
     def _result_bytes(self) -> int:
-        return (PART_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype]
+        return (SUM_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype]
 
     def result_dtype(self, dtype: str) -> str:
-        return "float32" if self.in_place and PART_BYTES[dtype] == 4 else dtype
+        return "float32" if self.in_place and SUM_BYTES[dtype] == 4 else dtype
 
     @property
     def begin(self) -> int:
@@ -345,7 +345,7 @@ class Reduction(OneSpread):
     @property
     def vector(self) -> int:
         """Sums of a thread: 16 bytes, unless there are so few that more threads are worth more."""
-        whole = 16 // PART_BYTES[self.of.dtype]
+        whole = 16 // SUM_BYTES[self.of.dtype]
         divides = all(n % whole == 0 for n in (self.of.weights, self.of.singles, self.begin))
         return whole if divides and self.of.weights * 8 >= whole * FILLED // 2 else 1
 
@@ -411,5 +411,5 @@ def _time(plan: Gradient) -> float:
     loads = plan.threads / 32 * plan.bk * (2 * plan.mt + plan.nt) / 8 if plan.size > 2 else states * plan.mt / 128
     issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
     chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
-    parts = min(blocks // plan.tiles, plan.most) * plan.weights * PART_BYTES[plan.dtype]
+    parts = min(blocks // plan.tiles, plan.most) * plan.weights * SUM_BYTES[plan.dtype]
     return 5.0 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))

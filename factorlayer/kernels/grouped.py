@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.work import round_up
 
 MOST_GROUPS = 12
@@ -78,7 +78,7 @@ class Grouped(BlockSums):
         read = (1 - HIDDEN[self.size]) * operands * self.size / gpu.shared_bytes
         busy = (products / rate + read) * max(1.0, 8 / warps)
         waits = (UNIT_US + (memory if self.slots == 1 else 0)) * math.ceil(units / self.groups)
-        part_bytes = PART_BYTES[self.dtype]
+        part_bytes = SUM_BYTES[self.dtype]
         ends = 2 * sums * part_bytes / gpu.shared_bytes + self.weights * part_bytes / gpu.l2_bytes
         both = units * memory, units * busy + waits
         return float(START_US + max(both) + 0.1 * min(both) + ends)  # one does not hide all of the other

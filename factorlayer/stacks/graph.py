@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.stages import activation_of
+from factorlayer.activations.texts import activation_of
 from factorlayer.activations.tracing import Proxy
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear

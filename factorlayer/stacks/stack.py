@@ -15,11 +15,11 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
-from factorlayer.activations.stages import activation_of, scalars
-from factorlayer.autograd.fused import any_requires_grad, explain_shards, runs_in_tf32
+from factorlayer.activations.texts import activation_of, scalars
+from factorlayer.autograd.layer_ops import any_requires_grad, explain_shards, runs_in_tf32
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, is_hopper
-from factorlayer.autograd.stacked import (
+from factorlayer.autograd.stack_ops import (
     Run,
     Stack,
     fused_stack,

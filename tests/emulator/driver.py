@@ -113,7 +113,7 @@ class Emulator:
     def compile(
         self, plan: Plan, changes: dict[str, str] | None = None, which: Sequence[int] | None = None
     ) -> list[Kernel]:
-        """A program for each pass, or some. `changes` breaks the device code: texts in it, each in one pass at least."""
+        """A program for each pass, or some. `changes` breaks the device code: texts in it, each in some pass."""
         asked = [i for i in range(len(plan.passes)) if which is None or i in which]
         sources = {i: plan.passes[i].source("kernel") for i in asked}
         clusters = {i: re.search(r"__cluster_dims__\(1, (\d+), 1\)", text) for i, text in sources.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, most_samples
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode, OfTwoModes
 
@@ -88,9 +88,9 @@ class PairClusterBackward(OfTwoModes):
         slot = max(self.span * x + q0 * g, p0 * x + q0 * s)
         state = max(self.span * g, p0 * s)
         staged = self.warps * 16 * (32 + padding) * self.size if self.size == 2 else 0
-        received = max(self.sums * PART_BYTES[self.dtype], staged)
+        received = max(self.sums * SUM_BYTES[self.dtype], staged)
         found = (weights + self.groups * (self.slots * slot + state)) * self.size + self.groups * received
-        return max(found, self.bias * 256 * 16 // self.size * PART_BYTES[self.dtype])
+        return max(found, self.bias * 256 * 16 // self.size * SUM_BYTES[self.dtype])
 
     @property
     def registers(self) -> int:
@@ -150,7 +150,7 @@ def _time(plan: PairClusterBackward) -> float:
     unit = max(2 * products / rate, read * plan.groups, 2 * products * plan.groups / (rate / min(1.0, plan.warps / 4)))
     weights = max(q1 * p1 + q0 * plan.span, q0 * p0) * size
     load = (weights + plan.groups * max(plan.span * p1 + q0 * q1, p0 * p1 + q0 * plan.span) * size) / gpu.l2_bytes
-    exchange = EXCHANGE_US + 2 * plan.groups * plan.sums * PART_BYTES[plan.dtype] / gpu.l2_bytes
+    exchange = EXCHANGE_US + 2 * plan.groups * plan.sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes
     waves = -(-plan.split // gpu.sms)
     rounds = [math.ceil(n * plan.batch * plan.units_per_sample / plan.parts) for n in (1, 2)]
     return START_US + exchange + waves * (load + (UNIT_US + unit) * sum(rounds) / 2)

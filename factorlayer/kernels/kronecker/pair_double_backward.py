@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
 DEPTH = 16  # k's of a chunk
@@ -55,7 +55,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     def is_others(self, missing: int, padding: int) -> bool:
         p0, p1, q0, q1 = self.sizes
-        others = 2 * PART_BYTES[self.dtype] * (q0 * p0 if self.returns else q1 * p1)  # of two blocks
+        others = 2 * SUM_BYTES[self.dtype] * (q0 * p0 if self.returns else q1 * p1)  # of two blocks
         return 0 <= missing - others < 16  # and what lies between tensors
 
     @property
@@ -130,5 +130,5 @@ def _time(plan: PairDoubleBackward, batch: int) -> float:
     alone = plan.parts * (products / plan.gpu.flops["float64"] + chunks * CHUNK_US + PART_US)
     p0, p1, q0, q1 = plan.sizes
     memory = 8 * ((2 if plan.returns else 1) * p0 * p1 + q0 * q1) / (0.9 * plan.gpu.memory_bytes)
-    ends = plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes / 2
+    ends = plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes / 2
     return START_US + math.ceil(batch * plan.units_per_sample / plan.gpu.sms) * max(alone, memory) + ends

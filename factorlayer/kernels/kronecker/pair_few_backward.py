@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode, OfTwoModes
 
@@ -65,7 +65,7 @@ class PairFewBackward(OfTwoModes, BlockSums):
 
     @property
     def part_bytes(self) -> int:
-        return self.most * self.unit_sums * PART_BYTES[self.dtype]
+        return self.most * self.unit_sums * SUM_BYTES[self.dtype]
 
     @property
     def threads(self) -> int:
@@ -133,7 +133,7 @@ def _time(plan: PairFewBackward) -> float:
     products = plan.span * q1 * (3 * p1 + 2 * q0)
     multiply = 2 * products / ((0.55 if plan.size == 2 else 1.0) * gpu.flops[plan.dtype])
     read = products / 16 * (1 + 16 / plan.span) * plan.size / gpu.shared_bytes
-    sums = 2 * plan.unit_sums * PART_BYTES[plan.dtype] / gpu.l2_bytes / plan.split
+    sums = 2 * plan.unit_sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes / plan.split
     busy = max(multiply, read) + CHUNK_US * chunks
     block = max(load, busy) + min(load, busy) / chunks + sums
     units = [n * plan.batch * plan.units_per_sample for n in (1, 2)]

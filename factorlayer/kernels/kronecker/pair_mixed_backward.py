@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Asks, ask_for, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.kronecker.pair16_backward import SLAB, Pair16Backward
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
 from factorlayer.kernels.passes import fastest
@@ -149,4 +149,4 @@ def _time(plan: PairMixedBackward, batch: int) -> float:
     memory = (2 * p * p0 * p1 + q * q0 * q1) * plan.size / (0.85 * plan.gpu.memory_bytes)
     busy = -(-q // plan.groups) * UNIT_US + p0 * MIX_US
     units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
-    return START_US + units * max(memory, busy) + plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes
+    return START_US + units * max(memory, busy) + plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes

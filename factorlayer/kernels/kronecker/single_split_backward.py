@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.kronecker.pair_split_backward import PIECES, PRODUCTS, SLAB
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
 from factorlayer.kernels.product.single_backward import OfOneFactor
@@ -85,6 +85,6 @@ def _time(plan: SingleSplitBackward, batch: int) -> float:
     memory = BLOCK * (2 * c.p + c.q) * plan.size / (0.85 * plan.gpu.memory_bytes)
     products = 2 * BLOCK**3 * plan.parts**2 * PRODUCTS[plan.pieces] / (0.3 * plan.gpu.flops["bfloat16"])
     units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
-    ends = plan.weights * PART_BYTES[plan.dtype] / plan.gpu.l2_bytes
+    ends = plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes
     waits = (products + UNIT_US) * math.ceil(units * plan.parts / 2)
     return START_US + max(units * max(memory, products), waits) + ends

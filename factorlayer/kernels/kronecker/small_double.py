@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.bank_layouts import MOST_MODES, Order, State, Uses, lay_out
 from factorlayer.kernels.passes import Pass, fastest
-from factorlayer.kernels.states import MOST_MODES, Order, State, Uses, lay_out
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 LARGEST = 16

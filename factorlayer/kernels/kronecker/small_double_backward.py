@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import Told, constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.bank_layouts import Uses, lay_out
 from factorlayer.kernels.gradient import BlockSums
 from factorlayer.kernels.kronecker.small_double import (
     BARRIER_BYTES,
@@ -23,7 +24,6 @@ from factorlayer.kernels.kronecker.small_double import (
     visit,
 )
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.states import Uses, lay_out
 from factorlayer.kernels.work import Mode
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
 from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
@@ -182,7 +182,7 @@ class TripleBackward(Triple, BlockSums):
         return self.part_bytes
 
     def is_others(self, missing: int, padding: int) -> bool:
-        return not padding and missing == self.part_bytes - self.most * self.singles * PART_BYTES[self.dtype]
+        return not padding and missing == self.part_bytes - self.most * self.singles * SUM_BYTES[self.dtype]
 
     @property
     def last_registers(self) -> int:

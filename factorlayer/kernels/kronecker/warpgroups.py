@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
@@ -39,7 +39,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         return self.singles + super().weights
 
     def is_others(self, missing: int, padding: int) -> bool:
-        return not padding and missing == self.most * self.singles * PART_BYTES[self.dtype]
+        return not padding and missing == self.most * self.singles * SUM_BYTES[self.dtype]
 
     @property
     def rounded(self) -> tuple[int, int, int, int]:
@@ -88,7 +88,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     def time(self, batch: int) -> float:
         """Predicted microseconds: of units, with the start and what blocks write in the end."""
         units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
-        ends = self.weights * PART_BYTES[self.dtype] / self.gpu.l2_bytes
+        ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes
         return self.start_us + self.units_us(units) + ends
 
     def units_us(self, units: int) -> float:

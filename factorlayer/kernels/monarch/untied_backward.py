@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, AtOneVisit
+from factorlayer.kernels.gradient import SUM_BYTES, AtOneVisit
 from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
 from factorlayer.maths.chain import Chain
 
@@ -217,13 +217,13 @@ def _time(plan: UntiedBackward) -> float:
     read += plan.stage_bytes
     moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
-    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
+    sums = plan.together * plan.left * 64 * plan.bp * SUM_BYTES[plan.dtype] / pair
     busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
     again = -(-c.p // plan.bp) / (1 + plan.shared_rows) - 1  # grad_y, from L2, which is hidden in part
     memory += 0.75 * again * plan.size * plan.batch * plan.groups * c.q / (gpu.l2_bytes * gpu.sms)
-    summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
+    summed = parts * plan.weights * SUM_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
     # Half of what they push out of L2 goes to memory while others still multiply
-    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
+    summed += parts * plan.weights * SUM_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

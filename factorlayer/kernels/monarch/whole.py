@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from factorlayer.device.code import ELEMENT, Long, constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, Gradient
+from factorlayer.kernels.gradient import SUM_BYTES, Gradient
 from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass, Preparing
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
@@ -104,7 +104,7 @@ class Whole(OneSpread):
 
     @property
     def _sum_bytes(self) -> int:
-        return PART_BYTES[self.dtype]
+        return SUM_BYTES[self.dtype]
 
     def _lines(self, height: int) -> list[str]:
         numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight, "HEIGHT": height, "R": self.rank}
@@ -221,7 +221,7 @@ class WholeLargest(Preparing):
 
 
 @dataclass(frozen=True)
-class WholeParts(Whole):
+class WholeGradients(Whole):
     """The pass that makes gradients of both weights, from sums that are the dense weight's."""
 
     reads, writes = "s2", "w"
@@ -337,7 +337,7 @@ def all_gradients(
     """That of x by a transposed product of grad_y, those of the weights from the dense one's; none where a pass does
     not fit."""
     first, second = chain.contractions
-    weight, parts = WholeWeight(first, second, dtype, gpu, turned=True), WholeParts(first, second, dtype, gpu)
+    weight, parts = WholeWeight(first, second, dtype, gpu, turned=True), WholeGradients(first, second, dtype, gpu)
     if not (weight.fits and parts.fits):
         return ()
     sums = replace(cast(Gradient | WideGradient, gradient[0]), grad=GRAD, stays=True)

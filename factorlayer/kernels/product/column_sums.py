@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, TileSums
+from factorlayer.kernels.gradient import SUM_BYTES, TileSums
 
 EACH = 8  # pieces of a thread that are on their way at once
 BLOCKS = 4  # on a multiprocessor
@@ -38,7 +38,7 @@ class ColumnSums(TileSums):
 
     @property
     def shared(self) -> int:
-        return self.threads * 16 // ELEMENT_BYTES[self.dtype] * PART_BYTES[self.dtype]
+        return self.threads * 16 // ELEMENT_BYTES[self.dtype] * SUM_BYTES[self.dtype]
 
     @property
     def _pieces(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, REDUCTION_US, TileSums
+from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.maths.spec import Contraction
 
@@ -279,8 +279,8 @@ def _time(plan: WideGradient) -> float:
         products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / CYCLES
         read += 256 * plan.consumers * plan.height * (64 + plan.n)
     chunk = max(load, products, 1.15 * read / 128 / CYCLES)
-    store = plan.bm * plan.bn * PART_BYTES[plan.dtype] / 40e3
+    store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / 40e3
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
     memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
-    sums = 0 if plan.is_whole else parts * plan.weights * PART_BYTES[plan.dtype]
+    sums = 0 if plan.is_whole else parts * plan.weights * SUM_BYTES[plan.dtype]
     return 3.0 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import chain_backward, tiling
+from factorlayer.kernels.bank_layouts import MOST_MODES
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.kronecker import (
     eights,
@@ -30,7 +31,6 @@ from factorlayer.kernels.kronecker import (
 )
 from factorlayer.kernels.product import single_backward
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.states import MOST_MODES
 from factorlayer.kernels.work import Work
 from factorlayer.plan.registry.family import ANY, FEW, FLOATS, HALVES, MANY, ON_TABLES, Family, Margin, Takes
 

@@ -85,7 +85,7 @@ WHOLE = Family(
     "whole",
     "A Monarch layer multiplied out, and both its gradients from the dense weight's",
     None,
-    (whole.WholeWeight, whole.WholeLargest, whole.WholeParts),
+    (whole.WholeWeight, whole.WholeLargest, whole.WholeGradients),
     "monarch",
     Takes(factors=(2, 2), tied=False, samples=MANY),
     margin=Margin(1.35, source=f"beside one contraction after the other: {ON_TABLES}"),

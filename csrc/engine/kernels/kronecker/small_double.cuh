@@ -6,7 +6,7 @@
 //     memory -> slot -> columns -> [state -> columns]* -> bias, activation -> memory
 //
 // The last contraction is that of the first mode: neighbouring lanes store neighbours. States lie such that few lanes meet
-// in a bank (kernels/states.py). The copy engine brings units, whole pieces of 16 bytes: where these do not divide a
+// in a bank (kernels/bank_layouts.py). The copy engine brings units, whole pieces of 16 bytes: where these do not divide a
 // sample, with up to 8 bytes of the samples around it.
 //
 // Pass: WARPS (of a group), GROUPS, SLOTS; UNITS_PER_SAMPLE; kSlot, kGroup, kWeights (bytes); First, Last (Steps),

@@ -7,13 +7,13 @@
 #include "move/memory.cuh"
 #include "types/params.cuh"
 
-template <class Pass> struct Parts {
+template <class Pass> struct FactorGradients {
   using Element = typename Pass::Element;
   using Real = Sum<Element>;
   static constexpr int kWarps = 8;
   const Params& params;
   const int warp, lane;
-  DEVICE Parts(const Params& given) : params(given), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+  DEVICE FactorGradients(const Params& given) : params(given), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   // Element `at` of all, if it is one of the TO-th and following, [Q, P]: of a weight with BEHIND_Q x BEHIND_P behind it in the
   // product [ALL_Q, ALL_P], whose gradient begins at FROM.

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
-from factorlayer.autograd.fused import (
+from factorlayer.autograd.layer_ops import (
     ask_planner,
     has_kernel,
     missing_extension,
@@ -299,7 +299,7 @@ class _Stack(Function):
         return None, *(next(found) if need else None for need in needs)
 
 
-_apply_stack = super(Function, _Stack).apply  # without what torch.func needs, as in fused.py
+_apply_stack = super(Function, _Stack).apply  # without what torch.func needs, as in layer_ops.py
 
 
 def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:

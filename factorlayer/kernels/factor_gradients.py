@@ -1,4 +1,4 @@
-"""Gradients of weights that a pass has taken as one: parts.cuh, from those of their products."""
+"""Gradients of weights that a pass has taken as one: factor_gradients.cuh, from those of their products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARPS = 8  # of a block, each with an element
 
 
 @dataclass(frozen=True)
-class Parts(OneSpread):
+class FactorGradients(OneSpread):
     """A pass behind one that has summed the gradients of products, and behind what adds up its blocks' sums."""
 
     modes: tuple[Mode, ...]
@@ -46,7 +46,8 @@ class Parts(OneSpread):
         return min(-(-self.weights // WARPS), MOST_BLOCKS)
 
     def __str__(self) -> str:
-        return f"parts: {self.weights} sums, of {self.rank * sum(mode.q * mode.p for mode in self.modes)} of products"
+        products = self.rank * sum(mode.q * mode.p for mode in self.modes)
+        return f"factor gradients: {self.weights} sums, of {products} of products"
 
     @property
     def told(self) -> list[str]:
