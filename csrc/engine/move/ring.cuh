@@ -6,7 +6,7 @@
 
 // Where someone is who takes slot after slot, and the phase of what is waited for there. It begins at {0, 0} for who reads, and
 // at {0, 1} for who writes, to whom all slots are free at first.
-template <int SLOTS> struct Turn {
+template <int SLOTS> struct RingCursor {
   int slot;
   u32 phase;
   DEVICE void next() {
@@ -22,7 +22,7 @@ template <int SLOTS> struct Turn {
 template <int SLOTS, int BLOCKS = 1> struct Barriers {
   const u32 barriers;
   static constexpr int kBarrierBytes = SLOTS * 16;
-  using Turn = ::Turn<SLOTS>;
+  using Cursor = RingCursor<SLOTS>;
 
   DEVICE explicit Barriers(u32 barriers) : barriers(barriers) {}
 
@@ -36,8 +36,8 @@ template <int SLOTS, int BLOCKS = 1> struct Barriers {
     }
   }
 
-  DEVICE void wait_until_full(const Turn& turn) const { wait_for_bytes(full(turn.slot), turn.phase); }
-  DEVICE void wait_until_empty(const Turn& turn) const { wait_for_bytes(empty(turn.slot), turn.phase); }
+  DEVICE void wait_until_full(const Cursor& cursor) const { wait_for_bytes(full(cursor.slot), cursor.phase); }
+  DEVICE void wait_until_empty(const Cursor& cursor) const { wait_for_bytes(empty(cursor.slot), cursor.phase); }
   // The same of who counts slots instead: the `position`th of all that go by
   DEVICE void wait_until_full(u32 position) const { wait_for_bytes(full(position % SLOTS), position / SLOTS & 1); }
   DEVICE void wait_until_empty(u32 position) const {
@@ -68,29 +68,29 @@ template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring : Barriers<SLOTS, BL
 
   DEVICE u32 at(u32 slot) const { return slots + slot * BYTES; }
   // By the one thread that asks the copy engine for so many bytes next. Returns the barrier that counts them.
-  DEVICE u32 begin_to_fill(const Turn<SLOTS>& turn, u32 bytes = BYTES) const {
-    Base::wait_until_empty(turn);
-    expect_bytes(Base::full(turn.slot), bytes);
-    return Base::full(turn.slot);
+  DEVICE u32 begin_to_fill(const RingCursor<SLOTS>& cursor, u32 bytes = BYTES) const {
+    Base::wait_until_empty(cursor);
+    expect_bytes(Base::full(cursor.slot), bytes);
+    return Base::full(cursor.slot);
   }
 };
 
 // A ring with where someone is in it: `take` waits for the next slot to be full, `fill` for it to be empty, and says which it is.
 template <int SLOTS, int BYTES, int BLOCKS = 1> struct Stream : Ring<SLOTS, BYTES, BLOCKS> {
   using Base = Ring<SLOTS, BYTES, BLOCKS>;
-  Turn<SLOTS> turn;
-  DEVICE Stream(u32 slots, u32 barriers, u32 phase) : Base(slots, barriers), turn{0, phase} {}
+  RingCursor<SLOTS> cursor;
+  DEVICE Stream(u32 slots, u32 barriers, u32 phase) : Base(slots, barriers), cursor{0, phase} {}
   DEVICE int take() {
-    Base::wait_until_full(turn);
+    Base::wait_until_full(cursor);
     return next();
   }
   DEVICE int fill(u32 bytes = BYTES) {
-    Base::begin_to_fill(turn, bytes);
+    Base::begin_to_fill(cursor, bytes);
     return next();
   }
   DEVICE int next() {
-    const int slot = turn.slot;
-    turn.next();
+    const int slot = cursor.slot;
+    cursor.next();
     return slot;
   }
 };

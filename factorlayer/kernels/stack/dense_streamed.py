@@ -197,8 +197,10 @@ class DenseStreamed(Dense):
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
         numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
-        body = function("layers(const C& c, typename C::Turns& turn, int round)", self._calls("layer", "turn, round"))
-        body += function("weights(const C& c, typename C::Turns& turn)", self._calls("stream", "turn"))
+        body = function(
+            "layers(const C& c, typename C::Cursor& cursor, int round)", self._calls("layer", "cursor, round")
+        )
+        body += function("weights(const C& c, typename C::Cursor& cursor)", self._calls("stream", "cursor"))
         return self.told_layers(constants(numbers)) + body
 
     def _calls(self, what: str, given: str) -> list[str]:

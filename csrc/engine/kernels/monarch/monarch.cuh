@@ -427,18 +427,18 @@ template <class Pass> struct Monarch {
     Cursor ahead[Pass::TEAMS];
 #pragma unroll
     for (int i = 0; i < Pass::TEAMS; ++i) ahead[i].tile = i64(blockIdx.x) * Pass::TEAMS + i, begin_tile(ahead[i]);
-    Turn<STAGES> turn{0, 1};
+    RingCursor<STAGES> cursor{0, 1};
 #pragma unroll 1
     while (ahead[0].tile < tiles()) {
 #pragma unroll
       for (int i = 0; i < Pass::TEAMS; ++i) {
         if (ahead[i].tile >= tiles()) break;
-        loaded(i).wait_until_empty(turn);
-        copy_chunk(ahead[i], loaded(i).at(turn.slot), place_x());
-        arrive_with_copies(loaded(i).full(turn.slot));
+        loaded(i).wait_until_empty(cursor);
+        copy_chunk(ahead[i], loaded(i).at(cursor.slot), place_x());
+        arrive_with_copies(loaded(i).full(cursor.slot));
         advance(ahead[i]);
       }
-      turn.next();
+      cursor.next();
     }
     wait_for_copies<0>();
   }
@@ -450,23 +450,23 @@ template <class Pass> struct Monarch {
     order_second();
     sync_threads<kThreads>(15);
     const auto chunks = loaded(team);
-    Turn<STAGES> turn{0, 0};
+    RingCursor<STAGES> cursor{0, 0};
     u32 phase = 0;
     const auto release = [&] {
       __syncwarp();
-      chunks.release(turn.slot, lane.index);
-      turn.next();
+      chunks.release(cursor.slot, lane.index);
+      cursor.next();
     };
     for (i64 tile = i64(blockIdx.x) * Pass::TEAMS + team; tile < tiles(); tile += gridDim.x * Pass::TEAMS) {
       Sums sums = {};
       Left left;
-      chunks.wait_until_full(turn);
-      add_chunk<true>(sums, left, chunks.at(turn.slot), 0);
+      chunks.wait_until_full(cursor);
+      add_chunk<true>(sums, left, chunks.at(cursor.slot), 0);
       release();
 #pragma unroll 1
       for (int chunk = 1; chunk < kChunks; ++chunk) {
-        chunks.wait_until_full(turn);
-        add_chunk<false>(sums, left, chunks.at(turn.slot), chunk);
+        chunks.wait_until_full(cursor);
+        add_chunk<false>(sums, left, chunks.at(cursor.slot), chunk);
         release();
       }
       add_step(sums, left, kChunks * kSteps - 1);

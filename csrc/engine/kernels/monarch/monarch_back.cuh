@@ -146,8 +146,8 @@ template <class Pass> struct MonarchBack {
       advance(next, mine, 0);
       for (int i = 0; i < DEPTH; ++i) ask(next, slots + i), advance(next, mine, TURNERS);
     }
-    Turn<DEPTH> turn{0, 0};
-    Turn<kAhead> told{0, 1};
+    RingCursor<DEPTH> cursor{0, 0};
+    RingCursor<kAhead> told{0, 1};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       wait_for_cluster(turned(told.slot), told.phase);
@@ -155,9 +155,9 @@ template <class Pass> struct MonarchBack {
         turn_squares(tile);
       } else {
 #pragma unroll 1
-        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, turn.next()) {
-          const int slot = slots + turn.slot;
-          wait_for_bytes(full_slot(slot), turn.phase);
+        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, cursor.next()) {
+          const int slot = slots + cursor.slot;
+          wait_for_bytes(full_slot(slot), cursor.phase);
           turn_sample(tile, sample, memory + kSlots + slot * kSample);
           fence_copy_engine();
           __syncwarp();
@@ -172,13 +172,13 @@ template <class Pass> struct MonarchBack {
   DEVICE void load_weights() const {
     const char* second = static_cast<const char*>(params.sums) + i64(blockIdx.y) * L * kSecond;
     const char* given = static_cast<const char*>(params.sums) + Order::kFirstAt + i64(blockIdx.y) * (L / 4) * kFirst;
-    Turn<STAGES> turn{0, 1};
-    Turn<FIRSTS> first{0, 1};
+    RingCursor<STAGES> cursor{0, 1};
+    RingCursor<FIRSTS> first{0, 1};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, turn.next()) {
-        const u32 to = stages.at(turn.slot) + kGrad, full = stages.begin_to_fill(turn, kSecond);
+      for (int l = 0; l < L; ++l, cursor.next()) {
+        const u32 to = stages.at(cursor.slot) + kGrad, full = stages.begin_to_fill(cursor, kSecond);
         load_run(to, second + l * kSecond, kSecond, full);
         if (l % 4) continue;
         const u32 full_first = firsts.begin_to_fill(first);
@@ -187,8 +187,8 @@ template <class Pass> struct MonarchBack {
       }
   }
   DEVICE void load_grad() const {
-    Turn<STAGES> turn{0, 1};
-    Turn<kAhead> told{0, 0};
+    RingCursor<STAGES> cursor{0, 1};
+    RingCursor<kAhead> told{0, 0};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       const int rows = rows_of(tile), mine = own_rows(tile) * 128;
@@ -197,8 +197,8 @@ template <class Pass> struct MonarchBack {
       fence_copies_of_memory();
       const char* from = turned_of(tile) + Order::turned_row(0, 0, rank * kOwn, rows, 0);
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, turn.next()) {
-        const u32 to = stages.at(turn.slot) + rank * (kOwn * 128), barrier = stages.begin_to_fill(turn, kSlabs * rows * 128);
+      for (int l = 0; l < L; ++l, cursor.next()) {
+        const u32 to = stages.at(cursor.slot) + rank * (kOwn * 128), barrier = stages.begin_to_fill(cursor, kSlabs * rows * 128);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab, from += rows * 128) {
           if (mine == 0) continue;
@@ -269,12 +269,12 @@ template <class Pass> struct MonarchBack {
     }
   }
   // The first products of four l's are asked for as soon as there is what they are made of, which is free behind them.
-  DEVICE void make_states(State& state, Turn<STAGES>& turn, int group, u32 there) const {
-    Turn<STAGES> last = turn;
+  DEVICE void make_states(State& state, RingCursor<STAGES>& cursor, int group, u32 there) const {
+    RingCursor<STAGES> last = cursor;
 #pragma unroll
-    for (int l = 0; l < 4; ++l, turn.next()) {
-      stages.wait_until_full(turn);
-      make_state(state[l], stages.at(turn.slot), group);
+    for (int l = 0; l < 4; ++l, cursor.next()) {
+      stages.wait_until_full(cursor);
+      make_state(state[l], stages.at(cursor.slot), group);
       if (l < 1) continue;
       wait_for_products<1>();
       release(last.slot, there), last.next();
@@ -288,7 +288,7 @@ template <class Pass> struct MonarchBack {
 #pragma unroll
     for (int k = 0; k < 8 / kOfK; ++k) touch(sums[k]);
   }
-  DEVICE void release_first(Turn<FIRSTS>& first) const {
+  DEVICE void release_first(RingCursor<FIRSTS>& first) const {
     firsts.release(first.slot, lane.index);
     first.next();
   }
@@ -296,15 +296,15 @@ template <class Pass> struct MonarchBack {
   DEVICE void consume() const {
     const int group = warp / 4;
     const u32 there = in_block(stages.barriers, lane.index % BLOCKS);
-    Turn<STAGES> turn{0, 0};
-    Turn<FIRSTS> first{0, 0}, last_first = first;
+    RingCursor<STAGES> cursor{0, 0};
+    RingCursor<FIRSTS> first{0, 0}, last_first = first;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
 #pragma unroll 1
       for (int four = 0; four < L / 4; ++four) {
         State state;
-        make_states(state, turn, group, there);
+        make_states(state, cursor, group, there);
         touch_all(sums);
         if (four > 0) release_first(last_first);
         Left left;

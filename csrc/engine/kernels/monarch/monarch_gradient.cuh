@@ -164,12 +164,12 @@ template <class Pass> struct MonarchGradient {
   }
   // By the loaders
   DEVICE void produce() const {
-    Turn<STAGES> turn{0, 1};
+    RingCursor<STAGES> cursor{0, 1};
 #pragma unroll 1
-    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, turn.next()) {
-      ring.wait_until_empty(turn);
-      copy_chunk(chunk, ring.at(turn.slot), ring.full(turn.slot));
-      arrive_with_copies(ring.full(turn.slot));
+    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, cursor.next()) {
+      ring.wait_until_empty(cursor);
+      copy_chunk(chunk, ring.at(cursor.slot), ring.full(cursor.slot));
+      arrive_with_copies(ring.full(cursor.slot));
     }
     wait_for_copies<0>();
   }

@@ -61,21 +61,21 @@ template <class Pass> struct SlabBackward {
   // One thread
   DEVICE void produce() const {
     if (threadIdx.x != kConsumers) return;
-    Turn<STAGES> turn{0, 1};
+    RingCursor<STAGES> cursor{0, 1};
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         const int slab = slab_of(unit) + half;
         const int of_grad[5] = {0, 0, group % INNER, group / INNER, slab};
-        const u32 to = ring.at(turn.slot), full = ring.begin_to_fill(turn);
+        const u32 to = ring.at(cursor.slot), full = ring.begin_to_fill(cursor);
         load_box(to, maps.grad, of_grad, full);
 #pragma unroll
         for (int columns = 0; columns < 2; ++columns) {
           const int of_x[5] = {first_p + columns * 32, group, slab * 32, 0, 0};
           load_box(to + kLeft + columns * 4096, maps.x, of_x, full);
         }
-        turn.skip(1);
+        cursor.skip(1);
       }
     }
   }
@@ -147,14 +147,14 @@ template <class Pass> struct SlabBackward {
   // theirs. What a unit has made is stored while the next one's first products are on their way.
   DEVICE void make_x() const {
     static constexpr int kAll = Q / 8, kParts = ceil_div(kAll, kSteps);
-    Turn<STAGES> turn{int(threadIdx.x / 64), 0};
+    RingCursor<STAGES> cursor{int(threadIdx.x / 64), 0};
     float sums[32], made[32] = {};
     Left left[2];
     int last = -1;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
-      ring.wait_until_full(turn);
-      const u32 slab = ring.at(turn.slot);
+      ring.wait_until_full(cursor);
+      const u32 slab = ring.at(cursor.slot);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int first = part * kSteps;
@@ -169,8 +169,8 @@ template <class Pass> struct SlabBackward {
         if (part == 0 && last >= 0) store_x(made, last);
         wait_for_products<1>();
       }
-      release(turn.slot);
-      turn.skip(2);
+      release(cursor.slot);
+      cursor.skip(2);
       wait_for_products<0>();
       touch(sums);
 #pragma unroll
@@ -194,15 +194,15 @@ template <class Pass> struct SlabBackward {
   DEVICE void make_weight() const {
     Sums sums;
     Left left[2];
-    Turn<STAGES> turn{0, 0};
+    RingCursor<STAGES> cursor{0, 0};
     const int half = threadIdx.x % 128 / 64;
     int last = -1;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
 #pragma unroll
       for (int slab = 0; slab < 2; ++slab) {
-        ring.wait_until_full(turn);
-        const u32 from = ring.at(turn.slot);
+        ring.wait_until_full(cursor);
+        const u32 from = ring.at(cursor.slot);
         load_left(left[slab], from + kLeft + half * 4096, 0, kSteps);
         open_products();
 #pragma unroll
@@ -213,8 +213,8 @@ template <class Pass> struct SlabBackward {
           wait_for_products<1>();
           release(last);
         }
-        last = turn.slot;
-        turn.skip(1);
+        last = cursor.slot;
+        cursor.skip(1);
       }
     }
     wait_for_products<0>();

@@ -96,14 +96,14 @@ template <class Pass> struct UntiedBackward {
   DEVICE void produce() const {
     constexpr int kRows = 64 / kSharing;
     const int rank = blockIdx.y % kSharing, part = first_p / BP;
-    Turn<STAGES> turn{0, 1};
+    RingCursor<STAGES> cursor{0, 1};
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const int row = int(first_row(chunk));
-      const u32 full = ring.begin_to_fill(turn);
+      const u32 full = ring.begin_to_fill(cursor);
 #pragma unroll 1
       for (int group = 0; group < TOGETHER; ++group) {
-        const u32 to = ring.at(turn.slot) + group * kGroup;
+        const u32 to = ring.at(cursor.slot) + group * kGroup;
 #pragma unroll
         for (int slab = 0; slab < kLeft; ++slab) {
           const int at[5] = {slab * 64, first_group + group, row + rank * kRows, 0, 0};
@@ -115,7 +115,7 @@ template <class Pass> struct UntiedBackward {
           load_box(to + (kLeft + slab) * kSlab, maps.x, at, full);
         }
       }
-      turn.next();
+      cursor.next();
     }
   }
 
@@ -225,14 +225,14 @@ template <class Pass> struct UntiedBackward {
       for (auto& some : sums)
 #pragma unroll
         for (float& x : some) x = 0;
-    Turn<STAGES> turn{0, 0};
+    RingCursor<STAGES> cursor{0, 0};
     int chunks_to_mine = Pass::IN_TURNS ? share() : 0;  // of dX
     copy_weights();
     if constexpr (kInPairs) wait_at_cluster();  // the other one has begun
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
-      const u32 from = ring.at(turn.slot);
-      ring.wait_until_full(turn);
+      const u32 from = ring.at(cursor.slot);
+      ring.wait_until_full(cursor);
       if (chunks_to_mine == 0) {
         Back back;
         open_products();
@@ -250,8 +250,8 @@ template <class Pass> struct UntiedBackward {
       wait_for_products<0>();
 #pragma unroll
       for (auto& some : sums) touch(some);
-      ring.release(turn.slot);
-      turn.next();
+      ring.release(cursor.slot);
+      cursor.next();
     }
     if constexpr (Pass::SHARED) arrive_at_cluster();
     if constexpr (Pass::PAIRED)

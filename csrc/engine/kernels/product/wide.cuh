@@ -272,7 +272,7 @@ template <class Pass> struct Wide {
     at.n = first_tile();
     begin_tile(at, thread);
     int oldest = 0, waiting = 0;
-    Turn<Pass::STAGES> turn{0, 1};
+    RingCursor<Pass::STAGES> cursor{0, 1};
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
@@ -286,8 +286,8 @@ template <class Pass> struct Wide {
       if (++oldest == Pass::STAGES) oldest = 0;
     };
     for (; is_in(at); advance(at, thread)) {
-      stages.wait_until_empty(turn);
-      copy_slab(at, thread, place + turn.slot * kStageBytes);
+      stages.wait_until_empty(cursor);
+      copy_slab(at, thread, place + cursor.slot * kStageBytes);
       if constexpr (kPrepares) {
         commit_copies();
         if (waiting < Pass::AHEAD)
@@ -295,9 +295,9 @@ template <class Pass> struct Wide {
         else
           wait_for_copies<Pass::AHEAD>(), finish_oldest();
       } else {
-        arrive_with_copies(stages.full(turn.slot));
+        arrive_with_copies(stages.full(cursor.slot));
       }
-      turn.next();
+      cursor.next();
     }
     if constexpr (kPrepares) {
       wait_for_copies<0>();
@@ -553,14 +553,14 @@ template <class Pass> struct Wide {
 
   // Where a consumer is in the ring, and the slab that it has taken last.
   struct Taking {
-    Turn<Pass::STAGES> turn{0, 0};
+    RingCursor<Pass::STAGES> cursor{0, 0};
     int last = 0;
   };
   DEVICE u32 next_slab(Taking& at) const {
-    stages.wait_until_full(at.turn);
+    stages.wait_until_full(at.cursor);
     fence_copy_engine();
-    at.last = at.turn.slot;
-    at.turn.next();
+    at.last = at.cursor.slot;
+    at.cursor.next();
     return stages.at(at.last);
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.

@@ -101,18 +101,18 @@ template <class Pass> struct WideGradient {
     const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (row * kRowG + i64(group) * Q + q + piece * 8);
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + piece * 8);
     int left_q = Q - q - piece * 8, left_p = P - p - piece * 8;
-    Turn<Pass::STAGES> turn{0, 1};
+    RingCursor<Pass::STAGES> cursor{0, 1};
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const i64 first = first_row(chunk);
       const int rows_left = int(min(rows - first, i64(kChunk))) - row;
-      const u32 to = place + turn.slot * kStageBytes;
+      const u32 to = place + cursor.slot * kStageBytes;
       stay_here(left_q, left_p);
-      stages.wait_until_empty(turn);
+      stages.wait_until_empty(cursor);
       copy<kLeft, kRowG>(to, g + first * kRowG, rows_left, left_q);
       copy<kRight, kRowX>(to + kLeft * kSlab, x + first * kRowX, rows_left, left_p);
-      arrive_with_copies(stages.full(turn.slot));
-      turn.next();
+      arrive_with_copies(stages.full(cursor.slot));
+      cursor.next();
     }
   }
 
@@ -173,24 +173,24 @@ template <class Pass> struct WideGradient {
     for (int i = 0; i < Pass::HELD; ++i)
 #pragma unroll
       for (int slab = 0; slab < kHeldLeft + kRight; ++slab) load_slab(held[i][slab], slab, blockIdx.x + i * gridDim.x);
-    Turn<Pass::STAGES> turn{0, 1};
+    RingCursor<Pass::STAGES> cursor{0, 1};
     const auto give = [&](Square (&held)[kHeldLeft + kRight], int chunk) {
-      const u32 to = turn.slot * kStageBytes;
+      const u32 to = cursor.slot * kStageBytes;
       stay_here(left_q, left_p);
-      stages.wait_until_empty(turn);
+      stages.wait_until_empty(cursor);
       if constexpr (kLoadsLeft) {
         const i64 first = first_row(chunk);
         copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
                   int(min(rows - first, i64(kChunk))) - row_g, left_q);
-        arrive_with_copies(stages.full(turn.slot));
+        arrive_with_copies(stages.full(cursor.slot));
       }
 #pragma unroll
       for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
         put(held[slab], place + to + (kLeft - kHeldLeft + slab) * kSlab);
         load_slab(held[slab], slab, chunk + Pass::HELD * gridDim.x);
       }
-      arrive(stages.full(turn.slot));
-      turn.next();
+      arrive(stages.full(cursor.slot));
+      cursor.next();
     };
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += Pass::HELD * gridDim.x) {
@@ -255,7 +255,7 @@ template <class Pass> struct WideGradient {
     const Tile at = tile();
     const i64 column_g = i64(at.group) * Q + at.q, column_x = i64(at.group) * P + at.p;
     const void *g = params.weights[Pass::WEIGHT], *x = params.x;
-    Turn<Pass::STAGES> copied{0, 1}, taken{0, 1};
+    RingCursor<Pass::STAGES> copied{0, 1}, taken{0, 1};
     int to = 0, from = 0;  // among pieces of chunks
     const auto copy_next = [&](int chunk) {
       if (chunk < chunks) {
@@ -415,7 +415,7 @@ template <class Pass> struct WideGradient {
     ColumnSums columns;
     Left left[2];  // in turns: the products before still read theirs
     int last = -1;
-    Turn<Pass::STAGES> turn{0, 0};
+    RingCursor<Pass::STAGES> cursor{0, 0};
     if constexpr (Pass::SPLIT) {
 #pragma unroll
       for (auto& some : sums)
@@ -424,13 +424,13 @@ template <class Pass> struct WideGradient {
     }
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-      stages.wait_until_full(turn);
+      stages.wait_until_full(cursor);
       fence_copy_engine();
       if constexpr (Pass::SPLIT) {
-        multiply_split(sums, stages.at(turn.slot));
-        release(turn.slot);
+        multiply_split(sums, stages.at(cursor.slot));
+        release(cursor.slot);
       } else if constexpr (kLoadsLeft) {
-        const u32 from = stages.at(turn.slot);
+        const u32 from = stages.at(cursor.slot);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           load_left(left[part % 2], from, part);
@@ -438,14 +438,14 @@ template <class Pass> struct WideGradient {
           wait_for_products<1>();
           if (part == 0 && last >= 0) release(last);
         }
-        last = turn.slot;
+        last = cursor.slot;
       } else {
-        multiply<BIAS>(sums, columns, stages.at(turn.slot), last >= 0);
+        multiply<BIAS>(sums, columns, stages.at(cursor.slot), last >= 0);
         wait_for_products<1>();
         if (last >= 0) release(last);
-        last = turn.slot;
+        last = cursor.slot;
       }
-      turn.next();
+      cursor.next();
     }
     wait_for_products<0>();
 #pragma unroll

@@ -12,7 +12,7 @@
 //
 // Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
 //       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
-//       load_weights(c), layers(c, turn, round) and weights(c, turn), which call each layer, SCALED (floats in params.sums before
+//       load_weights(c), layers(c, cursor, round) and weights(c, cursor), which call each layer, SCALED (floats in params.sums before
 //       what a prepared weight is multiplied by and what takes it back, or -1).
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
@@ -57,12 +57,12 @@ template <class Pass> struct DenseStreamed {
   }
 
   // With the stage before
-  struct Turns : Turn<Pass::STAGES> {
+  struct Cursor : RingCursor<Pass::STAGES> {
     int last = 0;
-    DEVICE Turns(u32 phase) : Turn<Pass::STAGES>{0, phase} {}
+    DEVICE Cursor(u32 phase) : RingCursor<Pass::STAGES>{0, phase} {}
     DEVICE void next() {
       last = this->slot;
-      Turn<Pass::STAGES>::next();
+      RingCursor<Pass::STAGES>::next();
     }
   };
 
@@ -152,7 +152,7 @@ template <class Pass> struct DenseStreamed {
   }
 
   // One thread's: chunks that lie in memory as in a stage
-  template <class L> DEVICE void stream_chunks(Turns& turn, int number) const {
+  template <class L> DEVICE void stream_chunks(Cursor& cursor, int number) const {
     constexpr int kSlabs = ceil_div(L::K, kSlab), kSlabBytes = L::N * 128;
     constexpr i64 kBytes = i64(L::PASSES) * L::PARTS * kSlabs * kSlabBytes;
     const char* from = static_cast<const char*>(params.sums) + L::chunks_at + number * kBytes;
@@ -163,15 +163,15 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
         for (int part = 0; part < L::PARTS; ++part) {
           const int bytes = least(L::SLABS, kSlabs - slab) * kSlabBytes;
-          load_run(ring.at(turn.slot), from, bytes, ring.begin_to_fill(turn, bytes));
+          load_run(ring.at(cursor.slot), from, bytes, ring.begin_to_fill(cursor, bytes));
           from += bytes;
-          turn.next();
+          cursor.next();
         }
   }
-  template <class L> DEVICE void stream(Turns& turn, int number = 0) const {
+  template <class L> DEVICE void stream(Cursor& cursor, int number = 0) const {
     static_assert(L::PASSES == 1 || kColumns<L> % kSlab == 0, "passes have slabs of their own");
     if constexpr (kInChunks) {
-      stream_chunks<L>(turn, number);
+      stream_chunks<L>(cursor, number);
     } else {
       constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
       const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
@@ -182,18 +182,18 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
           for (int part = 0; part < L::PARTS; ++part) {
             const int q = pass * kColumns<L> + part * L::N;
-            ring.wait_until_empty(turn);
+            ring.wait_until_empty(cursor);
 #pragma unroll 1
             for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
               const int p = k + s * kSlab;
-              const u32 to = ring.at(turn.slot) + s * (L::N * 128);
+              const u32 to = ring.at(cursor.slot) + s * (L::N * 128);
               copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
             }
             if constexpr (kWide<L::P> > 2)
-              arrive_with_copies(ring.full(turn.slot));
+              arrive_with_copies(ring.full(cursor.slot));
             else
-              arrive(ring.full(turn.slot));
-            turn.next();
+              arrive(ring.full(cursor.slot));
+            cursor.next();
           }
     }
   }
@@ -213,11 +213,11 @@ template <class Pass> struct DenseStreamed {
     }
   }
   DEVICE void produce() const {
-    Turns turn(1);
+    Cursor cursor(1);
     if constexpr (!kInChunks) {
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
         load_x(round);
-        Pass::weights(*this, turn);
+        Pass::weights(*this, cursor);
       }
     } else if (thread >= kLoaders) {
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
@@ -232,7 +232,7 @@ template <class Pass> struct DenseStreamed {
       }
     } else if (thread == 0) {
       if constexpr (Pass::CHUNKS_BEFORE) wait_for_kernel_before();
-      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, turn);
+      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, cursor);
     }
   }
 
@@ -255,12 +255,12 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // The products of a chunk, STEPS of them; `going` are those before.
-  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Turns& turn, u64 left, bool going) const {
-    const int last = turn.last;
-    ring.wait_until_full(turn);
+  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Cursor& cursor, u64 left, bool going) const {
+    const int last = cursor.last;
+    ring.wait_until_full(cursor);
     if constexpr (!kInChunks) fence_copy_engine();
-    const u64 right = operand(ring.at(turn.slot));
-    turn.next();
+    const u64 right = operand(ring.at(cursor.slot));
+    cursor.next();
     ask_for_products<STEPS>([&](int s) {
       Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2));
     });
@@ -304,26 +304,26 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // z = x W' + b, and meanwhile x to memory, if `to` is a place for it
-  template <class L> DEVICE void multiply(Sums<L>& z, Turns& turn, int round, Element* to) const {
+  template <class L> DEVICE void multiply(Sums<L>& z, Cursor& cursor, int round, Element* to) const {
     constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
     const u64 left = operand(uniform(states) + L::from);  // made anew: all layers' operands would fill the registers
 #pragma unroll 1
     for (int c = 0; c < kWhole; ++c) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kSteps>(z[part], turn, left + c * (L::SLABS * 512), c > 0 || part > 0);
+        take<L, kSteps>(z[part], cursor, left + c * (L::SLABS * 512), c > 0 || part > 0);
       save<L>(c * L::SLABS, L::SLABS, round, to);
     }
     if constexpr (kRest > 0) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kRest>(z[part], turn, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
+        take<L, kRest>(z[part], cursor, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
       save<L>(kWhole * L::SLABS, ceil_div(kRest, 4), round, to);
     }
     wait_for_products<0>();
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
-    ring.release(turn.last);
+    ring.release(cursor.last);
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE float finished(float z, int feature) {
@@ -405,14 +405,14 @@ template <class Pass> struct DenseStreamed {
     else
       return static_cast<Element*>(const_cast<void*>(params.weights[L::STATE + number]));
   }
-  template <class L> DEVICE void layer(Turns& turn, int round, int number = 0) const {
+  template <class L> DEVICE void layer(Cursor& cursor, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
     if constexpr (L::FIRST && kInChunks) of_x.wait_until_full({0, u32(round & 1)}), fence_copy_engine();
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
-      multiply<L>(z, turn, round, pass == 0 ? wanted<L>(number) : nullptr);
+      multiply<L>(z, cursor, round, pass == 0 ? wanted<L>(number) : nullptr);
       if constexpr (L::FIRST)
         if (pass == L::PASSES - 1) of_x.release(0);
       if constexpr (L::LAST) {
@@ -425,23 +425,23 @@ template <class Pass> struct DenseStreamed {
     if constexpr (!L::LAST) fence_copy_engine(), meet();  // what was written is there for products of all warps
   }
   // Without samples, in the last round
-  DEVICE void pass_by(Turns& turn) const {
+  DEVICE void pass_by(Cursor& cursor) const {
 #pragma unroll 1
     for (int i = 0; i < Pass::CHUNKS; ++i) {
-      ring.wait_until_full(turn);
-      ring.release(turn.slot);
-      turn.next();
+      ring.wait_until_full(cursor);
+      ring.release(cursor.slot);
+      cursor.next();
     }
   }
   DEVICE void consume() const {
     Pass::load_weights(*this);
     sync_threads<kConsumers>(kMeeting + 1);
-    Turns turn(0);
+    Cursor cursor(0);
     for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
       if (sample_of(round, warpgroup) < params.batch)
-        Pass::layers(*this, turn, round);
+        Pass::layers(*this, cursor, round);
       else
-        pass_by(turn);
+        pass_by(cursor);
     }
   }
 
