@@ -11,7 +11,7 @@ from test_plan import LANES, conflicts
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import Dense
-from factorlayer.kernels.stack.dense_streamed import LEAST_STAGES, DenseStreamed, WeightChunks, tile
+from factorlayer.kernels.stack.dense_streamed import LEAST_SLOTS, DenseStreamed, WeightChunks, tile
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import BATCHES, plan_stack
@@ -101,7 +101,7 @@ def test_all_columns_have_a_place(widths: tuple[int, ...], dtype: str) -> None:
     layers, found = dense(*widths), 0
     for groups, rows in itertools.product((1, 2), (64, 128, 256)):
         plan = DenseStreamed(layers, dtype, groups, HOPPER, rows=rows)
-        if plan.stages < LEAST_STAGES:
+        if plan.slots < LEAST_SLOTS:
             continue
         found += 1
         assert plan.shared <= HOPPER.shared

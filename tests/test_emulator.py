@@ -1146,7 +1146,7 @@ def test_all_gradients_of_many_small_groups(
         ("bfloat16", "if constexpr (kWgmma) fence_copy_engine();", "", "no fence"),
         ("bfloat16", "round_first();\n    Meet()();", "round_first();", "race"),
         ("bfloat16", "wait_for_products<0>();", "", "race"),
-        ("bfloat16", "stages.wait_until_full(cursor);\n", "\n", "nobody goes on"),
+        ("bfloat16", "slots.wait_until_full(cursor);\n", "\n", "nobody goes on"),
         ("bfloat16", "    Base::wait_until_empty(cursor);\n", "\n", "race"),
         ("bfloat16", "wait_for_bytes(full_slot(slot), cursor.phase);\n", "\n", "has not landed"),
         ("bfloat16", "__syncwarp();\n          ask(next", "ask(next", "race"),
@@ -2086,7 +2086,7 @@ FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 PLANTED = {
     "no-sync-between-stages": (RESIDENT, "\n    sync();\n  }\n", "\n  }\n", "race: a read"),
     "no-fence-before-stores": (RESIDENT, "fence_copy_engine();\n    sync();", "sync();", "no fence: the copy"),
-    "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::STAGES - 2>();", "", "has not landed"),
+    "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::SLOTS - 2>();", "", "has not landed"),
     "no-sync-of-chunks": (STREAMED, "__syncthreads();\n          multiply", "multiply", "race"),
     "no-fence-of-copies": (PAIR, "fence_copy_engine();\n      arrive", "arrive", "no fence: a matrix unit"),
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(ring.empty(slot), phase);", "", "nobody goes on"),
@@ -2105,7 +2105,7 @@ PLANTED = {
     "no-sync-of-two-warps": (EIGHTS, "sync_threads<64>(1 + warp / 2);", "", "race: a read"),
     "no-sync-of-slabs": (EIGHTS, "__syncthreads_or(unsure[0] | unsure[1])", "unsure[0] | unsure[1]", "race: a read"),
     "no-sync-behind-slabs": (EIGHTS, "__syncthreads();\n    }", "}", "race: a write"),
-    "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
+    "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<SLOTS - 2>();", "", "has not landed"),
     "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
     "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),
     "results-leave-without-meeting": (MONARCH, "fence_copy_engine();\n        meet();", "fence_copy_engine();", "race"),
@@ -2126,15 +2126,15 @@ def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulat
 @pytest.mark.parametrize(
     ("dtype", "old", "new", "said"),
     [
-        ("bfloat16", "stages.wait_until_empty(cursor);", "", "race: a matrix unit"),
+        ("bfloat16", "slots.wait_until_empty(cursor);", "", "race: a matrix unit"),
         ("bfloat16", "fence_copy_engine();\n      if", "if", "no fence: a matrix unit"),
         ("bfloat16", "wait_for_products<1>();\n", "", "race: a matrix unit"),
-        ("bfloat16", "stages.wait_until_full(cursor);", "", "has not landed"),
-        ("tf32", "stages.wait_until_empty(cursor);", "", "race: a"),
-        ("float32", "stages.wait_until_empty(cursor);", "", "race: a"),
+        ("bfloat16", "slots.wait_until_full(cursor);", "", "has not landed"),
+        ("tf32", "slots.wait_until_empty(cursor);", "", "race: a"),
+        ("float32", "slots.wait_until_empty(cursor);", "", "race: a"),
         ("tf32", "fence_copy_engine();\n      if", "if", "no fence: a matrix unit"),
         ("float32", "wait_for_products<0>();\n", "", "nobody has waited for"),
-        ("float32", "stages.wait_until_full(cursor);", "", "race: a matrix unit"),
+        ("float32", "slots.wait_until_full(cursor);", "", "race: a matrix unit"),
     ],
 )
 def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
@@ -2148,9 +2148,9 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
     [
         ("bfloat16", "wait_for_copies<Pass::AHEAD - 1>();", "", "has not landed"),
         ("bfloat16", "sync_threads<128>(kMeeting);", "", "race"),
-        ("bfloat16", "stages.wait_until_empty(copied);", ";", "race"),
+        ("bfloat16", "slots.wait_until_empty(copied);", ";", "race"),
         ("tf32", "sync_threads<128>(kMeeting);", "", "race"),
-        ("tf32", "stages.wait_until_empty(taken);", ";", "race"),
+        ("tf32", "slots.wait_until_empty(taken);", ";", "race"),
         ("tf32", "&& piece < whole) copy", ") copy", "outside of the tensors"),
     ],
 )

@@ -869,7 +869,7 @@ def test_two_large_factors_of_doubles_have_a_family(
     doubles = [p for p in found.passes if isinstance(p, PairDouble)]
     assert bool(doubles) == taken and ("pair double: " in str(found)) == taken
     for p in doubles:
-        assert p.shared <= p.gpu.shared and p.stages >= 3
+        assert p.shared <= p.gpu.shared and p.slots >= 3
         floor = batch * p.work.outer * 2 * (p.sizes[0] * p.sizes[1] * p.sizes[3] + p.sizes[0] * p.sizes[2] * p.sizes[3])
         assert floor / 132 / 0.5e6 < p.us < 2 * floor / 132 / 0.45e6 + 5
     assert not any(
@@ -1179,7 +1179,7 @@ def test_samples_that_are_turned_in_shared_memory_are_as_many_as_have_room() -> 
     for groups in (48, 160, 256, 512):
         spec, gpu = monarch((32, 24), (64, groups), rank=4), Gpu.of(90)
         back = plan(replace(Chain.of(spec, False, "identity"), backward=True), "bfloat16", BATCHES[2], gpu).passes[1]
-        assert isinstance(back, MonarchBack) and back.shared <= gpu.shared and back.firsts == 3 and back.stages > 5
+        assert isinstance(back, MonarchBack) and back.shared <= gpu.shared and back.firsts == 3 and back.slots > 5
         found.append(back.turners * back.depth)
     assert found == [4, 4, 2, 1]
 

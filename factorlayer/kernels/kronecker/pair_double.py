@@ -9,7 +9,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 
 DEPTH = 16  # k's of a chunk
-MOST_STAGES, LEAST_STAGES = 4, 3
+MOST_SLOTS, LEAST_SLOTS = 4, 3
 LEAST, LARGEST = 24, 128  # of a size: two tiles of 16 rows of four warps
 START_US = 9.0  # first X, first weights, last Y
 CHUNK_US = 0.1  # of waits
@@ -36,36 +36,36 @@ class PairDouble(TakesTwoModes):
 
     @property
     def _rest_bytes(self) -> int:
-        """Of shared memory, beside the stages: a state, T's last rows and barriers"""
+        """Of shared memory, beside the slots: a state, T's last rows and barriers"""
         p0, p1, _, q1 = self.sizes
         row = 8 * (round_up(max(p1, q1), 16) + 4)
         return (round_up(p0, 64) + DEPTH) * row + BARRIER_BYTES
 
     @property
-    def _stage_bytes(self) -> int:
+    def _slot_bytes(self) -> int:
         _, _, q0, q1 = self.sizes
         return 8 * (DEPTH + 4) * max(round_up(q0, 64), round_up(q1, 16))
 
     @property
-    def stages(self) -> int:
+    def slots(self) -> int:
         """As many as there is room for."""
-        return min(MOST_STAGES, (self.gpu.shared - self._rest_bytes) // self._stage_bytes)
+        return min(MOST_SLOTS, (self.gpu.shared - self._rest_bytes) // self._slot_bytes)
 
     @property
     def shared(self) -> int:
-        return self._rest_bytes + self.stages * self._stage_bytes
+        return self._rest_bytes + self.slots * self._slot_bytes
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
-            f"pair double: {p1}→{q1}, {p0}→{q0}, weights streamed, {self.stages} stages, "
+            f"pair double: {p1}→{q1}, {p0}→{q0}, weights streamed, {self.slots} slots, "
             f"{self.shared} bytes of shared memory"
         )
 
     @property
     def told(self) -> list[str]:
         work, modes = self.work, dict(self.work.steps)
-        numbers = {"UNITS_PER_SAMPLE": work.outer, "STAGES": self.stages}
+        numbers = {"UNITS_PER_SAMPLE": work.outer, "SLOTS": self.slots}
         numbers |= {"REGISTERS": REGISTERS[0], "COPY_REGISTERS": REGISTERS[1]}
         numbers |= {"FACTOR_A": modes[0].parts[0][0], "FACTOR_B": modes[1].parts[0][0]}
         return kinds(work.dtype) + work.finish + constants(self.told_sizes | numbers)
@@ -78,7 +78,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> PairDouble | None:
     if not len(work.steps) == len(work.sizes) == 2 or any(len(mode.parts) > 1 for _, mode in work.steps):
         return None
     plan = PairDouble(work, gpu)
-    if min(plan.sizes) < LEAST or max(plan.sizes) > LARGEST or plan.stages < LEAST_STAGES:
+    if min(plan.sizes) < LEAST or max(plan.sizes) > LARGEST or plan.slots < LEAST_SLOTS:
         return None
     return replace(plan, us=_time(plan, batch))
 

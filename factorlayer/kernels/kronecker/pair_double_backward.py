@@ -12,7 +12,7 @@ from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
 DEPTH = 16  # k's of a chunk
-MOST_STAGES, LEAST_STAGES = 6, 3
+MOST_SLOTS, LEAST_SLOTS = 6, 3
 LEAST, LARGEST = 24, 128  # of a size: two tiles of 16 rows of four warps
 START_US = 6.0  # first chunks, last sums
 CHUNK_US = 0.1  # of waits
@@ -75,7 +75,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
         return round_up(-(-self.shape[2] // self.parts), DEPTH)
 
     @property
-    def _stage_bytes(self) -> int:
+    def _slot_bytes(self) -> int:
         m, _, _, n = (round_up(count, unit) for count, unit in zip(self.shape, (64, 1, 1, 16), strict=True))
         if self.returns:
             return 8 * DEPTH * max(m + 4 + self.part + 4, n + 4)
@@ -83,28 +83,28 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def _rest_bytes(self) -> int:
-        """Of shared memory, beside the stages: a part of the middle state, and barriers"""
+        """Of shared memory, beside the slots: a part of the middle state, and barriers"""
         return 8 * round_up(self.shape[0], 64) * (self.part + 4) + BARRIER_BYTES
 
     @property
-    def stages(self) -> int:
+    def slots(self) -> int:
         """As many as there is room for."""
-        return min(MOST_STAGES, (self.gpu.shared - self._rest_bytes) // self._stage_bytes)
+        return min(MOST_SLOTS, (self.gpu.shared - self._rest_bytes) // self._slot_bytes)
 
     @property
     def shared(self) -> int:
-        return self._rest_bytes + self.stages * self._stage_bytes
+        return self._rest_bytes + self.slots * self._slot_bytes
 
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (
             f"pair double, backward: {p1}→{q1}, {p0}→{q0}, {'the last' if self.returns else 'the first'} weight's"
-            f"{' and x’s' if self.returns else ''}, {self.stages} stages, {self.shared} bytes of shared memory"
+            f"{' and x’s' if self.returns else ''}, {self.slots} slots, {self.shared} bytes of shared memory"
         )
 
     @property
     def told(self) -> list[str]:
-        numbers = {"UNITS_PER_SAMPLE": self.units_per_sample, "STAGES": self.stages, "RETURNS": self.returns}
+        numbers = {"UNITS_PER_SAMPLE": self.units_per_sample, "SLOTS": self.slots, "RETURNS": self.returns}
         numbers |= {"REGISTERS": REGISTERS[0], "COPY_REGISTERS": REGISTERS[1], "GRAD": len(self.modes)}
         numbers |= {f"FACTOR_{x}": mode.parts[0][0] for x, mode in zip("AB", self.modes, strict=True)}
         return kinds(self.dtype) + constants(self.told_sizes | numbers)
@@ -116,7 +116,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         return ()
     first, last = modes
     both = [PairDoubleBackward((first, last), outer, returns, gpu) for returns in (False, True)]
-    if min(both[0].sizes) < LEAST or max(both[0].sizes) > LARGEST or min(plan.stages for plan in both) < LEAST_STAGES:
+    if min(both[0].sizes) < LEAST or max(both[0].sizes) > LARGEST or min(plan.slots for plan in both) < LEAST_SLOTS:
         return ()
     return tuple(replace(plan, us=_time(plan, batch)) for plan in both)
 

@@ -38,7 +38,7 @@ class Monarch(OfMonarch):
     mt: int
     warps_m: int
     k: int
-    stages: int
+    slots: int
     rounds: int
     batch: int
     gpu: Gpu
@@ -95,7 +95,7 @@ class Monarch(OfMonarch):
         return self.groups * self.cluster * self.size
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         rows = self.groups // 2 * self.units * 8
         return self.samples // self.teams * self.row_bytes(self.k * self.padded) + rows * self.row_bytes(self.padded)
 
@@ -113,8 +113,8 @@ class Monarch(OfMonarch):
 
     @functools.cached_property
     def shared(self) -> int:
-        barriers = 16 * (self.warps_m + self.teams * self.stages)
-        return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + barriers
+        barriers = 16 * (self.warps_m + self.teams * self.slots)
+        return self.weight_bytes + self.teams * self.slots * self.slot_bytes + self.result_bytes + barriers
 
     @property
     def store(self) -> int:
@@ -132,14 +132,14 @@ class Monarch(OfMonarch):
         first, second = self.chain.contractions
         return (
             f"monarch: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.samples} samples and "
-            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.stages} stages of {self.k} of "
+            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.slots} slots of {self.k} of "
             f"{first.outer}, {self.shared} bytes of shared memory"
         )
 
     @property
     def told(self) -> list[str]:
         numbers = self.told_layer | {"CK": self.k, "GROUPS": self.groups, "MT": self.mt}
-        numbers |= {"WARPS_M": self.warps_m, "TEAMS": self.teams, "STAGES": self.stages, "ROUNDS": self.rounds}
+        numbers |= {"WARPS_M": self.warps_m, "TEAMS": self.teams, "SLOTS": self.slots, "ROUNDS": self.rounds}
         numbers |= {"STORE": self.store, "BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
         return [*kinds(self.dtype), activation_type(self.chain.activation, self.dtype, 2), *constants(numbers)]
 
@@ -176,11 +176,11 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch]
         for k in (1, 2, 4, 8):
             if k * numbers % step or k > max(step, first.outer):
                 continue
-            for stages, rounds in itertools.product((2, 3, 4, 6), (1, 2, 4, 8)):
+            for slots, rounds in itertools.product((2, 3, 4, 6), (1, 2, 4, 8)):
                 if rounds > tiles:
                     continue
                 for teams in (1, 2, 4):
-                    plan = Monarch(chain, dtype, groups, mt, warps_m, k, stages, rounds, batch, gpu, cluster, teams)
+                    plan = Monarch(chain, dtype, groups, mt, warps_m, k, slots, rounds, batch, gpu, cluster, teams)
                     if warps_m % teams == 0 and plan.shared <= gpu.shared:
                         yield replace(plan, us=_time(plan))
 
@@ -212,7 +212,7 @@ def _time(plan: Monarch) -> float:
     lines += plan.teams * plan.units * 4 * -(-weight_pieces // _together(weight_pieces))
     chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1.3 if warps < 8 else 1)
     chunk = max(chunk + 1.9 * lines / CYCLES, (x + plan.teams * weight) / gpu.l2_bytes)
-    chunk += 0.03 if plan.stages > 2 else 0.07
+    chunk += 0.03 if plan.slots > 2 else 0.07
     # Results, while others multiply if there are teams
     result = plan.samples * second.q * plan.groups * size
     kilobyte = (0.15 if plan.cell >= 16 else 0.4) if plan.cell < SECTOR else 0.036 if plan.cluster > 1 else 0.03

@@ -23,7 +23,7 @@ WARPS = 8
 MOST_SUMS = 200  # of a thread, whatever else it holds
 MOST_SUMS_BACK = 112
 UNITS = 16  # of a block on the way back
-MOST_STAGES = 9
+MOST_SLOTS = 9
 RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
@@ -58,7 +58,7 @@ class MonarchGradient(_Both, BlockSums):
     wl: int
     groups: int  # of warps, that take turns at chunks
     samples: int  # of a chunk
-    stages: int
+    slots: int
     wgmma: bool  # Hopper's products, of those with grad_y
     batch: int
     gpu: Gpu
@@ -96,15 +96,15 @@ class MonarchGradient(_Both, BlockSums):
         first, second = self.both
         row = 128 if self.wgmma else self.row_bytes(second.q)
         weights = 16 * 4 * self.wk * self.wl * (self.row_bytes(first.p) + row)
-        stage = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
-        return weights + self.stages * ((-(-stage // 1024) * 1024 if self.wgmma else stage) + 16)
+        slot = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
+        return weights + self.slots * ((-(-slot // 1024) * 1024 if self.wgmma else slot) + 16)
 
     def __str__(self) -> str:
         first, second = self.both
         return (
             f"monarch gradients: {first.p}→{first.q}, {second.p}→{second.q} for {4 * self.wl} of {second.inner} groups "
             f"and {16 * self.wk} of {second.p}, {self.groups} groups of {self.wk}×{self.wl} warps, "
-            f"{self.stages} stages of {self.samples} samples, {self.shared} bytes of shared memory"
+            f"{self.slots} slots of {self.samples} samples, {self.shared} bytes of shared memory"
         )
 
     header = "monarch_gradient"
@@ -117,7 +117,7 @@ class MonarchGradient(_Both, BlockSums):
     def told(self) -> list[str]:
         first, second = self.both
         numbers = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
+        numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "SLOTS": self.slots}
         return self.lines(numbers | {"WGMMA": self.wgmma})
 
 
@@ -169,7 +169,7 @@ class MonarchBack(_Both):
 
     chain: Chain
     dtype: str
-    stages: int  # of an output group
+    slots: int  # of an output group
     firsts: int  # of the first weights for four of them
     turners: int  # warps that turn grad_y
     depth: int  # of 16 bits: samples in shared memory for each of these
@@ -215,15 +215,15 @@ class MonarchBack(_Both):
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
         first, second = self.both
-        stage = 2 * _slabs(second.q * self.size) * 64 * 128
-        slots = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
-        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + slots + 16 + 1024
+        slot = 2 * _slabs(second.q * self.size) * 64 * 128
+        others = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
+        return self.slots * (slot + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + others + 16 + 1024
 
     def __str__(self) -> str:
         first, second = self.both
         return (
             f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
-            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} "
+            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.slots} slots of {second.inner} "
             f"groups, {self.shared} bytes of shared memory"
         )
 
@@ -235,7 +235,7 @@ class MonarchBack(_Both):
 
     @property
     def told(self) -> list[str]:
-        numbers = {"GRAD": 2, "STAGES": self.stages, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
+        numbers = {"GRAD": 2, "SLOTS": self.slots, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
         return self.lines(numbers | {"TURNERS": self.turners, "DEPTH": self.depth})
 
 
@@ -278,9 +278,9 @@ def gradient_tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator
         return
     flags = (True, False) if ELEMENT_BYTES[dtype] == 2 and second.q <= 64 else (False,)
     ways = itertools.product(flags, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (6, 4, 3, 2), (1, 2))
-    for of_groups, wk, wl, groups, stages, steps in ways:
-        plan = MonarchGradient(chain, dtype, wk, wl, groups, 16 * steps, stages, of_groups, batch, gpu)
-        if stages < groups + 1 or (of_groups and (wk % 4 or groups > 1)):
+    for of_groups, wk, wl, groups, slots, steps in ways:
+        plan = MonarchGradient(chain, dtype, wk, wl, groups, 16 * steps, slots, of_groups, batch, gpu)
+        if slots < groups + 1 or (of_groups and (wk % 4 or groups > 1)):
             continue
         if wk * wl * groups != WARPS or plan.all_units % (4 * wk) or second.inner % (4 * wl):
             continue
@@ -305,10 +305,10 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
-    slots = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
-    for firsts, (turners, depth), stages in itertools.product((3, 2), slots, range(MOST_STAGES, 3, -1)):
-        plan = MonarchBack(chain, dtype, stages, firsts, turners, depth, batch, gpu)
-        if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
+    copies = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
+    for firsts, (turners, depth), slots in itertools.product((3, 2), copies, range(MOST_SLOTS, 3, -1)):
+        plan = MonarchBack(chain, dtype, slots, firsts, turners, depth, batch, gpu)
+        if plan.shared <= gpu.shared and (slots > 5 or firsts == 2):
             return replace(plan, us=_back_time(plan))
     return None
 

@@ -18,7 +18,7 @@ from factorlayer.maths.chain import Chain
 UNIT = 64  # samples
 COLUMNS = 64  # p's of a block
 LEAST_UNITS = 4  # that are worth a block
-MOST_STAGES = 12
+MOST_SLOTS = 12
 THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 START_US = 5.0  # of a block: its weights, the first units, and its sums
@@ -44,18 +44,18 @@ class SlabBackward(AtOneVisit):
         return -(-self.contraction.q // 32) * COLUMNS * 128
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return 128 * (self.contraction.q + COLUMNS)
 
     @functools.cached_property
-    def stages(self) -> int:
-        room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16)
-        return min(MOST_STAGES, room // 2 * 2)
+    def slots(self) -> int:
+        room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.slot_bytes + 16)
+        return min(MOST_SLOTS, room // 2 * 2)
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
+        return self.weight_bytes + self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def tiles(self) -> int:
@@ -74,7 +74,7 @@ class SlabBackward(AtOneVisit):
         c = self.contraction
         return (
             f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
-            f"{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"{self.slots} slots of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -84,7 +84,7 @@ class SlabBackward(AtOneVisit):
     @property
     def told(self) -> list[str]:
         c, run = self.contraction, self.chain.turn[1] if self.chain.turn else self.contraction.p
-        numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
+        numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "SLOTS": self.slots, "MOST": self.most}
         return constants(numbers | {"RUN": run, "MORE": MORE, "FEWER": FEWER, "SLABS_OUT": self.chain.slabs > 1})
 
 
@@ -93,7 +93,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
     if not gpu.wgmma or batch <= UNIT or not _takes(chain, dtype):
         return None
     plan = SlabBackward(chain, gpu, batch)
-    fits = plan.stages >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
+    fits = plan.slots >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
     return replace(plan, us=_time(plan)) if fits else None
 
 
@@ -116,7 +116,7 @@ def _time(plan: SlabBackward) -> float:
     units = -(-plan.batch // UNIT)
     parts = min(-(-units // LEAST_UNITS), plan.most)
     products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / CYCLES
-    read = 4 * plan.stage_bytes + 512 * c.q  # written, and read as left operands; as right ones
+    read = 4 * plan.slot_bytes + 512 * c.q  # written, and read as left operands; as right ones
     moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
     unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)

@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16")
 SLAB_BYTES = 64 * 128  # of 64 columns
 ROWS = 64  # of a chunk
 LEAST_CHUNKS = 4  # that are worth a block
-MOST_STAGES = 6
+MOST_SLOTS = 6
 PRODUCERS = 128  # threads
 # By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
 REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
@@ -83,17 +83,17 @@ class UntiedBackward(AtOneVisit):
         return self.together * self.left * self.right * SLAB_BYTES
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return self.together * (self.left + self.right) * SLAB_BYTES
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1040 - self.weight_bytes) // (self.stage_bytes + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1040 - self.weight_bytes) // (self.slot_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1040
+        return self.weight_bytes + self.slots * (self.slot_bytes + 16) + 1040
 
     @property
     def threads(self) -> int:
@@ -112,9 +112,9 @@ class UntiedBackward(AtOneVisit):
         whole = self.share % (64 if self.wm == 2 and not self.in_turns else 32) == 0
         held = whole and self.sums <= REGISTERS[self.consumers][2]
         given = self.together * self.left * self.bp * 64 * 2
-        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
+        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.slots * self.slot_bytes))
         held = held and (not self.shared_rows or -(-self.contraction.p // self.bp) % 2 == 0)
-        return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
+        return held and self.slots >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
 
     @property
     def parts(self) -> int:
@@ -139,7 +139,7 @@ class UntiedBackward(AtOneVisit):
         c = self.contraction
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"groups, {self.slots} slots of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
             f"{'rows for two blocks, ' if self.shared_rows else ''}"
             f"{self.shared} bytes of shared memory"
         )
@@ -160,7 +160,7 @@ class UntiedBackward(AtOneVisit):
         told: Told = {"Element": ELEMENT[self.dtype], "P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
         told |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
         told |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        told |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        told |= {"SLOTS": self.slots, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
         return constants(told | {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows})
 
 
@@ -214,8 +214,8 @@ def _time(plan: UntiedBackward) -> float:
     shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
     products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
     read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
-    read += plan.stage_bytes
-    moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
+    read += plan.slot_bytes
+    moved = plan.slot_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * SUM_BYTES[plan.dtype] / pair
     busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired

@@ -20,7 +20,7 @@ from factorlayer.kernels.product.streamed import Product
 
 ROWS = 128  # of a tile
 THREADS = 384  # two warpgroups of consumers, and one of which a thread asks for what is copied
-MOST_STAGES = 8
+MOST_SLOTS = 8
 MOST_SUMS = 192  # registers of a thread
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 LARGEST = 1 << 31  # of a map's size
@@ -48,17 +48,17 @@ class Mapped(Pass):
         return ROWS
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return 128 * (ROWS + self.n)
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024) // (self.stage_bytes + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16))
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + 1024
+        return self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def tiles(self) -> int:
@@ -139,7 +139,7 @@ class Mapped(Pass):
             f"mapped: {c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums"
             + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
             + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
-            + f", {self.stages} stages of {SLAB}, {self.shared} bytes of shared memory"
+            + f", {self.slots} slots of {SLAB}, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -151,7 +151,7 @@ class Mapped(Pass):
         p, c = self.product, self.product.contraction
         _, _, line, line_step = self.lines
         told = {"P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
-        told |= {"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "STAGES": self.stages}
+        told |= {"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "SLOTS": self.slots}
         told |= {"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step}
         told |= {"X_SAMPLE": Long(p.x_features), "Y_SAMPLE": Long(p.y_features), "INNER": c.inner}
         told |= {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
@@ -194,7 +194,7 @@ def time(plan: Mapped) -> float:
     # Of a slab: products, what L2 gives, what shared memory is written and read
     products = 4 * plan.n / 1.65e3
     load = 128 * (ROWS / plan.cluster + plan.n) / (95e3 if plan.held > 4 else 105e3)
-    shared = (plan.stage_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
+    shared = (plan.slot_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
     boxes = 0.09 * plan.n / (plan.run * plan.box)
     slab = max(products, load, shared, boxes)
     store = 4 * ROWS * plan.n * plan.held / (32e3 if plan.held > 4 or p.slabs else 45e3)  # several for a sector

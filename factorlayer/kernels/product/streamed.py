@@ -206,7 +206,7 @@ class Streamed(Pass):
     wg: int
     steps: int
     bk: int
-    stages: int
+    slots: int
     registers: int
     gpu: Gpu
     us: float = 0.0
@@ -244,7 +244,7 @@ class Streamed(Pass):
         return 32 * self.warps
 
     @functools.cached_property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         if self.product.by_rows:
             elements = self.wg * (self.bm + self.bn) * self.bk
         else:
@@ -268,12 +268,12 @@ class Streamed(Pass):
 
     @property
     def result(self) -> int:
-        """Where it lies: in the place of the stages if they are not needed any more."""
-        return 0 if self.steps == 1 else -(-self.stages * self.stage_bytes // 128) * 128
+        """Where it lies: in the place of the slots if they are not needed any more."""
+        return 0 if self.steps == 1 else -(-self.slots * self.slot_bytes // 128) * 128
 
     @functools.cached_property
     def shared(self) -> int:
-        return max(self.stages * self.stage_bytes, self.result + self.result_bytes)
+        return max(self.slots * self.slot_bytes, self.result + self.result_bytes)
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -329,7 +329,7 @@ class Streamed(Pass):
         return (
             f"streamed: {c.p}→{c.q} by {'rows' if p.by_rows else 'columns'}, tiles of {tile} sums"
             + (f" for {self.groups} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.stages} stages of {self.bk}, "
+            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.slots} slots of {self.bk}, "
             f"{self.shared} bytes of shared memory"
         )
 
@@ -341,7 +341,7 @@ class Streamed(Pass):
         told |= {"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together}
         told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
         told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt}
-        told |= {"BK": self.bk, "STAGES": self.stages, "SPAN": self.span, "RESULT": self.result}
+        told |= {"BK": self.bk, "SLOTS": self.slots, "SPAN": self.span, "RESULT": self.result}
         told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True))
         told |= {"BY_ROWS": p.by_rows, "BIAS": p.bias, "ROUND_X": not p.ours_in}
         told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, **p.told_steps}
@@ -455,10 +455,10 @@ def _copies(plan: Streamed) -> bool:
 
 
 def _deepest(plan: Streamed) -> Streamed:
-    """With as many stages as change nothing else."""
-    for stages in (4, 3):
-        deeper = replace(plan, stages=stages)
-        if stages <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
+    """With as many slots as change nothing else."""
+    for slots in (4, 3):
+        deeper = replace(plan, slots=slots)
+        if slots <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
             return deeper
     return plan
 
@@ -490,7 +490,7 @@ def time(plan: Streamed, batch: int) -> float:
     us: float = max(bounds) + 0.2 * min(bounds)
     turns = -(-each // plan.blocks)
     through_registers = min(plan._accesses()[:2]) < 4
-    waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.stages - 1))
+    waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.slots - 1))
     return 1.5 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
 
 

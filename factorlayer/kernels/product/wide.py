@@ -20,7 +20,7 @@ from factorlayer.kernels.product.streamed import Product
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MIXED = 8  # of a mode before
-MOST_STAGES = 8
+MOST_SLOTS = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
 MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
@@ -82,7 +82,7 @@ class Wide(Pass):
         return self.parts * 128 // self.product.size
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return 128 * self.parts * (64 * self.consumers + self.n)
 
     @property
@@ -120,13 +120,13 @@ class Wide(Pass):
         return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + self.stage_extra))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.slot_bytes + self.stage_extra))
 
     @functools.cached_property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + self.stage_extra) + self.exchange_bytes + 1024
+        return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + 1024
 
     @property
     def slabs(self) -> int:
@@ -216,7 +216,7 @@ class Wide(Pass):
             f"wide: {c.p}→{c.q} by rows, {done}"
             f"tiles of {self.rows}×{self.columns} sums"
             + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.stages} stages of {self.slab}, {self.shared} bytes of shared memory"
+            + f", {self.slots} slots of {self.slab}, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -239,8 +239,8 @@ class Wide(Pass):
         told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
-        told |= {"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1}
-        told |= {"AHEAD": max(1, min(4, self.stages - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
+        told |= {"SLOTS": self.slots, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1}
+        told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "BIAS": p.bias}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
         told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
@@ -279,7 +279,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
-            if sums <= most and plan.store >= 4 and plan.stages >= 3:
+            if sums <= most and plan.store >= 4 and plan.slots >= 3:
                 yield plan
 
 
@@ -316,9 +316,9 @@ def time(plan: Wide) -> float:
     tiles = -(-plan.batch * product.outer // plan.rows) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, products, shared memory
-    load = 0.12 + plan.stage_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
+    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
     products = 2.3 * plan.consumers * plan.n / CYCLES
-    read = plan.stage_bytes + 128 * plan.consumers * (64 + plan.n)
+    read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
     drain = 0.1  # of a group
     if plan.splits:
         products, drain = 3 * products + (plan.n + 200) / plan.consumers / CYCLES, 0.3

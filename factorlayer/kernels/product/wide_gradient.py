@@ -21,7 +21,7 @@ DTYPES = ("float32", "tf32", "bfloat16", "float16")
 SLAB_BYTES = 64 * 128  # of 64 columns
 PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
-MOST_STAGES = 8
+MOST_SLOTS = 8
 MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
 CYCLES = 1.65e3  # in a microsecond
 LATENCY_US = 0.8  # of loads
@@ -119,7 +119,7 @@ class WideGradient(TileSums):
         return self.wm * self.wn
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return SLAB_BYTES * self.slabs * (2 if self.is_split else 1)
 
     @property
@@ -136,8 +136,8 @@ class WideGradient(TileSums):
     @functools.cached_property
     def piece_bytes(self) -> int:
         """Of a chunk of them"""
-        slots = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
-        return 16 * self.chunk * sum(slots)
+        pieces = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
+        return 16 * self.chunk * sum(pieces)
 
     @functools.cached_property
     def ahead(self) -> int:
@@ -148,14 +148,14 @@ class WideGradient(TileSums):
 
     def _stages(self, ahead: int) -> int:
         pieces = (ahead + 1) * self.piece_bytes
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.stage_bytes + 16))
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.slot_bytes + 16))
 
     def _least_stages(self, ahead: int) -> int:
         """Where one state is copied to its place while the other's pieces are on their way, more than these."""
         return (3, ahead + 2, 2)[len(self.taken)]
 
     @functools.cached_property
-    def stages(self) -> int:
+    def slots(self) -> int:
         return self._stages(self.ahead)
 
     @property
@@ -166,13 +166,13 @@ class WideGradient(TileSums):
         else:
             loaded = -(-self.bn // 64) if self.loads_left else self.slabs
             held = held and (self.size == 2 or loaded <= MOST_LOADED)
-        return held and self.stages >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
+        return held and self.slots >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
         pieces = (self.ahead + 1) * self.piece_bytes
-        return self.stages * (self.stage_bytes + 16) + pieces + self.ones_bytes + 1024
+        return self.slots * (self.slot_bytes + 16) + pieces + self.ones_bytes + 1024
 
     @property
     def threads(self) -> int:
@@ -198,7 +198,7 @@ class WideGradient(TileSums):
         return (
             f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" of {c.outer} groups")
-            + f", {self.stages} stages of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            + f", {self.slots} slots of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -211,7 +211,7 @@ class WideGradient(TileSums):
         more, fewer, _ = self.registers
         told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "WEIGHT": self.grad, "P": c.p, "Q": c.q}
         told |= {"GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample, "MORE": more, "FEWER": fewer}
-        told |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
+        told |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "SLOTS": self.slots}
         told |= {"AHEAD": self.ahead, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
         told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         return constants(told)
@@ -261,9 +261,9 @@ def _time(plan: WideGradient) -> float:
     rows = plan.batch * plan.units_per_sample
     chunks = -(-rows // plan.chunk)
     parts = min(-(-chunks // plan.least), plan.most)
-    load = 0.12 + plan.stage_bytes / 100e3
+    load = 0.12 + plan.slot_bytes / 100e3
     products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / CYCLES
-    read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
+    read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.taken:
         slabs = sum(slabs for _, slabs in plan.taken)
         load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)

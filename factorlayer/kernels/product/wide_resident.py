@@ -14,7 +14,7 @@ from factorlayer.kernels.product.wide import MIXED, PRODUCERS, Wide
 ROWS = 64  # of a warpgroup
 STEP = 32  # columns of a tile: a thread has eight side by side
 LARGEST, LARGEST_ACTIVATED = 256, 192  # columns of a tile: activations need registers
-MOST_STAGES = 4
+MOST_SLOTS = 4
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class WideResident(Wide):
     chunk_bytes = 0
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """Of rows of x, with all their k's."""
         return self.chunks * ROWS * 128
 
@@ -35,13 +35,13 @@ class WideResident(Wide):
         return self.chunks * self.n * 128
 
     @property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.weight_bytes) // (self.slot_bytes + 16))
 
     @property
     def shared(self) -> int:
         """With what it takes to begin at a multiple of 1024."""
-        return 1024 + self.weight_bytes + self.stages * (self.stage_bytes + 16)
+        return 1024 + self.weight_bytes + self.slots * (self.slot_bytes + 16)
 
     @property
     def threads(self) -> int:
@@ -60,7 +60,7 @@ class WideResident(Wide):
         before = "8→8 before, " if self.product.mixed >= 0 else ""
         return (
             f"wide: {c.p}→{c.q} by rows, {before}{self.n} columns of the weight resident, "
-            f"{self.warpgroups} warpgroups, {self.stages} stages of {ROWS} rows, {self.shared} bytes of shared memory"
+            f"{self.warpgroups} warpgroups, {self.slots} slots of {ROWS} rows, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -79,7 +79,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:
     largest = LARGEST if product.activation == "identity" else LARGEST_ACTIVATED
     for n in range(STEP, largest + 1, STEP):
         plan = WideResident(product, 1, n, 1, 8, batch, gpu)
-        if plan.stages >= 3 and plan.split <= gpu.sms and plan.store == 16:
+        if plan.slots >= 3 and plan.split <= gpu.sms and plan.store == 16:
             plans.append(replace(plan, us=_time(plan)))
     return fastest(plans)
 

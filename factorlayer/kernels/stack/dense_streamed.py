@@ -17,7 +17,7 @@ from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # sums of a row that a warpgroup holds at once
-MOST_STAGES, LEAST_STAGES = 8, 3
+MOST_SLOTS, LEAST_SLOTS = 8, 3
 CYCLES = 1.65e3  # in a microsecond
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
 OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
@@ -90,7 +90,7 @@ class DenseStreamed(Dense):
         return -(-features // self.slab) * 8192
 
     @property
-    def stage_rows(self) -> int:
+    def slot_rows(self) -> int:
         """Of 128 bytes"""
         return max(c.n * c.slabs for c in self.shapes)
 
@@ -105,7 +105,7 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Of shared memory, beside the stages: states, biases and x's barriers"""
+        """Of shared memory, beside the slots: states, biases and x's barriers"""
         return self.groups * self.state_places[-1] + self.bias_bytes + 16
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class DenseStreamed(Dense):
 
     @property
     def in_chunks(self) -> bool:
-        """Whether weights lie in memory as stages hold them, put there by the pass before."""
+        """Whether weights lie in memory as slots hold them, put there by the pass before."""
         return self.frozen or self.size == 4
 
     @property
@@ -138,12 +138,12 @@ class DenseStreamed(Dense):
         return self.in_chunks and not self.frozen
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - self.rest_bytes) // (128 * self.stage_rows + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - self.rest_bytes) // (128 * self.slot_rows + 16))
 
     @property
     def shared(self) -> int:
-        return self.stages * (128 * self.stage_rows + 16) + self.rest_bytes
+        return self.slots * (128 * self.slot_rows + 16) + self.rest_bytes
 
     @property
     def threads(self) -> int:
@@ -151,8 +151,8 @@ class DenseStreamed(Dense):
 
     def __str__(self) -> str:
         return (
-            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.stages} stages of "
-            f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
+            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.slots} slots of "
+            f"{self.slot_rows} rows, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -179,7 +179,7 @@ class DenseStreamed(Dense):
 
     @property
     def _biases_at(self) -> int:
-        return self.stages * 128 * self.stage_rows + self.groups * self.state_places[-1]
+        return self.slots * 128 * self.slot_rows + self.groups * self.state_places[-1]
 
     @property
     def widths(self) -> set[int]:
@@ -192,9 +192,9 @@ class DenseStreamed(Dense):
     @property
     def told(self) -> list[str]:
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
-        numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
+        numbers = {"SLOTS": self.slots, "SLOT_ROWS": self.slot_rows, "CHUNKS": sum(self.chunks)}
         numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
-        numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
+        numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.slots * 128 * self.slot_rows}
         numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
         body = function(
@@ -227,7 +227,7 @@ class DenseStreamed(Dense):
 
 @dataclass(frozen=True)
 class WeightChunks(Preparing):
-    """A pass that puts weights as the stages of the one behind it hold them: weight_chunks.cuh."""
+    """A pass that puts weights as the slots of the one behind it hold them: weight_chunks.cuh."""
 
     of: DenseStreamed
 
@@ -253,7 +253,7 @@ class WeightChunks(Preparing):
         return 2.0 + self.prepared_bytes / 1e6
 
     def __str__(self) -> str:
-        return f"weights as stages hold them: {self.prepared_bytes} bytes"
+        return f"weights as slots hold them: {self.prepared_bytes} bytes"
 
     @property
     def told(self) -> list[str]:
@@ -280,7 +280,7 @@ def tilings(
         return
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
         plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows, frozen=frozen)
-        if plan.stages >= LEAST_STAGES:
+        if plan.slots >= LEAST_SLOTS:
             yield replace(plan, us=_time(plan, batch))
 
 
@@ -293,7 +293,7 @@ def _time(plan: DenseStreamed, batch: int) -> float:
         columns, chunk = c.all, 128 * c.n * c.slabs
         widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
         whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not plan.in_chunks else 1.0
-        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.stages - 1))
+        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.slots - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
         read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
     each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]

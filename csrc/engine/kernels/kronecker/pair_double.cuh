@@ -1,13 +1,13 @@
 // A pass of two tied contractions of large modes in double on sm_90a: Y[q0, q1] = A[q0, p0] X[p0, p1] B[q1, p1]' for each
 // unit, where shared memory has no room for the weights. They come by chunks of kDepth k's, B's and then A's for each unit
-// again, through a ring of STAGES that four warps fill: L2 has them, and gives a tenth of what it could.
+// again, through a ring of SLOTS that four warps fill: L2 has them, and gives a tenth of what it could.
 //
 // T = X B' lies where X was. Its rows in a chunk of A's are free once that is multiplied, and the next X takes their place;
 // but for those of the last chunk, which have one of their own, so that the first of the next X need not wait for it.
 //
 // Eight warps, four by two, make all sums at once: 16 tiles of rows and 8 NT columns each. They meet twice for a unit.
 //
-// Pass: Math, Element, Activation, BIAS, FACTOR_A, FACTOR_B (parameters), P0, P1, Q0, Q1, UNITS_PER_SAMPLE, STAGES;
+// Pass: Math, Element, Activation, BIAS, FACTOR_A, FACTOR_B (parameters), P0, P1, Q0, Q1, UNITS_PER_SAMPLE, SLOTS;
 //       REGISTERS and COPY_REGISTERS of a thread who multiplies, or copies
 #pragma once
 #include "kernels/double_ring.cuh"
@@ -15,9 +15,9 @@
 
 constexpr int larger_of(int x, int y) { return x > y ? x : y; }
 
-// A stage holds a chunk of either weight.
+// A slot holds a chunk of either weight.
 template <class Pass>
-using RingOfWeights = DoubleRing<typename Pass::Math, typename Pass::Element, Pass::STAGES,
+using RingOfWeights = DoubleRing<typename Pass::Math, typename Pass::Element, Pass::SLOTS,
                                  larger_of(round_up(Pass::Q0, 64), round_up(Pass::Q1, 16)) * 20 * 8>;
 
 template <class Pass> struct PairDouble : RingOfWeights<Pass> {
@@ -26,8 +26,8 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
   using typename Base::A;
   using typename Base::Tensors;
   using Base::kChunk, Base::kCopiers, Base::kDepth, Base::kSize, Base::kStep, Base::kThreads;
-  using Base::along, Base::down, Base::lane, Base::ring, Base::stage;
-  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, STAGES = Pass::STAGES;
+  using Base::along, Base::down, Base::lane, Base::ring, Base::slot;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
   static constexpr int NT = ceil_div(Q1, 16);
   static constexpr int kMiddle = ceil_div(P0, 64), kLast = ceil_div(Q0, 64);  // tiles of 16 rows of a warp's T and Y
   static constexpr int kRows = kMiddle * 64, kColumns = NT * 16, kWidth = round_up(P1, kDepth);
@@ -45,13 +45,13 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
   DEVICE PairDouble(const Params& given)
       : Base(shared_address(shared_memory) + kStateBytes + kTailBytes), params(given), activation(given),
         state(shared_address(shared_memory)), tail(state + kStateBytes), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
-  DEVICE u32 x_full() const { return ring.full(2 * STAGES); }
+  DEVICE u32 x_full() const { return ring.full(2 * SLOTS); }
 
   // Who copies
 
   // Chunk c of a unit's weights, B's first
   DEVICE void load_weights(int c) const {
-    const u32 to = stage(c);
+    const u32 to = slot(c);
     const int at = c % kChunks;
     if (at < kChunksB)
       Base::template copy<kColumns, kDepth, kChunk, P1>(to, weight(Pass::FACTOR_B) + at * kDepth, Q1, P1 - at * kDepth);
@@ -71,7 +71,7 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunksA; ++chunk) load_x(blockIdx.x, chunk);
     arrive_with_copies(x_full());
-    int c = 0, read = -STAGES;  // the chunk of a unit that was here before
+    int c = 0, read = -SLOTS;  // the chunk of a unit that was here before
 #pragma unroll 1
     for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
 #pragma unroll 1
@@ -138,7 +138,7 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
 #pragma unroll 1
         for (int k = 0; k < kChunksB; ++k, ++c) {
           Base::multiply(sums, c, [&](A& a, int m, int s) { left(a, m, s + k * (kDepth / kStep)); },
-                         Base::template columns<kChunk>(stage(c), NT));
+                         Base::template columns<kChunk>(slot(c), NT));
         }
         sync_threads<kThreads>(1);  // all have read X
         put_middle(sums);
@@ -148,7 +148,7 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
 #pragma unroll 1
       for (int k = 0; k < kChunksA; ++k, ++c) {
         const u32 middle = k == kChunksA - 1 ? tail : state + k * kTailBytes;
-        Base::multiply(sums, c, Base::template rows<kChunk>(stage(c), kLast), Base::template columns_by_n<kState>(middle, NT));
+        Base::multiply(sums, c, Base::template rows<kChunk>(slot(c), kLast), Base::template columns_by_n<kState>(middle, NT));
       }
       put_last(sums, unit);
     }

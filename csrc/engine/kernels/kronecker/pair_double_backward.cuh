@@ -11,7 +11,7 @@
 //     dA'      T = X B'                         dA' += T G'
 //     RETURNS  dT' = G' A                       dB += dT' X               dX = (dT')' B
 //
-// Pass: Math, Element, RETURNS, P0, P1, Q0, Q1, UNITS_PER_SAMPLE, STAGES; FACTOR_A, FACTOR_B, GRAD (parameters); REGISTERS and
+// Pass: Math, Element, RETURNS, P0, P1, Q0, Q1, UNITS_PER_SAMPLE, SLOTS; FACTOR_A, FACTOR_B, GRAD (parameters); REGISTERS and
 //       COPY_REGISTERS of a thread who multiplies, or copies
 #pragma once
 #include "kernels/double_ring.cuh"
@@ -29,18 +29,18 @@ template <class Pass> struct DoubleBackwardSizes {
   static constexpr int kLeft = RETURNS ? kDepth * (kRows + 4) : kRows * kChunk;  // elements of a chunk
   static constexpr int kRight = RETURNS ? kDepth * (kPart + 4) : kPart * kChunk;
   static constexpr int kMiddle = RETURNS ? kDepth * (kColumns + 4) : kColumns * kChunk;
-  static constexpr int kStage = (kLeft + kRight > kMiddle ? kLeft + kRight : kMiddle) * 8;
+  static constexpr int kSlot = (kLeft + kRight > kMiddle ? kLeft + kRight : kMiddle) * 8;
 };
 
 template <class Pass>
-struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, Pass::STAGES, DoubleBackwardSizes<Pass>::kStage> {
+struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Element, Pass::SLOTS, DoubleBackwardSizes<Pass>::kSlot> {
   using Element = typename Pass::Element;
   using Sizes = DoubleBackwardSizes<Pass>;
-  using Base = DoubleRing<typename Pass::Math, Element, Pass::STAGES, Sizes::kStage>;
+  using Base = DoubleRing<typename Pass::Math, Element, Pass::SLOTS, Sizes::kSlot>;
   using typename Base::Tensors;
   using Base::kChunk, Base::kDepth, Base::kSize, Base::kThreads;
-  using Base::along, Base::down, Base::lane, Base::stage;
-  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, STAGES = Pass::STAGES;
+  using Base::along, Base::down, Base::lane, Base::slot;
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
   static constexpr bool RETURNS = Pass::RETURNS;
   static constexpr int M = Sizes::M, K = Sizes::K, N = Sizes::N, N2 = Sizes::N2;
   static constexpr int kTiles = Sizes::kTiles, kRows = Sizes::kRows, kParts = Sizes::kParts, kPart = Sizes::kPart;
@@ -63,7 +63,7 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
 
   // Who copies: of a unit's part of S's columns, the first one of which is n
   DEVICE void load_first(int c, i64 unit, int n, int k) const {
-    const u32 left = stage(c), right = left + Sizes::kLeft * kSize;
+    const u32 left = slot(c), right = left + Sizes::kLeft * kSize;
     if constexpr (RETURNS) {
       Base::template copy<kDepth, kRows, kRows + 4, Q1>(left, g_of(unit) + k * Q1, K - k, M);
       Base::template copy<kDepth, kPart, kPart + 4, P0>(right, parameter(Pass::FACTOR_A) + k * P0 + n, K - k, N - n);
@@ -74,12 +74,12 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   }
   DEVICE void load_middle(int c, i64 unit, int n) const {
     if constexpr (RETURNS)
-      Base::template copy<kDepth, kColumns, kColumns + 4, P1>(stage(c), x_of(unit) + n * P1, N - n, N2);
+      Base::template copy<kDepth, kColumns, kColumns + 4, P1>(slot(c), x_of(unit) + n * P1, N - n, N2);
     else
-      Base::template copy<kColumns, kDepth, kChunk, Q1>(stage(c), g_of(unit) + n, N2, N - n);
+      Base::template copy<kColumns, kDepth, kChunk, Q1>(slot(c), g_of(unit) + n, N2, N - n);
   }
   DEVICE void load_last(int c, int m) const {
-    Base::template copy<kDepth, kColumns, kColumns + 4, P1>(stage(c), parameter(Pass::FACTOR_B) + m * P1, M - m, N2);
+    Base::template copy<kDepth, kColumns, kColumns + 4, P1>(slot(c), parameter(Pass::FACTOR_B) + m * P1, M - m, N2);
   }
   DEVICE void produce() const {
     int c = 0;
@@ -114,9 +114,9 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
         for (int k = 0; k < kThen; ++k, ++c) {
           const auto left = Base::template rows<kState>(state + k * kDepth * kSize, kTiles);
           if constexpr (RETURNS)
-            Base::multiply(sums, c, left, Base::template columns_by_n<kColumns + 4>(stage(c), kWide));
+            Base::multiply(sums, c, left, Base::template columns_by_n<kColumns + 4>(slot(c), kWide));
           else
-            Base::multiply(sums, c, left, Base::template columns<kChunk>(stage(c), kWide));
+            Base::multiply(sums, c, left, Base::template columns<kChunk>(slot(c), kWide));
         }
         if constexpr (RETURNS) give_back(c, unit, part * kPart);
       }
@@ -126,15 +126,15 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
     Element sums[kTiles][kNarrow][4] = {};
 #pragma unroll 1
     for (int k = 0; k < kFirst; ++k, ++c) {
-      const u32 left = stage(c), right = left + Sizes::kLeft * kSize;
+      const u32 left = slot(c), right = left + Sizes::kLeft * kSize;
       if constexpr (RETURNS)
         Base::multiply(sums, c, Base::template rows_by_m<kRows + 4>(left, kTiles),
                        Base::template columns_by_n<kPart + 4>(right, kNarrow));
       else
         Base::multiply(sums, c, Base::template rows<kChunk>(left, kTiles), Base::template columns<kChunk>(right, kNarrow));
     }
-    // All have read the part before: who has seen more chunks than there are stages knows that the first one is free.
-    if constexpr (kFirst <= STAGES) sync_threads<kThreads>(1);
+    // All have read the part before: who has seen more chunks than there are slots knows that the first one is free.
+    if constexpr (kFirst <= SLOTS) sync_threads<kThreads>(1);
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -162,7 +162,7 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
     for (int m = 0; m < kLast; ++m, ++c) {
       const u32 from = state + (m * kDepth * kState + first) * kSize + Pass::Math::template lane_a_by_m<kState>(lane);
       Base::multiply(sums, c, Tensors::template tiles_by_m<kState, false>(from),
-                     Base::template columns_by_n<kColumns + 4>(stage(c), kWide));
+                     Base::template columns_by_n<kColumns + 4>(slot(c), kWide));
     }
     if (kPart == 64 || down * 16 < kPart)
       Tensors::template store_sums<P0, P1, P1, P0 % 64 == 0 && P1 % 16 == 0>(

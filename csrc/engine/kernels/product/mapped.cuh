@@ -15,7 +15,7 @@
 // By SLABS of 32 samples, in which a feature's lie side by side, eight lanes have a sector of L2.
 //
 // Pass:  Activation, BIAS, P, Q, OUTER, INNER, GROUPS, FAST, NEXT, B, X_SAMPLE, Y_SAMPLE as in streamed.cuh, SLABS, SPAN (tiles of rows
-//        whose blocks run side by side), N, HELD, BLOCKS, STAGES, ROUND_Y (to tf32), MORE and FEWER (registers of
+//        whose blocks run side by side), N, HELD, BLOCKS, SLOTS, ROUND_Y (to tf32), MORE and FEWER (registers of
 //        consumers and producers), and of the weights' map: RUN columns side by side are its two sizes behind k, LINE runs
 //        the next one, of which a box has BOX; the last size counts rows of the weight, LINE_STEP from one line's first to
 //        the next one's
@@ -35,9 +35,9 @@ template <class Pass> struct Mapped {
   static constexpr int BLOCKS = Pass::BLOCKS, M = 128, kConsumers = 256, kSlabs = ceil_div(P, 32);
   static constexpr int kColumnTiles = ceil_div(Q, N * BLOCKS);
   static constexpr int kTiles = FAST / HELD * kColumnTiles * (Pass::GROUPS / FAST);  // of a cluster, for its rows
-  static constexpr int kStageBytes = (M + N) * 128, kWeight = M * 128;
-  using Stages = Ring<Pass::STAGES, kStageBytes, BLOCKS>;
-  using Cursor = typename Stages::Cursor;
+  static constexpr int kSlotBytes = (M + N) * 128, kWeight = M * 128;
+  using Slots = Ring<Pass::SLOTS, kSlotBytes, BLOCKS>;
+  using Cursor = typename Slots::Cursor;
   static constexpr int kSteps = kSlabs == 1 ? ceil_div(P, 8) : 4;  // of a slab
 
   struct Tile {
@@ -47,7 +47,7 @@ template <class Pass> struct Mapped {
 
   const Params& params;
   const Maps& maps;
-  const Stages ring;
+  const Slots ring;
   i64 tiles;
 
   DEVICE Mapped(const Params& p, const Maps& m)

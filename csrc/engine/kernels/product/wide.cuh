@@ -3,7 +3,7 @@
 //     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
 //
 // Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
-// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of STAGES slabs of 128 bytes of
+// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of SLOTS slabs of 128 bytes of
 // k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
 // 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
 // x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
@@ -24,7 +24,7 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        SLOTS, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are), SCALED (floats in params.sums before what a prepared
@@ -60,12 +60,12 @@ template <class Pass> struct Wide {
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
-  static constexpr int kStageBytes = (M + N) * kParts * 128;
+  static constexpr int kSlotBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
-  // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
-  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
-  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes;
-  static constexpr int kGot = kFull + Pass::STAGES * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+  // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
+  static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
+  static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
   struct Tile {
     i64 first;  // row
@@ -74,12 +74,12 @@ template <class Pass> struct Wide {
 
   const Params& params;
   const u32 memory;
-  const Ring<Pass::STAGES, kStageBytes> stages;  // slabs of x and of the weight
+  const Ring<Pass::SLOTS, kSlotBytes> slots;  // slabs of x and of the weight
   const int warpgroup;
   i64 tiles;
 
   DEVICE Wide(const Params& p)
-      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), stages(memory, memory + kFull),
+      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
         warpgroup(uniform(threadIdx.x / 128)) {
     tiles = (rows() + kRows - 1) / kRows * kTiles;
   }
@@ -272,22 +272,22 @@ template <class Pass> struct Wide {
     at.n = first_tile();
     begin_tile(at, thread);
     int oldest = 0, waiting = 0;
-    RingCursor<Pass::STAGES> cursor{0, 1};
+    RingCursor<Pass::SLOTS> cursor{0, 1};
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
       if constexpr (kMixes)
-        sync_threads<128>(1), mix_rows(memory + kX + oldest * kStageBytes, weights, thread);
+        sync_threads<128>(1), mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
-        split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
+        split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
-        round(place + kX + oldest * kStageBytes, thread);
-      arrive(stages.full(oldest));
-      if (++oldest == Pass::STAGES) oldest = 0;
+        round(place + kX + oldest * kSlotBytes, thread);
+      arrive(slots.full(oldest));
+      if (++oldest == Pass::SLOTS) oldest = 0;
     };
     for (; is_in(at); advance(at, thread)) {
-      stages.wait_until_empty(cursor);
-      copy_slab(at, thread, place + cursor.slot * kStageBytes);
+      slots.wait_until_empty(cursor);
+      copy_slab(at, thread, place + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
         commit_copies();
         if (waiting < Pass::AHEAD)
@@ -295,7 +295,7 @@ template <class Pass> struct Wide {
         else
           wait_for_copies<Pass::AHEAD>(), finish_oldest();
       } else {
-        arrive_with_copies(stages.full(cursor.slot));
+        arrive_with_copies(slots.full(cursor.slot));
       }
       cursor.next();
     }
@@ -553,20 +553,20 @@ template <class Pass> struct Wide {
 
   // Where a consumer is in the ring, and the slab that it has taken last.
   struct Taking {
-    RingCursor<Pass::STAGES> cursor{0, 0};
+    RingCursor<Pass::SLOTS> cursor{0, 0};
     int last = 0;
   };
   DEVICE u32 next_slab(Taking& at) const {
-    stages.wait_until_full(at.cursor);
+    slots.wait_until_full(at.cursor);
     fence_copy_engine();
     at.last = at.cursor.slot;
     at.cursor.next();
-    return stages.at(at.last);
+    return slots.at(at.last);
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
-  DEVICE void release(int stage) const {
+  DEVICE void release(int slot) const {
     if constexpr (kTurned) __syncwarp();
-    stages.release(stage);
+    slots.release(slot);
   }
 
   // The sums of a group.
@@ -707,7 +707,7 @@ template <class Pass> struct Wide {
   }
 
   DEVICE void run() const {
-    stages.init(128, Pass::CONSUMERS * 4);
+    slots.init(128, Pass::CONSUMERS * 4);
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
         init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);

@@ -3,14 +3,14 @@
 //
 // A warpgroup's states lie in shared memory, in slabs of 128 bytes of each row: its products read them there, and what becomes
 // of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
-// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds. Or
-// they lie in memory as in a stage, IN_CHUNKS (weight_chunks.cuh), as those of 32 bits do, which have been rounded there, and
+// samples again, through a ring of SLOTS chunks, which four warps fill: N rows of one slab, or of as many as a slot holds. Or
+// they lie in memory as in a slot, IN_CHUNKS (weight_chunks.cuh), as those of 32 bits do, which have been rounded there, and
 // those that stay as they are: a thread has the copy engine bring them.
 // They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row. States that are wanted in
 // memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
-// Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
+// Pass: Element, GROUPS (warpgroups), SLOTS, SLOT_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
 //       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
 //       load_weights(c), layers(c, cursor, round) and weights(c, cursor), which call each layer, SCALED (floats in params.sums before
 //       what a prepared weight is multiplied by and what takes it back, or -1).
@@ -30,7 +30,7 @@ template <class Pass> struct DenseStreamed {
   static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kStep = 32 / kSize;
   static constexpr bool kInChunks = Pass::IN_CHUNKS;
   static constexpr int kLoaders = kInChunks ? 64 : 128;  // who copy rows
-  static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
+  static constexpr int kConsumers = Pass::GROUPS * 128, kSlotBytes = Pass::SLOT_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
   static constexpr int kMeeting = Pass::GROUPS + 1;                    // of the producers
   template <class L> static constexpr int kColumns = L::PARTS * L::N;  // of a pass
@@ -41,14 +41,14 @@ template <class Pass> struct DenseStreamed {
   const Params& params;
   const int warpgroup, thread, g, t;
   const u32 memory;
-  const Ring<Pass::STAGES, kStageBytes> ring;
+  const Ring<Pass::SLOTS, kSlotBytes> ring;
   const Barriers<1> of_x;  // full in chunks only: or that x is there is said with the first chunk
   const u32 states;           // this warpgroup's
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4), memory(shared_address(shared_memory)), ring(memory, memory + Pass::barriers_at),
-        of_x(ring.full(2 * Pass::STAGES)),
+        of_x(ring.full(2 * Pass::SLOTS)),
         states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
 
   // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
@@ -56,13 +56,13 @@ template <class Pass> struct DenseStreamed {
     return ((i64(round) * Pass::GROUPS + group) * gridDim.x + blockIdx.x) * 64;
   }
 
-  // With the stage before
-  struct Cursor : RingCursor<Pass::STAGES> {
+  // With the slot before
+  struct Cursor : RingCursor<Pass::SLOTS> {
     int last = 0;
-    DEVICE Cursor(u32 phase) : RingCursor<Pass::STAGES>{0, phase} {}
+    DEVICE Cursor(u32 phase) : RingCursor<Pass::SLOTS>{0, phase} {}
     DEVICE void next() {
       last = this->slot;
-      RingCursor<Pass::STAGES>::next();
+      RingCursor<Pass::SLOTS>::next();
     }
   };
 
@@ -151,7 +151,7 @@ template <class Pass> struct DenseStreamed {
     }
   }
 
-  // One thread's: chunks that lie in memory as in a stage
+  // One thread's: chunks that lie in memory as in a slot
   template <class L> DEVICE void stream_chunks(Cursor& cursor, int number) const {
     constexpr int kSlabs = ceil_div(L::K, kSlab), kSlabBytes = L::N * 128;
     constexpr i64 kBytes = i64(L::PASSES) * L::PARTS * kSlabs * kSlabBytes;
