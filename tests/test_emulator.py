@@ -2212,7 +2212,7 @@ def test_finds_what_is_missing_of_streamed_layers(
 def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
     c = Contraction(0, 3, 16, 32, 1, tied=True)
     found = plan(Chain((c,), gradient=True), "tf32", 100, Gpu(90, 1, 232448))
-    put = "if (more) put_both(stage);"
+    put = "if (more) put_both(slot);"
     kernels = emulator.compile(found, {f"{put}\n      __syncthreads();": put})
     states = (np.ones((100, c.outer * n)) for n in (c.p, c.q))
     _, errors = emulator.run(found, kernels, next(states), list(states), None, blocks=1)

@@ -23,7 +23,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   using Base = Slabs<f16, 128>;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
-  static constexpr int kState = 2 * kSlab, kStage = 16 << 10;  // of every matrix; of a warp's rows on their way
+  static constexpr int kState = 2 * kSlab, kLanding = 16 << 10;  // of every matrix; of a warp's rows on their way
   static constexpr int kBarrierBytes = 1024, kThreads = 384, kConsumers = 256, kSums = Q0 * P0 + Q1 * P1;
   static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static constexpr int kParts = ceil_div(kQ0, 64);  // of dA, each summed by itself
@@ -38,13 +38,13 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   int first;  // the warp's first row
   const u32 memory, a, b, d_t;
   const Ring<2, kState> ring;  // X and G
-  const u32 stage;
+  const u32 landing;
   const i64 units;
 
   DEVICE PairTf32Backward(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), warp(uniform(threadIdx.x / 32 % kLoaders)), first(threadIdx.x / 32 * 16),
         memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + kState), d_t(b + kState), ring(d_t + kState, memory),
-        stage(ring.at(2) + warp * kStage), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
+        landing(ring.at(2) + warp * kLanding), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
 
   // A warpgroup's rows of dT are there; all of dT has been read.
   DEVICE u32 rows_full(int group) const { return memory + 32 + group * 8; }
@@ -113,14 +113,14 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     const int own = ROWS % kLoaders == 0 ? kRows<ROWS> : min(kRows<ROWS>, ROWS - warp * kRows<ROWS>);
     return min(kTogether, own - time * kTogether);
   }
-  DEVICE u32 stage_at(int time) const { return stage + time * (kStage / kTimes); }
+  DEVICE u32 landing_at(int time) const { return landing + time * (kLanding / kTimes); }
 
   template <int ROWS, int COLUMNS> DEVICE void ask(const void* state, i64 unit, int time) const {
     if (lane.index != 0 || unit >= units) return;
     const int row = warp * kRows<ROWS> + time * kTogether, rows = rows_at<ROWS>(time);
     const float* from = static_cast<const float*>(state) + unit * (ROWS * COLUMNS) + row * COLUMNS;
     expect_bytes(arrived(time), rows > 0 ? rows * (COLUMNS * 4) : 0);
-    if (rows > 0) load_run(stage_at(time), from, rows * (COLUMNS * 4), arrived(time));
+    if (rows > 0) load_run(landing_at(time), from, rows * (COLUMNS * 4), arrived(time));
   }
   // Fours that came at a time, each a lane's, with where it is among these: several loads on their way at once
   template <int ROWS, int COLUMNS, class Do> DEVICE void each_four(int time, const Do& act) const {
@@ -133,7 +133,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       u32 x[kAtOnce][4];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (kWhole || from + i * 32 < count) load_u32x4(stage_at(time) + (from + i * 32) * 16, x[i]);
+        if (kWhole || from + i * 32 < count) load_u32x4(landing_at(time) + (from + i * 32) * 16, x[i]);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
         if (kWhole || from + i * 32 < count) act(from + i * 32, x[i]);
@@ -153,7 +153,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     for (int time = 0; time < kTimes; ++time)
 #pragma unroll 1
       for (int j = lane.index; j < rows_at<ROWS>(time) * COLUMNS; j += 32)
-        most = fmaxf(most, size_of(__uint_as_float(load_u32(stage_at(time) + j * 4))));
+        most = fmaxf(most, size_of(__uint_as_float(load_u32(landing_at(time) + j * 4))));
     return most;
   }
   // A state to its slot, and the next one on its way to where it was.
