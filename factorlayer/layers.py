@@ -170,7 +170,7 @@ class FactorLinear(Recorded):
         return sum(parameter.numel() for parameter in self.parameters(recurse=False))
 
     def flops(self, batch: int = 1) -> int:
-        """Of a forward pass over batch samples, contractions only."""
+        """FLOPs of a forward pass over batch samples, contractions only."""
         return self.spec.flops(batch)
 
     def to_dense(self) -> Tensor:
@@ -321,7 +321,7 @@ class FactorLinear(Recorded):
         return "\n".join([*lines, *explain_shards(self.implementation, self.parameters())])
 
     def _choice_in_words(self, x: Tensor, batch: int) -> str:
-        """Where auto's choice comes from."""
+        """The words that say where auto's choice comes from."""
         found = choices.of_both_passes(text_for(self.chain, x), x, batch)
         if not found and x.is_cuda:
             text, device = text_for(self.chain, x), x.get_device()

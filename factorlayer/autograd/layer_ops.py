@@ -230,7 +230,7 @@ class _Chain(Function):
 
 
 class _ChainNow(_Chain):
-    """In eager mode, where every Python call counts."""
+    """The op in eager mode, where every Python call counts."""
 
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
@@ -596,7 +596,7 @@ def _places_vmap(
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """With the mapped dimension in front."""
+    """The tensor with the mapped dimension in front."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 

@@ -86,7 +86,8 @@ def is_short(dtype: torch.dtype, tf32: bool) -> bool:
 
 
 def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
-    """Of a stack's layers that are run one by one. In float ours are twice as fast, of bfloat16 products."""
+    """Whether a stack's layers that are run one by one are left to cuBLAS. In float ours are twice as fast, of bfloat16
+    products."""
     return is_large_product(layer) and x.is_cuda and is_short(x.dtype, runs_in_tf32(x))
 
 
@@ -138,7 +139,7 @@ def known(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _read_cut(answer: str, count: int) -> list[tuple[int, int]]:
-    """Of the planner, or of the cache: from which of so many layers up to which, in their order."""
+    """The cut that the planner or the cache says: from which of so many layers up to which, in their order."""
     if not _CUT.fullmatch(answer):
         raise RuntimeError(f"factorlayer: a cut of {count} layers cannot be read: {answer[:200]!r}; empty the cache")
     ends = list(map(int, re.findall("[0-9]+", answer)))
@@ -303,7 +304,7 @@ _apply_stack = super(Function, _Stack).apply  # without what torch.func needs, a
 
 
 def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """By PyTorch's operations, which it can differentiate again."""
+    """The backward pass by PyTorch's operations, which it can differentiate again."""
     grad_y, *rest = tensors
     with torch.enable_grad():
         leaves = [t.view_as(t) for t in rest]  # one that stands at two places has a gradient for each

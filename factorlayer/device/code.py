@@ -16,7 +16,7 @@ MOST_ASKED = 4 << 20  # of a tensor: what is read first
 
 
 def ask_for(samples: str, size: int) -> tuple[str, str]:
-    """Of a tensor with `size` bytes for each sample."""
+    """What asks for a tensor with `size` bytes for each sample."""
     return samples, f"min(params.batch * {size}, i64({MOST_ASKED}))"
 
 
@@ -29,7 +29,7 @@ def folder() -> Path:
 
 @functools.cache
 def _paths() -> dict[str, Path]:
-    """Of each header, by its name alone: no two have the same."""
+    """The path of each header, by its name alone: no two have the same."""
     return {path.name: path for path in folder().rglob("*.cuh")}
 
 

@@ -24,8 +24,8 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Order:
-    """Of the columns of a mode: those of the last mode side by side, or, reversed, of the first; for threads, and for a
-    product, in which four lanes take neighbours or columns far apart (spread)."""
+    """An order of the columns of a mode: those of the last mode side by side, or, reversed, of the first; for threads,
+    and for a product, in which four lanes take neighbours."""
 
     reverse: bool
     product_reverse: bool = False

@@ -59,7 +59,7 @@ class Learned:
 
     @property
     def sums(self) -> int:
-        """Of a thread."""
+        """Sums of a thread."""
         return 4 * self.mt * self.nt * self.count
 
     @property
@@ -175,7 +175,7 @@ class ChainBackward(BlockSums):
 
     @functools.cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """In the order of the weights."""
+        """The modes in the order of the weights."""
         return tuple(mode for _, mode in sorted(self.work.steps, key=lambda step: step[0]))
 
     @property
@@ -207,12 +207,12 @@ class ChainBackward(BlockSums):
     # Memory
 
     def features(self, state: int) -> int:
-        """Of a sample's state in memory, before the first step or behind the last one."""
+        """Elements of a sample's state in memory, before the first step or behind the last one."""
         return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
 
     @functools.cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of the place of each S, which G takes, and behind them of grad_y's."""
+        """Bytes for each S, whose place G takes, and behind them for grad_y."""
         found = []
         for i, (stage, learned) in enumerate(zip(self.forward, self.learned, strict=True)):
             of_s = _bytes(stage, learned.reach_p, i < len(self.forward) - 1)
@@ -231,7 +231,7 @@ class ChainBackward(BlockSums):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Those that are made."""
+        """The stages that are made."""
         return (*self.forward[:-1], *(self.back if self.places.y else self.back[1:]))
 
     @property
@@ -249,7 +249,7 @@ class ChainBackward(BlockSums):
 
     @property
     def fold_bytes(self) -> int:
-        """Of a group, where its warps' sums are added up."""
+        """Bytes of a group in which its warps' sums are added up."""
         return 32 * self.warps * 4 * SUM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -317,7 +317,7 @@ class ChainBackward(BlockSums):
 
 @dataclass(frozen=True)
 class Places:
-    """Where a pass finds states, and leaves the gradient of what it reads: buffers of the plan, each with a state for
+    """Buffers of the plan in which a pass finds states and leaves the gradient of what it reads, each with a state for
     each term or one for all. `y` is empty where that gradient is not made, `g` where it is grad_y itself, parameter
     `grad`."""
 
@@ -332,8 +332,8 @@ class Places:
 
 
 def _bytes(stage: Stage, reach: int, is_read: bool) -> int:
-    """Of a state, with what tiles touch behind its rows and behind its last one's p's, if the stage itself reads it or
-    only the gradient of its weight does."""
+    """Bytes of a state, with what tiles touch behind its rows and behind its last one's p's, if the stage itself reads
+    it or only the gradient of its weight does."""
     layout = stage.layout
     width = 16 if ELEMENT_BYTES[stage.dtype] == 2 else 8
     rows = round_up(stage.rows, width) if stage.by_rows else stage.rows

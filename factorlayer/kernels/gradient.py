@@ -38,7 +38,7 @@ TILES["float16"] = TILES["bfloat16"]
 
 
 def most_samples(batch: int) -> int:
-    """Of the batches that have one plan: csrc/runtime's classes."""
+    """The most samples of the batches that have one plan: csrc/runtime's classes."""
     return next((most for most in (64, 2048) if batch <= most), 1 << 40)
 
 
@@ -111,7 +111,7 @@ class TileSums(Sums):
 
     @property
     def _sums_of_blocks(self) -> int:
-        """For each weight"""
+        """Sums of blocks for each weight."""
         return int(self.most * self.folds)
 
     @property
@@ -121,7 +121,7 @@ class TileSums(Sums):
 
     @property
     def part_bytes(self) -> int:
-        """Of the sums that all blocks write, at most."""
+        """Bytes of the sums that all blocks write, at most."""
         return 0 if self.is_whole else int(self._sums_of_blocks * self.weights * SUM_BYTES[self.dtype])
 
     @property
@@ -194,7 +194,7 @@ class Gradient(TileSums):
 
     @functools.cached_property
     def runs(self) -> int:
-        """Of a thread."""
+        """Runs on their way to a thread."""
         return sum(-(-self.wg * self.bk * width // (self.run * self.threads)) for width in (self.bm, self.bn))
 
     def _stride(self, width: int) -> int:
@@ -206,13 +206,13 @@ class Gradient(TileSums):
 
     @functools.cached_property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         fit = (self.gpu.shared + 1024) // (self.shared + 1024)
         return max(1, min(65536 // (self.threads * self.registers), fit, 8))
 
     @property
     def rows(self) -> int:
-        """Of a sample."""
+        """Rows of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
 
     @functools.cached_property
@@ -223,7 +223,7 @@ class Gradient(TileSums):
 
     @functools.cached_property
     def _inner_here(self) -> int:
-        """Of a chunk."""
+        """Elements behind p that a chunk has."""
         c = self.contraction
         return min(1 << (c.inner - 1).bit_length(), self.bk) if c.tied else 1
 
@@ -279,7 +279,7 @@ class BlockSums(Sums):
 
     @property
     def part_bytes(self) -> int:
-        """Of what all blocks write, at most."""
+        """Bytes of the sums that all blocks write, at most."""
         return int(self.most * self.weights * SUM_BYTES[self.dtype])
 
 

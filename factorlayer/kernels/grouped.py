@@ -48,7 +48,8 @@ class Grouped(BlockSums):
         return pieces, round_up(-(-count // pieces), 2 if even else 1)
 
     def registers_of(self, kept: int, held: int, tiles: int) -> int:
-        """Of a thread, about: a warp's sums, what it holds of weights, and what it makes at once with an operand."""
+        """A thread's registers, about: a warp's sums, what it holds of weights, and what it makes at once with an
+        operand."""
         made = 8 * 16 * tiles * (2 if self.dtype == "float32" else 1)
         return (kept + made + held) * max(1, self.size // 4) // 32 + OTHER_REGISTERS[self.dtype]
 

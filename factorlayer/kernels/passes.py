@@ -30,7 +30,7 @@ class Pass:
 
         @property
         def threads(self) -> int:
-            """Of a block."""
+            """Threads of a block."""
 
         @property
         def shared(self) -> int:
@@ -41,7 +41,7 @@ class Pass:
 
         @property
         def units_per_block(self) -> int:
-            """That are worth a block of their own."""
+            """Units that are worth a block of their own."""
 
         @property
         def split(self) -> int:
@@ -57,13 +57,13 @@ class Pass:
 
         @property
         def template(self) -> str:
-            """Of its kernel, where that has another name than the family itself."""
+            """The template of its kernel, where that has another name than the family itself."""
 
         header: ClassVar[str]  # that has the template, without its ending, where its stem is not this module's
 
         @property
         def blocks(self) -> int:
-            """Of its kernel, that share a multiprocessor's registers."""
+            """Blocks of its kernel that share a multiprocessor's registers."""
 
         @property
         def cluster(self) -> int:
@@ -75,7 +75,7 @@ class Pass:
 
         @property
         def waits(self) -> bool:
-            """For that kernel, before anything else."""
+            """Whether its kernel waits for the kernel before, ahead of anything else."""
 
         @property
         def starts(self) -> bool:
@@ -93,7 +93,7 @@ class Pass:
 
     @property
     def blocks_per_sm(self) -> int:
-        """At most; 0 where there are as many blocks as there is work."""
+        """Blocks of a multiprocessor, at most; 0 where there are as many blocks as there is work."""
         return 1
 
     @property
@@ -127,7 +127,7 @@ class Pass:
 
     @property
     def output_bytes(self) -> int:
-        """Of what it writes there for one sample, without padding."""
+        """Bytes of what it writes there for one sample, without padding."""
         return 0
 
     @property
@@ -137,12 +137,12 @@ class Pass:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a state between passes, for samples that go through them together; 0 where it does not matter."""
+        """Bytes of a state between passes, for samples that go through them together; 0 where it does not matter."""
         return 0
 
     @property
     def most_samples(self) -> int:
-        """That one launch can take; 0 is any number."""
+        """Samples that one launch can take; 0 is any number."""
         return 0
 
     @property
@@ -195,7 +195,7 @@ class Pass:
         return 0
 
     def result_dtype(self, dtype: str) -> str:
-        """Of what it writes."""
+        """The dtype of what it writes."""
         return dtype
 
     @property
@@ -205,7 +205,7 @@ class Pass:
 
     @property
     def prepared_at(self) -> int:
-        """Where in s2 begins what it prepares, behind what a pass before it has prepared."""
+        """The place in s2 where what it prepares begins, behind what a pass before it has prepared."""
         return 0
 
     @property
@@ -216,7 +216,7 @@ class Pass:
 
     @property
     def takes_sums(self) -> int:
-        """Of each block's sums, the first ones that the pass before it has left."""
+        """Sums of each block, the first ones, that the pass before it has left."""
         return 0
 
     @property
@@ -261,7 +261,7 @@ Tiled = TypeVar("Tiled", bound=Pass)
 
 
 def fastest(plans: Iterable[Tiled]) -> Tiled | None:
-    """By prediction, of tilings of one family; None where it has none."""
+    """The tiling of a family that is predicted to be the fastest; None where it has none."""
     return min(plans, key=lambda plan: plan.us, default=None)
 
 

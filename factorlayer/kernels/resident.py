@@ -66,17 +66,17 @@ class Resident(OfWork):
 
     @property
     def final(self) -> Layout:
-        """Of the result in shared memory, before it is stored."""
+        """The layout of the result in shared memory, before it is stored."""
         return self.last.result_layout
 
     @property
     def parts(self) -> int:
-        """Of the first mode's q, which is contracted first then."""
+        """Parts of the first mode's q, which is contracted first then."""
         return self.split // self.work.terms
 
     @property
     def held_bytes(self) -> int:
-        """Of one state in a slot."""
+        """Bytes of one state in a slot."""
         return memory_of(self.stages, self.work.rank, self.in_place)[0]
 
     @property
@@ -115,7 +115,7 @@ class Resident(OfWork):
 
     @property
     def chunks(self) -> int:
-        """Of a slice, the last one maybe not whole."""
+        """Chunks of a slice, the last one maybe not whole."""
         return -(-self.work.inner // self.chunk)
 
     @property
@@ -135,11 +135,11 @@ class Resident(OfWork):
         return self.work.terms * self.features(-1) * self.size
 
     def features(self, state: int) -> int:
-        """Of a sample's state in memory, before the first step or behind the last one."""
+        """Elements of a sample's state in memory, before the first step or behind the last one."""
         return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
 
     def offset(self, state: int) -> int:
-        """Where a state lies in the group's memory; -1 is the slot."""
+        """The place of a state in the group's memory; -1 is the slot."""
         if self.in_place or state == 0 or (state % 2 == 0 and self.work.rank == 1):
             return -1
         return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0])

@@ -132,7 +132,8 @@ class Work:
         return [activation_type(self.activation, self.dtype, self.scalars), *constants({"BIAS": self.bias})]
 
     def states_of(self, split: int) -> list[tuple[int, ...]]:
-        """Of a block that makes one of `split` parts of what the first step makes of the first mode."""
+        """Sizes of the states of a block that makes one of `split` parts of what the first step makes of the first
+        mode."""
         found = [self.sizes]
         for number, (at, mode) in enumerate(self.steps):
             q = mode.q if number else mode.q // split

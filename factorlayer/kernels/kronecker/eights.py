@@ -33,7 +33,7 @@ class Eights(OfWork):
 
     @property
     def staged(self) -> int:
-        """Of a warp's rows, what the copy engine brings."""
+        """Of a warp's rows, those that the copy engine brings."""
         room = (self.gpu.shared - FIXED_BYTES) // WARPS - BARRIER_BYTES
         return min(room // ROW_BYTES, ROWS - 1)
 

@@ -39,7 +39,7 @@ class Pair(OfWork):
 
     @property
     def pieces(self) -> int:
-        """Of an element, as the matrix unit takes it."""
+        """Pieces of an element, as the matrix unit takes it."""
         return 3 if self.work.dtype == "float32" else 1
 
     @property
@@ -79,7 +79,7 @@ class Pair(OfWork):
 
     @property
     def results(self) -> int:
-        """That a warpgroup stages: one leaves while the next one comes."""
+        """Results that a warpgroup has in shared memory: one leaves while the next one comes."""
         return 2 if self.mixes_by_products else 1 if self.size == 2 else 0
 
     @property
@@ -96,7 +96,7 @@ class Pair(OfWork):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies; 0 where all have enough."""
+        """Registers of a thread that copies, and of one that multiplies; 0 where all have enough."""
         consumers = self.groups * self.parts
         if consumers == 1:
             return 0, 0
@@ -106,7 +106,7 @@ class Pair(OfWork):
 
     @property
     def registers_needed(self) -> int:
-        """Of a consumer's thread, about: sums, operands, places."""
+        """Registers of a consumer's thread, about: sums, operands, places."""
         p0, p1, _, _ = self.sizes
         mixes = self.mixed != (1, 1)
         kinds = min(self.pieces, 2)  # of sums

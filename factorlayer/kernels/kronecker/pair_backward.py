@@ -52,7 +52,7 @@ class PairBackward(OfTwoModes, Grouped):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of X and B, of G and dT, and of A in shared memory."""
+        """Strides of X and B, of G and dT, and of A in shared memory."""
         p0, p1, _, q1 = self.padded
         return p1 + self.padding, q1 + self.padding, p0 + self.padding
 

@@ -75,7 +75,7 @@ class PairClusterBackward(OfTwoModes):
 
     @functools.cached_property
     def sums(self) -> int:
-        """Of a block."""
+        """Sums of a block."""
         _, p1, q0, _ = self.sizes
         return self.span * max(q0, p1)
 

@@ -36,7 +36,7 @@ class PairDouble(TakesTwoModes):
 
     @property
     def _rest_bytes(self) -> int:
-        """Of shared memory, beside the slots: a state, T's last rows and barriers"""
+        """Bytes of shared memory beside the slots: a state, T's last rows and barriers."""
         p0, p1, _, q1 = self.sizes
         row = 8 * (round_up(max(p1, q1), 16) + 4)
         return (round_up(p0, 64) + DEPTH) * row + BARRIER_BYTES

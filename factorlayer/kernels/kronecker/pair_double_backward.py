@@ -49,7 +49,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def takes_sums(self) -> int:
-        """Of each block's, those that the other one has left."""
+        """Sums of each block that the other pass has left."""
         p0, _, q0, _ = self.sizes
         return p0 * q0 if self.returns else 0
 
@@ -66,7 +66,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def parts(self) -> int:
-        """Of the middle state's columns."""
+        """Parts of the middle state's columns."""
         return -(-self.shape[2] // 64)
 
     @property
@@ -83,7 +83,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def _rest_bytes(self) -> int:
-        """Of shared memory, beside the slots: a part of the middle state, and barriers"""
+        """Bytes of shared memory beside the slots: a part of the middle state, and barriers."""
         return 8 * round_up(self.shape[0], 64) * (self.part + 4) + BARRIER_BYTES
 
     @property

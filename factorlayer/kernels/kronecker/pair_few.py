@@ -52,7 +52,7 @@ class PairFew(TakesTwoModes):
 
     @functools.cached_property
     def tiles(self) -> tuple[int, int]:
-        """Of 16 rows and of 8 columns, that a warp makes at once."""
+        """Tiles of 16 rows and of 8 columns that a warp makes at once."""
         rows, columns = self.rows // 16, self.span // 8
         high = 2 if rows % 2 == 0 and rows * columns >= 8 * self.warps else 1
         wide = (n for n in (8, 4, 2, 1) if n * high <= 8 and columns % n == 0)

@@ -70,18 +70,18 @@ class PairMixedBackward(BlockSums):
 
     @property
     def chunk_bytes(self) -> int:
-        """Of 16 rows of X's"""
+        """Bytes of 16 rows of all X's."""
         p, _, p1, *_ = self.sizes
         return p * (CHUNK * p1 // 8 | 1) * 16
 
     @property
     def least_chunks(self) -> int:
-        """Of a unit"""
+        """Chunks of a unit."""
         return -(-self.sizes[1] // CHUNK)
 
     @property
     def chunks(self) -> int:
-        """That there is room for: of two units at most."""
+        """Chunks that there is room for: of two units at most."""
         return min(2 * self.least_chunks, (self.gpu.shared - self.fixed) // self.chunk_bytes)
 
     @property

@@ -54,13 +54,13 @@ class Step:
         return -(-self.columns // (32 * warps))
 
     def registers(self, warps: int) -> int:
-        """Of a thread, about, in either direction."""
+        """A thread's registers, about, in either direction."""
         each = self.each(warps)
         return 2 * (each * max(self.p, self.q) + 2 * max(AT_ONCE, each)) + OTHER_REGISTERS
 
     @property
     def multiply_adds(self) -> int:
-        """Of warps, one of which has all columns."""
+        """FMA instructions of warps, one of which has all columns."""
         return self.each(1) * self.p * self.q
 
     @property
@@ -82,7 +82,7 @@ def visit(name: str, calls: Sequence[str], further: str = "") -> list[str]:
 
 
 def sizes_between(modes: Sequence[Mode], order: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of the states before, between and behind contractions."""
+    """Sizes of the states before, between and behind contractions."""
     sizes = [mode.p for mode in modes]
     found = [tuple(sizes)]
     for at in order:
@@ -92,7 +92,7 @@ def sizes_between(modes: Sequence[Mode], order: Sequence[int]) -> list[tuple[int
 
 
 def orders_of(modes: Sequence[Mode]) -> list[tuple[int, ...]]:
-    """Of contractions, the first mode's first; of many modes, which there are more of, some."""
+    """Orders of contractions, the first mode's first; of many modes, which have more orders, some."""
     further = range(1, len(modes))
     if len(modes) == MOST_MODES:
         return [(0, *further), (0, *reversed(further))]
@@ -145,7 +145,7 @@ class OfSmallDouble(Pass):
 
 
 def groups_of(gpu: Gpu, warps: int, registers: int, group_bytes: int, weight_bytes: int) -> int:
-    """That a block can have; none where a thread would need too many registers."""
+    """Groups that a block can have; none where a thread would need too many registers."""
     if registers > 255:
         return 0
     room = (gpu.shared - weight_bytes) // (group_bytes + BARRIER_BYTES)
@@ -244,7 +244,7 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[SmallDouble]:
-    """Of a work that this family takes."""
+    """Tilings of a work that this family takes."""
     modes = tuple(mode for _, mode in sorted(work.steps))
     for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
         plan = SmallDouble(work, steps, waves, warps, 1, slots, gpu)

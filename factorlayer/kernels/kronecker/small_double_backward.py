@@ -53,12 +53,12 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     @property
     def tiles(self) -> int:
-        """Of sums."""
+        """Tiles of sums."""
         return sum(-(-step.p // 8) for step in self.steps)
 
     @property
     def _state_begins(self) -> list[int]:
-        """Behind the slots, and the end."""
+        """Bytes at which states begin, behind the slots, and at which the last one ends."""
         begins = [self.slots * self.steps[0].before.bytes + self.steps[-1].behind.bytes]
         for step in self.steps[1:]:
             begins.append(begins[-1] + step.before.bytes)
@@ -66,7 +66,7 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     @property
     def group_bytes(self) -> int:
-        """For all states, and for four sums of each thread, which take their place in the end."""
+        """Bytes for all states, and for four sums of each thread, which take their place in the end."""
         return max(self._state_begins[-1], 32 * 32 * self.warps)
 
     @property
@@ -134,7 +134,7 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
 
 
 def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[SmallDoubleBackward]:
-    """Of modes that this family takes."""
+    """Tilings of modes that this family takes."""
     for (waves, steps), warps, slots in itertools.product(_ways(modes), (1, 2, 4, 8), (1, 2)):
         plan = SmallDoubleBackward(steps, waves, outer, warps, 1, slots, gpu)
         registers = max(step.registers(warps) for step in steps) + 8 * plan.tiles

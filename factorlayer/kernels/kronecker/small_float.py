@@ -30,12 +30,12 @@ class Sizes:
 
     @property
     def modes(self) -> list[int]:
-        """Those there are."""
+        """The modes that there are."""
         return [n for n in (self.a, self.b, self.c, self.d, self.e) if n > 1]
 
     @property
     def rows(self) -> int:
-        """In shared memory."""
+        """Rows in shared memory."""
         return self.a * self.b * self.c
 
     @property
@@ -57,7 +57,7 @@ class Sizes:
 
     @property
     def shared(self) -> int:
-        """Of weights, both ways, and a state."""
+        """Bytes of the weights, both ways, and of a state."""
         return 8 * sum(self.weights) + self.rows * self.row_bytes
 
     def constants(self, first: int, units_per_sample: int, threads: int) -> list[str]:
@@ -109,7 +109,7 @@ class SmallFloat(OfWork):
 
     @functools.cached_property
     def blocks_per_sm(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return min((self.gpu.shared + 1024) // (self.sizes.shared + 1024), 65536 // (self.threads * REGISTERS))
 
     @property

@@ -27,7 +27,7 @@ class SmallFloatBackward(BlockSums):
 
     @property
     def weights(self) -> int:
-        """Of all modes."""
+        """Elements of all modes' weights."""
         return sum(self.sizes.weights)
 
     @property
@@ -36,7 +36,7 @@ class SmallFloatBackward(BlockSums):
 
     @property
     def shared(self) -> int:
-        """With a row for each thread beside the state's."""
+        """Bytes of a block, with a row for each thread beside the state's."""
         return self.sizes.shared + self.threads * self.sizes.row_bytes
 
     @property

@@ -52,7 +52,7 @@ class Triple(OfWork):
 
     @functools.cached_property
     def pair(self) -> Pair:
-        """Of the last two modes"""
+        """The pass of the last two modes, which this one is made of."""
         work = self.work
         steps = tuple((at - 1, mode) for at, mode in work.steps if at > 0)
         two = replace(work, outer=work.outer * work.sizes[0], sizes=work.sizes[1:], steps=steps)
@@ -73,14 +73,14 @@ class Triple(OfWork):
 
     @property
     def last_registers(self) -> int:
-        """Of a thread that contracts the first mode: sums, operands, places"""
+        """Registers of a thread that contracts the first mode: sums, operands, places."""
         _, _, q0, q1 = self.pair.sizes
         whole = self.mode.q == self.n and q0 % self.cluster == 0 and self.rows * q1 % 64 == 0
         return round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
 
     @property
     def registers(self) -> int:
-        """Of one that makes states: what is left"""
+        """Registers of a thread that makes states: what is left."""
         makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
         left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS[self.size] - self.last_registers * self.last
         return min(240, left // makers // 8 * 8)
@@ -92,7 +92,7 @@ class Triple(OfWork):
 
     @property
     def rows(self) -> int:
-        """Of a block, of a state"""
+        """Rows of a state that a block has."""
         return -(-self.pair.sizes[2] // self.cluster)
 
     @property
@@ -107,7 +107,7 @@ class Triple(OfWork):
 
     @property
     def result_bytes(self) -> int:
-        """Of a warpgroup that contracts the first mode"""
+        """Bytes of results of a warpgroup that contracts the first mode."""
         return self.n * 128 if self.size == 2 else 0
 
     @functools.cached_property

@@ -49,7 +49,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
 
     @property
     def widths(self) -> set[int]:
-        """Of products."""
+        """Widths of products."""
         return set(self.rounded[1:])
 
     @property
@@ -81,7 +81,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
 
     @property
     def memory_us(self) -> float:
-        """Of a unit."""
+        """Microseconds that memory takes for a unit."""
         p0, p1, q0, q1 = self.sizes
         return (2 * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
 
@@ -92,7 +92,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         return self.start_us + self.units_us(units) + ends
 
     def units_us(self, units: int) -> float:
-        """Of so many, of a block."""
+        """Microseconds of so many units of a block."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ Family = TypeVar("Family", bound=ByWarpgroups)
 def ways(
     family: type[Family], modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
 ) -> Iterator[Family]:
-    """All to take neighbours as two that it has a kernel for."""
+    """Ways to take neighbours as two that the family has a kernel for."""
     if gpu.wgmma and dtype in family.dtypes:
         for both in as_two(modes):
             plan = family(both, dtype, outer, gpu)

@@ -35,7 +35,7 @@ class OfMonarch(Pass):
         return self.chain.out_features * self.size
 
     def row_bytes(self, elements: int) -> int:
-        """From a row in shared memory to the next, an odd multiple of 16."""
+        """Bytes from a row in shared memory to the next, an odd multiple of 16."""
         return (-(-elements * self.size // 16) | 1) * 16
 
 

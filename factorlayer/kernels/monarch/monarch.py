@@ -50,7 +50,7 @@ class Monarch(OfMonarch):
 
     @property
     def units(self) -> int:
-        """Of four numbers, in a chunk."""
+        """Units, of four numbers each, in a chunk."""
         return self.k * -(-self.rank // 4)
 
     @property
@@ -59,12 +59,12 @@ class Monarch(OfMonarch):
 
     @property
     def depth(self) -> int:
-        """Of the second contraction, as padded."""
+        """Size that the second contraction sums over, as padded."""
         return self.chunks * self.units * 4
 
     @property
     def tiles(self) -> int:
-        """Of 8 sums of a group."""
+        """Tiles of 8 sums that a group has."""
         return -(-self.chain.contractions[1].q // 8)
 
     @property
@@ -77,7 +77,7 @@ class Monarch(OfMonarch):
 
     @property
     def warps(self) -> int:
-        """That multiply."""
+        """Warps that multiply."""
         return self.groups // 2 * self.warps_m
 
     @property
@@ -101,7 +101,7 @@ class Monarch(OfMonarch):
 
     @property
     def result_bytes(self) -> int:
-        """Of what a block stores itself, of what the other one of two sends, and of what it gets."""
+        """Bytes of what a block stores itself, of what the other one of two sends, and of what it gets."""
         columns = -(-self.tiles // self.rounds) * 8
         unit = 16 * self.mt // self.cluster * columns * 2 * self.size + 16
         return (3 if self.cluster > 1 else 1) * self.warps_m * self.groups // 2 * unit

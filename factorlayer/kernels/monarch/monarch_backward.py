@@ -88,7 +88,7 @@ class MonarchGradient(_Both, BlockSums):
 
     @property
     def columns(self) -> int:
-        """Of x, for a block."""
+        """Columns of x that a block has."""
         return 4 * self.wk * 4 // self.rank * self.both[0].p
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class MonarchWeights(_Both, OneSpread):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of all"""
+        """Bytes of both weights as prepared."""
         first, second = self.both
         return second.p * second.inner * (_slabs(second.q * self.size) * 128 + first.p * self.size)
 
@@ -191,7 +191,7 @@ class MonarchBack(_Both):
         return batch * self.chain.in_features * self.size, batch * self.turned_bytes
 
     def written(self, batch: int) -> int:
-        """All but what is behind short rows of a slab."""
+        """Bytes written, without what is behind short rows of a slab."""
         return batch * (self.chain.in_features + self.chain.out_features) * self.size
 
     @property
@@ -208,12 +208,12 @@ class MonarchBack(_Both):
 
     @property
     def turned_bytes(self) -> int:
-        """Of grad_y turned, for one sample."""
+        """Bytes of grad_y turned, for one sample."""
         return self.both[1].inner * _slabs(self.both[1].q * self.size) * 128
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         first, second = self.both
         slot = 2 * _slabs(second.q * self.size) * 64 * 128
         others = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0

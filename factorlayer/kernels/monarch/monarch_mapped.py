@@ -75,7 +75,7 @@ class MonarchMapped(OfMonarch):
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         room = self.slabs * (ROWS * 128 + 16) + self.slots * (self.slot_bytes + 16)
         return self.weight_bytes + TEAMS * room + 16 + 1024
 

@@ -70,14 +70,14 @@ class MonarchThrough(OfMonarch):
 
     @functools.cached_property
     def slots(self) -> tuple[int, int]:
-        """Of x, of which there is a tile at most, and of weights, which come first: they are more."""
+        """Slots of x, of which there is a tile at most, and of weights, which come first: they are more."""
         room, of_x = self.gpu.shared - 1024 - self.exchange, ROWS * 128 + 16
         of_weights = min(MOST_SLOTS, (room - LEAST_X * of_x) // (self.slot + 16))
         return min(self.x_slabs, (room - of_weights * (self.slot + 16)) // of_x), of_weights
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         of_x, of_weights = self.slots
         return 1024 + self.exchange + of_x * (ROWS * 128 + 16) + of_weights * (self.slot + 16)
 

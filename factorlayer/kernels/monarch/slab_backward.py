@@ -54,7 +54,7 @@ class SlabBackward(AtOneVisit):
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return self.weight_bytes + self.slots * (self.slot_bytes + 16) + 1024
 
     @property

@@ -75,7 +75,7 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def sums(self) -> int:
-        """Of a thread, with those of a chunk."""
+        """Sums of a thread, with those of a chunk."""
         return (self.height * self.n + self.share) // 2
 
     @property
@@ -92,7 +92,7 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return self.weight_bytes + self.slots * (self.slot_bytes + 16) + 1040
 
     @property
@@ -118,7 +118,8 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def parts(self) -> int:
-        """Of a group's p's in x's map, where all blocks have as many; else these are counted from the group's first."""
+        """Parts of a group's p's in x's map, where all blocks have as many; else p's are counted from the group's
+        first."""
         return 1 if self.contraction.p % self.bp else self.contraction.p // self.bp
 
     @property

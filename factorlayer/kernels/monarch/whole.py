@@ -85,17 +85,17 @@ class Whole(OneSpread):
 
     @property
     def elements(self) -> int:
-        """Of the dense weight."""
+        """Elements of the dense weight."""
         return self.features[0] * self.features[1]
 
     @property
     def fits(self) -> bool:
-        """In a block's shared memory, and, as a weight whose end is counted in ints, in memory."""
+        """Whether it fits in a block's shared memory, and, as a weight whose end is counted in ints, in memory."""
         return self.shared <= self.gpu.shared and self.elements * self._sum_bytes < MOST_BYTES
 
     @property
     def _groups(self) -> int:
-        """Of the first contraction, that a block's columns are of."""
+        """Groups of the first contraction that a block's columns are of."""
         return min(self.first.outer, -(-(COLUMNS - 1) // self.first.p) + 1)
 
     @property
@@ -112,7 +112,7 @@ class Whole(OneSpread):
         return constants({"Element": ELEMENT[self.dtype], **numbers})
 
     def _issued_us(self, each: float) -> float:
-        """Of so many instructions for each product of two weights."""
+        """Microseconds of so many instructions for each product of two weights."""
         busy = min(1.0, self.split / self.gpu.sms)
         return self.elements * self.rank * each / 32 / (self.gpu.instructions * self.gpu.sms * busy)
 
@@ -136,12 +136,12 @@ class WholeWeight(Whole):
 
     @property
     def scaled_at(self) -> int:
-        """Where the power of two is that it is multiplied by, and what takes it back; -1 if there is none."""
+        """The place of the power of two that it is multiplied by, and of what takes it back; -1 if there is none."""
         return round_up(self.bytes, 16) if self.scaled else -1
 
     @property
     def end(self) -> int:
-        """Of these, where other passes may begin."""
+        """The end of these, where other passes may begin."""
         return round_up(self.scaled_at + 8 if self.scaled else self.bytes, ALIGNED)
 
     @property
@@ -271,7 +271,7 @@ class WholeGradients(Whole):
         return self.across * (2 if self.rank > self.across else 1)
 
     def _blocks(self, mine: int) -> int:
-        """For the second gradient."""
+        """Blocks for the second gradient."""
         groups = -(-self.first.outer // self._side) * self.second.inner
         return groups * -(-self.second.q // (mine * self.down)) * -(-self.rank // self._tile_r)
 
@@ -334,8 +334,8 @@ def forward(chain: Chain, product: Sequence[Pass], dtype: str, gpu: Gpu) -> tupl
 def all_gradients(
     chain: Chain, product: Sequence[Pass], gradient: Sequence[Pass], dtype: str, gpu: Gpu
 ) -> tuple[Pass, ...]:
-    """That of x by a transposed product of grad_y, those of the weights from the dense one's; none where a pass does
-    not fit."""
+    """The passes of all gradients: that of x by a transposed product of grad_y, those of the weights from the dense
+    one's; none where a pass does not fit."""
     first, second = chain.contractions
     weight, parts = WholeWeight(first, second, dtype, gpu, turned=True), WholeGradients(first, second, dtype, gpu)
     if not (weight.fits and parts.fits):

@@ -15,7 +15,7 @@ BLOCKS = 4  # on a multiprocessor
 
 @dataclass(frozen=True)
 class ColumnSums(TileSums):
-    """Of all features."""
+    """The pass that sums each feature over the samples."""
 
     features: int
     dtype: str

@@ -37,7 +37,7 @@ def _chunk(size: int) -> int:
 
 
 def _registers(held: int, dtype: str) -> int:
-    """Of a thread, `held` of which hold a weight."""
+    """A thread's registers, `held` of which hold a weight."""
     of_pieces = 16 if dtype in ("float32", "float64") else 0
     return min(255, of_pieces + (64 if held <= 16 else 96 if held <= 32 else 128 if held <= 48 else 240))
 
@@ -96,7 +96,7 @@ class Few(Pass):
 
     @property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return max(1, 65536 // (self.threads * self.registers))
 
     @property
@@ -115,7 +115,7 @@ class Few(Pass):
 
     @property
     def stored_us(self) -> float:
-        """Of a multiprocessor, for one sample if it were alone."""
+        """Microseconds that a multiprocessor takes to store one sample's results, were it alone."""
         p = self.product
         run = self.together * p.size
         parts = 0 if run % SECTOR == 0 and p.fast * p.b * p.size % SECTOR == 0 else 1 if run < SECTOR else 2
@@ -267,7 +267,8 @@ class FewPass(Pass):
         return self._bytes_of(batch, padded=False)
 
     def _bytes_of(self, batch: int, padded: bool) -> int:
-        """Of states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples beyond."""
+        """Bytes of the states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples
+        beyond."""
         (first, second), samples, piece = self.both, -(-batch // 8) * 8, 16 // self.size
         rows = [-(-c.q // piece) * piece for c in self.both]
         if self.part == "FewStates":
@@ -308,7 +309,7 @@ class FewPass(Pass):
         return c.outer * c.inner * -(-c.p // (8 * self.each))
 
     def _outer_tiles(self, which: int) -> int:
-        """Of a weight's gradient, by warps."""
+        """Tiles of a weight's gradient, by warps."""
         c = self.both[which]
         return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (STRIPS * _chunk(self.size)))
 
@@ -347,12 +348,12 @@ class FewPass(Pass):
 
     @property
     def _by_columns(self) -> int:
-        """Which weight."""
+        """Which weight is read by columns."""
         return 1 if self.part == "FewBack" else 0
 
     @property
     def _chunks(self) -> int:
-        """Of a warp, of what is contracted."""
+        """Chunks of what is contracted that a warp has."""
         c = self.both[self._by_columns]
         return -(-(c.p if self.part == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
 
@@ -362,12 +363,12 @@ class FewPass(Pass):
 
     @property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return max(1, 65536 // (self.threads * self.registers))
 
     @property
     def states_bytes(self) -> int:
-        """Of what the first one makes, for as many samples as there may be."""
+        """Bytes of what the first pass makes, for as many samples as there may be."""
         first, second = self.both
         rows = -(-second.q * self.size // 16) * 16 // self.size
         features = first.outer * first.p + second.inner * (second.p + second.q + rows)
@@ -375,7 +376,7 @@ class FewPass(Pass):
 
     @property
     def back_bytes(self) -> int:
-        """Of what the second one makes, for one sample, which is padded to eight."""
+        """Bytes of what the second pass makes, for one sample, which is padded to eight."""
         first, _ = self.both
         row = -(-first.q * self.size // 16) * 16 // self.size
         return 8 * first.outer * (first.q + row) * self.size

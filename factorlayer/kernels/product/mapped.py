@@ -57,12 +57,12 @@ class Mapped(Pass):
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def tiles(self) -> int:
-        """Of a cluster, for its rows."""
+        """Tiles of a cluster, for its rows."""
         p = self.product
         return -(-p.contraction.q // (self.n * self.cluster)) * (p.groups // self.held)
 
@@ -76,7 +76,7 @@ class Mapped(Pass):
 
     @property
     def units_per_block(self) -> int:
-        """Of rows: each block takes any tiles, so that these only count blocks."""
+        """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         return max(1, ROWS // self.tiles)
 
     @property

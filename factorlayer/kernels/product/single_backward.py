@@ -62,7 +62,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
     @functools.cached_property
     def tiles(self) -> tuple[int, int]:
-        """Of dX's columns."""
+        """Pieces of a part of dX's columns, and tiles in each."""
         return self.tiles_of(self.span if self.by_columns else self.contraction.p, even=self.size == 2)
 
     @property
@@ -72,7 +72,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
     @property
     def turns(self) -> int:
-        """Of a warp, by rows: 16 rows of the weight's gradient in each."""
+        """Turns of a warp, by rows: it makes 16 rows of the weight's gradient in each."""
         return -(-round_up(self.contraction.q, 16) // (16 * self.rows))
 
     @functools.cached_property

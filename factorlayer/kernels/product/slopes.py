@@ -15,7 +15,7 @@ EACH = 4  # accesses of a thread that are on their way at once, of either
 
 @dataclass(frozen=True)
 class Slopes(Pass):
-    """Of all elements."""
+    """The pass that multiplies what comes back by the slopes of an activation, of all elements."""
 
     features: int
     activation: str

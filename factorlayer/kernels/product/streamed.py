@@ -222,12 +222,12 @@ class Streamed(Pass):
 
     @property
     def groups(self) -> int:
-        """Of a block."""
+        """Groups of a block."""
         return self.wg * self.steps
 
     @functools.cached_property
     def columns(self) -> int:
-        """Of a block and group, by rows: whole b's where groups take turns in y."""
+        """Columns of a block and group, by rows: whole b's where groups take turns in y."""
         b = self.product.b
         return self.bn // b * b if self.groups > 1 and b <= self.bn else self.bn
 
@@ -268,7 +268,7 @@ class Streamed(Pass):
 
     @property
     def result(self) -> int:
-        """Where it lies: in the place of the slots if they are not needed any more."""
+        """The place of the result: that of the slots if they are not needed any more."""
         return 0 if self.steps == 1 else -(-self.slots * self.slot_bytes // 128) * 128
 
     @functools.cached_property
@@ -277,14 +277,14 @@ class Streamed(Pass):
 
     @functools.cached_property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return max(
             1, min(65536 // (self.threads * self.registers), (self.gpu.shared + 1024) // (self.shared + 1024), 8)
         )
 
     @property
     def tiles(self) -> int:
-        """For each of the first tile's rows or columns."""
+        """Tiles for each of the first tile's rows or columns."""
         p = self.product
         terms = p.terms_out
         if not p.by_rows:
@@ -382,7 +382,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 
 
 def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
-    """Those that read least, of blocks that fit."""
+    """Tilings that read least, of blocks that fit."""
     c = product.contraction
     rows = batch * product.outer
     m, n = (rows, c.q) if product.by_rows else (c.q, rows * product.inner)
@@ -424,7 +424,8 @@ def _shapes(m: int, n: int, mt: int, nt: int, warps: int) -> list[int]:
 
 
 def _chunks(product: Product) -> list[int]:
-    """Of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in pieces."""
+    """Chunks of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in
+    pieces."""
     p, size = product.contraction.p, product.size
     found = {bk for bk in (128 // size, 64 // size) if -(-p // bk) * bk < 1.3 * p}
     if not found:
@@ -455,7 +456,7 @@ def _copies(plan: Streamed) -> bool:
 
 
 def _deepest(plan: Streamed) -> Streamed:
-    """With as many slots as change nothing else."""
+    """The tiling with as many slots as change nothing else."""
     for slots in (4, 3):
         deeper = replace(plan, slots=slots)
         if slots <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
@@ -495,7 +496,7 @@ def time(plan: Streamed, batch: int) -> float:
 
 
 def _instructions(product: Product, mt: int, nt: int) -> float:
-    """Of a warp for each k: loads of operands, what is done to each of them, products."""
+    """Instructions of a warp for each k: loads of operands, what is done to each of them, products."""
     if product.size == 2:
         return (mt + nt / 2 + mt * nt) / 16
     made = {"float64": 0, "float32": 3, "tf32": 3}[product.dtype]  # of an operand's element

@@ -16,8 +16,8 @@ BLOCKS = 5  # on a multiprocessor: some read while others write
 
 @dataclass(frozen=True)
 class Turn(Pass):
-    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows may be
-    `mixed`: what lies as [r, c] of them is taken as [c, r]."""
+    """The pass that turns `matrices` of each sample, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows
+    may be `mixed`: what lies as [r, c] of them is taken as [c, r]."""
 
     matrices: int
     rows: int

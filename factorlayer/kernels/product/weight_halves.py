@@ -15,7 +15,8 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class WeightHalves(Preparing):
-    """Of all passes of a plan that want them, which count its time as theirs."""
+    """The pass that splits weights into halves, for all passes of a plan that want them; these count its time as
+    theirs."""
 
     of: tuple[Wide, ...]
 
@@ -29,7 +30,7 @@ class WeightHalves(Preparing):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of all"""
+        """Bytes of all halves and scales."""
         return sum(p.halves_bytes + 4 * p.weight_rows for p in self.of)
 
     @property

@@ -52,7 +52,7 @@ class Wide(Pass):
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
     def from_the_end(self) -> Wide:
-        """In 16 bits, unless it makes more than it reads, which does not get faster so."""
+        """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
         takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
         return replace(self, from_last=True) if takes else self
 
@@ -73,7 +73,7 @@ class Wide(Pass):
 
     @property
     def parts(self) -> int:
-        """Of 128 bytes, in a row of a slab: where floats were, their halves lie."""
+        """Parts of 128 bytes in a row of a slab: where floats were, their halves lie."""
         return 2 if self.splits else 1
 
     @property
@@ -87,7 +87,7 @@ class Wide(Pass):
 
     @property
     def chunks(self) -> int:
-        """Of a row of the weight"""
+        """Chunks of a row of the weight."""
         return -(-self.product.contraction.p // self.slab)
 
     @property
@@ -97,7 +97,7 @@ class Wide(Pass):
 
     @property
     def weight_rows(self) -> int:
-        """Of one term, if they are summed."""
+        """Rows of the weight; of one term, if terms are summed."""
         return self.product.contraction.q * max(self.product.groups, self.product.terms_out)
 
     @property
@@ -125,17 +125,17 @@ class Wide(Pass):
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + 1024
 
     @property
     def slabs(self) -> int:
-        """Of a tile and group."""
+        """Slabs of a tile and group."""
         return self.summed * self.chunks
 
     @property
     def tiles(self) -> int:
-        """For each tile of rows."""
+        """Tiles for each tile of rows."""
         p = self.product
         groups = -(-p.fast // (self.held * self.cluster)) * (p.groups // p.fast)
         return -(-p.contraction.q // self.columns) * groups * p.terms_out
@@ -187,7 +187,7 @@ class Wide(Pass):
 
     @property
     def units_per_block(self) -> int:
-        """Of rows: each block takes any tiles, so that these only count blocks."""
+        """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         return self.rows if self._is_small else max(1, self.rows // self.tiles)
 
     @property
@@ -221,7 +221,7 @@ class Wide(Pass):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and a producer's thread"""
+        """Registers of a consumer's and a producer's thread."""
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
         return tables[self.consumers]
 
@@ -284,7 +284,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
 
 
 def _widths(product: Product, run: int) -> list[int]:
-    """Of a tile: samples, or columns that leave little of the last tile empty."""
+    """Widths of a tile: of samples, or of columns that leave little of the last tile empty."""
     if product.size == 4:
         return [8, 16, 32, 48, 64, 96, 128, 192, 256]
     q, step = product.contraction.q, 4 * run
@@ -342,7 +342,7 @@ def time(plan: Wide) -> float:
 
 
 def _run_bytes(plan: Wide) -> int:
-    """Of y, which the threads of a warp store side by side at once."""
+    """Bytes of y that the threads of a warp store side by side at once."""
     p = plan.product
     threads = 8 if p.size == 4 else 4
     if plan.held == 1:

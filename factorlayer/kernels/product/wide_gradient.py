@@ -98,12 +98,12 @@ class WideGradient(TileSums):
 
     @property
     def slabs(self) -> int:
-        """Of both states."""
+        """Slabs of both states."""
         return self.bm // 64 + -(-self.bn // 64)
 
     @property
     def sums(self) -> int:
-        """Of a thread, with those of one chunk."""
+        """Sums of a thread, with those of one chunk."""
         return self.height * self.n // 2 * (2 if self.is_split else 1)
 
     @property
@@ -135,7 +135,7 @@ class WideGradient(TileSums):
 
     @functools.cached_property
     def piece_bytes(self) -> int:
-        """Of a chunk of them"""
+        """Bytes of a chunk of pieces."""
         pieces = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
         return 16 * self.chunk * sum(pieces)
 
@@ -170,7 +170,7 @@ class WideGradient(TileSums):
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         pieces = (self.ahead + 1) * self.piece_bytes
         return self.slots * (self.slot_bytes + 16) + pieces + self.ones_bytes + 1024
 
@@ -250,7 +250,7 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
 
 
 def _slots(features: int, columns: int, size: int) -> int:
-    """Of 16 bytes, for the pieces of a row's columns, as pieces.cuh counts them."""
+    """Slots of 16 bytes for the pieces of a row's columns, as pieces.cuh counts them."""
     furthest = next((furthest for unit, furthest in ((16, 0), (8, 8), (4, 12)) if features * size % unit == 0), 16)
     return -(-(furthest + columns * size) // 16) | 1
 

@@ -27,7 +27,7 @@ class WideResident(Wide):
 
     @property
     def slot_bytes(self) -> int:
-        """Of rows of x, with all their k's."""
+        """Bytes of rows of x, with all their k's."""
         return self.chunks * ROWS * 128
 
     @property
@@ -40,7 +40,7 @@ class WideResident(Wide):
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return 1024 + self.weight_bytes + self.slots * (self.slot_bytes + 16)
 
     @property

@@ -46,7 +46,7 @@ class Dense(Pass):
         return tuple((chain.in_features, chain.out_features) for chain in self.layers)
 
     def columns(self, i: int) -> tuple[int, int]:
-        """Of layer i: its k's, in whole steps, and its sums, in whole steps of the next layer, or in tiles."""
+        """Columns of layer i: its k's, in whole steps, and its sums, in whole steps of the next layer, or in tiles."""
         p, q = self.sizes[i]
         return round_up(p, self.step), round_up(q, 8 if i == len(self.layers) - 1 else self.step)
 
@@ -56,7 +56,7 @@ class Dense(Pass):
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Where each layer's weight and bias begin in shared memory, and behind the last one's where they end."""
+        """Bytes of shared memory at which each layer's weight and bias begin, and at which the last one's end."""
         found, at = [], 0
         for i in range(len(self.sizes)):
             weight, (k, n) = at, self.columns(i)
@@ -100,12 +100,13 @@ class Dense(Pass):
 
     @property
     def packed_bytes(self) -> int:
-        """Of all warps"""
+        """Bytes of all warps."""
         return 4 * self.groups * self.packed[-1]
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: a layer's sums, its operands and the next one's, and those of the samples to come."""
+        """A thread's registers, about: a layer's sums, its operands and the next one's, and those of the samples to
+        come."""
         columns = [self.columns(i) for i in range(len(self.sizes))]
         steps, sums = [k // self.step * 4 for k, _ in columns], [n // 2 for _, n in columns]
         most = max(s + max(d, n) for s, d, n in zip(steps, sums, [*steps[1:], 0], strict=True))
@@ -119,7 +120,7 @@ class Dense(Pass):
         return sum(map(_tensors, self.layers))
 
     def first(self, i: int) -> int:
-        """Of these, layer i's."""
+        """The first of the parameters that is layer i's."""
         return sum(map(_tensors, self.layers[:i]))
 
     @property
@@ -149,12 +150,12 @@ class Dense(Pass):
 
     @property
     def passes(self) -> tuple[Any, ...]:
-        """With what is needed before or behind it."""
+        """Itself, with what is needed before or behind it."""
         return (self,)
 
     @property
     def made(self) -> str:
-        """For people"""
+        """What it makes, in words for people."""
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
@@ -189,7 +190,7 @@ class Dense(Pass):
 
     @property
     def widths(self) -> set[int]:
-        """Of products."""
+        """Widths of products."""
         return {self.columns(i)[1] for i in range(len(self.layers))}
 
     @property
@@ -228,12 +229,12 @@ def _tensors(chain: Chain) -> int:
 
 
 def function(head: str, calls: Sequence[str]) -> list[str]:
-    """Of a kernel's struct of constants: what it calls for one layer after another."""
+    """A function of a kernel's struct of constants, which makes these calls for one layer after another."""
     return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:
-    """With as many warpgroups as fit; None where this family has no kernel."""
+    """The tiling with as many warpgroups as fit; None where this family has no kernel."""
     return next(tilings(layers, dtype, batch, gpu, states), None)
 
 

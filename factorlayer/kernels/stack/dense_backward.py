@@ -69,7 +69,7 @@ class DenseBackward(BlockSums, Dense):
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: all sums of gradients, and what the widest layer needs on the way back."""
+        """A thread's registers, about: all sums of gradients, and what the widest layer needs on the way back."""
         kept = 0
         for i, chain in enumerate(self.layers):
             k, n = self.columns(i)
@@ -81,7 +81,7 @@ class DenseBackward(BlockSums, Dense):
 
     @functools.cached_property
     def sums(self) -> tuple[int, ...]:
-        """Where each layer's sums begin: of its weight, and behind them of its bias."""
+        """The place where each layer's sums begin: of its weight, and behind them of its bias."""
         sizes = [p * q + q * chain.bias for (p, q), chain in zip(self.sizes, self.layers, strict=True)]
         return tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
 

@@ -39,7 +39,7 @@ class DenseBackward32(DenseBackward):
 
     @functools.cached_property
     def backs(self) -> tuple[int, ...]:
-        """Where each layer's weight by outputs begins in shared memory, and behind the last one ones."""
+        """Bytes of shared memory at which each layer's weight by outputs begins, and, behind the last one, ones."""
         found = [self.places[-1][0]]
         for k, n in map(self.columns, range(len(self.layers))):
             found.append(found[-1] + -(-n // 32) * k * 128)
@@ -50,7 +50,8 @@ class DenseBackward32(DenseBackward):
         return self.backs[-1] + 1024
 
     def slab_bytes(self, i: int) -> tuple[int, int]:
-        """Of 64 samples of what layer i reads, and of the gradient of its sums: 64 rows, if it is a left operand."""
+        """Bytes of 64 samples of what layer i reads, and of the gradient of its sums: 64 rows, if it is a left
+        operand."""
         k, n = self.columns(i)
         left = not self.turned(i)
         rows = round_up(k, 8 if left else 64), round_up(n, 64 if left or self.layers[i].bias else 8)
@@ -76,7 +77,7 @@ class DenseBackward32(DenseBackward):
 
     @functools.cached_property
     def tiles(self) -> tuple[tuple[int, int], ...]:
-        """Of the sums of each layer's weight, 64s of rows, and columns."""
+        """64s of rows, and columns, of the sums of each layer's weight."""
         found = []
         for i, (k, n) in enumerate(map(self.columns, range(len(self.layers)))):
             left, right = (k, n) if self.turned(i) else (n, k)
@@ -85,7 +86,8 @@ class DenseBackward32(DenseBackward):
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: all sums of gradients, grad_y, and what a layer reads and makes, or both gradients."""
+        """A thread's registers, about: all sums of gradients, grad_y, and what a layer reads and makes, or both
+        gradients."""
         columns = [self.columns(i) for i in range(len(self.layers))]
         kept = sum(rows * right // 2 for rows, right in self.tiles)
         kept += sum(4 * -(-n // 64) for (_, n), chain in zip(columns, self.layers, strict=True) if chain.bias)
@@ -159,7 +161,8 @@ class LayerBackward32(DenseBackward32):
 
     @property
     def barriers_at(self) -> int:
-        """Behind two places for what the layer reads, and one for the gradient of its sums."""
+        """The place of the barriers, behind two places for what the layer reads, and one for the gradient of its
+        sums."""
         read, behind = self.slab_bytes(0)
         return self.own_at + 2 * read + behind
 
@@ -169,7 +172,8 @@ class LayerBackward32(DenseBackward32):
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: sums of gradients, and any two of x, the layer's sums, grad_y and what x gets."""
+        """A thread's registers, about: sums of gradients, and any two of x, the layer's sums, grad_y and what x
+        gets."""
         k, n = self.columns(0)
         (_, right), *_ = self.tiles
         return right // 2 + 4 * self.layers[0].bias + max(k // 2 + n // 2, n) + OTHER_REGISTERS

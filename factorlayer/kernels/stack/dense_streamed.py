@@ -25,7 +25,7 @@ REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups 
 
 
 class Columns(NamedTuple):
-    """Of a layer: k's in whole steps; sums by chunk, by chunks side by side, and how often."""
+    """Columns of a layer: k's in whole steps; sums by chunk, by chunks side by side, and how often."""
 
     k: int
     n: int
@@ -55,7 +55,8 @@ class DenseStreamed(Dense):
 
     @functools.cached_property
     def shapes(self) -> tuple[Columns, ...]:
-        """Of each layer. As many rows as the largest chunk has are filled by several slabs of smaller ones."""
+        """The shape of each layer. As many rows as the largest chunk has are filled by several slabs of smaller
+        ones."""
         found = [self._shape(i) for i in range(len(self.sizes))]
         rows = max(c.n for c in found)
         return tuple(c._replace(slabs=max(1, min(-(-c.k // self.slab), rows // c.n))) for c in found)
@@ -91,12 +92,12 @@ class DenseStreamed(Dense):
 
     @property
     def slot_rows(self) -> int:
-        """Of 128 bytes"""
+        """Rows of 128 bytes of a slot."""
         return max(c.n * c.slabs for c in self.shapes)
 
     @property
     def chunks(self) -> list[int]:
-        """Of each layer"""
+        """Chunks of each layer."""
         return [c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.shapes]
 
     @property
@@ -105,12 +106,12 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Of shared memory, beside the slots: states, biases and x's barriers"""
+        """Bytes of shared memory beside the slots: states, biases and x's barriers."""
         return self.groups * self.state_places[-1] + self.bias_bytes + 16
 
     @functools.cached_property
     def chunk_places(self) -> tuple[int, ...]:
-        """Where each layer's chunks begin in memory, if they are put there, and where they end."""
+        """Bytes of memory at which each layer's chunks begin, if they are put there, and at which they end."""
         slabs = (c.passes * c.parts * -(-c.k // self.slab) for c in self.shapes)
         sizes = (128 * c.n * count for c, count in zip(self.shapes, slabs, strict=True))
         return tuple(itertools.accumulate(sizes, initial=self.begin))
@@ -204,7 +205,7 @@ class DenseStreamed(Dense):
         return self.told_layers(constants(numbers)) + body
 
     def _calls(self, what: str, given: str) -> list[str]:
-        """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
+        """Calls for each layer, and, in a loop, which is shorter by their code, for those that are all alike."""
         alike = [
             (
                 chain.bias,
@@ -241,7 +242,7 @@ class WeightChunks(Preparing):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of all"""
+        """Bytes of all chunks."""
         return self.of.chunk_places[-1] - self.prepared_at
 
     @property

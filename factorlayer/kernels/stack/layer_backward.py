@@ -21,7 +21,7 @@ class LayerBackward(DenseBackward):
 
     @property
     def weight_bytes(self) -> int:
-        """Of each of its two copies in shared memory, which differ in the order of inputs."""
+        """Bytes of each of the weight's two copies in shared memory, which differ in the order of inputs."""
         k, n = self.columns(0)
         return -(-k // 64) * n * 128
 
