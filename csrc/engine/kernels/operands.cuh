@@ -177,6 +177,23 @@ template <class Math, class T, int THREADS> struct Operands {
     }
   }
 
+  // Sums, rounded, as an operand in shared memory: a lane's two of a row go to places that are `apart`.
+  template <int STRIDE, int MT, int NT> static DEVICE void put_rounded(const Real (&sums)[MT][NT][4], u32 to, int apart) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 here = to + ((m * 16 + i * 8) * STRIDE + n * 8) * kSize;
+          const Real first = Math::rounded(sums[m][n][i * 2]), second = Math::rounded(sums[m][n][i * 2 + 1]);
+          if (apart == 1)
+            store_shared(here, Pair<Element>(first, second));
+          else
+            store_shared(here, narrow<Element>(first)), store_shared(here + apart * kSize, narrow<Element>(second));
+        }
+  }
+
   // 16 rows of sums to rows that are STEP apart; of a tile that is not WHOLE, those before ROWS, and columns before COLUMNS.
   template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT>
   static DEVICE void store_sums(const Real (&sums)[NT][4], int first, int column, Element* to, Lane lane) {

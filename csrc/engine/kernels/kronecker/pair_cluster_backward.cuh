@@ -112,17 +112,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
       const int row = Task::row(task), column = Task::column(task);
       typename Task::Sums sums = {};
       Base::template multiply<STEPS, kUnroll>(sums, left(row), right(column));
-#pragma unroll
-      for (int n = 0; n < Task::NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 to = state + ((row + lane.g + i * 8) * STRIDE + column + n * 8 + second) * kSize;
-          const Real x = Math::rounded(sums[0][n][i * 2]), y = Math::rounded(sums[0][n][i * 2 + 1]);
-          if (apart == 1)
-            store_shared(to, Pair<Element>(x, y));
-          else
-            store_shared(to, narrow<Element>(x)), store_shared(to + apart * kSize, narrow<Element>(y));
-        }
+      Base::template put_rounded<STRIDE>(sums, state + ((row + lane.g) * STRIDE + column + second) * kSize, apart);
     }
     sync();
   }

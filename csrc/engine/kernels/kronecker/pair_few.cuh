@@ -99,14 +99,7 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
           Base::template by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
       const int mine = kPairs ? lane.g % 4 * 2 + lane.g / 4 : lane.g;
       const u32 to = t + ((first + row + mine) * kT + column + lane.t * 2) * kSize;
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            store_shared(to + ((m * 16 + i * 8) * kT + n * 8) * kSize,
-                         Pair<Element>(Math::rounded(sums[m][n][i * 2]), Math::rounded(sums[m][n][i * 2 + 1])));
+      Base::template put_rounded<kT>(sums, to, 1);
     }
   }
 

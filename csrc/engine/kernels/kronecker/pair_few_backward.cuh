@@ -121,31 +121,15 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
         Base::template multiply<P1 / kStep, kUnroll>(
             sums, Base::template tiles_by_rows<kX, true>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
             Base::template by_k<kX, true>(chunk + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
-        put_rounded(sums, t + ((row + lane.g) * kT + column + lane.t * 2) * kSize, 1);
+        Base::template put_rounded<kT>(sums, t + ((row + lane.g) * kT + column + lane.t * 2) * kSize, 1);
       } else {
         const u32 g = chunk + kBytesB + column * kSize;
         Base::template multiply<Q0 / kStep, kUnroll>(
             sums, Base::template tiles_by_m<kA, true>(a + row * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)),
             Base::template by_n<kT, true>(g + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
-        put_rounded(sums, d_t + ((row + lane.g) * kT + column + place(lane.t * 2)) * kSize, place(1));
+        Base::template put_rounded<kT>(sums, d_t + ((row + lane.g) * kT + column + place(lane.t * 2)) * kSize, place(1));
       }
     }
-  }
-  // A lane's two of a row go to places that are APART.
-  template <int MT, int NT> static DEVICE void put_rounded(const Real (&sums)[MT][NT][4], u32 to, int apart) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 here = to + ((m * 16 + i * 8) * kT + n * 8) * kSize;
-          const Real first = Math::rounded(sums[m][n][i * 2]), second = Math::rounded(sums[m][n][i * 2 + 1]);
-          if (apart == 1)
-            store_shared(here, Pair<Element>(first, second));
-          else
-            store_shared(here, narrow<Element>(first)), store_shared(here + apart * kSize, narrow<Element>(second));
-        }
   }
 
   // To dA and dX
