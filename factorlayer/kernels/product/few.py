@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import Asks, Long, ask_for, constants, kinds
+from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
@@ -147,12 +147,10 @@ class Few(Pass):
 
     @property
     def told(self) -> list[str]:
-        p, c = self.product, self.product.contraction
-        told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
-        told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
-        told |= {"X_SAMPLE": Long(p.x_features), "Y_SAMPLE": Long(p.y_features), "LOAD": self.load, "RUN": self.run}
+        p = self.product
+        told = p.told | {"LOAD": self.load, "RUN": self.run}
         told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
-        told |= {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
+        told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import Long, constants, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
 from factorlayer.kernels.product.streamed import Product
@@ -150,11 +150,9 @@ class Mapped(Pass):
     def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
         _, _, line, line_step = self.lines
-        told = {"P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
+        told = p.told | {"INNER": c.inner, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
         told |= {"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "SLOTS": self.slots}
         told |= {"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step}
-        told |= {"X_SAMPLE": Long(p.x_features), "Y_SAMPLE": Long(p.y_features), "INNER": c.inner}
-        told |= {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
         return [*constants({"Element": "float", **told}), activation_type(p.activation, p.dtype, p.scalars)]
 
 

@@ -108,12 +108,17 @@ class Product:
         return self.groups * self.contraction.p * self.contraction.q
 
     @property
-    def told_steps(self) -> dict[str, int]:
-        """Features of a sample, and of a term where each has a state of its own, or 0."""
+    def told(self) -> dict[str, int]:
+        """What its kernels are told, whichever family they are of: sizes, groups, and features of a sample, and of a
+        term where each has a state of its own, or 0."""
+        c = self.contraction
+        told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": self.outer, "GROUPS": self.groups, "BIAS": self.bias}
+        told |= {"FAST": self.fast, "NEXT": self.next, "B": self.b}
+        told |= dict(zip(("STEP_A", "STEP_B"), self.row_steps, strict=True))
         steps = {"X_SAMPLE": self.terms_in * self.x_features, "Y_SAMPLE": self.terms_out * self.y_features}
         steps |= {"X_TERM": self.x_features if self.terms_in > 1 else 0}
         steps |= {"Y_TERM": self.y_features if self.terms_out > 1 else 0}
-        return {key: Long(step) for key, step in steps.items()}
+        return told | {key: Long(step) for key, step in steps.items()}
 
     @property
     def asks(self) -> list[tuple[str, str]]:
@@ -335,16 +340,13 @@ class Streamed(Pass):
 
     @property
     def told(self) -> list[str]:
-        p, c = self.product, self.product.contraction
-        told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "INNER": p.inner, "X_STEP": p.x_step}
-        told |= {"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out, "GROUPS": p.groups}
-        told |= {"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together}
-        told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
+        p = self.product
+        told = p.told | {"INNER": p.inner, "X_STEP": p.x_step, "TJ": self.columns, "TB": self.together}
+        told |= {"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out}
         told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt}
         told |= {"BK": self.bk, "SLOTS": self.slots, "SPAN": self.span, "RESULT": self.result}
         told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True))
-        told |= {"BY_ROWS": p.by_rows, "BIAS": p.bias, "ROUND_X": not p.ours_in}
-        told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, **p.told_steps}
+        told |= {"BY_ROWS": p.by_rows, "ROUND_X": not p.ours_in, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
     def _accesses(self) -> tuple[int, int, int]:

@@ -234,14 +234,12 @@ class Wide(Pass):
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
         more, fewer = self.registers
-        told: Told = {"Element": ELEMENT[p.dtype], "WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer}
-        told |= {"FAST": p.fast, "NEXT": p.next, "B": p.b, "GROUPS": p.groups, **p.told_steps}
-        told |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
+        told: Told = {"Element": ELEMENT[p.dtype], **p.told}
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
         told |= {"SLOTS": self.slots, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1}
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
-        told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "BIAS": p.bias}
+        told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
         told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
