@@ -18,7 +18,7 @@ import torch
 
 from benches.floor import DATASHEETS, DTYPES, Ceilings
 from factorlayer import FactorLinear
-from factorlayer.autograd.fused import why_not_fused
+from factorlayer.autograd.layer_ops import why_not_fused
 
 SMALLEST_COPY = 256 << 10  # bytes; below it, calling copy_ costs more than copying
 LARGEST_COPY = 512 << 20  # beyond every cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from factorlayer.autograd.fused import missing_extension
+from factorlayer.autograd.layer_ops import missing_extension
 
 
 def describe(device: str, threads: list[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benches import peers
 from benches.floor import DTYPES
 from benches.workloads import Block, Workload
-from factorlayer.autograd.fused import why_not_fused
+from factorlayer.autograd.layer_ops import why_not_fused
 from factorlayer.functional import Implementation
 
 OURS = ("v1", "v2", "v3")

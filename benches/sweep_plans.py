@@ -13,9 +13,9 @@ from torch import Tensor
 from benches.subjects import Call
 from benches.timing import Effort, time_cuda
 from factorlayer import FactorLinear
-from factorlayer.autograd.fused import gpu_limits, text_for
+from factorlayer.autograd.layer_ops import gpu_limits, text_for
 from factorlayer.autograd.runtime import CompileError, class_of_batch, dtype_name, install
-from factorlayer.autograd.stacked import is_left_to_cublas, runs, why_auto_is_not_stacked
+from factorlayer.autograd.stack_ops import is_left_to_cublas, runs, why_auto_is_not_stacked
 from factorlayer.device.gpu import Gpu
 from factorlayer.functional import choose
 from factorlayer.plan.layers import plan

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from factorlayer import FactorLinear, FactorMLP, Implementation, Structure
 from factorlayer.activations import functions
 from factorlayer.activations.named import ACTIVATIONS
-from factorlayer.autograd.stacked import LARGEST_DENSE
+from factorlayer.autograd.stack_ops import LARGEST_DENSE
 from factorlayer.maths.spec import LayerSpec, resolve
 
 PASSES = ("forward", "forward_backward")

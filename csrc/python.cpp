@@ -146,7 +146,7 @@ namespace {
 
 using python::Object;
 
-// What autograd/fused.py has given, once and for good.
+// What autograd/layer_ops.py has given, once and for good.
 struct {
   PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
   PyObject *unusual, *forward_mode, *level, *requires_grad, *is_neg, *text, *to_save;

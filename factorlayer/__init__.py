@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-import factorlayer.autograd.stacked  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
+import factorlayer.autograd.stack_ops  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.autograd.build import VERSION

@@ -12,9 +12,9 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
-from factorlayer.activations.stages import UserActivation, activation_of, scalars
+from factorlayer.activations.texts import UserActivation, activation_of, scalars
 from factorlayer.autograd.batch import LARGE_MEMBER, batch_of, mapped, of_no_members, one_by_one
-from factorlayer.autograd.fused import (
+from factorlayer.autograd.layer_ops import (
     DTYPES,
     any_requires_grad,
     fused,
@@ -27,10 +27,10 @@ from factorlayer.autograd.fused import (
     why_never_fused,
     why_not_fused,
 )
-from factorlayer.autograd.fused import layer_at_once as every_layer_at_once
+from factorlayer.autograd.layer_ops import layer_at_once as every_layer_at_once
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, dtype_name, is_hopper
-from factorlayer.autograd.stacked import is_left_to_cublas
+from factorlayer.autograd.stack_ops import is_left_to_cublas
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.stages import UserActivation, activation_of, scalars
-from factorlayer.autograd.fused import explain_fused, explain_shards, text_for
+from factorlayer.activations.texts import UserActivation, activation_of, scalars
+from factorlayer.autograd.layer_ops import explain_fused, explain_shards, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,
@@ -170,7 +170,7 @@ class FactorLinear(Recorded):
         return sum(parameter.numel() for parameter in self.parameters(recurse=False))
 
     def flops(self, batch: int = 1) -> int:
-        """Of a forward pass over batch samples, contractions only."""
+        """FLOPs of a forward pass over batch samples, contractions only."""
         return self.spec.flops(batch)
 
     def to_dense(self) -> Tensor:
@@ -321,7 +321,7 @@ class FactorLinear(Recorded):
         return "\n".join([*lines, *explain_shards(self.implementation, self.parameters())])
 
     def _choice_in_words(self, x: Tensor, batch: int) -> str:
-        """Where auto's choice comes from."""
+        """The words that say where auto's choice comes from."""
         found = choices.of_both_passes(text_for(self.chain, x), x, batch)
         if not found and x.is_cuda:
             text, device = text_for(self.chain, x), x.get_device()

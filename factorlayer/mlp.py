@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.stages import UserActivation, activation_of
+from factorlayer.activations.texts import UserActivation, activation_of
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear

@@ -25,7 +25,7 @@ from test_emulator import (
 
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.kronecker.double_backward import DoubleBackward
+from factorlayer.kernels.kronecker.pair_double_backward import PairDoubleBackward
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
@@ -85,7 +85,7 @@ class Emulated:
 
         def run() -> None:
             found: Plan = plan(all_gradients_of(spec), dtype, BATCHES[-1], gpu)
-            if any(isinstance(p, DoubleBackward) for p in found.passes):
+            if any(isinstance(p, PairDoubleBackward) for p in found.passes):
                 raise PlanError("its sums lie apart, which its own tests know")
             check_all_gradients_of(spec, found, batch, self.emulator)
 

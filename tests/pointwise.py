@@ -26,7 +26,7 @@ class Functions:
         self.at = {e: i for i, e in enumerate(expressions)}
         self.number = np.float64 if dtype == "float64" else np.float32
         number = "double" if dtype == "float64" else "float"
-        code = [headers(), '#line 1 "functions"']
+        code = [headers("pointwise.cuh"), '#line 1 "functions"']
         for e, i in self.at.items():
             code.append(struct(e, f"Value{i}", dtype))
             code.append(struct(gradient_of(e), f"Gradient{i}", dtype, further=(GRADIENT,)))

@@ -20,12 +20,12 @@ from test_expression import FUNCTIONS, NO_EXPRESSIONS, SPECIAL, SWEEP, Snake, ex
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 from factorlayer import ACTIVATIONS, FactorLinear, factor_linear, fuse
 from factorlayer.activations.expression import OPERATIONS, Expression, X, apply, in_order, number_steps, parameter
 from factorlayer.activations.named import evaluate
 from factorlayer.activations.tracing import trace
-from factorlayer.autograd.fused import explain_fused, why_never_fused
+from factorlayer.autograd.layer_ops import explain_fused, why_never_fused
 from factorlayer.functional import choose
 from factorlayer.maths.chain import Chain
 
@@ -452,7 +452,7 @@ def test_stacks_carry_programs_and_parameters() -> None:
 
 
 def test_a_gpu_takes_parameters_as_far_as_its_kernels_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.autograd.fused, "why_not_on_gpu", lambda index: None)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "why_not_on_gpu", lambda index: None)
     with FakeTensorMode():
         x = torch.empty(2, 4, device="cuda")
     program = sum((parameter(i) * X for i in range(4)), X).program
@@ -466,7 +466,7 @@ def test_a_gpu_takes_parameters_as_far_as_its_kernels_have_room(monkeypatch: pyt
 
 
 def test_explain_says_who_makes_the_gradients_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.autograd.fused, "gpu_limits", lambda index: (90, 132, 232448))
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "gpu_limits", lambda index: (90, 132, 232448))
     with FakeTensorMode():
         x = torch.empty(0, 16, device="cuda:7", dtype=torch.bfloat16)
     for module, said in ((nn.PReLU(), True), (None, False)):

@@ -24,9 +24,9 @@ from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import PART_BYTES, Gradient, most_samples
-from factorlayer.kernels.kronecker.cluster_backward import ClusterBackward
-from factorlayer.kernels.kronecker.strip_backward import StripBackward
+from factorlayer.kernels.gradient import SUM_BYTES, Gradient, most_samples
+from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
+from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.kernels.product.wide_gradient import WideGradient
@@ -395,7 +395,7 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str, gpu: Gpu) 
         # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
         units = -(-most_samples(batch) * summing.units_per_sample // summing.units_per_block)
         most = min(units, max(1, summing.blocks_per_processor * gpu.sms // summing.grid_y))
-        assert text.scratch[2] == (most * c.weight_size * PART_BYTES[dtype] if adding else 0)
+        assert text.scratch[2] == (most * c.weight_size * SUM_BYTES[dtype] if adding else 0)
 
 
 @dtypes
@@ -628,7 +628,7 @@ def test_small_factors_are_taken_as_two(factors: tuple[int, ...], dtype: str) ->
     found = read_text(text)
     assert [(p.read, p.written) for p in found.passes] == [("x", "y"), ("s2", "s2"), ("s2", "w")]
     first, last = math.prod(factors[: len(factors) // 2]), math.prod(factors[len(factors) // 2 :])
-    assert found.scratch == (0, 0, gpu.sms * (first**2 + last**2) * PART_BYTES[dtype])
+    assert found.scratch == (0, 0, gpu.sms * (first**2 + last**2) * SUM_BYTES[dtype])
     assert f"COUNT = {sum(n * n for n in factors)};" in found.passes[-1].source
     with pytest.raises(ValueError, match='it should begin with "pass", it is "the end"'):
         runtime.fill_cache(text + "the end\n")  # so everything before it was read, and nothing is compiled
@@ -646,7 +646,7 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
             continue  # a sample fills its shared memory
         found = plan(all_gradients_of(kronecker(*sizes)), dtype, batch, gpu)
         text = read_text(found.text())
-        if isinstance(found.passes[0], ClusterBackward):
+        if isinstance(found.passes[0], PairClusterBackward):
             (only,) = text.passes
             assert batch == BATCHES[0] and (only.read, only.written, text.scratch) == ("x", "y", (0, 0, 0))
             assert only.grid_y % found.passes[0].cluster == 0 and only.shared <= gpu.shared
@@ -655,11 +655,11 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
         assert (first.read, first.written, adding.read, adding.written) == ("x", "y", "s2", "w")
         (p0, p1), (q0, q1) = sizes
         tiled, sums, most = found.passes[0], p0 * q0 + p1 * q1, gpu.sms
-        if isinstance(tiled, StripBackward):  # of the second weight, each strip has sums
+        if isinstance(tiled, PairFewBackward):  # of the second weight, each strip has sums
             assert batch == BATCHES[0] and p0 % tiled.span == q1 % tiled.width == 0
             assert f"SINGLES = {p0 * q0};" in adding.source and f"FOLDS = {first.grid_y};" in adding.source
             sums, most = p0 * q0 + first.grid_y * p1 * q1, most_samples(batch)
-        assert text.scratch == (0, 0, most * sums * PART_BYTES[dtype]) and text.chunk == 0
+        assert text.scratch == (0, 0, most * sums * SUM_BYTES[dtype]) and text.chunk == 0
         assert first.threads <= 1024 and first.shared <= gpu.shared
         assert f"MOST = {most};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
     with pytest.raises(PlanError, match="no pass makes all gradients"):
@@ -673,7 +673,7 @@ def test_few_samples_have_kernels_that_many_have_not(dtype: str) -> None:
     asked = (chain.text, dtype.replace("tf32", "float32"), 90, 132, 232448)
     assert has_plan_of_few(*asked) and has_plan(*asked) == (dtype != "float32")
     few = plan(chain, dtype, BATCHES[0], Gpu.of(90)).passes
-    by_strips = ["StripBackward", "Reduction"] if dtype not in ("bfloat16", "float16") else ["ClusterBackward"]
+    by_strips = ["PairFewBackward", "Reduction"] if dtype not in ("bfloat16", "float16") else ["PairClusterBackward"]
     assert [type(p).__name__ for p in few] == by_strips
 
 
@@ -683,10 +683,10 @@ def test_of_few_small_samples_gradients_are_made_and_summed_by_one_kernel(dtype:
     chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
     gpu = Gpu.of(90)
     (only,) = plan(chain, dtype, BATCHES[0], gpu).passes
-    assert isinstance(only, ClusterBackward) and only.split <= gpu.sms
+    assert isinstance(only, PairClusterBackward) and only.split <= gpu.sms
     assert f"__cluster_dims__(1, {only.cluster}, 1)" in only.source("kernel")
     for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80), (BATCHES[0], 120)):
-        assert not any(isinstance(p, ClusterBackward) for p in plan(chain, dtype, batch, Gpu.of(arch)).passes)
+        assert not any(isinstance(p, PairClusterBackward) for p in plan(chain, dtype, batch, Gpu.of(arch)).passes)
 
 
 @dtypes
@@ -696,7 +696,7 @@ def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str
     both = replace(chain, bias=True)
     assert Chain.parse(both.text) == both and "; bias; backward" in both.text
     (alone,), (only,) = (plan(each, dtype, BATCHES[0], Gpu.of(90)).passes for each in (chain, both))
-    assert isinstance(alone, ClusterBackward) and only == replace(alone, bias=True)
+    assert isinstance(alone, PairClusterBackward) and only == replace(alone, bias=True)
     assert only.split == alone.split + only.cluster and only.made == alone.made + 1024
     for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80)):
         with pytest.raises(PlanError, match="the bias's among them"):

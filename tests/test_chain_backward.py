@@ -12,8 +12,8 @@ from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
+from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Reduction
-from factorlayer.kernels.parts import Parts
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
@@ -36,7 +36,7 @@ def gradients_of(outputs: list[Array], found: Plan, spec: LayerSpec) -> list[Arr
     for planned, output in zip(found.passes, outputs, strict=True):
         if planned.writes == "y":
             grad_x = output
-        if isinstance(planned, Reduction | Parts) and planned.writes == "w":
+        if isinstance(planned, Reduction | FactorGradients) and planned.writes == "w":
             weights[planned.begin : len(output)] = output[planned.begin :]
     return [grad_x, *np.split(weights, np.cumsum(sizes)[:-1])]
 

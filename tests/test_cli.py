@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 import factorlayer.cli.case
 import factorlayer.cli.source
 import factorlayer.cli.subject
 import factorlayer.functional
 from factorlayer import FactorLinear
-from factorlayer.autograd.fused import not_at_once
+from factorlayer.autograd.layer_ops import not_at_once
 from factorlayer.cli.app import app
 from factorlayer.cli.case import Case, Problem
 from factorlayer.cli.compare import Comparison, Report, compare, longest_sums, tolerances
@@ -160,15 +160,15 @@ def test_check_notices_a_wrong_output(structure: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("bit", [0, 1, 2, 3])  # x, bias, weight_0, weight_1
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_check_notices_a_wrong_gradient(structure: str, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = factorlayer.autograd.fused._raw_backward
+    right = factorlayer.autograd.layer_ops._raw_backward
 
     def wrong(*arguments: object) -> tuple[torch.Tensor, ...]:
         gradients = list(right(*arguments))
         gradients[bit] = gradients[bit] * (1 + 1e-4)
         return tuple(gradients)
 
-    monkeypatch.setattr(factorlayer.autograd.fused, "_raw_backward", wrong)
-    monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", not_at_once)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_raw_backward", wrong)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", not_at_once)
     result = run(f"--structure {structure} 16 8 8 check")
     name = ["grad_x", "grad_bias", "grad_weight_0", "grad_weight_1"][bit]
     wrong_pairs = {pair for pair, verdict in verdicts(result.stdout).items() if not verdict}
@@ -186,9 +186,9 @@ def test_check_keeps_float16_gradients_finite() -> None:
 
 
 def test_check_notices_a_wrong_float16_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = factorlayer.autograd.fused._raw_backward
-    monkeypatch.setattr(factorlayer.autograd.fused, "_raw_backward", lambda *a: tuple(g * 1.01 for g in right(*a)))
-    monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", not_at_once)
+    right = factorlayer.autograd.layer_ops._raw_backward
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_raw_backward", lambda *a: tuple(g * 1.01 for g in right(*a)))
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", not_at_once)
     result = run("--dtype h --device cpu 65536 4 4 check")
     wrong_pairs = {pair for pair, verdict in verdicts(result.stdout).items() if not verdict}
     assert result.exit_code == 1
@@ -675,7 +675,7 @@ def test_source_of_a_model(models: Path, empty_cache: Path) -> None:
 
 
 def test_source_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.autograd.fused, "missing_extension", ImportError("no such file"))
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "missing_extension", ImportError("no such file"))
     result = run("16 8 8 check --source")
     assert "'--source': the compiled extension factorlayer._C cannot be imported (no such file)" in words(result.stderr)
     assert result.exit_code == 2

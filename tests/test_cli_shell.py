@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import factorlayer
-from factorlayer.autograd.fused import missing_extension
+from factorlayer.autograd.layer_ops import missing_extension
 from factorlayer.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def test_version(arguments: str) -> None:
 
 
 def test_version_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factorlayer.autograd.fused.missing_extension", ImportError("no such file"))
+    monkeypatch.setattr("factorlayer.autograd.layer_ops.missing_extension", ImportError("no such file"))
     result = CliRunner().invoke(app, ["--version"], prog_name="factorlayer")
     assert "no fused kernels: the compiled extension factorlayer._C cannot be imported (no such file)" in result.stdout
     assert result.exit_code == 0

@@ -11,7 +11,7 @@ from test_plan import LANES, conflicts
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import Dense
-from factorlayer.kernels.stack.dense_streamed import LEAST_STAGES, DenseStreamed, WeightChunks, tile
+from factorlayer.kernels.stack.dense_streamed import LEAST_SLOTS, DenseStreamed, WeightChunks, tile
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import BATCHES, plan_stack
@@ -97,18 +97,18 @@ def test_each_way_to_run_a_streamed_stack_has_all_its_passes(widths: tuple[int, 
 @dtypes
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_all_columns_have_a_place(widths: tuple[int, ...], dtype: str) -> None:
-    """In chunks that a stage holds, sums that a thread has, and states that overlap where one replaces the other."""
+    """In chunks that a slot holds, sums that a thread has, and states that overlap where one replaces the other."""
     layers, found = dense(*widths), 0
     for groups, rows in itertools.product((1, 2), (64, 128, 256)):
         plan = DenseStreamed(layers, dtype, groups, HOPPER, rows=rows)
-        if plan.stages < LEAST_STAGES:
+        if plan.slots < LEAST_SLOTS:
             continue
         found += 1
         assert plan.shared <= HOPPER.shared
         told = [plan.struct(i) for i in range(len(layers))]
         for (p, q), c, here in zip(plan.sizes, plan.shapes, told, strict=True):
             assert c.k >= p and c.k % plan.step == 0 and c.all >= q
-            assert c.n * c.parts <= 256 and c.n * c.slabs <= plan.stage_rows and c.n % 16 == 0
+            assert c.n * c.parts <= 256 and c.n * c.slabs <= plan.slot_rows and c.n % 16 == 0
             assert c.passes == 1 or c.n * c.parts % plan.slab == 0
             if here["LAST"]:
                 assert c.n % (64 // plan.size) == 0

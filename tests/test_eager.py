@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 import factorlayer.functional
 from factorlayer import FactorLinear
-from factorlayer.activations.stages import scalars
-from factorlayer.autograd.fused import layer_at_once, not_at_once
+from factorlayer.activations.texts import scalars
+from factorlayer.autograd.layer_ops import layer_at_once, not_at_once
 
 
 def call(layer: FactorLinear, x: Tensor, choose: bool = True) -> Tensor | None:
@@ -30,7 +30,7 @@ def by_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
-        monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", not_at_once)
+        monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", not_at_once)
 
     return begin
 
@@ -61,14 +61,14 @@ def test_it_is_what_the_ops_make(
 @pytest.mark.parametrize("loss", [torch.sum, torch.norm], ids=["sum", "norm"])  # grad_y is one number, or many
 def test_gradients_are_not_copied(loss: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = factorlayer.autograd.fused._gradients_at_once
+    real = factorlayer.autograd.layer_ops._gradients_at_once
 
     def noted(*given: Any) -> Any:
         found = real(*given)
         made.extend(t.data_ptr() for t in found or () if t is not None)
         return found
 
-    monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", noted)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", noted)
     layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
     loss(layer(x)).backward()
     assert made == [t.grad.data_ptr() for t in (x, layer.bias, *layer.weights)]

@@ -28,14 +28,14 @@ from factorlayer.kernels import gradient
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import (
-    cluster_backward,
-    columns,
-    columns_backward,
     eights_backward,
-    small_backward,
-    strip_backward,
+    pair_cluster_backward,
+    pair_few_backward,
+    small_double,
+    small_double_backward,
+    small_float_backward,
 )
-from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
+from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
@@ -732,13 +732,13 @@ LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 
 
 def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
     of_warpgroups = architecture == 90 and dtype != "float64" and min(min(s) for s in sizes) >= 24
-    own = "UnitBackward" if dtype in ("bfloat16", "float16") else "SplitPairBackward"
+    own = "Pair16Backward" if dtype in ("bfloat16", "float16") else "PairSplitBackward"
     if dtype == "float64" and sizes in DOUBLE_PAIRS:
-        return "DoubleBackward"
+        return "PairDoubleBackward"
     if dtype == "tf32" and sizes in SCALED_PAIRS:
-        return "ScaledBackward"
+        return "PairTf32Backward"
     fits = of_warpgroups and max(max(s) for s in sizes) <= 64
-    return "LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
+    return "Pair16LargeBackward" if sizes in LARGE_PAIRS else own if fits else "PairBackward"
 
 
 def all_gradients_of(spec: LayerSpec) -> Chain:
@@ -803,7 +803,7 @@ def test_all_gradients_with_a_small_mode(
     """Which mixes what is read, and what is made, at one visit; infinite where they have to be."""
     spec = kronecker(*sizes)
     found = plan(all_gradients_of(spec), dtype, LARGE, replace(Gpu.of(90), sms=2))
-    assert [type(p) for p in found.passes] == [MixedBackward, Reduction]
+    assert [type(p) for p in found.passes] == [PairMixedBackward, Reduction]
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
@@ -840,7 +840,7 @@ def test_scaled_halves_hold_eight_decades(mode: int, decades: tuple[int, int], e
     """Of rows or columns that weights make up for: each result by itself."""
     spec = kronecker((84, 72), (68, 76))
     found = plan(all_gradients_of(spec), "tf32", LARGE, replace(Gpu.of(90), sms=2))
-    assert type(found.passes[0]).__name__ == "ScaledBackward"
+    assert type(found.passes[0]).__name__ == "PairTf32Backward"
     draw, generator = drawing("tf32"), np.random.default_rng(1)
     x, grad = draw(3, *spec.in_factors), draw(3, *spec.out_factors)
     weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
@@ -1066,7 +1066,7 @@ def test_all_gradients_by_a_dense_weights(
     chain = replace(all_gradients_of(spec), tf32=dtype == "tf32")
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
     first = "WholeLargest" if dtype == "float16" else "WholeWeight"
-    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeParts"
+    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeGradients"
     check_all_gradients_of_groups(spec, found, batch, emulator)
 
 
@@ -1146,15 +1146,15 @@ def test_all_gradients_of_many_small_groups(
         ("bfloat16", "if constexpr (kWgmma) fence_copy_engine();", "", "no fence"),
         ("bfloat16", "round_first();\n    Meet()();", "round_first();", "race"),
         ("bfloat16", "wait_for_products<0>();", "", "race"),
-        ("bfloat16", "stages.wait_until_full(turn);\n", "\n", "nobody goes on"),
-        ("bfloat16", "    wait_until_empty(turn);\n", "\n", "race"),
-        ("bfloat16", "wait_for_bytes(full_slot(slot), turn.phase);\n", "\n", "has not landed"),
+        ("bfloat16", "slots.wait_until_full(cursor);\n", "\n", "nobody goes on"),
+        ("bfloat16", "    Base::wait_until_empty(cursor);\n", "\n", "race"),
+        ("bfloat16", "wait_for_bytes(full_slot(slot), cursor.phase);\n", "\n", "has not landed"),
         ("bfloat16", "__syncwarp();\n          ask(next", "ask(next", "race"),
         ("bfloat16", "if (four > 0) release_first", "if (four < L / 4 - 1) release_first", "race"),
         ("bfloat16", "wait_for_products<1>();\n      release", "release", "race"),
         ("tf32", "ring.wait_until_full(position);\n", "\n", "has not landed"),
         ("tf32", "firsts.wait_until_full(first);\n", "\n", "has not landed"),
-        ("tf32", "    wait_until_empty(turn);\n", "\n", "race"),
+        ("tf32", "    Base::wait_until_empty(cursor);\n", "\n", "race"),
     ],
 )
 def test_finds_what_is_missing_of_gradients_of_small_groups(
@@ -1193,7 +1193,7 @@ def test_all_gradients_of_few_samples_at_once(
     spec = kronecker(*sizes)
     chain, gpu = all_gradients_of(spec), Gpu.of(90)
     modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
-    tilings = strip_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tilings = pair_few_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
     tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
     check_all_gradients_of(spec, Plan(chain, dtype, SMALL, gpu, (tiled, Reduction(tiled))), 3, emulator)
 
@@ -1215,7 +1215,7 @@ def clusters_of(
 ) -> Plan:
     gpu = Gpu.of(90)
     modes = tuple(Mode(((i, q, p),)) for i, (p, q) in enumerate(zip(*sizes, strict=True)))
-    tilings = cluster_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
+    tilings = pair_cluster_backward.tilings((modes[0], modes[1]), 1, dtype, SMALL, gpu)
     tilings = (replace(tiled, cluster=chosen["cluster"]) for tiled in tilings)
     tiled = next(t for t in tilings if all(getattr(t, name) == value for name, value in chosen.items()))
     chain = replace(all_gradients_of(kronecker(*sizes)), bias=bias)
@@ -1250,7 +1250,7 @@ def test_a_biass_gradient_by_a_cluster_of_its_own(
 )
 def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: int, emulator: Emulator) -> None:
     modes = tuple(Mode(((i, n, n),)) for i, n in enumerate(sizes))
-    few = small_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
+    few = small_float_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
     assert few is not None
     spec = kronecker(sizes, sizes)
     found = Plan(all_gradients_of(spec), "float32", LARGE, few.gpu, (few, Reduction(few)))
@@ -1331,7 +1331,7 @@ def test_small_factors_of_doubles_by_columns(
     spec, gpu = kronecker(*sizes), replace(Gpu.of(90), sms=2)
     chain = Chain.of(spec, True, "relu")
     work = next(w[0] for w in cuts(chain, "float64") if len(w) == 1 and len(w[0].steps) == len(sizes[0]))
-    tilings = [p for p in columns.tilings(work, gpu) if (p.warps, p.slots) == (warps, slots)]
+    tilings = [p for p in small_double.tilings(work, gpu) if (p.warps, p.slots) == (warps, slots)]
     assert len(tilings) == (1 if len(sizes[0]) == 2 else 2)
     draw = drawing("float64")
     x, bias = draw(batch, spec.in_features), draw(spec.out_features)
@@ -1343,7 +1343,7 @@ def test_small_factors_of_doubles_by_columns(
         assert not errors
         assert np.linalg.norm(outputs[0] - right.numpy().ravel()) <= 4 * EPS["float64"] * np.linalg.norm(right)
     modes = tuple(mode for _, mode in sorted(work.steps))
-    for back in columns_backward.tilings(modes, 1, gpu):
+    for back in small_double_backward.tilings(modes, 1, gpu):
         if (back.warps, back.slots) == (warps, slots):
             some = replace(back, groups=min(back.groups, 3))
             found = Plan(all_gradients_of(spec), "float64", LARGE, gpu, (some, Reduction(some)))
@@ -1384,7 +1384,7 @@ def test_both_gradients_of_one_factor_at_once(
     chain = Chain((Contraction(0, outer, p, q, inner, tied=True),), backward=True)
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
     is_split = dtype in ("float32", "tf32") and architecture == 90 and min(p, q) >= 24 and max(outer, inner) >= 64
-    assert type(found.passes[0]).__name__ == ("SplitSingleBackward" if is_split else "SingleBackward")
+    assert type(found.passes[0]).__name__ == ("SingleSplitBackward" if is_split else "SingleBackward")
     kernels = emulator.compile(found)
     draw = drawing(dtype)
     x, grad, weight = draw(batch, outer * p * inner), draw(batch, outer * q * inner), draw(q, p) / 8
@@ -2086,13 +2086,13 @@ FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 PLANTED = {
     "no-sync-between-stages": (RESIDENT, "\n    sync();\n  }\n", "\n  }\n", "race: a read"),
     "no-fence-before-stores": (RESIDENT, "fence_copy_engine();\n    sync();", "sync();", "no fence: the copy"),
-    "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::STAGES - 2>();", "", "has not landed"),
+    "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::SLOTS - 2>();", "", "has not landed"),
     "no-sync-of-chunks": (STREAMED, "__syncthreads();\n          multiply", "multiply", "race"),
     "no-fence-of-copies": (PAIR, "fence_copy_engine();\n      arrive", "arrive", "no fence: a matrix unit"),
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(ring.empty(slot), phase);", "", "nobody goes on"),
     "no-wait-for-a-mapped-slot": (PAIR_BY_MAP, "wait_for_bytes(ring.empty(slot), phase);", "", "more arrivals"),
     "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
-    "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    ring.last", "ring.last", "no fence: a matrix unit"),
+    "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    at.last", "at.last", "no fence: a matrix unit"),
     "no-wait-for-a-chunk": (STRIP, "wait_for_copies<SLOTS - 2>();", ";", "has not landed"),
     "no-sync-of-strips": (STRIP, "__syncthreads();  // the chunk", "// the chunk", "race"),
     "no-wait-for-a-strip": (STRIPS_IN_TURN, "wait_for_copies<SLOTS - 1>();", ";", "has not landed"),
@@ -2105,7 +2105,7 @@ PLANTED = {
     "no-sync-of-two-warps": (EIGHTS, "sync_threads<64>(1 + warp / 2);", "", "race: a read"),
     "no-sync-of-slabs": (EIGHTS, "__syncthreads_or(unsure[0] | unsure[1])", "unsure[0] | unsure[1]", "race: a read"),
     "no-sync-behind-slabs": (EIGHTS, "__syncthreads();\n    }", "}", "race: a write"),
-    "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<STAGES - 2>();", "", "has not landed"),
+    "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<SLOTS - 2>();", "", "has not landed"),
     "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
     "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),
     "results-leave-without-meeting": (MONARCH, "fence_copy_engine();\n        meet();", "fence_copy_engine();", "race"),
@@ -2126,15 +2126,15 @@ def test_finds_what_is_planted(case: Case, old: str, new: str, said: str, emulat
 @pytest.mark.parametrize(
     ("dtype", "old", "new", "said"),
     [
-        ("bfloat16", "wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a matrix unit"),
+        ("bfloat16", "slots.wait_until_empty(cursor);", "", "race: a matrix unit"),
         ("bfloat16", "fence_copy_engine();\n      if", "if", "no fence: a matrix unit"),
         ("bfloat16", "wait_for_products<1>();\n", "", "race: a matrix unit"),
-        ("bfloat16", "wait_for_bytes(memory + kFull + stage * 8, phase);", "", "has not landed"),
-        ("tf32", "wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a"),
-        ("float32", "wait_for_bytes(memory + kEmpty + stage * 8, phase);", "", "race: a"),
+        ("bfloat16", "slots.wait_until_full(cursor);", "", "has not landed"),
+        ("tf32", "slots.wait_until_empty(cursor);", "", "race: a"),
+        ("float32", "slots.wait_until_empty(cursor);", "", "race: a"),
         ("tf32", "fence_copy_engine();\n      if", "if", "no fence: a matrix unit"),
         ("float32", "wait_for_products<0>();\n", "", "nobody has waited for"),
-        ("float32", "wait_for_bytes(memory + kFull + stage * 8, phase);", "", "race: a matrix unit"),
+        ("float32", "slots.wait_until_full(cursor);", "", "race: a matrix unit"),
     ],
 )
 def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
@@ -2148,9 +2148,9 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
     [
         ("bfloat16", "wait_for_copies<Pass::AHEAD - 1>();", "", "has not landed"),
         ("bfloat16", "sync_threads<128>(kMeeting);", "", "race"),
-        ("bfloat16", "wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);", ";", "race"),
+        ("bfloat16", "slots.wait_until_empty(copied);", ";", "race"),
         ("tf32", "sync_threads<128>(kMeeting);", "", "race"),
-        ("tf32", "wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);", ";", "race"),
+        ("tf32", "slots.wait_until_empty(taken);", ";", "race"),
         ("tf32", "&& piece < whole) copy", ") copy", "outside of the tensors"),
     ],
 )
@@ -2170,22 +2170,28 @@ def check_that_it_finds(p: int, dtype: str, changes: dict[str, str], said: str, 
 @pytest.mark.parametrize(
     ("dtype", "width", "old", "new", "said"),
     [
-        ("bfloat16", 192, "ring.wait_until_empty(turn);\n#pragma", "\n#pragma", "race"),
-        ("bfloat16", 192, "ring.wait_until_full(turn);\n    if", "if", "has not landed"),
-        ("bfloat16", 64, "wait_for_bytes(x_empty, round & 1 ^ 1);", "", "race"),
+        ("bfloat16", 192, "ring.wait_until_empty(cursor);\n#pragma", "\n#pragma", "race"),
+        ("bfloat16", 192, "ring.wait_until_full(cursor);\n    if", "if", "has not landed"),
+        ("bfloat16", 64, "of_x.wait_until_empty({0, u32(round & 1 ^ 1)});", "", "race"),
         ("bfloat16", 192, "fence_copy_engine(), meet();", "fence_copy_engine();", "race: a matrix unit"),
         ("bfloat16", 192, "if constexpr (!kInChunks) fence_copy_engine();", "", "no fence: a matrix unit"),
         ("bfloat16", 192, "wait_for_products<1>();\n", "", "race"),
-        ("tf32", 192, "    wait_until_empty(turn);\n", "\n", "race"),
-        ("tf32", 192, "ring.wait_until_full(turn);\n    if", "if", "has not landed"),
+        ("tf32", 192, "    Base::wait_until_empty(cursor);\n", "\n", "race"),
+        ("tf32", 192, "ring.wait_until_full(cursor);\n    if", "if", "has not landed"),
         ("tf32", 192, "sync_threads<kLoaders>(kMeeting);", "", "race"),
         ("tf32", 192, "wait_for_copies<0>();\n        if", "if", "has not landed"),
-        ("tf32", 192, "wait_for_bytes(x_full, round & 1), ", "", "race"),
-        ("tf32", 192, "round & 1), fence_copy_engine();", "round & 1);", "no fence: a matrix unit"),
-        ("frozen bfloat16", 192, "    wait_until_empty(turn);\n", "\n", "race"),
+        ("tf32", 192, "of_x.wait_until_full({0, u32(round & 1)}), ", "", "race"),
+        ("tf32", 192, "u32(round & 1)}), fence_copy_engine();", "u32(round & 1)});", "no fence: a matrix unit"),
+        ("frozen bfloat16", 192, "    Base::wait_until_empty(cursor);\n", "\n", "race"),
         ("frozen bfloat16", 192, "wait_for_copies<0>();\n        if", "if", "has not landed"),
-        ("frozen bfloat16", 192, "wait_for_bytes(x_full, round & 1), ", "", "race"),
-        ("frozen bfloat16", 192, "round & 1), fence_copy_engine();", "round & 1);", "no fence: a matrix unit"),
+        ("frozen bfloat16", 192, "of_x.wait_until_full({0, u32(round & 1)}), ", "", "race"),
+        (
+            "frozen bfloat16",
+            192,
+            "u32(round & 1)}), fence_copy_engine();",
+            "u32(round & 1)});",
+            "no fence: a matrix unit",
+        ),
     ],
 )
 def test_finds_what_is_missing_of_streamed_layers(
@@ -2206,7 +2212,7 @@ def test_finds_what_is_missing_of_streamed_layers(
 def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
     c = Contraction(0, 3, 16, 32, 1, tied=True)
     found = plan(Chain((c,), gradient=True), "tf32", 100, Gpu(90, 1, 232448))
-    put = "if (more) put_both(stage);"
+    put = "if (more) put_both(slot);"
     kernels = emulator.compile(found, {f"{put}\n      __syncthreads();": put})
     states = (np.ones((100, c.outer * n)) for n in (c.p, c.q))
     _, errors = emulator.run(found, kernels, next(states), list(states), None, blocks=1)
@@ -2220,17 +2226,11 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
         (32, "tf32", "wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();", "", "has not landed"),
         (96, "bfloat16", "fence_copy_engine();\n      u32 t[", "u32 t[", "no fence: a matrix unit"),
         (96, "bfloat16", "sync_group<8, 2>(1);  // dT has", "// dT has", "race"),
-        (64, "float32", "wait_for_bytes(empty(group, 0), phase);", "", "race"),
-        (64, "float32", "wait_for_bytes(empty(group, 1), phase);", "", "race"),
-        (64, "float32", "wait_for_bytes(full(warpgroup, 0), phase);", "", "race: a matrix unit"),
-        (
-            64,
-            "float32",
-            "fence_copy_engine();\n      arrive(full(group, 0));",
-            "arrive(full(group, 0));",
-            "no fence: a matrix unit",
-        ),
-        (64, "float32", "fence_copy_engine();\n      wait", "wait", "no fence: a matrix unit"),
+        (64, "float32", "states.wait_until_empty({x_state(group), phase});", "", "race"),
+        (64, "float32", "states.wait_until_empty({g_state(group), phase});", "", "race"),
+        (64, "float32", "states.wait_until_full({x_state(warpgroup), phase});", "", "race: a matrix unit"),
+        (64, "float32", "fence_copy_engine();\n    arrive(full", "arrive(full", "no fence: a matrix unit"),
+        (64, "float32", "fence_copy_engine();\n      states.wait", "states.wait", "no fence: a matrix unit"),
         (64, "float32", "sync_threads<128>(2 + warpgroup);  // all", "// all", "race: a matrix unit"),
         (64, "float32", "sync_threads<128>(2 + warpgroup);  // dT has", "// dT has", "race"),
         (64, "float32", "wait_for_products<1>();\n", "", "race"),
@@ -2298,15 +2298,15 @@ def test_finds_what_is_missing_of_clusters(old: str, new: str, said: str, emulat
 @pytest.mark.parametrize(
     ("size", "old", "new", "said"),
     [
-        (128, "wait_for_bytes(empty(group, 0), phase);", "", "race"),
-        (128, "wait_for_bytes(empty(group, 1), phase);", "", "race"),
-        (128, "wait_for_bytes(empty(group, 2), phase);", "", "race"),
-        (64, "wait_for_bytes(empty(group, 1), phase);", "", "race"),
-        (128, "wait_for_bytes(full(group, 1 + h), phase);", "", "race: a matrix unit"),
-        (128, "if (h == 0) wait_for_bytes(full(group, 0), phase);", "", "race: a matrix unit"),
+        (128, "states.wait_until_empty({state(group, 0), phase});", "", "race"),
+        (128, "states.wait_until_empty({state(group, 1), phase});", "", "race"),
+        (128, "states.wait_until_empty({state(group, 2), phase});", "", "race"),
+        (64, "states.wait_until_empty({state(group, 1), phase});", "", "race"),
+        (128, "states.wait_until_full({state(group, 1 + h), phase});", "", "race: a matrix unit"),
+        (128, "if (h == 0) states.wait_until_full({state(group, 0), phase});", "", "race: a matrix unit"),
         (128, "fence_copy_engine();\n    arrive(", "arrive(", "no fence: a matrix unit"),
         (64, "fence_copy_engine();\n    sync_threads", "sync_threads", "no fence: a matrix unit"),
-        (64, "wait_for_products<0>();\n        if", "if", "race"),
+        (64, "wait_for_products<0>();\n        states.release", "states.release", "race"),
         (64, "wait_for_products<1>();\n", "", "sums touched in flight"),
     ],
 )
@@ -2345,11 +2345,16 @@ def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: s
         (64, "fence_copy_engine();\n    sync();", "sync();", "no fence: a matrix unit"),
         (64, "fence_copy_engine();\n    sync();", "fence_copy_engine();", "race"),
         (64, "wait_for_products<0>();\n    Base::template touch_sums<L>(sums);", "", "race"),
-        (128, "wait_for_bytes(full(), before & 1);", "", "race: a matrix unit"),
-        (128, "wait_for_bytes(full(), before + 1 & 1);", "", "race: a matrix unit"),
-        (128, "wait_for_bytes(free(), before & 1);", "", "race: a write"),
-        (128, "if (before > 0) wait_for_bytes(free(), before - 1 & 1);", "", "race: a write"),
-        (128, "fence_copy_engine();\n        arrive(full());", "arrive(full());", "no fence: a matrix unit"),
+        (128, "wait_for_bytes(samples().full(0), before & 1);", "", "race: a matrix unit"),
+        (128, "wait_for_bytes(samples().full(0), before + 1 & 1);", "", "race: a matrix unit"),
+        (128, "wait_for_bytes(samples().empty(0), before & 1);", "", "race: a write"),
+        (128, "if (before > 0) wait_for_bytes(samples().empty(0), before - 1 & 1);", "", "race: a write"),
+        (
+            128,
+            "fence_copy_engine();\n        arrive(samples().full(0));",
+            "arrive(samples().full(0));",
+            "no fence: a matrix unit",
+        ),
     ],
 )
 def test_finds_what_is_missing_of_a_layers_gradients_in_tf32(

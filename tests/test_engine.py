@@ -728,7 +728,14 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 found |= {kinds, f"{kinds} in {case.dtype}"}
                 passes = planned.text().split("\npass ")[1:]
                 found |= {flag for text in passes for flag in re.findall(r"BULK_\w+ = \w+", text)}
-    assert {"ClusterBackward", "DoublePair", "Mapped Mapped", "Monarch", "Strip", "StripBackward Reduction"} <= found
+    assert {
+        "PairClusterBackward",
+        "PairDouble",
+        "Mapped Mapped",
+        "Monarch",
+        "PairFew",
+        "PairFewBackward Reduction",
+    } <= found
     assert {
         "by slabs",
         "rank",
@@ -739,11 +746,14 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "Streamed Streamed",
         "Wide Wide",
     } <= found
-    assert {"PairBackward Reduction", "PairBackward Reduction Parts", "UnitBackward Reduction Parts"} <= found
-    assert {"Columns", "DoubleBackward DoubleBackward Reduction"} <= found
-    assert {f"{way}Backward Reduction" for way in ("Columns", "Eights", "Large", "Small", "SplitPair")} <= found
+    merged = {f"{way}Backward Reduction FactorGradients" for way in ("Pair", "Pair16")}
+    assert merged | {"PairBackward Reduction"} <= found
+    assert {"SmallDouble", "PairDoubleBackward PairDoubleBackward Reduction"} <= found
+    assert {
+        f"{way}Backward Reduction" for way in ("SmallDouble", "Eights", "Pair16Large", "SmallFloat", "PairSplit")
+    } <= found
     assert any("ChainBackward Reduction" in kinds for kinds in found)
-    assert any("WholeLargest WholeWeight" in kinds and "WholeParts" in kinds for kinds in found)
+    assert any("WholeLargest WholeWeight" in kinds and "WholeGradients" in kinds for kinds in found)
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block layer by layer"} <= found

@@ -34,7 +34,7 @@ from factorlayer.activations.expression import (
     write,
 )
 from factorlayer.activations.named import ACTIVATIONS, activate, evaluate
-from factorlayer.activations.stages import activation_of, scalars
+from factorlayer.activations.texts import activation_of, scalars
 from factorlayer.activations.tracing import trace
 
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 3.0, -3.0, 6.0, 20.0, 30.0, -30.0, 300.0, -300.0, 1e30, -1e30]

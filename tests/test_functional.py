@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import factorlayer.functional
 from factorlayer import FactorLinear, factor_linear
-from factorlayer.autograd.fused import not_at_once
+from factorlayer.autograd.layer_ops import not_at_once
 from factorlayer.functional import choose
 from factorlayer.maths.spec import LayerSpec
 
@@ -420,7 +420,7 @@ def test_errors(name: str) -> None:
 
 
 def test_fused_refuses_a_dtype_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factorlayer.autograd.fused, "DTYPES", (torch.float64, torch.float32))
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "DTYPES", (torch.float64, torch.float32))
     monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
     half = FactorLinear(12, 20, dtype=torch.float16, implementation="fused")
     message = (

@@ -37,7 +37,7 @@ from oracle import (
 from torch import Tensor
 
 from factorlayer.activations.named import ACTIVATIONS
-from factorlayer.autograd import fused
+from factorlayer.autograd import layer_ops
 from factorlayer.functional import run
 from factorlayer.maths.spec import LayerSpec
 
@@ -309,7 +309,7 @@ def test_forward_allocates_its_output_only(case: Case, dtype: torch.dtype) -> No
 RESIDENT = """
 import sys, torch
 from oracle import Case, draw_inputs, kronecker, monarch
-from factorlayer.autograd import fused
+from factorlayer.autograd import layer_ops
 from factorlayer.functional import run
 
 def status(name):
@@ -509,11 +509,11 @@ WRONG_CALLS = {
 @pytest.mark.parametrize("shape", [(2, 4, 1), (2, 2, 2), (8,), (4, 2, 1)], ids=str)
 def test_weights_of_other_dimensions_are_not_taken_at_once(shape: tuple[int, ...]) -> None:
     """Past the dispatcher: such a call is left to the raw ops, which say what is wrong with it."""
-    if fused.layer_at_once is fused.not_at_once:
+    if layer_ops.layer_at_once is layer_ops.not_at_once:
         pytest.skip("this PyTorch has other names for what it takes")
     x, last = torch.ones(7, 6), torch.ones(5, 3)
-    assert fused.layer_at_once(TEXT, TEXT, False, x, None, (torch.ones(4, 2), last)) is not None
-    assert fused.layer_at_once(TEXT, TEXT, False, x, None, (torch.ones(shape), last)) is None
+    assert layer_ops.layer_at_once(TEXT, TEXT, False, x, None, (torch.ones(4, 2), last)) is not None
+    assert layer_ops.layer_at_once(TEXT, TEXT, False, x, None, (torch.ones(shape), last)) is None
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)

@@ -20,7 +20,7 @@ from factorlayer import CompileError
 from factorlayer.activations import expression
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.written import activation_type
-from factorlayer.autograd import fused, runtime, stacked
+from factorlayer.autograd import layer_ops, runtime, stack_ops
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths import chain
 from factorlayer.maths.chain import Chain, parse_layers
@@ -321,12 +321,12 @@ def test_sources() -> None:
 )
 def test_cuts_from_the_cache(answer: str) -> None:
     with pytest.raises(RuntimeError, match="empty the cache"):
-        stacked._read_cut(answer, 3)
+        stack_ops._read_cut(answer, 3)
 
 
 def test_cuts_that_the_planner_makes_are_read() -> None:
     for cut in ((), ((0, 3),), ((0, 1), (1, 3)), ((1, 2), (2, 3))):
-        assert stacked._read_cut(str(cut), 3) == list(cut)
+        assert stack_ops._read_cut(str(cut), 3) == list(cut)
 
 
 def test_an_expression_of_a_pickle_is_read_as_any_other() -> None:
@@ -368,7 +368,7 @@ def test_bounds_are_the_same_on_both_sides() -> None:
     assert of("expression.cpp", "kMostSteps") == expression.MOST_STEPS
     assert of("expression.cpp", "kMostParameters") == expression.MOST_PARAMETERS
     assert of("expression.cpp", "kLongestStep") == expression.LONGEST_STEP
-    assert of("ops/on_cpu.cpp", "kMostWanted") == fused.MOST_WANTED
+    assert of("ops/on_cpu.cpp", "kMostWanted") == layer_ops.MOST_WANTED
     assert of("runtime/kernels.h", "MAX_WEIGHTS") == runtime.MAX_WEIGHTS
 
 

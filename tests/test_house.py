@@ -260,8 +260,8 @@ def test_expressions_have_the_same_operations_in_python_and_in_the_kernels() -> 
 
 
 def test_the_raw_ops_are_named_in_one_file() -> None:
-    """Everything else goes through fused.py, so that a new engine is added in one place."""
-    for op, name in (("forward", "fused.py"), ("stack_forward", "stacked.py"), ("stack_frozen", "frozen.py")):
+    """Everything else goes through layer_ops.py, so that a new engine is added in one place."""
+    for op, name in (("forward", "layer_ops.py"), ("stack_forward", "stack_ops.py"), ("stack_frozen", "frozen.py")):
         assert {path.name for path in MODULES if f"torch.ops.factorlayer.{op}" in path.read_text()} == {name}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import factorlayer.functional
 from factorlayer import FactorLinear, FactorMLP, fuse
-from factorlayer.autograd.fused import not_at_once
+from factorlayer.autograd.layer_ops import not_at_once
 
 NAMES = {"v1": "naive", "v2": "batched", "v3": "fused", "naive": "naive", "batched": "batched", "fused": "fused"}
 

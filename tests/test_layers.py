@@ -13,7 +13,7 @@ from oracle import dtype_id, kronecker, monarch, nearly, spec_id
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 from factorlayer import FactorLinear
 from factorlayer.maths.spec import LayerSpec
 
@@ -275,7 +275,7 @@ def test_explain_says_why_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FactorLinear(12, 20, factors=1).explain().splitlines()[-1] == (
         "runs batched, because a single contraction is one matrix product"
     )
-    monkeypatch.setattr(factorlayer.autograd.fused, "DTYPES", (torch.float64,))
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "DTYPES", (torch.float64,))
     assert FactorLinear(12, 20).explain().splitlines()[-1] == (
         "runs batched, because fused cannot: it has kernels for torch.float64, x is torch.float32"
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import factorlayer
 from factorlayer import FactorLinear
-from factorlayer.autograd.fused import MOST_WANTED, why_not_fused
+from factorlayer.autograd.layer_ops import MOST_WANTED, why_not_fused
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
 from factorlayer.maths.spec import LayerSpec
 

@@ -113,8 +113,8 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("wait_until_empty(turn);\n    expect", "expect", "race"),
-        ("ring.wait_until_full(turn);", "", "has not landed"),
+        ("Base::wait_until_empty(cursor);\n    expect", "expect", "race"),
+        ("ring.wait_until_full(cursor);", "", "has not landed"),
         ("wait_for_products<1>();", "", "race"),
         ("fence_copy_engine();\n    __syncthreads();", "__syncthreads();", "no fence: the copy engine"),
         ("if (lane < BLOCKS) free", "if (lane == blockIdx.y) free", "nobody goes on"),

@@ -23,20 +23,21 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 
 from factorlayer.autograd import runtime
 from factorlayer.device.gpu import DTYPES, ELEMENT_BYTES, Gpu
-from factorlayer.kernels import states
+from factorlayer.kernels import bank_layouts
+from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, Reduction
-from factorlayer.kernels.kronecker import eights, eights_backward, pair_backward, small, small_backward
-from factorlayer.kernels.kronecker.columns import Columns
-from factorlayer.kernels.kronecker.columns_backward import ColumnsBackward
-from factorlayer.kernels.kronecker.double_backward import DoubleBackward
-from factorlayer.kernels.kronecker.double_pair import DoublePair
+from factorlayer.kernels.kronecker import eights, eights_backward, pair_backward, small_float, small_float_backward
 from factorlayer.kernels.kronecker.eights_backward import EightsBackward
-from factorlayer.kernels.kronecker.mixed_backward import MixedBackward
 from factorlayer.kernels.kronecker.pair import Pair
-from factorlayer.kernels.kronecker.scaled_backward import ScaledBackward
-from factorlayer.kernels.kronecker.small import Small
-from factorlayer.kernels.kronecker.small_backward import SmallBackward
-from factorlayer.kernels.kronecker.unit_backward import UnitBackward
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
+from factorlayer.kernels.kronecker.pair_double import PairDouble
+from factorlayer.kernels.kronecker.pair_double_backward import PairDoubleBackward
+from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward
+from factorlayer.kernels.kronecker.pair_tf32_backward import PairTf32Backward
+from factorlayer.kernels.kronecker.small_double import SmallDouble
+from factorlayer.kernels.kronecker.small_double_backward import SmallDoubleBackward
+from factorlayer.kernels.kronecker.small_float import SmallFloat
+from factorlayer.kernels.kronecker.small_float_backward import SmallFloatBackward
 from factorlayer.kernels.monarch import monarch_mapped, monarch_through
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
@@ -45,7 +46,6 @@ from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.monarch.whole import Instead, WholeWeight
-from factorlayer.kernels.parts import Parts
 from factorlayer.kernels.product import few
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
@@ -706,7 +706,7 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
     work = Work(1, sizes, 1, tuple(reversed(list(enumerate(modes)))), "float32")
     for gpu in (Gpu.of(80), Gpu.of(90)):
         for batch in (1024, 16384):
-            few = small.tile(work, batch, gpu)
+            few = small_float.tile(work, batch, gpu)
             assert few is not None and few.shared <= gpu.shared
             assert (
                 few.blocks_per_sm * few.threads * 128 <= 65536
@@ -715,15 +715,15 @@ def test_small_factors_of_floats_have_a_family(sizes: tuple[int, ...]) -> None:
             floor = batch * 2 * spec.in_features * 4 / gpu.sms / gpu.memory_bytes
             assert floor < few.us < 6 * floor + 5
     found = plan(chain_of(spec), "float32", 1024, Gpu.of(80 if sizes == (8,) * 5 else 90))
-    assert [type(p) for p in found.passes] == [Small] and "small: " in str(found)
+    assert [type(p) for p in found.passes] == [SmallFloat] and "small float: " in str(found)
     lanes = [lane * few.sizes.row_bytes for lane in range(32)]
     assert conflicts(lanes, 16) == 1, "lanes meet in a bank"
     chain = replace(chain_of(spec, False, "identity"), backward=True)
     roomy = max(sizes) ** 2 <= sizes[-1] * sizes[-2]
-    assert (small_backward.tile(modes, 1, "float32", 1024, Gpu.of(90)) is not None) == roomy
+    assert (small_float_backward.tile(modes, 1, "float32", 1024, Gpu.of(90)) is not None) == roomy
     if sizes == (8, 8, 4, 8, 8):
         back = plan(chain, "float32", 1024, Gpu.of(90))
-        assert [type(p) for p in back.passes] == [SmallBackward, Reduction]
+        assert [type(p) for p in back.passes] == [SmallFloatBackward, Reduction]
         assert back.scratch == (0, 0, 132 * (4 * 64 + 16) * 4) and back.us < 5 * floor / 16 + 5
 
 
@@ -737,7 +737,7 @@ def test_five_eights_of_floats_go_by_products(outer: int) -> None:
         tiled = eights.tile(work, 1024, gpu)
         assert tiled is not None and 16 < tiled.staged < eights.ROWS and tiled.shared <= gpu.shared
         assert tiled.shared + eights.WARPS * eights.ROW_BYTES > gpu.shared, "there is room for more"
-        by_fma = small.tile(work, 1024, gpu)
+        by_fma = small_float.tile(work, 1024, gpu)
         assert by_fma is not None and tiled.us < by_fma.us
     for architecture in (80, 120):
         assert eights.tile(work, 1024, Gpu.of(architecture)) is None
@@ -756,7 +756,7 @@ def test_five_eights_of_floats_go_back_by_products(outer: int) -> None:
     modes = tuple(Mode(((i, 8, 8),)) for i in range(5))
     for architecture in (90, 100):
         gpu = Gpu.of(architecture)
-        tiled, by_fma = (f.tile(modes, outer, "float32", 1024, gpu) for f in (eights_backward, small_backward))
+        tiled, by_fma = (f.tile(modes, outer, "float32", 1024, gpu) for f in (eights_backward, small_float_backward))
         assert tiled is not None and tiled.shared <= gpu.shared
         assert by_fma is not None and tiled.us < by_fma.us and tiled.output_bytes == by_fma.output_bytes
         chain = replace(chain_of(kronecker((8,) * 5, (8,) * 5), False, "identity"), backward=True)
@@ -817,18 +817,18 @@ def test_small_factors_of_doubles_go_by_columns(
     for batch in (1024, 16384):
         found = plan(chain, "float64", batch, gpu)
         back = plan(replace(chain, backward=True), "float64", batch, gpu) if backward else found
-        assert [type(p) for p in found.passes] == [Columns] or not forward
-        assert not forward or "columns: " in str(found)
-        assert backward == isinstance(back.passes[0], ColumnsBackward)
-        assert forward or not any(isinstance(p, Columns) for p in found.passes)
+        assert [type(p) for p in found.passes] == [SmallDouble] or not forward
+        assert not forward or "small double: " in str(found)
+        assert backward == isinstance(back.passes[0], SmallDoubleBackward)
+        assert forward or not any(isinstance(p, SmallDouble) for p in found.passes)
         for p in (found.passes[0], back.passes[0]):
-            if not isinstance(p, Columns | ColumnsBackward):
+            if not isinstance(p, SmallDouble | SmallDoubleBackward):
                 continue
-            moved = 8 * (spec.in_features * (1 + isinstance(p, ColumnsBackward)) + spec.out_features)
+            moved = 8 * (spec.in_features * (1 + isinstance(p, SmallDoubleBackward)) + spec.out_features)
             floor = batch * moved / gpu.sms / gpu.memory_bytes
             assert p.shared <= gpu.shared and p.threads <= 512 and floor < p.us < 6 * floor + 12
-        assert not any(isinstance(p, Columns) for p in plan(chain, "float64", batch, Gpu.of(80)).passes)
-    assert not any(isinstance(p, Columns) for p in plan(chain, "float32", 1024, gpu).passes)
+        assert not any(isinstance(p, SmallDouble) for p in plan(chain, "float64", batch, Gpu.of(80)).passes)
+    assert not any(isinstance(p, SmallDouble) for p in plan(chain, "float32", 1024, gpu).passes)
 
 
 def test_states_by_columns_meet_in_banks_as_often_as_is_counted() -> None:
@@ -840,12 +840,12 @@ def test_states_by_columns_meet_in_banks_as_often_as_is_counted() -> None:
         indices = [tuple(reversed(index)) if reverse else index for index in every]
         places = [8 * sum(i * s for i, s in zip(index, strides, strict=True)) for index in indices]
         met = sum(conflicts(places[first : first + 16], 8) for first in range(0, len(places), 16))
-        found = states.by_threads(sizes, np.array([strides]), mode, reverse)
+        found = bank_layouts.by_threads(sizes, np.array([strides]), mode, reverse)
         assert found.tolist() == [sizes[mode] * met]
-    order = states.Order(False)
+    order = bank_layouts.Order(False)
     fours = [[8 * (4 * q + 22 * (k // 4) + k % 4) for q in range(4) for k in range(j, j + 4)] for j in range(0, 12, 4)]
     assert sum(conflicts(four, 8) for four in fours) == 3, "four rows of four neighbours are in all banks"
-    found = states.by_products(sizes, np.array([strides]), 1, order)
+    found = bank_layouts.by_products(sizes, np.array([strides]), 1, order)
     assert found.tolist() == [2 * 3], "and the fifth row by itself; the last four columns of eight are not there"
 
 
@@ -866,14 +866,14 @@ def test_two_large_factors_of_doubles_have_a_family(
 ) -> None:
     """Where a state and both weights do not fit shared memory."""
     found = plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(90))
-    doubles = [p for p in found.passes if isinstance(p, DoublePair)]
-    assert bool(doubles) == taken and ("double pair: " in str(found)) == taken
+    doubles = [p for p in found.passes if isinstance(p, PairDouble)]
+    assert bool(doubles) == taken and ("pair double: " in str(found)) == taken
     for p in doubles:
-        assert p.shared <= p.gpu.shared and p.stages >= 3
+        assert p.shared <= p.gpu.shared and p.slots >= 3
         floor = batch * p.work.outer * 2 * (p.sizes[0] * p.sizes[1] * p.sizes[3] + p.sizes[0] * p.sizes[2] * p.sizes[3])
         assert floor / 132 / 0.5e6 < p.us < 2 * floor / 132 / 0.45e6 + 5
     assert not any(
-        isinstance(p, DoublePair) for p in plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(80)).passes
+        isinstance(p, PairDouble) for p in plan(chain_of(kronecker(*sizes)), "float64", batch, Gpu.of(80)).passes
     )
 
 
@@ -901,11 +901,11 @@ def test_a_small_mode_is_gone_back_through_with_two_large_ones(
             assert not fits or arch == 80
             continue
         (visit, *_) = passes
-        assert isinstance(visit, MixedBackward) == (fits and arch == 90)
-        if not isinstance(visit, MixedBackward):
+        assert isinstance(visit, PairMixedBackward) == (fits and arch == 90)
+        if not isinstance(visit, PairMixedBackward):
             continue
         assert visit.shared <= visit.gpu.shared and visit.chunks > visit.least_chunks
-        assert [type(p) for p in passes[1:]] == ([Reduction, Parts] if len(sizes[0]) > 3 else [Reduction])
+        assert [type(p) for p in passes[1:]] == ([Reduction, FactorGradients] if len(sizes[0]) > 3 else [Reduction])
         p, p0, p1, q, q0, q1 = visit.sizes
         assert visit.weights == p * q + p0 * q0 + p1 * q1
         floor = 1024 * (2 * math.prod(sizes[0]) + math.prod(sizes[1])) * 2 / visit.gpu.sms / visit.gpu.memory_bytes
@@ -937,15 +937,15 @@ def test_a_mode_of_eight_is_mixed_on_the_way_to_a_wide_product(
 @pytest.mark.parametrize(
     ("sizes", "dtype", "batch", "family"),
     [
-        (((128, 128), (128, 128)), "float64", 1024, DoubleBackward),
-        (((97, 64), (128, 65)), "float64", 16384, DoubleBackward),
+        (((128, 128), (128, 128)), "float64", 1024, PairDoubleBackward),
+        (((97, 64), (128, 65)), "float64", 16384, PairDoubleBackward),
         (((128, 129), (128, 128)), "float64", 1024, None),
         (((128, 23), (128, 128)), "float64", 1024, None),
-        (((128, 128), (128, 128)), "tf32", 1024, ScaledBackward),
-        (((24, 100), (96, 68)), "tf32", 16384, ScaledBackward),
+        (((128, 128), (128, 128)), "tf32", 1024, PairTf32Backward),
+        (((24, 100), (96, 68)), "tf32", 16384, PairTf32Backward),
         (((128, 130), (128, 128)), "tf32", 1024, None),
-        (((64, 64), (64, 64)), "bfloat16", 16384, UnitBackward),
-        (((24, 64), (33, 40)), "float16", 1024, UnitBackward),
+        (((64, 64), (64, 64)), "bfloat16", 16384, Pair16Backward),
+        (((24, 64), (33, 40)), "float16", 1024, Pair16Backward),
         (((64, 64), (65, 64)), "bfloat16", 16384, None),
         (((64, 60), (64, 64)), "bfloat16", 16384, None),
     ],
@@ -966,7 +966,7 @@ def test_all_gradients_of_two_factors_have_families(
         assert (
             {type(p) for p in passes} == {family}
             if family and arch == 90
-            else not {type(p) for p in passes} & {DoubleBackward, ScaledBackward, UnitBackward}
+            else not {type(p) for p in passes} & {PairDoubleBackward, PairTf32Backward, Pair16Backward}
         )
         if arch == 80 or family is None:
             continue
@@ -991,9 +991,9 @@ def test_all_gradients_of_two_factors_have_families(
     ids=str,
 )
 def test_other_small_factors_have_other_families(spec: LayerSpec, dtype: str) -> None:
-    assert not any(isinstance(p, Small) for p in plan(chain_of(spec), dtype, 1024, Gpu.of(90)).passes)
+    assert not any(isinstance(p, SmallFloat) for p in plan(chain_of(spec), dtype, 1024, Gpu.of(90)).passes)
     modes = tuple(Mode(((i, q, p),)) for i, (q, p) in enumerate(zip(spec.out_factors, spec.in_factors, strict=True)))
-    taken = small_backward.tile(modes, 1, dtype, 1024, Gpu.of(90))
+    taken = small_float_backward.tile(modes, 1, dtype, 1024, Gpu.of(90))
     assert taken is None or spec.rank > 1, "terms go back one by one"
 
 
@@ -1179,7 +1179,7 @@ def test_samples_that_are_turned_in_shared_memory_are_as_many_as_have_room() -> 
     for groups in (48, 160, 256, 512):
         spec, gpu = monarch((32, 24), (64, groups), rank=4), Gpu.of(90)
         back = plan(replace(Chain.of(spec, False, "identity"), backward=True), "bfloat16", BATCHES[2], gpu).passes[1]
-        assert isinstance(back, MonarchBack) and back.shared <= gpu.shared and back.firsts == 3 and back.stages > 5
+        assert isinstance(back, MonarchBack) and back.shared <= gpu.shared and back.firsts == 3 and back.slots > 5
         found.append(back.turners * back.depth)
     assert found == [4, 4, 2, 1]
 

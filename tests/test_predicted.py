@@ -16,7 +16,7 @@ from benches.sweep import drawn
 from benches.workloads import ALL_DTYPES, Block
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.autograd.backward import Ops
-from factorlayer.autograd.fused import layer_at_once, take_kernels
+from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.maths.chain import Chain

@@ -9,7 +9,7 @@ from torch import nn
 from factorlayer.activations.expression import X, apply, parameter, select
 from factorlayer.activations.named import ACTIVATIONS, evaluate
 from factorlayer.activations.results import RESULT, from_result, gradient_from_result
-from factorlayer.activations.stages import activation_of
+from factorlayer.activations.texts import activation_of
 
 KNOWN = [
     nn.ReLU(), nn.LeakyReLU(), nn.LeakyReLU(0.3), nn.ELU(), nn.ELU(0.5), nn.ELU(2.5), nn.CELU(), nn.CELU(0.5),

@@ -24,12 +24,12 @@ from oracle import nearly
 from test_backward import OPS
 from torch import Tensor
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 import factorlayer.functional
 from factorlayer import CompileError, FactorLinear
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
-from factorlayer.autograd.fused import not_at_once, text_for, why_not_fused
+from factorlayer.autograd.layer_ops import not_at_once, text_for, why_not_fused
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import resolve
 
@@ -572,20 +572,20 @@ def test_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below autograd, where the dispatcher calls it. Before the first time it compiles what that takes, at once."""
     prepared = []
-    monkeypatch.setattr(factorlayer.autograd.fused, "cuda_ops", lambda device, dtype: OPS)
-    monkeypatch.setattr(factorlayer.autograd.fused, "prepare_together", lambda asked, *_: prepared.append(asked))
-    monkeypatch.setattr(factorlayer.autograd.fused, "_prepared", set())
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "cuda_ops", lambda device, dtype: OPS)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "prepare_together", lambda asked, *_: prepared.append(asked))
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_prepared", set())
     for bias in (True, False):
         layer = FactorLinear(12, 20, bias, factors=((3, 4), (4, 5)), activation="gelu", dtype=torch.float64)
         x, grad_y = torch.randn(7, 12, dtype=torch.float64), torch.randn(7, 20, dtype=torch.float64)
         for wanted in (13 + 2 * bias, 1, 4):
             arguments = (grad_y, x, layer.weights, layer.bias, layer.chain.text, wanted)
             right = torch.ops.factorlayer.backward(*arguments)
-            found = factorlayer.autograd.fused._backward_on_cuda(*arguments)
+            found = factorlayer.autograd.layer_ops._backward_on_cuda(*arguments)
             torch.testing.assert_close(found, right)
             assert not any(gradient.requires_grad for gradient in found)
             assert prepared.pop() == texts(layer.chain.text, OPS.fits, 7, wanted)
-            factorlayer.autograd.fused._backward_on_cuda(*arguments)
+            factorlayer.autograd.layer_ops._backward_on_cuda(*arguments)
             assert not prepared
     assert torch._C._dispatch_has_kernel_for_dispatch_key("factorlayer::backward", "CUDA")
 

@@ -12,14 +12,14 @@ import torch
 from test_backward import OPS
 from torch import Tensor, nn
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 import factorlayer.autograd.layerwise
 import factorlayer.functional
 import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
-from factorlayer.activations.stages import activation_of
+from factorlayer.activations.texts import activation_of
 from factorlayer.autograd.layerwise import backward_by_layers, handed_back
-from factorlayer.autograd.stacked import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
+from factorlayer.autograd.stack_ops import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 
@@ -57,8 +57,8 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, cut: tuple[tuple[int, int], ...]) ->
 
     monkeypatch.setattr(factorlayer.stacks.stack, "runs", runs)
     monkeypatch.setattr(factorlayer.stacks.stack, "fused_stack", fused_stack)
-    monkeypatch.setattr(factorlayer.autograd.stacked, "_states", states_by_layers)
-    monkeypatch.setattr(factorlayer.autograd.stacked, "_parts", known(lambda text, *_: (text,)))
+    monkeypatch.setattr(factorlayer.autograd.stack_ops, "_states", states_by_layers)
+    monkeypatch.setattr(factorlayer.autograd.stack_ops, "_parts", known(lambda text, *_: (text,)))
     be_hopper(monkeypatch)
     return asked
 
@@ -75,10 +75,10 @@ def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in ("forward", "weight_gradient", "slopes")})
-    monkeypatch.setattr(factorlayer.autograd.fused, "gpu_limits", lambda device: H100)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "gpu_limits", lambda device: H100)
 
     def cuda_ops(device: int, dtype: torch.dtype) -> Any:
-        return replace(ops, fits=lambda chain: factorlayer.autograd.fused.has_kernel(chain.text, dtype, device))
+        return replace(ops, fits=lambda chain: factorlayer.autograd.layer_ops.has_kernel(chain.text, dtype, device))
 
     monkeypatch.setattr(factorlayer.autograd.layerwise, "cuda_ops", cuda_ops)
     monkeypatch.setattr(factorlayer.autograd.layerwise, "prepare_together", lambda *_: None)
@@ -229,7 +229,7 @@ def trained_as_on_hopper(monkeypatch: pytest.MonkeyPatch, tf32: bool = False) ->
         return runs_on_gpu(text, x.dtype, -1, recorded, joined) if recorded else ((0, len(stack.layers), text),)
 
     monkeypatch.setattr(factorlayer.stacks.stack, "runs", runs)
-    monkeypatch.setattr(factorlayer.autograd.stacked, "_states", states_by_layers)
+    monkeypatch.setattr(factorlayer.autograd.stack_ops, "_states", states_by_layers)
     return be_hopper(monkeypatch)
 
 
@@ -267,7 +267,7 @@ def test_training_begins_with_all_kernels(activation: str, tf32: bool, monkeypat
     mlp = wide_block(activation, torch.float32 if tf32 else torch.float64)
     ran, prepared = trained_as_on_hopper(monkeypatch, tf32), []
     monkeypatch.setattr(factorlayer.autograd.layerwise, "prepare_together", lambda asked, *_: prepared.append(asked))
-    for module in (factorlayer.autograd.layerwise, factorlayer.autograd.stacked):
+    for module in (factorlayer.autograd.layerwise, factorlayer.autograd.stack_ops):
         monkeypatch.setattr(module, "_prepared", set())
     mlp(torch.randn(0, 132, dtype=mlp.layers[0].weight.dtype, requires_grad=True)).sum().backward()
     assert not prepared  # nothing runs, and nothing is known to be there

@@ -26,7 +26,7 @@ from benches.timing import Timing, sets_needed
 from benches.workloads import ALL_DTYPES, CPU_DTYPES, PASSES, Block, Layer, Workload
 from factorlayer.activations import functions
 from factorlayer.activations.named import ACTIVATIONS
-from factorlayer.activations.stages import activation_of
+from factorlayer.activations.texts import activation_of
 from factorlayer.autograd.runtime import CompileError
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain

@@ -16,9 +16,9 @@ from oracle import kronecker
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import triple
-from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
+from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
 from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
-from factorlayer.kernels.kronecker.unit_backward import UnitBackward
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
@@ -202,7 +202,7 @@ def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(
     chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
     first, behind, reduction = plan(chain, dtype, LARGE, HOPPER).passes
     assert isinstance(first, TripleBackward) and isinstance(reduction, Reduction)
-    assert isinstance(behind, SplitPairBackward if dtype == "tf32" else UnitBackward)
+    assert isinstance(behind, PairSplitBackward if dtype == "tf32" else Pair16Backward)
     assert first.cluster == first.split == 8 and 0 < behind.us < first.us
     assert reduction.of.weights == sum(a * b for a, b in zip(p, q, strict=True)) == first.weights
     for each in (first, behind):

@@ -24,7 +24,7 @@ import factorlayer
 import factorlayer.functional
 import factorlayer.stacks.stack
 from factorlayer import FactorLinear, FactorMLP, fuse
-from factorlayer.autograd.fused import layer_at_once as every_layer_at_once
+from factorlayer.autograd.layer_ops import layer_at_once as every_layer_at_once
 from factorlayer.autograd.runtime import cache_folder, class_of_batch
 from factorlayer.cli.app import app
 from factorlayer.tuning import choices, timing

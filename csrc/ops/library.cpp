@@ -1,6 +1,6 @@
 // The raw ops by name: factorlayer::forward and backward, for a stack stack_forward, stack_states, stack_backward and, with
-// weights that stay as they are, stack_prepare and stack_frozen; and questions without tensors. Callers are autograd/fused.py,
-// stacked.py, stacks/frozen.py and exported graphs.
+// weights that stay as they are, stack_prepare and stack_frozen; and questions without tensors. Callers are autograd/layer_ops.py,
+// stack_ops.py, stacks/frozen.py and exported graphs.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(factorlayer, m) {

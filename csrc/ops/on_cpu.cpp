@@ -114,7 +114,7 @@ Tensor forward(const Tensor& x, const std::vector<Tensor>& weights, const std::o
 }
 
 // `wanted` has a bit for each gradient: 1 for x, 2 for the bias, 4 << i for weight i. They come in that order.
-constexpr size_t kMostWanted = 61;  // weights: bit 63 would be its sign. autograd/fused.py has the same number
+constexpr size_t kMostWanted = 61;  // weights: bit 63 would be its sign. autograd/layer_ops.py has the same number
 
 std::vector<Tensor> backward(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
                              const std::optional<Tensor>& bias, const Text& chain, int64_t wanted) {

@@ -58,7 +58,7 @@ class Expression:
 
     @property
     def program(self) -> str:
-        """With all derivatives, as a chain's stage has it."""
+        """The program with all derivatives, as a chain's text has it."""
         too_large = (
             f"it has more than {MOST_STEPS} operations or {MOST_PARAMETERS} parameters; leave a part of it to a layer "
             "without activation"
@@ -82,7 +82,7 @@ class Expression:
         return self.op in COMPARISONS
 
     def derivative(self, parameter: int | None = None) -> Expression:
-        """By x, or by a parameter."""
+        """The derivative by x, or by a parameter."""
         return _adjoints(self).get(X if parameter is None else Expression("p", (), parameter), ZERO)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -312,7 +312,7 @@ def _plain_shares(node: Expression, g: Expression) -> tuple[Expression, ...]:
 
 
 def _larger(g: Expression, a: Expression, b: Expression) -> Expression:
-    """Of max(a, b), what comes to a: half of it in a tie."""
+    """The share of max(a, b) that comes to a: half of it in a tie."""
     return select(apply("lt", a, b), ZERO, select(apply("eq", a, b), g * 0.5, g))
 
 
@@ -365,7 +365,7 @@ _NAMES = {expression: name for name, expression in NAMED.items()}
 
 
 def name_of(expression: Expression) -> str | None:
-    """Of one that kernels have a row for."""
+    """The name of an activation that kernels have a row for."""
     return _NAMES.get(expression)
 
 
@@ -389,5 +389,5 @@ def gradient_of(activation: Expression) -> Expression:
 
 
 def expression_of(activation: str) -> Expression:
-    """Of a chain's activation, a name or a program."""
+    """The expression of a chain's activation, a name or a program."""
     return Expression.parse(activation) if "/" in activation else NAMED[activation]

@@ -11,7 +11,7 @@ LONGEST = 200  # of a part; what is longer is left out
 
 
 def formula(activation: str) -> str:
-    """Of a chain's stage: `x * tanh(softplus(x))`. p0, p1, … are learned."""
+    """The formula of a chain's activation, for people: `x * tanh(softplus(x))`. p0, p1, … are learned."""
     if "/" not in activation:
         return activation
     known: dict[Expression, str] = {}
@@ -22,7 +22,7 @@ def formula(activation: str) -> str:
 
 
 def _write(node: Expression, parts: Sequence[str]) -> str:
-    """Of a node whose arguments are written."""
+    """The text of a node whose arguments are written."""
     if node.op == "number":
         return f"{float(node.value or 0):.6g}"
     if not parts:

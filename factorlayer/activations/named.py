@@ -44,7 +44,7 @@ def activation_name(activation: str | None) -> str:
 
 
 def activate(activation: str, x: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-    """Of a name or a program, which takes parameters of one element."""
+    """The value of an activation, a name or a program, which takes parameters of one element."""
     if activation in ACTIVATIONS:
         return ACTIVATIONS[activation](x)
     values: list[Any] = []

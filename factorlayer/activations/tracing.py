@@ -20,7 +20,7 @@ _IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
 
 
 def program_of(activation: Any) -> tuple[str, tuple[str, ...]]:
-    """Of an expression, a module or a function: a chain's stage, and which parameters of the module p0, p1, … are."""
+    """The program of an expression, a module or a function, and which parameters of the module p0, p1, … are."""
     names: tuple[str, ...] = ()
     if isinstance(activation, Expression):
         if activation.parameters:

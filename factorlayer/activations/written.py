@@ -136,7 +136,7 @@ def shortened(output: Expression) -> Expression:
 
 
 def _shorter(node: Expression, args: tuple[Expression, ...], sums: set[Expression]) -> Expression:
-    """Of a node whose arguments are made. `sums`: of what 1 + tanh is needed anyway."""
+    """A shorter text of a node whose arguments are made. `sums`: of what 1 + tanh is needed anyway."""
     if node.op == "add" and ONE in node.args:
         for arg, its in zip(node.args, args, strict=True):
             if arg.op in ("erf", "tanh"):

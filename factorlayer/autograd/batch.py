@@ -42,7 +42,7 @@ def one_by_one(call: Callable[..., Tensor], tensors: Sequence[Tensor], batch: tu
 
 
 def mapped(call: Callable[..., Tensor], tensors: Sequence[Tensor], batch: tuple[int, ...]) -> Tensor:
-    """By products of all members. An axis of one for all is not mapped."""
+    """The mapped op by products of all members. An axis of one for all is not mapped."""
     if not batch:
         y: Tensor = call(*tensors)
         return y

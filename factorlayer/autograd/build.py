@@ -1,7 +1,7 @@
 """What the Python package and the compiled extension have to agree on: the version, and what they call of each other.
 
-An extension stays behind when its source is updated and not built again, as an editable install allows. fused.py asks
-here before it uses one.
+An extension stays behind when its source is updated and not built again, as an editable install allows. layer_ops.py
+asks here before it uses one.
 """
 
 from __future__ import annotations

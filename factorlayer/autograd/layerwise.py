@@ -28,7 +28,7 @@ from factorlayer.autograd.backward import (
     through_text,
     visits,
 )
-from factorlayer.autograd.fused import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
+from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
 from factorlayer.autograd.runtime import class_of_batch, prepare_together
 from factorlayer.maths.chain import Chain
 
@@ -149,7 +149,7 @@ class _Layers:
     def _of_layer(
         self, grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int], through: str
     ) -> list[Tensor]:
-        """Of one layer, that of x back through the activation which made x."""
+        """The gradients of one layer, that of x back through the activation which made x."""
         if has_backward(text, self.dtype, self.device):
             made = self.at_once(grad, x, tensors, text, places)
             made[0] = back_through(self.ops, made[0], x, through)
@@ -164,7 +164,7 @@ class _Layers:
 
 
 def all_at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int]) -> list[Tensor]:
-    """Of layers whose gradients one kernel makes."""
+    """The gradients of layers that one kernel makes."""
     try:
         return list(_all_at_once(grad, x, tensors, text, places))
     except RuntimeError as error:

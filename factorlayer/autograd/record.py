@@ -124,7 +124,7 @@ def warn_of_dense(spec: LayerSpec, given: Mapping[str, Any]) -> None:
 
 
 def _shapes(record: Record) -> tuple[tuple[int, ...], ...] | None:
-    """Of the weights that a record is of."""
+    """Shapes of the weights that a record is of."""
     try:
         in_factors, out_factors = map(tuple, record["factors"])
         return LayerSpec(record["structure"], in_factors, out_factors, record["rank"]).weight_shapes

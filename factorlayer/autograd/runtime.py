@@ -37,7 +37,7 @@ def warn(message: str) -> None:
 
 
 def nvrtc_paths() -> str:
-    """Where NVRTC may be among the Python packages, a path a line: of PyTorch's own CUDA version first."""
+    """Places among the Python packages where NVRTC may be, a path a line: of PyTorch's own CUDA version first."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     found = [path for folder in folders for path in folder.glob("*/lib/libnvrtc.so.1[23]")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from factorlayer import __version__
-from factorlayer.autograd import fused
+from factorlayer.autograd import layer_ops
 
 
 def version_lines() -> list[str]:
@@ -18,8 +18,9 @@ def version_lines() -> list[str]:
 
 def kernels(device: torch.device) -> str:
     """The fused implementation's on a device: avx512 kernels."""
-    if fused.missing_extension is not None:
-        return f"no fused kernels: the compiled extension factorlayer._C cannot be imported ({fused.missing_extension})"
+    if layer_ops.missing_extension is not None:
+        why = layer_ops.missing_extension
+        return f"no fused kernels: the compiled extension factorlayer._C cannot be imported ({why})"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"kernels for compute capability {major}.{minor}"

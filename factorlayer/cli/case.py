@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorlayer.autograd.fused import why_not_fused
+from factorlayer.autograd.layer_ops import why_not_fused
 from factorlayer.cli.subject import Own, Subject
 from factorlayer.functional import Implementation
 from factorlayer.fusion import Fused, fuse

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from factorlayer import __version__
-from factorlayer.autograd.fused import gpu_limits
+from factorlayer.autograd.layer_ops import gpu_limits
 from factorlayer.autograd.runtime import cache_entries, cache_folder, class_of_batch, dtype_name, fill_cache
 from factorlayer.cli.case import Problem
 from factorlayer.device.gpu import LIMITS, Gpu

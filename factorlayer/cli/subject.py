@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activation_name
 from factorlayer.activations.nearest import did_you_mean, nearest
-from factorlayer.activations.stages import activation_of
+from factorlayer.activations.texts import activation_of
 from factorlayer.layers import FactorLinear
 from factorlayer.maths.spec import LayerSpec, Structure
 from factorlayer.mlp import FactorMLP, Width

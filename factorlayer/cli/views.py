@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def sources_of(problem: Problem, arch: int | None, as_json: bool) -> dict[str, Any]:
     """Prints what --source asks for, and returns it for --json."""
-    from factorlayer.autograd import fused
+    from factorlayer.autograd import layer_ops
     from factorlayer.cli.source import gpu_of, sources, why_not_compiled
 
-    if fused.missing_extension is not None:
-        refuse("--source", fused.why_never_fused(problem.x) or "")
+    if layer_ops.missing_extension is not None:
+        refuse("--source", layer_ops.why_never_fused(problem.x) or "")
     gpu = worded("--arch", lambda: gpu_of(problem, arch))
     reason = why_not_compiled()
     typer.echo(

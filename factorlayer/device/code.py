@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 # What a dtype is in there: how it is multiplied, and what memory holds.
 MATH = {"float64": "Fp64", "float32": "Split3", "tf32": "Tf32", "bfloat16": "Half<bf16>", "float16": "Half<f16>"}
 ELEMENT = {"float64": "double", "float32": "float", "tf32": "float", "bfloat16": "bf16", "float16": "f16"}
 
-HEADERS = ("instructions.cuh", "types.cuh", "memory.cuh", "mma.cuh", "params.cuh", "pointwise.cuh", "layout.cuh")
-
-
+Told = dict[str, int | str]  # a kernel's constants: numbers, flags and types, by their names
 Asks = Sequence[tuple[str, str]]  # tensors and bytes of them, in C++
 MOST_ASKED = 4 << 20  # of a tensor: what is read first
 
 
 def ask_for(samples: str, size: int) -> tuple[str, str]:
-    """Of a tensor with `size` bytes for each sample."""
+    """What asks for a tensor with `size` bytes for each sample."""
     return samples, f"min(params.batch * {size}, i64({MOST_ASKED}))"
 
 
@@ -31,24 +29,28 @@ def folder() -> Path:
 
 @functools.cache
 def _paths() -> dict[str, Path]:
-    """Of each header, by its name alone: no two have the same."""
+    """The path of each header, by its name alone: no two have the same."""
     return {path.name: path for path in folder().rglob("*.cuh")}
 
 
 @functools.cache
-def headers(*further: str) -> str:
-    """The shared vocabulary and further headers, in order, with their names for the compiler's messages."""
-    text = []
-    for name in (*HEADERS, *further):
+def headers(*names: str) -> str:
+    """These headers behind all that they include, each once, with their names for the compiler's messages."""
+    found: dict[str, str] = {}
+
+    def take(name: str) -> None:
+        if name in found:
+            return
         lines = _paths()[name].read_text().splitlines()
+        for line in lines:
+            if line.startswith("#include"):
+                take(Path(line.split('"')[1]).name)
         kept = [line if not line.startswith(("#include", "#pragma once")) else "" for line in lines]
-        text.append("\n".join([f'#line 1 "{name}"', *kept]))
-    return "\n".join(text) + "\n"
+        found[name] = "\n".join([f'#line 1 "{name}"', *kept])
 
-
-def hopper_headers(products: str, *further: str) -> str:
-    """The same with Wgmma's `products`, which `further` headers use."""
-    return headers("wgmma.cuh", "ring.cuh") + products + headers(*further).removeprefix(headers())
+    for name in names:
+        take(name)
+    return "\n".join(found.values()) + "\n"
 
 
 def kernel(
@@ -58,7 +60,7 @@ def kernel(
     lines: Sequence[str],
     threads: int,
     blocks: int = 1,
-    cluster: str = "",
+    cluster: int = 1,
     waits: bool = True,
     asks: Asks = (),
     starts: bool = False,
@@ -67,18 +69,23 @@ def kernel(
     """Self-contained CUDA C++ of the kernel `name`: headers, a struct of constants, and the template that takes it,
     which waits for the kernel before, or does so by itself, and may have maps of tensors. Before that it `asks` for
     what it will read first, and for x's map, and behind it `starts` the next one, which may then ask as early; with
-    `asks` it does."""
+    `asks` it does. `blocks` share a multiprocessor, `cluster` of them, along y of the grid, each other's memory."""
     struct = "\n  ".join(lines)
     asked = "".join(f"ask_for<{threads}>({tensor}, {size});\n  " for tensor, size in asks)
     asked += "if (threadIdx.x == 0) prefetch_map(maps.x);\n  " if maps and waits else ""
     wait = "wait_for_kernel_before();\n  " + "start_next_kernel();\n  " * bool(asks or starts) if waits else ""
+    dims = f"__cluster_dims__(1, {cluster}, 1) " if cluster > 1 else ""
     return (
         code
         + f'#line 1 "{name}"\nstruct Pass {{\n  {struct}\n}};\n'
-        + f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, {blocks})\n'
+        + f'extern "C" __global__ void {dims}__launch_bounds__({threads}, {blocks})\n'
         + f"{name}(const __grid_constant__ Params params{', const __grid_constant__ Maps maps' if maps else ''}) {{\n"
         + f"  {asked}{wait}{template}<Pass>(params{', maps' if maps else ''}).run();\n}}\n"
     )
+
+
+class Long(int):
+    """A constant of 64 bits."""
 
 
 def constants(told: Mapping[str, int | str]) -> list[str]:
@@ -94,13 +101,19 @@ def kinds(dtype: str) -> list[str]:
 def _constant(name: str, value: int | str) -> str:
     if isinstance(value, str):
         return f"using {name} = {value};"
-    kind = "bool" if isinstance(value, bool) else "int"
+    kind = "bool" if isinstance(value, bool) else "i64" if isinstance(value, Long) else "int"
     return f"static constexpr {kind} {name} = {str(value).lower()};"
 
 
-def wgmma(dtype: str, n: int, turned: bool = False) -> str:
-    """Wgmma<Element, n> of instructions.cuh: the matrix instruction of a warpgroup for sums 64 x n. `turned`: also of
-    operands in shared memory whose k's are rows, which 16 bits can have; both, or the right one alone."""
+def wgmma(dtype: str, widths: Iterable[int], turned: bool = False) -> str:
+    """Wgmma<Element, n> of instructions.cuh, of each width n: the matrix instruction of a warpgroup for sums 64 x n.
+    `turned`: also of operands in shared memory whose k's are rows, which 16 bits can have; both, or the right one
+    alone."""
+    return "".join(_wgmma(dtype, n, turned) for n in sorted(set(widths)))
+
+
+@functools.cache
+def _wgmma(dtype: str, n: int, turned: bool) -> str:
     name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, "tf32")
     k = 8 if name == "tf32" else 16
     count = n // 2  # sums of a thread

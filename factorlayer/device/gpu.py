@@ -105,12 +105,12 @@ class Gpu:
 
     @property
     def instructions(self) -> float:
-        """Of warps: four schedulers at 1.75 GHz, four fifths of the time."""
+        """Instructions of warps in a microsecond: four schedulers at 1.75 GHz, four fifths of the time."""
         return 5.6e3
 
     @functools.cached_property
     def flops(self) -> dict[str, float]:
-        """Of the matrix instructions that a dtype is computed with."""
+        """FLOPs in a microsecond of the matrix instructions that a dtype is computed with."""
         scale = {80: 0.6, 86: 0.3, 89: 0.45, 90: 1.0, 100: 1.0, 120: 0.45}.get(self.arch, 0.5)
         rates = {"bfloat16": 8.9e6, "float16": 8.9e6, "tf32": 2.2e6, "float32": 0.75e6}
         rates = {dtype: scale * rate for dtype, rate in rates.items()}

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, ask_for, headers, kernel
+from factorlayer.device.code import Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
 from factorlayer.kernels.tiling import (
@@ -59,7 +59,7 @@ class Learned:
 
     @property
     def sums(self) -> int:
-        """Of a thread."""
+        """Sums of a thread."""
         return 4 * self.mt * self.nt * self.count
 
     @property
@@ -122,10 +122,6 @@ class ChainBackward(BlockSums):
         return self.work.dtype
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 
@@ -179,7 +175,7 @@ class ChainBackward(BlockSums):
 
     @functools.cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """In the order of the weights."""
+        """The modes in the order of the weights."""
         return tuple(mode for _, mode in sorted(self.work.steps, key=lambda step: step[0]))
 
     @property
@@ -211,12 +207,12 @@ class ChainBackward(BlockSums):
     # Memory
 
     def features(self, state: int) -> int:
-        """Of a sample's state in memory, before the first step or behind the last one."""
+        """Elements of a sample's state in memory, before the first step or behind the last one."""
         return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
 
     @functools.cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of the place of each S, which G takes, and behind them of grad_y's."""
+        """Bytes for each S, whose place G takes, and behind them for grad_y."""
         found = []
         for i, (stage, learned) in enumerate(zip(self.forward, self.learned, strict=True)):
             of_s = _bytes(stage, learned.reach_p, i < len(self.forward) - 1)
@@ -235,7 +231,7 @@ class ChainBackward(BlockSums):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Those that are made."""
+        """The stages that are made."""
         return (*self.forward[:-1], *(self.back if self.places.y else self.back[1:]))
 
     @property
@@ -253,8 +249,8 @@ class ChainBackward(BlockSums):
 
     @property
     def fold_bytes(self) -> int:
-        """Of a group, where its warps' sums are added up."""
-        return 32 * self.warps * 4 * PART_BYTES[self.dtype]
+        """Bytes of a group in which its warps' sums are added up."""
+        return 32 * self.warps * 4 * SUM_BYTES[self.dtype]
 
     def __str__(self) -> str:
         terms = f", {self.work.terms} terms" if self.work.terms > 1 else ""
@@ -266,14 +262,62 @@ class ChainBackward(BlockSums):
             + ", ".join(map(str, (*self.stages, *self.learned)))
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        return source(self, name)
+    @property
+    def told(self) -> list[str]:
+        work, places, last = self.work, self.places, len(self.forward) - 1
+        layouts = [stage.layout for stage in self.forward]
+        back_layouts = [self.back[0].result_layout, *(stage.layout for stage in self.back)]  # of G
+        of_x, of_g = (math.prod(work.states[state]) for state in (0, -1))
+        regions = [region_of(work, self.chunk, whole, whole) for whole in (of_x, of_g)]
+        returned = region_of(work, self.chunk, of_x, self.back[0].q if self.parts > 1 else of_x)
+        group_bytes = (self.shared - self.barrier_bytes - self.weight_bytes) // self.groups // 16 * 16
+        told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots, "RANK": 1}
+        told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": places.grad, "COUNT": self.weights, "BIAS": False}
+        told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size)}
+        told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
+        told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size), "RETURNS": bool(places.y)}
+        told |= {"PARTS": self.parts, "PART": self.back[0].q, "ROWS": self.forward[0].p}
+        told |= {"PART_STEP": Long(self.back[0].q * work.inner), "kStateBytes": self.state_bytes[0]}
+        told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes}
+        told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": group_bytes}
+        for key, state, terms in (("X", 0, places.terms_x), ("G", -1, places.terms_g), ("Y", 0, places.terms_y)):
+            told[f"{key}_TERM"] = Long(self.features(state) if terms else 0)
+        width = work.inner if work.inner % self.chunk else 0
+        for key, region in zip(("Input", "Output", "Returned"), (*regions, returned), strict=True):
+            told[key] = f"Region<{', '.join(map(str, region))}, {self.units_per_sample}, {width}>"
+        at = 0
+        for i, stage in enumerate(self.forward):
+            following = layouts[i + 1] if i < last else stage.layout
+            told[f"F{i}"] = _stage_type(self, i, stage, layouts[i], following, at)
+            at += stage.weight_bytes if i < last else 0
+        for i, stage in enumerate(self.back):
+            told[f"B{i}"] = _stage_type(self, i, stage, back_layouts[i + 1], back_layouts[i], at)
+            at += stage.weight_bytes if i > 0 or places.y else 0
+        begins = dict(zip(self.modes, itertools.accumulate((m.p * m.q for m in self.modes), initial=0), strict=False))
+        for i, (d, (_, mode)) in enumerate(zip(self.learned, work.steps, strict=True)):
+            sizes = (d.p, d.q, d.inner, d.rows, d.mt, d.nt, d.count, d.share)
+            raw = (str(i == 0).lower(), str(i == last).lower())
+            words = (*sizes, layouts[i], back_layouts[i + 1], begins[mode] * work.terms, *raw)
+            told[f"D{i}"] = f"Learned<{', '.join(map(str, words))}>"
+        told |= {"X": "F0::In", "G": f"B{last}::In", "Final": str(back_layouts[0]), "FirstX": "F0"}
+        told |= {"FirstG": f"B{last}", "FirstStage": "F0", "AlsoRaw": f"B{last}"}
+        tiles = " ".join(f"typename C::template Tiles<D{i}> d{i} = {{}};" for i in range(last + 1))
+        return [
+            *kinds(self.dtype),
+            activation_type("identity", self.dtype, work.scalars),
+            *constants(told),
+            f"template <class C> struct Sums {{ {tiles} }};",
+            *_load_weights(self),
+            *_walk(self),
+            "template <class C> static DEVICE void store_sums(const C& c, const Sums<C>& sums) {",
+            *(f"  c.template store<D{i}>(sums.d{i});" for i in range(last + 1)),
+            "}",
+        ]
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a pass finds states, and leaves the gradient of what it reads: buffers of the plan, each with a state for
+    """Buffers of the plan in which a pass finds states and leaves the gradient of what it reads, each with a state for
     each term or one for all. `y` is empty where that gradient is not made, `g` where it is grad_y itself, parameter
     `grad`."""
 
@@ -288,8 +332,8 @@ class Places:
 
 
 def _bytes(stage: Stage, reach: int, is_read: bool) -> int:
-    """Of a state, with what tiles touch behind its rows and behind its last one's p's, if the stage itself reads it or
-    only the gradient of its weight does."""
+    """Bytes of a state, with what tiles touch behind its rows and behind its last one's p's, if the stage itself reads
+    it or only the gradient of its weight does."""
     layout = stage.layout
     width = 16 if ELEMENT_BYTES[stage.dtype] == 2 else 8
     rows = round_up(stage.rows, width) if stage.by_rows else stage.rows
@@ -297,71 +341,6 @@ def _bytes(stage: Stage, reach: int, is_read: bool) -> int:
     elements = rows * layout.row + behind * (1 if stage.by_rows else layout.step)
     whole = stage.state_bytes if is_read else 0
     return round_up(max(whole, elements * ELEMENT_BYTES[stage.dtype] + SLACK), 128)
-
-
-def source(plan: ChainBackward, name: str) -> str:
-    work, last = plan.work, len(plan.forward) - 1
-    layouts = [stage.layout for stage in plan.forward]
-    back_layouts = [plan.back[0].result_layout, *(stage.layout for stage in plan.back)]  # of G
-    places = plan.places
-    of_x, of_g = (math.prod(work.states[state]) for state in (0, -1))
-    regions = [region_of(work, plan.chunk, whole, whole) for whole in (of_x, of_g)]
-    returned = region_of(work, plan.chunk, of_x, plan.back[0].q if plan.parts > 1 else of_x)
-    numbers = {
-        "WARPS": plan.warps,
-        "GROUPS": plan.groups,
-        "UNITS": plan.units,
-        "SLOTS": plan.slots,
-        "RANK": 1,
-        "UNITS_PER_SAMPLE": plan.units_per_sample,
-        "COPY_X": copied_at_once(layouts[0], regions[0], plan.size),
-        "COPY_G": copied_at_once(back_layouts[-1], regions[1], plan.size),
-        "STORE": copied_at_once(back_layouts[0], returned, plan.size),
-        "PARTS": plan.parts,
-        "PART": plan.back[0].q,
-        "ROWS": plan.forward[0].p,
-        "kBarrierBytes": plan.barrier_bytes,
-        "kWeightBytes": plan.weight_bytes,
-        "kStateBytes": plan.state_bytes[0],
-        "kSlotBytes": plan.slot_bytes,
-        "kGroupBytes": (plan.shared - plan.barrier_bytes - plan.weight_bytes) // plan.groups // 16 * 16,
-        "GRAD": places.grad,
-        "COUNT": plan.weights,
-    }
-    width = work.inner if work.inner % plan.chunk else 0
-    lines = [f"using Math = {MATH[plan.dtype]};", f"using Element = {ELEMENT[plan.dtype]};"]
-    lines += [activation_type("identity", plan.dtype, work.scalars), "static constexpr bool BIAS = false;"]
-    lines += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-    for key, state, terms in (("X", 0, places.terms_x), ("G", -1, places.terms_g), ("Y", 0, places.terms_y)):
-        lines.append(f"static constexpr i64 {key}_TERM = {plan.features(state) if terms else 0};")
-    lines.append(f"static constexpr i64 PART_STEP = {plan.back[0].q * work.inner};")
-    lines.append(f"static constexpr bool RETURNS = {str(bool(places.y)).lower()};")
-    for key, region in zip(("Input", "Output", "Returned"), (*regions, returned), strict=True):
-        lines.append(f"using {key} = Region<{', '.join(map(str, region))}, {plan.units_per_sample}, {width}>;")
-    at = 0
-    for i, stage in enumerate(plan.forward):
-        following = layouts[i + 1] if i < last else stage.layout
-        lines.append(f"using F{i} = {_stage_type(plan, i, stage, layouts[i], following, at)};")
-        at += stage.weight_bytes if i < last else 0
-    for i, stage in enumerate(plan.back):
-        lines.append(f"using B{i} = {_stage_type(plan, i, stage, back_layouts[i + 1], back_layouts[i], at)};")
-        at += stage.weight_bytes if i > 0 or places.y else 0
-    begins = dict(zip(plan.modes, itertools.accumulate((m.p * m.q for m in plan.modes), initial=0), strict=False))
-    for i, (d, (_, mode)) in enumerate(zip(plan.learned, work.steps, strict=True)):
-        sizes = (d.p, d.q, d.inner, d.rows, d.mt, d.nt, d.count, d.share)
-        begin = begins[mode] * work.terms
-        raw = (str(i == 0).lower(), str(i == last).lower())
-        words = (*sizes, layouts[i], back_layouts[i + 1], begin, *raw)
-        lines.append(f"using D{i} = Learned<{', '.join(map(str, words))}>;")
-    lines += ["using X = F0::In;", f"using G = B{last}::In;", f"using Final = {back_layouts[0]};"]
-    lines += ["using FirstX = F0;", f"using FirstG = B{last};", "using FirstStage = F0;", f"using AlsoRaw = B{last};"]
-    tiles = " ".join(f"typename C::template Tiles<D{i}> d{i} = {{}};" for i in range(last + 1))
-    lines.append(f"template <class C> struct Sums {{ {tiles} }};")
-    lines += _load_weights(plan) + _walk(plan)
-    lines.append("template <class C> static DEVICE void store_sums(const C& c, const Sums<C>& sums) {")
-    lines += [f"  c.template store<D{i}>(sums.d{i});" for i in range(last + 1)] + ["}"]
-    code = headers("sums.cuh", "chain.cuh", "chain_backward.cuh")
-    return kernel(code, name, "ChainBackward", lines, plan.threads, asks=plan.asks)
 
 
 def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, following: Layout, weight: int) -> str:
@@ -398,8 +377,8 @@ def _walk(plan: ChainBackward) -> list[str]:
 
 @functools.lru_cache(512)
 def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
-    """The fastest by prediction, or None where a unit, or the sums, do not fit. Parts read what others would overwrite,
-    where the gradient takes the place of the state."""
+    """The fastest by prediction, or None where a unit, or the sums, do not fit. Blocks that share a weight read what
+    others would overwrite, where the gradient takes the place of the state."""
     y = "y" if places.y else ""
     found = _tile(work.unnumbered, Places(0, x=y if places.x == places.y else "x", y=y), batch, gpu)
     return replace(found, work=work, places=places) if found else None
@@ -501,7 +480,7 @@ def _grouped(
         barriers = 2 * len(one.stages) + 4
         us, first, further = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
         begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, both_ways=True)
-        summed = 2 * min(tiles, one.most) * one.weights * PART_BYTES[work.dtype]
+        summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end
         yield us, (*fields, groups, slots, parts, places, gpu, us, first + begin + end, further)

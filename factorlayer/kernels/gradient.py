@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from factorlayer.device.code import ELEMENT, constants, headers, kernel, kinds
+from factorlayer.device.code import ELEMENT, Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.parts import Parts
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.factor_gradients import FactorGradients
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_RUNS = 16  # on their way to a thread, of both states together
@@ -26,7 +26,7 @@ PLACE_REGISTERS = 3  # for where a run is read
 REDUCTION_US = 3.0  # of a second kernel, beside what it moves
 SHORT_US = 40.0  # of a pass
 FILLED = 1 << 17  # threads that fill a GPU
-PART_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
+SUM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
 # Warp tiles, in 16 q's and 8 p's, and registers that they need beside the runs.
 TILES = {
     "float64": {(2, 4): 168, (1, 4): 120, (1, 2): 96, (1, 1): 80},
@@ -38,26 +38,40 @@ TILES["float16"] = TILES["bfloat16"]
 
 
 def most_samples(batch: int) -> int:
-    """Of the batches that have one plan: csrc/runtime's classes."""
+    """The most samples of the batches that have one plan: csrc/runtime's classes."""
     return next((most for most in (64, 2048) if batch <= most), 1 << 40)
 
 
-class TileSums(Pass):
+class Sums(Pass):
+    """What passes have in common whose blocks write sums of gradients, `most` blocks for each at most."""
+
+    gpu: Gpu
+    folds: Any = 1  # sums for each weight that a block has
+    singles: Any = 0  # the first weights, of which a block has one sum, whatever it has of the others
+    begin: Any = 0  # elements of the gradients of all weights before these, where it makes some of them
+    gradients_to = "y"  # of a Reduction behind it
+    most: Any
+    part_bytes: Any
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.part_bytes
+
+    def sum_bytes(self, blocks: int) -> int:
+        return int(blocks * (self.part_bytes // self.most))
+
+
+class TileSums(Sums):
     """What passes have in common whose blocks each have a tile of the sums, mostly for one contraction's weights."""
 
     contraction: Contraction
-    dtype: str
-    gpu: Gpu
     batch: int
     blocks: Any  # at once on a multiprocessor
     tiles: Any
     bias: Any = False  # whether that of the columns of what comes back is made, too
-    folds: Any = 1  # sums for each weight that a block has
     stays: Any = False  # whether its sums do, in s2, for a pass behind it
-    begin = 0
 
     reads = "x"
-    gradients_to = "y"  # of a Reduction behind it
 
     @property
     def writes(self) -> str:
@@ -68,10 +82,6 @@ class TileSums(Pass):
         return int(self.blocks)
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.part_bytes
-
-    @property
     def finishing(self) -> tuple[Pass, ...]:
         if self.stays:
             return (Reduction(self, in_place=True),) if self._sums_of_blocks > 1 else ()
@@ -80,16 +90,9 @@ class TileSums(Pass):
     def outputs(self, batch: int) -> tuple[int, ...]:
         return (self.weights * ELEMENT_BYTES[self.dtype] if self.is_whole else 0,)
 
-    def sum_bytes(self, blocks: int) -> int:
-        return blocks * (self.part_bytes // self.most)
-
     @property
     def weights(self) -> int:
         return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
-
-    @property
-    def singles(self) -> int:
-        return 0
 
     @property
     def split(self) -> int:
@@ -108,7 +111,7 @@ class TileSums(Pass):
 
     @property
     def _sums_of_blocks(self) -> int:
-        """For each weight"""
+        """Sums of blocks for each weight."""
         return int(self.most * self.folds)
 
     @property
@@ -118,12 +121,38 @@ class TileSums(Pass):
 
     @property
     def part_bytes(self) -> int:
-        """Of the sums that all blocks write, at most."""
-        return 0 if self.is_whole else int(self._sums_of_blocks * self.weights * PART_BYTES[self.dtype])
+        """Bytes of the sums that all blocks write, at most."""
+        return 0 if self.is_whole else int(self._sums_of_blocks * self.weights * SUM_BYTES[self.dtype])
 
     @property
     def for_a_tile(self) -> str:
         return f"{'one block' if self.is_whole else f'at most {self.most} blocks'} for a tile"
+
+
+class AtOneVisit(TileSums):
+    """What passes have in common that make both gradients of an untied contraction: x's, and sums of the weight's."""
+
+    chain: Chain
+    blocks = 1  # at once on a multiprocessor
+    writes: Any = "y"
+    gradients_to = "w"
+    is_whole = False  # a second kernel makes elements of the sums
+    units_per_sample = 1
+
+    @property
+    def contraction(self) -> Contraction:  # type: ignore[override]
+        return self.chain.contractions[0]
+
+    @property
+    def groups(self) -> int:
+        return self.contraction.outer * self.contraction.inner
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (batch * self.output_bytes,)
+
+    @property
+    def output_bytes(self) -> int:
+        return self.groups * self.contraction.p * self.size
 
 
 @dataclass(frozen=True)
@@ -146,10 +175,6 @@ class Gradient(TileSums):
     stays: bool = False
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def bm(self) -> int:
         return 16 * self.mt * self.wm
 
@@ -169,7 +194,7 @@ class Gradient(TileSums):
 
     @functools.cached_property
     def runs(self) -> int:
-        """Of a thread."""
+        """Runs on their way to a thread."""
         return sum(-(-self.wg * self.bk * width // (self.run * self.threads)) for width in (self.bm, self.bn))
 
     def _stride(self, width: int) -> int:
@@ -181,13 +206,13 @@ class Gradient(TileSums):
 
     @functools.cached_property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         fit = (self.gpu.shared + 1024) // (self.shared + 1024)
         return max(1, min(65536 // (self.threads * self.registers), fit, 8))
 
     @property
     def rows(self) -> int:
-        """Of a sample."""
+        """Rows of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
 
     @functools.cached_property
@@ -198,7 +223,7 @@ class Gradient(TileSums):
 
     @functools.cached_property
     def _inner_here(self) -> int:
-        """Of a chunk."""
+        """Elements behind p that a chunk has."""
         c = self.contraction
         return min(1 << (c.inner - 1).bit_length(), self.bk) if c.tied else 1
 
@@ -221,76 +246,31 @@ class Gradient(TileSums):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
-        numbers = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
-        numbers |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
-        numbers |= {"RUN": self.run}
-        lines = kinds(self.dtype)
-        lines += [f"using Result = {self.result};"]
-        lines += constants(numbers | {"TIED": c.tied})
-        return kernel(headers("gradient.cuh"), name, "Gradient", lines, self.threads, self.blocks)
+        told = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
+        told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
+        return kinds(self.dtype) + constants(told | {"RUN": self.run, "TIED": c.tied, "Result": self.result})
 
 
-class BlockSums(Pass):
+class BlockSums(Sums):
     """What passes have in common that make all gradients at once, with one block for each multiprocessor."""
 
-    dtype: Any
-    gpu: Gpu
     weights: Any
+    merged: Any = ()  # its modes, if its sums are those of several taken as one
+    rank: Any = 1  # terms, of which each weight has one behind the other
 
-    gradients_to = "w"  # of a Reduction behind it
-
-    @property
-    def reads(self) -> str:
-        return "x"
-
-    @property
-    def writes(self) -> str:
-        return "y"
-
-    @property
-    def merged(self) -> tuple[Mode, ...]:
-        """Its modes, if its sums are those of several taken as one."""
-        return ()
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.part_bytes
+    reads: Any = "x"
+    writes: Any = "y"
+    gradients_to = "w"
+    units_per_block: Any = 1  # so that few units have a multiprocessor each
 
     @property
     def finishing(self) -> tuple[Pass, ...]:
         if self.merged:
-            return Reduction(self, in_place=True), Parts(self.merged, self.dtype, self.rank, self.begin)
+            return Reduction(self, in_place=True), FactorGradients(self.merged, self.dtype, self.rank, self.begin)
         return (Reduction(self),)
-
-    def sum_bytes(self, blocks: int) -> int:
-        return blocks * (self.part_bytes // self.most)
-
-    @property
-    def units_per_block(self) -> int:
-        """One, so that few units have a multiprocessor each."""
-        return 1
-
-    @property
-    def folds(self) -> int:
-        return 1
-
-    @property
-    def rank(self) -> int:
-        """Terms, of which each weight has one behind the other."""
-        return 1
-
-    @property
-    def begin(self) -> int:
-        """Elements of the gradients of all weights before these, where it makes some of them."""
-        return 0
-
-    @property
-    def singles(self) -> int:
-        """The first weights, of which a block has one sum, whatever it has of the others."""
-        return 0
 
     @property
     def most(self) -> int:
@@ -299,8 +279,8 @@ class BlockSums(Pass):
 
     @property
     def part_bytes(self) -> int:
-        """Of what all blocks write, at most."""
-        return int(self.most * self.weights * PART_BYTES[self.dtype])
+        """Bytes of the sums that all blocks write, at most."""
+        return int(self.most * self.weights * SUM_BYTES[self.dtype])
 
 
 class Summing(Protocol):
@@ -329,7 +309,7 @@ class Summing(Protocol):
 
 
 @dataclass(frozen=True)
-class Reduction(Pass):
+class Reduction(OneSpread):
     """A pass that adds up what the blocks of another one have summed."""
 
     of: Summing
@@ -337,9 +317,8 @@ class Reduction(Pass):
     us: float = REDUCTION_US
 
     threads = 256
+    blocks = 2
     shared = 256 * 16
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     reads = "s2"
 
     @property
@@ -354,10 +333,10 @@ class Reduction(Pass):
 
     @property
     def _result_bytes(self) -> int:
-        return (PART_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype]
+        return (SUM_BYTES if self.in_place else ELEMENT_BYTES)[self.of.dtype]
 
     def result_dtype(self, dtype: str) -> str:
-        return "float32" if self.in_place and PART_BYTES[dtype] == 4 else dtype
+        return "float32" if self.in_place and SUM_BYTES[dtype] == 4 else dtype
 
     @property
     def begin(self) -> int:
@@ -366,7 +345,7 @@ class Reduction(Pass):
     @property
     def vector(self) -> int:
         """Sums of a thread: 16 bytes, unless there are so few that more threads are worth more."""
-        whole = 16 // PART_BYTES[self.of.dtype]
+        whole = 16 // SUM_BYTES[self.of.dtype]
         divides = all(n % whole == 0 for n in (self.of.weights, self.of.singles, self.begin))
         return whole if divides and self.of.weights * 8 >= whole * FILLED // 2 else 1
 
@@ -387,15 +366,14 @@ class Reduction(Pass):
     def __str__(self) -> str:
         return f"reduction: of {self.of.weights} sums"
 
-    def source(self, name: str) -> str:
+    @property
+    def told(self) -> list[str]:
         of = self.of
         numbers = {"COUNT": of.weights, "UNITS": of.units_per_sample, "UNITS_PER_BLOCK": of.units_per_block}
         numbers |= {"MOST": of.most, "FOLDS": of.folds, "SINGLES": of.singles, "WAYS": self.ways, "VECTOR": self.vector}
         numbers |= {"BEGIN": self.begin}
-        lines = [f"using Element = {ELEMENT[of.dtype]};"]
-        lines += [f"using Result = {'Sum<Element>' if self.in_place else 'Element'};"]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("gradient.cuh"), name, "Reduction", lines, self.threads, 2, starts=self.starts)
+        told = {"Element": ELEMENT[of.dtype], "Result": "Sum<Element>" if self.in_place else "Element"}
+        return constants(told | {key: Long(value) for key, value in numbers.items()})
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:
@@ -433,5 +411,5 @@ def _time(plan: Gradient) -> float:
     loads = plan.threads / 32 * plan.bk * (2 * plan.mt + plan.nt) / 8 if plan.size > 2 else states * plan.mt / 128
     issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
     chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
-    parts = min(blocks // plan.tiles, plan.most) * plan.weights * PART_BYTES[plan.dtype]
+    parts = min(blocks // plan.tiles, plan.most) * plan.weights * SUM_BYTES[plan.dtype]
     return 5.0 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))

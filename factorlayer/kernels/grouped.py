@@ -7,8 +7,7 @@ import math
 from typing import Any
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.work import round_up
 
 MOST_GROUPS = 12
@@ -30,10 +29,6 @@ class Grouped(BlockSums):
     units_per_sample: Any
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def warps(self) -> int:
         return self.rows * self.parts * self.groups
 
@@ -53,7 +48,8 @@ class Grouped(BlockSums):
         return pieces, round_up(-(-count // pieces), 2 if even else 1)
 
     def registers_of(self, kept: int, held: int, tiles: int) -> int:
-        """Of a thread, about: a warp's sums, what it holds of weights, and what it makes at once with an operand."""
+        """A thread's registers, about: a warp's sums, what it holds of weights, and what it makes at once with an
+        operand."""
         made = 8 * 16 * tiles * (2 if self.dtype == "float32" else 1)
         return (kept + made + held) * max(1, self.size // 4) // 32 + OTHER_REGISTERS[self.dtype]
 
@@ -83,7 +79,7 @@ class Grouped(BlockSums):
         read = (1 - HIDDEN[self.size]) * operands * self.size / gpu.shared_bytes
         busy = (products / rate + read) * max(1.0, 8 / warps)
         waits = (UNIT_US + (memory if self.slots == 1 else 0)) * math.ceil(units / self.groups)
-        part_bytes = PART_BYTES[self.dtype]
+        part_bytes = SUM_BYTES[self.dtype]
         ends = 2 * sums * part_bytes / gpu.shared_bytes + self.weights * part_bytes / gpu.l2_bytes
         both = units * memory, units * busy + waits
         return float(START_US + max(both) + 0.1 * min(both) + ends)  # one does not hide all of the other

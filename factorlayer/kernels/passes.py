@@ -6,7 +6,11 @@ family it is of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from factorlayer.device.code import Asks, headers, kernel
+from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
 LAUNCH_US = 2.0  # to start a kernel, by itself
@@ -16,6 +20,8 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 class Pass:
     """What is the same of most passes. `units` are what blocks take one after another."""
 
+    dtype: Any
+
     if TYPE_CHECKING:  # as properties, so that a family may have them as fields, constants or properties of its own
 
         @property
@@ -24,7 +30,7 @@ class Pass:
 
         @property
         def threads(self) -> int:
-            """Of a block."""
+            """Threads of a block."""
 
         @property
         def shared(self) -> int:
@@ -35,18 +41,59 @@ class Pass:
 
         @property
         def units_per_block(self) -> int:
-            """That are worth a block of their own."""
+            """Units that are worth a block of their own."""
 
         @property
         def split(self) -> int:
             """Blocks along y of the grid: parts of a unit's work, or of all there is."""
 
+        @property
+        def told(self) -> list[str]:
+            """What its kernel's template is told: lines of the struct Pass that its header describes."""
+
+        @property
+        def products(self) -> str:
+            """The widths of Hopper's products that it makes, as device/code.py writes them."""
+
+        @property
+        def template(self) -> str:
+            """The template of its kernel, where that has another name than the family itself."""
+
+        header: ClassVar[str]  # that has the template, without its ending, where its stem is not this module's
+
+        @property
+        def blocks(self) -> int:
+            """Blocks of its kernel that share a multiprocessor's registers."""
+
+        @property
+        def cluster(self) -> int:
+            """Blocks along y of the grid that share their memory."""
+
+        @property
+        def asks(self) -> Asks:
+            """Tensors that it asks L2 for before the kernel before it has ended."""
+
+        @property
+        def waits(self) -> bool:
+            """Whether its kernel waits for the kernel before, ahead of anything else."""
+
+        @property
+        def starts(self) -> bool:
+            """The next kernel early, though it asks for nothing."""
+
     else:
-        split = 1
+        split = blocks = 1  # a `cluster` of more than one is a field of its families
+        products = template = header = ""
+        asks, waits, starts = (), True, False
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def blocks_per_sm(self) -> int:
-        """At most; 0 where there are as many blocks as there is work."""
+        """Blocks of a multiprocessor, at most; 0 where there are as many blocks as there is work."""
         return 1
 
     @property
@@ -56,7 +103,10 @@ class Pass:
 
     def source(self, name: str) -> str:
         """Self-contained CUDA C++ of the kernel `name`."""
-        raise NotImplementedError
+        header = self.header or type(self).__module__.rpartition(".")[2]
+        code, template = headers(f"{header}.cuh") + self.products, self.template or type(self).__name__
+        sizes = self.threads, self.blocks, getattr(self, "cluster", 1)
+        return kernel(code, name, template, self.told, *sizes, self.waits, self.asks, self.starts, bool(self.maps))
 
     # What it reads and writes
 
@@ -77,7 +127,7 @@ class Pass:
 
     @property
     def output_bytes(self) -> int:
-        """Of what it writes there for one sample, without padding."""
+        """Bytes of what it writes there for one sample, without padding."""
         return 0
 
     @property
@@ -87,12 +137,12 @@ class Pass:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a state between passes, for samples that go through them together; 0 where it does not matter."""
+        """Bytes of a state between passes, for samples that go through them together; 0 where it does not matter."""
         return 0
 
     @property
     def most_samples(self) -> int:
-        """That one launch can take; 0 is any number."""
+        """Samples that one launch can take; 0 is any number."""
         return 0
 
     @property
@@ -145,7 +195,7 @@ class Pass:
         return 0
 
     def result_dtype(self, dtype: str) -> str:
-        """Of what it writes."""
+        """The dtype of what it writes."""
         return dtype
 
     @property
@@ -155,7 +205,7 @@ class Pass:
 
     @property
     def prepared_at(self) -> int:
-        """Where in s2 begins what it prepares, behind what a pass before it has prepared."""
+        """The place in s2 where what it prepares begins, behind what a pass before it has prepared."""
         return 0
 
     @property
@@ -166,7 +216,7 @@ class Pass:
 
     @property
     def takes_sums(self) -> int:
-        """Of each block's sums, the first ones that the pass before it has left."""
+        """Sums of each block, the first ones, that the pass before it has left."""
         return 0
 
     @property
@@ -177,3 +227,46 @@ class Pass:
     def is_others(self, missing: int, padding: int) -> bool:
         """Whether bytes that it has not written, and padding that it has, are sums that another pass writes."""
         return False
+
+
+class OneSpread(Pass):
+    """A pass whose blocks, along y of the grid, share all there is, however many samples there are."""
+
+    units_per_sample = 1
+    units_per_block = 1 << 40
+
+
+class Preparing(OneSpread):
+    """A pass that puts weights into s2 as one behind it reads them."""
+
+    reads, writes = "none", "s2"
+    leaves = "prepared"
+
+    @property
+    def prepared_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        return 0, 0, self.prepared_at + self.prepared_bytes
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (self.prepared_at + self.prepared_bytes,)
+
+    def written(self, batch: int) -> int:
+        return self.prepared_bytes
+
+
+Tiled = TypeVar("Tiled", bound=Pass)
+
+
+def fastest(plans: Iterable[Tiled]) -> Tiled | None:
+    """The tiling of a family that is predicted to be the fastest; None where it has none."""
+    return min(plans, key=lambda plan: plan.us, default=None)
+
+
+def tensor_map(of: int | str, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> str:
+    """A map of x, or of a parameter, as csrc/runtime/plan.h has it: sizes, strides in elements, and a box of five
+    dimensions, the contiguous one first."""
+    kind, size = ("tf32", 4) if dtype == "tf32" else ("u16", 2)
+    return " ".join(map(str, (of, kind, *sizes, *(size * stride for stride in strides), *box)))

@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, MATH, headers, kernel
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.device.code import Long, Told, constants, kinds
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stages import Layout, Sandwich, Stage, Stages, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
 @dataclass(frozen=True)
-class Resident(Pass):
+class Resident(OfWork):
     """A pass, tiled. `us` is the time predicted for `batch` samples."""
 
     work: Work
@@ -62,26 +61,22 @@ class Resident(Pass):
         return s0, s1, 0
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
-
-    @property
     def last(self) -> Stage:
         return last_of(self.stages)
 
     @property
     def final(self) -> Layout:
-        """Of the result in shared memory, before it is stored."""
+        """The layout of the result in shared memory, before it is stored."""
         return self.last.result_layout
 
     @property
     def parts(self) -> int:
-        """Of the first mode's q, which is contracted first then."""
+        """Parts of the first mode's q, which is contracted first then."""
         return self.split // self.work.terms
 
     @property
     def held_bytes(self) -> int:
-        """Of one state in a slot."""
+        """Bytes of one state in a slot."""
         return memory_of(self.stages, self.work.rank, self.in_place)[0]
 
     @property
@@ -120,7 +115,7 @@ class Resident(Pass):
 
     @property
     def chunks(self) -> int:
-        """Of a slice, the last one maybe not whole."""
+        """Chunks of a slice, the last one maybe not whole."""
         return -(-self.work.inner // self.chunk)
 
     @property
@@ -140,11 +135,11 @@ class Resident(Pass):
         return self.work.terms * self.features(-1) * self.size
 
     def features(self, state: int) -> int:
-        """Of a sample's state in memory, before the first step or behind the last one."""
+        """Elements of a sample's state in memory, before the first step or behind the last one."""
         return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
 
     def offset(self, state: int) -> int:
-        """Where a state lies in the group's memory; -1 is the slot."""
+        """The place of a state in the group's memory; -1 is the slot."""
         if self.in_place or state == 0 or (state % 2 == 0 and self.work.rank == 1):
             return -1
         return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0])
@@ -159,65 +154,33 @@ class Resident(Pass):
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
-    def source(self, name: str) -> str:
-        return source(self, name)
+    template, header = "Chain", "chain"
 
-
-def source(plan: Resident, name: str) -> str:
-    """Self-contained CUDA C++ of the kernel `name`."""
-    work, stages = plan.work, plan.stages
-    layouts = [*(stage.layout for stage in stages), plan.final]
-    struct = [
-        f"using Math = {MATH[work.dtype]};",
-        f"using Element = {ELEMENT[work.dtype]};",
-        activation_type(work.activation, work.dtype, work.scalars),
-    ]
-    load_run = _run(plan, layouts[0], _region(plan, False))
-    store_run = _run(plan, layouts[-1], _region(plan, True))
-    numbers = {
-        "WARPS": plan.warps,
-        "GROUPS": plan.groups,
-        "UNITS": plan.units,
-        "SLOTS": plan.slots,
-        "RANK": work.rank,
-        "HELD": work.held,
-        "UNITS_PER_SAMPLE": plan.units_per_sample,
-        "COPY": _access(plan, layouts[0], _region(plan, False)),
-        "STORE": _access(plan, layouts[-1], _region(plan, True)),
-        "FINAL": plan.offset(len(stages)),
-        "LOAD_RUN": load_run,
-        "STORE_RUN": store_run,
-        "kBarrierBytes": plan.barrier_bytes,
-        "kWeightBytes": plan.weight_bytes,
-        "kHeldBytes": plan.held_bytes,
-        "kSlotBytes": plan.slot_bytes,
-        "kGroupBytes": plan.group_bytes,
-    }
-    struct += [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-    split_step = math.prod(work.states[-1]) // plan.parts * work.inner if plan.parts > 1 else 0
-    struct += [
-        f"static constexpr i64 SPLIT_STEP = {split_step};",
-        f"static constexpr i64 TERM_IN = {plan.features(0) if work.apart else 0};",
-        f"static constexpr i64 TERM_OUT = {plan.features(-1) if work.terms > 1 else 0};",
-        f"static constexpr bool BIAS = {str(work.bias).lower()};",
-        f"static constexpr bool BULK_LOAD = {str(load_run > 0).lower()};",
-        f"static constexpr bool BULK_STORE = {str(store_run > 0).lower()};",
-        f"using Input = {_region_type(plan, False)};",
-        f"using Output = {_region_type(plan, True)};",
-    ]
-    weight_at = 0
-    for i, stage in enumerate(stages):
-        struct.append(f"using S{i} = {_stage_type(plan, i, layouts[i], layouts[i + 1], weight_at)};")
-        weight_at += stage.weight_bytes * work.rank
-    first = "S0::First" if isinstance(stages[0], Sandwich) else "S0"
-    struct += [
-        f"using FirstStage = {first};",
-        "using AlsoRaw = void;",
-        "using First = FirstStage::In;",
-        f"using Final = {layouts[-1]};",
-    ]
-    struct += _load_weights(plan) + _stages(plan)
-    return kernel(headers("chain.cuh"), name, "Chain", struct, plan.threads, asks=work.asks)
+    @property
+    def told(self) -> list[str]:
+        work, stages = self.work, self.stages
+        layouts = [*(stage.layout for stage in stages), self.final]
+        regions = [_region(self, out) for out in (False, True)]
+        load_run, store_run = (_run(self, layouts[-out], regions[out]) for out in (False, True))
+        split_step = math.prod(work.states[-1]) // self.parts * work.inner if self.parts > 1 else 0
+        told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
+        told |= {"RANK": work.rank}
+        told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.offset(len(stages))}
+        told |= {key: _access(self, layouts[-out], regions[out]) for key, out in (("COPY", False), ("STORE", True))}
+        told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
+        told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes, "kHeldBytes": self.held_bytes}
+        told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": self.group_bytes, "SPLIT_STEP": Long(split_step)}
+        told |= {"TERM_IN": Long(self.features(0) if work.apart else 0), "BIAS": work.bias}
+        told |= {"TERM_OUT": Long(self.features(-1) if work.terms > 1 else 0)}
+        told |= {key: _region_type(self, out) for key, out in (("Input", False), ("Output", True))}
+        weight_at = 0
+        for i, stage in enumerate(stages):
+            told[f"S{i}"] = _stage_type(self, i, layouts[i], layouts[i + 1], weight_at)
+            weight_at += stage.weight_bytes * work.rank
+        told |= {"FirstStage": "S0::First" if isinstance(stages[0], Sandwich) else "S0", "AlsoRaw": "void"}
+        told |= {"First": "FirstStage::In", "Final": str(layouts[-1])}
+        activation = activation_type(work.activation, work.dtype, work.scalars)
+        return [*kinds(work.dtype), activation, *constants(told), *_load_weights(self), *_stages(self)]
 
 
 def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:

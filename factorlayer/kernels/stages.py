@@ -31,7 +31,7 @@ INSTRUCTIONS = {
 
 
 def together(*times: float) -> float:
-    """Of units that work side by side, but not perfectly."""
+    """Microseconds of units that work side by side, but not perfectly."""
     return max(times) + OVERLAP * (sum(times) - max(times))
 
 
@@ -110,7 +110,8 @@ class Stage:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps."""
+        """The layout of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix
+        steps."""
         padded = round_up(self.p, 8)
         if self.by_rows:
             return Layout(self.p, 1, _row_step(self.p, self.dtype), 1)
@@ -119,7 +120,7 @@ class Stage:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """Of the state that it reads, with what its tiles touch beyond the last row."""
+        """Bytes of the state that it reads, with what its tiles touch beyond the last row."""
         rows = round_up(self.rows, max(1, 16 * self.mt) if self.by_rows else self.down)
         behind = (
             0 if self.by_rows or not self.nt else max(0, round_up(self.inner_padded, 8 * self.nt) - self.layout.step)
@@ -142,7 +143,7 @@ class Stage:
 
     @functools.cached_property
     def result_layout(self) -> Layout:
-        """Of what it writes, where no stage follows."""
+        """The layout of what it writes, where no stage follows."""
         if self.by_rows:
             return Layout(self.q, 1, _odd_eights(round_up(self.q, 8)), 1)
         step = _odd_eights(round_up(self.inner, 8))
@@ -195,7 +196,8 @@ def _parts_of_threads(
 
 
 def tiles_across(q: int, inner: int, rows: int, nt: int) -> int:
-    """Of a warp: by rows of all q, else of what lies behind the mode in all rows, of which none has parts of two."""
+    """Tiles of a warp: by rows of all q, else of what lies behind the mode in all rows, of which none has parts of
+    two."""
     if inner == 1:
         return -(-q // (8 * nt))
     padded = inner + 7 & ~7

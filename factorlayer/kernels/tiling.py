@@ -199,7 +199,7 @@ def waits_of(warps: int) -> float:
 
 
 def odd_us(stages: Sequence[Stage], warps: int, groups: int, gpu: Gpu) -> float:
-    """Of a tile, where places are computed as the kernel runs: then what is issued is most of it."""
+    """Microseconds of a tile where places are computed as the kernel runs: then what is issued is most of it."""
     waits = waits_of(groups * warps)
     parts = (stage.parts(warps, gpu) for stage in stages)
     products = sum(together(multiply, move, issue * waits) for multiply, move, issue in parts)
@@ -232,7 +232,7 @@ def of_pieces(access: int, run: int) -> float:
 
 
 def _warps_that_fit(work: Work, stages: Stages) -> int:
-    """By their registers: a quarter of a block's warps shares 512 for each lane."""
+    """Warps that fit by their registers: a quarter of a block's warps shares 512 for each lane."""
     registers = max(stage.registers for stage in stages)
     if work.rank > 1:  # the last sums stay while the stages before them run
         last = last_of(stages)
@@ -244,7 +244,7 @@ def _warps_that_fit(work: Work, stages: Stages) -> int:
 
 
 def units_of(unit: int, warps: int, total: int) -> int:
-    """Of a tile: at least 512 elements for each warp, where there are so many."""
+    """Units of a tile: at least 512 elements for each warp, where there are so many."""
     units = 1
     while units * unit < warps * 512 and units < 64 and units * 2 <= total:
         units *= 2
@@ -285,7 +285,8 @@ def _stages(
 
 
 def _sandwich(work: Work, split: int, units: int, warps: int, most: int, gpu: Gpu) -> Stages | None:
-    """With the first two steps at one visit, where their sizes are whole tiles; not in float32, which repairs sums."""
+    """Tilings with the first two steps at one visit, where their sizes are whole tiles; not in float32, which repairs
+    sums."""
     last = len(work.sizes) - 1
     if len(work.steps) < 2 or work.rank > 1 or work.inner > 1 or work.dtype == "float32":
         return None

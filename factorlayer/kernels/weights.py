@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from factorlayer.kernels.work import Mode
 
 LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp looks through
@@ -47,8 +49,13 @@ def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
     ]
 
 
+def told_weights(modes: Sequence[Mode], letters: str, dtype: str) -> list[str]:
+    """What weight_functions() says, of several modes."""
+    return [line for mode, letter in zip(modes, letters, strict=True) for line in weight_functions(mode, letter, dtype)]
+
+
 def factors(mode: Mode) -> list[str]:
-    """Whose product is an element."""
+    """Factors, in C++, whose product is an element."""
     found, q_inner, p_inner = [], mode.q, mode.p
     for j, (_, q, p) in enumerate(mode.parts):
         q_inner, p_inner = q_inner // q, p_inner // p

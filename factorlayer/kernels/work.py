@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ask_for, constants
+from factorlayer.device.code import Asks, ask_for, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.passes import Pass
+
+SIZES = "P0", "P1", "Q0", "Q1"  # of two modes, as kernels are told them
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class OfTwoModes(Pass):
         return first.p, second.p, first.q, second.q
 
     @property
+    def told_sizes(self) -> dict[str, int]:
+        return dict(zip(SIZES, self.sizes, strict=True))
+
+    @property
     def weights(self) -> int:
         """Elements of both."""
         p0, p1, q0, q1 = self.sizes
@@ -68,7 +74,7 @@ class OfTwoModes(Pass):
         return self.units_per_sample * p0 * p1 * ELEMENT_BYTES[self.dtype]
 
     @property
-    def asks(self) -> list[tuple[str, str]]:
+    def asks(self) -> Asks:
         """What a backward pass reads first: x, weights, and grad_y behind them."""
         p0, p1, q0, q1 = self.sizes
         size = ELEMENT_BYTES[self.dtype]
@@ -113,7 +119,7 @@ class Work:
         return replace(self, steps=steps, scalars=0)
 
     @property
-    def asks(self) -> list[tuple[str, str]]:
+    def asks(self) -> Asks:
         """What a kernel reads first: x, and weights."""
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for _, mode in self.steps for part in mode.parts]
@@ -126,7 +132,8 @@ class Work:
         return [activation_type(self.activation, self.dtype, self.scalars), *constants({"BIAS": self.bias})]
 
     def states_of(self, split: int) -> list[tuple[int, ...]]:
-        """Of a block that makes one of `split` parts of what the first step makes of the first mode."""
+        """Sizes of the states of a block that makes one of `split` parts of what the first step makes of the first
+        mode."""
         found = [self.sizes]
         for number, (at, mode) in enumerate(self.steps):
             q = mode.q if number else mode.q // split
@@ -134,10 +141,26 @@ class Work:
         return found
 
 
-class TakesTwoModes(Pass):
-    """What passes have in common that take a work's only two modes at once."""
+class OfWork(Pass):
+    """What passes have in common that do such work."""
 
     work: Work
+
+    @property
+    def dtype(self) -> str:
+        return self.work.dtype
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.work.outer
+
+    @property
+    def asks(self) -> Asks:
+        return self.work.asks
+
+
+class TakesTwoModes(OfWork):
+    """What passes have in common that take a work's only two modes at once."""
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -146,8 +169,8 @@ class TakesTwoModes(Pass):
         return p0, p1, q0, q1
 
     @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
+    def told_sizes(self) -> dict[str, int]:
+        return dict(zip(SIZES, self.sizes, strict=True))
 
     @property
     def output_bytes(self) -> int:

@@ -81,7 +81,7 @@ class Chain:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Chain:
-        """Of a text that anyone may have written: ValueError if it is another than the chain's own."""
+        """The chain of a text that anyone may have written: ValueError if it is another than the chain's own."""
         if len(text) > MOST_TEXT or not _TEXT.fullmatch(text):
             raise ValueError(
                 f"chain {_shown(text)} should have {MOST_TEXT} letters at most, small ones, digits and _;,:/.+- alone"
@@ -139,12 +139,12 @@ class Chain:
 
     @property
     def parameters(self) -> int:
-        """Of the activation: weights behind those of the contractions."""
+        """Parameters of the activation: weights behind those of the contractions."""
         return max(0, self.activation.count("/") - 1)
 
     @property
     def weights(self) -> int:
-        """Of both."""
+        """Weights of the contractions, and parameters."""
         return len(self.contractions) + self.parameters
 
     @property
@@ -183,7 +183,7 @@ class Chain:
         return 2 * batch * self.rank * sum(c.multiply_adds for c in self.contractions)
 
     def backward_flops(self, batch: int, wants_x: bool, wants_weights: Sequence[bool]) -> int:
-        """Of the gradients wanted; recomputing the states is not counted."""
+        """FLOPs of the gradients wanted; recomputing the states is not counted."""
         multiply_adds, reaches_back = 0, wants_x
         for c in self.contractions:
             multiply_adds += c.multiply_adds * (wants_weights[c.weight] + reaches_back)
@@ -192,7 +192,7 @@ class Chain:
 
 
 def parse_layers(text: str) -> tuple[Chain, ...]:
-    """Of a chain or a stack."""
+    """The layers of a chain's or a stack's text."""
     layers = text.split(" | ", MOST_LAYERS)
     if len(layers) > MOST_LAYERS or len(text) > MOST_TEXT:
         raise ValueError(f"stack {_shown(text)} should have {MOST_LAYERS} layers and {MOST_TEXT} letters at most")

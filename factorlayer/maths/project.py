@@ -51,7 +51,8 @@ class ProjectionError:
 def projection_error(
     spec: LayerSpec, weights: Sequence[Tensor], dense: Tensor, bias: Tensor | None, inputs: Tensor | None
 ) -> ProjectionError:
-    """Of weights in the place of dense [out, in], in float64; outputs are those of inputs [..., in], with the bias."""
+    """The error of weights in the place of dense [out, in], in float64; outputs are those of inputs [..., in], with the
+    bias."""
     W, found = in_double(dense), to_dense(spec, [in_double(weight) for weight in weights])
     if inputs is None:
         return ProjectionError(_relative(found - W, W))

@@ -129,7 +129,7 @@ class LayerSpec:
 
     @property
     def parameter_count(self) -> int:
-        """Of the weights; a bias adds out_features."""
+        """Elements of the weights; a bias adds out_features."""
         return sum(math.prod(shape) for shape in self.weight_shapes)
 
     @property
@@ -138,7 +138,7 @@ class LayerSpec:
         return self.rank if self.tied else 1
 
     def multiply_adds(self, batch: int = 1) -> int:
-        """Of a forward pass, in the cheapest order of contraction."""
+        """Multiply-adds of a forward pass, in the cheapest order of contraction."""
         return batch * self.terms * sum(c.multiply_adds for c in self.contractions)
 
     def flops(self, batch: int = 1) -> int:

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
-from factorlayer.autograd.fused import missing_extension, raise_better, runs_in_tf32, transforms_active
-from factorlayer.autograd.stacked import (
+from factorlayer.autograd.layer_ops import missing_extension, raise_better, runs_in_tf32, transforms_active
+from factorlayer.autograd.stack_ops import (
     Stack,
     _forward_fake,
     _forward_flops,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.stages import activation_of
+from factorlayer.activations.texts import activation_of
 from factorlayer.activations.tracing import Proxy
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
@@ -46,7 +46,7 @@ class Trace:
 
 
 def trace(module: nn.Module, known: Reasons, method: str = "forward") -> Trace:
-    """Of one of the module's methods. Raises ValueError with the reason, if it cannot be had."""
+    """The graph of one of the module's methods. Raises ValueError with the reason, if it cannot be had."""
     opaque = _opaque(module, known)
     try:
         graph, reads, through = _trace_in_both_modes(module, opaque, method)
@@ -144,7 +144,7 @@ class _Tracer(fx.Tracer):
 
 
 def signature(module: nn.Module, method: str = "forward") -> inspect.Signature:
-    """Of a call of it, without self."""
+    """The signature of a call of it, without self."""
     whole = inspect.signature(getattr(type(module), method))
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
@@ -259,7 +259,7 @@ def runs_of(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
 def put_stack(
     module: nn.Module, trace: Trace, run: Sequence[fx.Node], name: str, path: str, implementation: Implementation
 ) -> LayerStack:
-    """In the place of a run. `path` is that of the module, for the names of the layers."""
+    """Puts a stack in the place of a run. `path` is that of the module, for the names of the layers."""
     starts = [i for i, node in enumerate(run) if _layer(module, node) is not None]
     members: list[tuple[str, nn.Module, Activation]] = []
     for start, end in itertools.pairwise([*starts, len(run)]):

@@ -148,7 +148,7 @@ class Guard:
         ) or self.what_changed() is None
 
     def what_changed(self) -> str | None:
-        """In words, or None."""
+        """What has changed, in words, or None."""
         for i, (owner, name, value) in enumerate(zip(self._owners, self._names, self._values, strict=True)):
             now = owner.get(name, _ABSENT)
             if now is not value:
@@ -191,7 +191,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Of constants alone: 1, 1.0 and True make different numbers, and so do 0.0 and -0.0."""
+    """Whether constants are equal: 1, 1.0 and True make different numbers, and so do 0.0 and -0.0."""
     if a is b:
         return True
     if type(a) is not type(b) or not _is_constant(a):

@@ -23,7 +23,7 @@ METHODS = ("_ff_block", "feed_forward_chunk")  # by which others call the two la
 
 
 def piece_of(module: nn.Module, path: str, known: Reasons, implementation: Implementation) -> Whole | InParts:
-    """Of a module by its path, which ends in a dot or is nothing."""
+    """The piece of a module, by its path, which ends in a dot or is nothing."""
     if is_leaf(module):
         return InParts(module, path, known, implementation, "")
     try:
@@ -33,7 +33,7 @@ def piece_of(module: nn.Module, path: str, known: Reasons, implementation: Imple
 
 
 def _part_of(module: nn.Module, path: str, known: Reasons, implementation: Implementation) -> Whole | InParts | None:
-    """Of a part, or None if there is nothing in it to be fused."""
+    """The piece of a part, or None if there is nothing in it to be fused."""
     if isinstance(module, FactorLinear | RunsAsStacks | torch.jit.ScriptModule) or not module._modules:
         return None
     if is_hooked(module) or known.get(module) == "" or why_none(module) is not None:
@@ -90,7 +90,7 @@ class Whole:
     def _fuse_parts(
         self, own: dict[str, LayerStack], known: Reasons, implementation: Implementation
     ) -> dict[str, Whole | InParts]:
-        """Those that the graph calls and does not look into, by the names of their calls."""
+        """The pieces of the parts that the graph calls and does not look into, by the names of their calls."""
         parts: dict[str, Whole | InParts] = {}
         self._others: dict[str, Part] = {}
         for node in self.trace.graph.nodes:

@@ -15,11 +15,11 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
-from factorlayer.activations.stages import activation_of, scalars
-from factorlayer.autograd.fused import any_requires_grad, explain_shards, runs_in_tf32
+from factorlayer.activations.texts import activation_of, scalars
+from factorlayer.autograd.layer_ops import any_requires_grad, explain_shards, runs_in_tf32
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, is_hopper
-from factorlayer.autograd.stacked import (
+from factorlayer.autograd.stack_ops import (
     Run,
     Stack,
     fused_stack,
@@ -98,7 +98,7 @@ _OF_PYTORCH = ("DTensor", "FakeTensor", "FunctionalTensor")
 def run_stack(
     stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
 ) -> Tensor:
-    """All layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
+    """The result of all layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
     if len(layers) > 1 and implementation in ("auto", "fused"):
         try:
             if x.dim():
@@ -399,7 +399,7 @@ class RunsAsStacks(nn.Module):
             layer.implementation = self._implementation
 
     def _own_layers(self) -> Sequence[FactorLinear]:
-        """Those that nobody else runs: they are called one by one where one of them has a hook."""
+        """The layers that nobody else runs: they are called one by one where one of them has a hook."""
         return ()
 
     def understood(self) -> list[str]:
@@ -468,7 +468,7 @@ class _Member:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layer's own parameters."""
+        """Names of the layer's own parameters."""
         return (*(self.layer._weight_names if isinstance(self.layer, FactorLinear) else ("weight",)), "bias")
 
     @property

@@ -26,7 +26,7 @@ def why_none(module: nn.Module) -> str | None:
 
 
 def stand_in(module: nn.Module, parts: Parts, methods: Mapping[str, Callable[..., Any]]) -> nn.Module:
-    """With other parts, as long as those are there that they stand for, and other methods."""
+    """The module with other parts, as long as those are there that they stand for, and other methods."""
     base = type(module)
     body: dict[str, Any] = {"__class__": property(lambda self: base), **methods}
     if parts:

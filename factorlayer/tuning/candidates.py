@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from factorlayer.autograd.fused import is_sharded
+from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.autograd.runtime import CompileError, class_of_batch, dtype_name
 from factorlayer.tuning import kept, timing
 from factorlayer.tuning.choices import Choice, place_of

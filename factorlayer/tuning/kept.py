@@ -19,7 +19,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from factorlayer.autograd.fused import DTYPES, missing_extension
+from factorlayer.autograd.layer_ops import DTYPES, missing_extension
 from factorlayer.autograd.runtime import dtype_name
 from factorlayer.maths.chain import MOST_TEXT, parse_layers
 from factorlayer.tuning.choices import SAMPLES, TABLE, Choice, Place, folder, load, put, warn_once

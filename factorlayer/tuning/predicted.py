@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from factorlayer.autograd.backward import texts
-from factorlayer.autograd.fused import ask_planner, cuda_ops, gpu_limits
+from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, gpu_limits
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
-from factorlayer.autograd.stacked import runs_on_gpu, texts_of_run
+from factorlayer.autograd.stack_ops import runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import library_us

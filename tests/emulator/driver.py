@@ -113,19 +113,16 @@ class Emulator:
     def compile(
         self, plan: Plan, changes: dict[str, str] | None = None, which: Sequence[int] | None = None
     ) -> list[Kernel]:
-        """A program for each pass, or some. `changes` breaks the device code: texts in it, each there at least once."""
-        kernels = []
-        for i, planned in enumerate(plan.passes):
-            if which is not None and i not in which:
-                continue
-            text = planned.source("kernel")
-            cluster = re.search(r"__cluster_dims__\(1, (\d+), 1\)", text)
-            text = for_the_cpu(text)
-            for old, new in (changes or {}).items():
-                assert old in text, f"the device code has no {old!r}"
-                text = text.replace(old, new)
-            kernels.append(Kernel(self.program(i, text), planned, int(cluster[1]) if cluster else 1))
-        return kernels
+        """A program for each pass, or some. `changes` breaks the device code: texts in it, each in some pass."""
+        asked = [i for i in range(len(plan.passes)) if which is None or i in which]
+        sources = {i: plan.passes[i].source("kernel") for i in asked}
+        clusters = {i: re.search(r"__cluster_dims__\(1, (\d+), 1\)", text) for i, text in sources.items()}
+        texts = {i: for_the_cpu(text) for i, text in sources.items()}
+        for old, new in (changes or {}).items():
+            assert any(old in text for text in texts.values()), f"the device code has no {old!r}"
+            texts = {i: text.replace(old, new) for i, text in texts.items()}
+        sizes = {i: int(found[1]) if found else 1 for i, found in clusters.items()}
+        return [Kernel(self.program(i, text), plan.passes[i], sizes[i]) for i, text in texts.items()]
 
     def run(
         self,

@@ -40,9 +40,9 @@ from factorlayer.autograd.runtime import class_of_batch  # noqa: E402
 from factorlayer.device.gpu import Gpu  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.kernels.grouped import Grouped  # noqa: E402
-from factorlayer.kernels.kronecker.mixed_backward import MixedBackward  # noqa: E402
-from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward  # noqa: E402
-from factorlayer.kernels.kronecker.unit_backward import UnitBackward  # noqa: E402
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward  # noqa: E402
+from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward  # noqa: E402
+from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward  # noqa: E402
 from factorlayer.kernels.monarch.monarch_backward import MonarchBack  # noqa: E402
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward  # noqa: E402
 from factorlayer.kernels.product.wide import Wide  # noqa: E402
@@ -227,7 +227,7 @@ def _is_misread(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[bool
 
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
-            yield isinstance(made, Grouped | MixedBackward | SplitPairBackward | UnitBackward) and made.groups > 1
+            yield isinstance(made, Grouped | PairMixedBackward | PairSplitBackward | Pair16Backward) and made.groups > 1
             yield isinstance(made, MonarchBack) or (isinstance(made, UntiedBackward) and made.paired | made.shared_rows)
 
 

@@ -20,10 +20,10 @@ from forward_rule import DTYPES, arithmetic
 from torch import Tensor
 from typer.testing import CliRunner
 
-import factorlayer.autograd.fused
+import factorlayer.autograd.layer_ops
 import factorlayer.functional
 from factorlayer import FactorLinear
-from factorlayer.autograd.fused import not_at_once
+from factorlayer.autograd.layer_ops import not_at_once
 from factorlayer.cli.app import app
 
 # All on chip; through memory between passes; untied.
@@ -436,10 +436,10 @@ def test_past_the_dispatcher_the_same_is_made(
 
         made()  # which looks for kernels
         given = layer.chain.text, layer.chain.tf32_text, False, x, layer.bias, layer.weights
-        assert factorlayer.autograd.fused.layer_at_once(*given) is not None
+        assert factorlayer.autograd.layer_ops.layer_at_once(*given) is not None
         at_once = made()
         monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
-        monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", not_at_once)
+        monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", not_at_once)
         assert all(map(torch.equal, at_once, made()))
 
 
@@ -452,14 +452,14 @@ def test_a_small_steps_gradients_are_made_at_once(grad_x: bool, monkeypatch: pyt
     layer.zero_grad()
     x.grad = None
     found: list[int] = []
-    real = factorlayer.autograd.fused._gradients_at_once
+    real = factorlayer.autograd.layer_ops._gradients_at_once
 
     def noted(*given: object) -> object:
         gradients = real(*given)
         found.extend(t.data_ptr() for t in gradients[1:] if t is not None)
         return gradients
 
-    monkeypatch.setattr(factorlayer.autograd.fused, "_gradients_at_once", noted)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", noted)
     layer(x).backward(grad_y)
     tensors = [*([x] if grad_x else []), layer.bias, layer.weight_0, layer.weight_1]
     assert found == [t.grad.data_ptr() for t in tensors]
@@ -488,7 +488,7 @@ def test_an_unsupported_dtype_warns_under_auto(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unsupported_gpu_runs_batched_under_auto_and_is_refused_under_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "its CUDA kernels need compute capability 8.0 or later, this one has 7.0"
     monkeypatch.setattr(factorlayer.functional, "_warned", set())
-    monkeypatch.setattr(factorlayer.autograd.fused, "why_not_on_gpu", lambda index: reason)
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "why_not_on_gpu", lambda index: reason)
     monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)  # which has run these kernels before
     layer = layer_of("on-chip", torch.float32, implementation="auto")
     x = sample(layer, 20)

@@ -20,8 +20,8 @@ import factorlayer.autograd.layerwise
 from benches.workloads import Block, select
 from factorlayer import FactorMLP, fuse
 from factorlayer.autograd.backward import Ops
-from factorlayer.autograd.fused import cuda_ops, has_kernel
-from factorlayer.autograd.stacked import STATES, Stack, fused_stack, runs
+from factorlayer.autograd.layer_ops import cuda_ops, has_kernel
+from factorlayer.autograd.stack_ops import STATES, Stack, fused_stack, runs
 
 ROOT = Path(__file__).parent.parent.parent
 dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32", "float64"])

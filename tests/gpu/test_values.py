@@ -41,7 +41,7 @@ class Kernels:
 
     def __init__(self, dtype: str) -> None:
         number = "double" if dtype == "float64" else "float"
-        code = [headers(), '#line 1 "functions"']
+        code = [headers("pointwise.cuh"), '#line 1 "functions"']
         for i, e in enumerate(FUNCTIONS.values()):
             code.append(struct(e, f"Value{i}", dtype))
             code.append(struct(gradient_of(e), f"Slope{i}", dtype, further=(GRADIENT,)))

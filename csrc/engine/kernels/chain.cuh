@@ -15,9 +15,8 @@
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
 //        states in a slot, kHeldBytes apart
 #pragma once
-#include "types/layout.cuh"
+#include "move/tiles.cuh"
 #include "multiply/mma.cuh"
-#include "types/params.cuh"
 #include "finish/pointwise.cuh"
 
 // P, Q, I: the contraction's sizes; ROWS: the tile's units times what lies before the mode. MT x NT tiles of 16 x 8 are a
@@ -54,26 +53,23 @@ template <class First_, class Second_> struct Sandwich {
   static constexpr int TILES = Second::TILES;
 };
 
-template <class Pass> struct Chain {
+template <class Pass> struct Chain : Tiles<Pass> {
+  using Base = Tiles<Pass>;
   using Math = typename Pass::Math;
-  using Element = typename Pass::Element;
-  static constexpr int kSize = sizeof(Element), kThreads = Pass::WARPS * 32, kBlock = kThreads * Pass::GROUPS;
+  using typename Base::Element;
+  using Base::group, Base::thread, Base::units, Base::kBlock, Base::kSize, Base::kThreads, Base::by_registers;
   const Params& params;
   const Lane lane;
-  const int group, warp, thread;  // thread within the group
-  const u32 weights, memory;      // shared addresses: of the block's weights, of this group's memory
-  const i64 units;
+  const int warp;
+  const u32 weights, memory;  // shared addresses: of the block's weights, of this group's memory
   const typename Pass::Activation activation;
 
   DEVICE Chain(const Params& p)
-      : params(p), group(threadIdx.x / kThreads), warp(threadIdx.x / 32 % Pass::WARPS), thread(threadIdx.x % kThreads),
+      : Base(p), params(p), warp(threadIdx.x / 32 % Pass::WARPS),
         weights(shared_address(shared_memory) + Pass::kBarrierBytes),
-        memory(weights + Pass::kWeightBytes + group * Pass::kGroupBytes), units(p.batch * Pass::UNITS_PER_SAMPLE),
-        activation(p) {}
+        memory(weights + Pass::kWeightBytes + group * Pass::kGroupBytes), activation(p) {}
 
   DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group); }
-  // Units of a tile that are there
-  DEVICE int present(i64 first) const { return units - first < Pass::UNITS ? int(units - first) : Pass::UNITS; }
   DEVICE u32 slot_address(int slot) const { return memory + slot * Pass::kSlotBytes; }
 
   // Copies a tile's units, if there is such a tile, to a slot.
@@ -82,7 +78,7 @@ template <class Pass> struct Chain {
       if (warp == 0 && tile < tiles) load_runs(tile * Pass::UNITS, slot);
     } else {
       for (int held = 0; tile < tiles && held < Pass::HELD; ++held)
-        load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
+        Base::template load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
             state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
       commit_copies();
     }
@@ -97,77 +93,12 @@ template <class Pass> struct Chain {
 
   DEVICE void load_runs(i64 first, int slot) const {
     using R = typename Pass::Input;
-    constexpr int kRun = Pass::LOAD_RUN, kBytes = kRun * kSize, kEach = R::kSize / kRun;  // runs of a unit
-    const int present = this->present(first);
     fence_copy_engine();
-    if (lane.index == 0) expect_bytes(barrier(slot), Pass::HELD * present * R::kSize * kSize);
+    if (lane.index == 0) expect_bytes(barrier(slot), Pass::HELD * Base::present(first) * R::kSize * kSize);
     __syncwarp();
     for (int held = 0; held < Pass::HELD; ++held)
-      for (int k = lane.index; k < present * kEach; k += 32)
-        load_run(slot_address(slot) + held * Pass::kHeldBytes + Pass::First::at(k * kRun) * kSize,
-                 state_of(held) + R::unit(first + k / kEach) + R::at(k % kEach * kRun), kBytes, barrier(slot));
-  }
-
-  // How a group's threads go through a tile: all of its units, where they lie together in memory, or some of them at once, THREADS
-  // each. R: where units lie in memory, L: in shared memory, BYTES of one access.
-  template <class R, class L, int BYTES> struct Moved {
-    static constexpr int kCount = R::kDense ? Pass::UNITS * R::kSize : R::kSize, kPieces = kCount * kSize / BYTES;
-    static constexpr int kFit = R::kDense || kPieces >= kThreads ? 1 : kThreads / kPieces;
-    static constexpr int kAtOnce = kFit < Pass::UNITS ? kFit : Pass::UNITS, THREADS = kThreads / kAtOnce;
-    using Walk = Lines<L, kCount, R::template kRun<L>, R::template kLineStep<L>, BYTES / kSize, THREADS>;
-  };
-  // of(where such a part begins in memory, elements of it that are there, those of each line, its first element in the tile)
-  template <class R, class M, class Of> DEVICE void parts_of(i64 first, Of of) const {
-    if constexpr (R::kDense) return of(R::unit(first), present(first) * R::kSize, R::C, 0);
-    const int present = this->present(first), chunk = R::chunk(first);
-    const i64 slice = R::from(first);
-#pragma unroll 1
-    for (int unit = thread / M::THREADS; unit < Pass::UNITS; unit += M::kAtOnce) {
-      if (M::kAtOnce * M::THREADS < kThreads && thread >= M::kAtOnce * M::THREADS) break;
-      const int here = chunk + unit, column = here % R::CHUNKS * R::C;
-      of(slice + here / R::CHUNKS * R::SLICE + column, unit < present ? R::kSize : 0,
-         R::WIDTH > 0 ? min(R::C, R::WIDTH - column) : R::C, unit * R::kSize);
-    }
-  }
-
-  // Units beyond the last one, and what is missing of a slice's last chunk, become zeros.
-  template <class R, class L, int COPY> DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
-    using M = Moved<R, L, COPY>;
-    const typename M::Walk lines(thread % M::THREADS);
-    parts_of<R, M>(first, [&](i64 begin, int there, int width, int element) {
-      const bool whole = there == M::kCount && width == R::C;
-      const Element* from = x + begin;
-      if (whole)
-        load_lines<COPY>(lines, from, element, to, [](int) { return true; });
-      else
-        load_lines<COPY>(lines, from, element, to, [&](int e) { return e < there && (R::WIDTH == 0 || e % R::C < width); });
-    });
-  }
-  template <int COPY, class LINES, class Here>
-  DEVICE void load_lines(const LINES& lines, const Element* from, int first, u32 to, Here here) const {
-    if constexpr (COPY >= 4)
-      lines.template each<8>(
-          first, [](int, i64, int) { return 0; },
-          [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, here(e) ? from + offset : from, here(e)); });
-    else
-      lines.template each<16>(
-          first, [&](int, i64 offset, int e) { return here(e) ? from[offset] : Element{}; },
-          [&](int place, i64, int, Element x) { store_shared(to + place * kSize, x); });
-  }
-
-  // What is too small to be copied, to shared memory: the loads of several are on their way together.
-  template <int COUNT, int STEP, class Value, class At> static DEVICE void by_registers(int begin, Value value, At at) {
-    constexpr int kRounds = ceil_div(COUNT, STEP), kAtOnce = kRounds < 16 ? kRounds : 16;
-#pragma unroll 1
-    for (int j = begin; j < COUNT; j += STEP * kAtOnce) {
-      Element some[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (j + i * STEP < COUNT) some[i] = value(j + i * STEP);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (j + i * STEP < COUNT) store_shared(at(j + i * STEP), some[i]);
-    }
+      Base::template load_runs<R, typename Pass::First, Pass::LOAD_RUN>(
+          state_of(held), first, slot_address(slot) + held * Pass::kHeldBytes, barrier(slot));
   }
 
   static constexpr int kWord = 16 / kSize;  // elements
@@ -281,7 +212,7 @@ template <class Pass> struct Chain {
 #pragma unroll
         for (int j = 0; j < Math::kFlush; ++j)
           if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<S, Math::kStep, STEP_A>(part, a, b, (k + j) * Math::kStep);
-        add<S>(y, part);
+        add_sums(y, part);
       }
     } else {
 #pragma unroll(kSteps <= 8 ? kSteps : 4)
@@ -323,7 +254,7 @@ template <class Pass> struct Chain {
 #pragma unroll
       for (auto& four : row)
 #pragma unroll
-        for (float value : four) finite &= fabsf(value) <= 3.402823466e38f;
+        for (float value : four) finite &= is_finite(value);
     if (__all_sync(~0u, finite)) return;
     const auto [row, o, column] = corner<S>(tile);
 #pragma unroll
@@ -332,7 +263,7 @@ template <class Pass> struct Chain {
       for (int n = 0; n < S::NT; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (fabsf(y[m][n][i]) <= 3.402823466e38f) continue;
+          if (is_finite(y[m][n][i])) continue;
           const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
           const int q = S::BY_ROWS ? c : r;
           const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
@@ -544,19 +475,11 @@ template <class Pass> struct Chain {
       Sums<S> part = {};
       multiply<S>(part, tile, state, weight);
       repair<S>(part, tile, state, weight);
-      add<S>(y, part);
+      add_sums(y, part);
     } else {
       multiply<S>(y, tile, state, weight);
       if constexpr (Math::kRepairs) repair<S>(y, tile, state, weight);
     }
-  }
-  template <class S> static DEVICE void add(Sums<S>& y, const Sums<S>& part) {
-#pragma unroll
-    for (int m = 0; m < S::MT; ++m)
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[m][n][i] += part[m][n][i];
   }
 
   // All of a stage's result is written; NEXT is the stage that reads it, or void.
@@ -641,42 +564,10 @@ template <class Pass> struct Chain {
     Element* y = static_cast<Element*>(params.y) + i64(blockIdx.y) * Pass::SPLIT_STEP;
     if constexpr (Pass::TERM_OUT > 0) y += i64(blockIdx.y) * params.batch * Pass::TERM_OUT;
     if constexpr (Pass::BULK_STORE) {
-      if (warp == 0) store_runs(tile * Pass::UNITS, from, y);
+      if (warp == 0) Base::template store_runs<typename Pass::Output, typename Pass::Final, Pass::STORE_RUN>(tile * Pass::UNITS, from, y);
     } else {
-      store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, y);
+      Base::template store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, y);
     }
-  }
-
-  DEVICE void store_runs(i64 first, u32 from, Element* y) const {
-    using R = typename Pass::Output;
-    constexpr int kRun = Pass::STORE_RUN, kEach = R::kSize / kRun;
-    const int present = this->present(first);
-    for (int k = lane.index; k < present * kEach; k += 32)
-      store_run(y + R::unit(first + k / kEach) + R::at(k % kEach * kRun), from + Pass::Final::at(k * kRun) * kSize,
-                kRun * kSize);
-    commit_stores();
-  }
-
-  // Of each unit its first `limit` elements, where it may reach behind what it is a part of.
-  template <class R, class L, int STORE> DEVICE void store_pieces(i64 first, u32 from, Element* y, int limit = R::kSize) const {
-    using M = Moved<R, L, STORE>;
-    const typename M::Walk lines(thread % M::THREADS);
-    parts_of<R, M>(first, [&](i64 begin, int there, int width, int element) {
-      if constexpr (!R::kDense) there = min(there, limit);
-      const bool whole = there == M::kCount && width == R::C;
-      if (whole)
-        store_lines<STORE>(lines, from, element, y + begin, [](int) { return true; });
-      else
-        store_lines<STORE>(lines, from, element, y + begin, [&](int e) { return e < there && (R::WIDTH == 0 || e % R::C < width); });
-    });
-  }
-  template <int STORE, class LINES, class Here>
-  DEVICE void store_lines(const LINES& lines, u32 from, int first, Element* to, Here here) const {
-    lines.template each<STORE < 4 ? 16 : 8>(
-        first, [&](int place, i64, int) { return load_words<STORE>(from + place * kSize); },
-        [&](int, i64 offset, int e, const Words<STORE>& word) {
-          if (here(e)) store_words<STORE>(to + offset, word);
-        });
   }
 
   // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.

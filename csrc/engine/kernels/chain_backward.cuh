@@ -96,12 +96,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
           over_rows<D>(y, x + p * kSize, g + q * kSize, fold);
         else
           over_inner<D>(y, x + p * D::X::STEP * kSize, g + q * D::G::STEP * kSize, fold);
-#pragma unroll
-        for (int m = 0; m < D::MT; ++m)
-#pragma unroll
-          for (int n = 0; n < D::NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[j][m][n][i] += y[m][n][i];
+        add_sums(sums[j], y);
       }
     }
   }
@@ -121,8 +116,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
 #pragma unroll
           for (int n = 0; n < D::NT; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)  // of what is not finite, low parts say nothing
-              y[m][n][i] += high[m][n][i] + (fabsf(low[m][n][i]) <= 3.402823466e38f ? low[m][n][i] : 0.f);
+            for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
       }
     } else {
 #pragma unroll 2
@@ -136,13 +130,10 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     for (int m = 0; m < D::MT; ++m)
 #pragma unroll
       for (int n = 0; n < D::NT; ++n) {
-        if constexpr (kSplit) {
-          multiply_tf32(low[m][n], a[m].low, b[n].high);
-          multiply_tf32(low[m][n], a[m].high, b[n].low);
-          multiply_tf32(y[m][n], a[m].high, b[n].high);
-        } else {
+        if constexpr (kSplit)
+          Math::multiply_apart(y[m][n], low[m][n], a[m], b[n]);
+        else
           Math::template multiply<K>(y[m][n], a[m], b[n]);
-        }
       }
   }
 

@@ -1,11 +1,11 @@
 // What passes of two large factors in double have in common on sm_90a, where states and weights leave no room for each other in
-// shared memory: chunks of kDepth k's go by, through a ring of STAGES that four warps fill by asynchronous copies. Eight warps
+// shared memory: chunks of kDepth k's go by, through a ring of SLOTS that four warps fill by asynchronous copies. Eight warps
 // multiply them, four by two, each some tiles of 16 rows and of 8 columns.
 #pragma once
 #include "kernels/operands.cuh"
 #include "move/ring.cuh"
 
-template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleRing {
+template <class Math, class Element, int SLOTS, int SLOT_BYTES> struct DoubleRing {
   using Tensors = Operands<Math, Element, 256>;
   using A = typename Math::A;
   using B = typename Math::B;
@@ -14,17 +14,17 @@ template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleR
 
   const Lane lane;
   const int down, along;  // this warp's place among the four by two
-  const Ring<STAGES, STAGE_BYTES> ring;
+  const Ring<SLOTS, SLOT_BYTES> ring;
 
-  DEVICE explicit DoubleRing(u32 stages)
-      : down(threadIdx.x / 32 / 2), along(threadIdx.x / 32 % 2), ring(stages) {}
-  DEVICE u32 stage(int c) const { return ring.at(c % STAGES); }
+  DEVICE explicit DoubleRing(u32 slots)
+      : down(threadIdx.x / 32 / 2), along(threadIdx.x / 32 % 2), ring(slots) {}
+  DEVICE u32 slot(int c) const { return ring.at(c % SLOTS); }
   DEVICE void init() const { ring.init(kCopiers, kThreads); }
   // By who copies, before chunk c and behind it
   DEVICE void wait_for_room(int c) const {
-    if (c >= STAGES) wait_for_bytes(ring.empty(c % STAGES), c / STAGES & 1 ^ 1);
+    if (c >= SLOTS) wait_for_bytes(ring.empty(c % SLOTS), c / SLOTS & 1 ^ 1);
   }
-  DEVICE void hand_over(int c) const { arrive_with_copies(ring.full(c % STAGES)); }
+  DEVICE void hand_over(int c) const { arrive_with_copies(ring.full(c % SLOTS)); }
 
   // ROWS x COLUMNS of a matrix whose rows have FROM elements; what is not there is zero.
   template <int ROWS, int COLUMNS, int STRIDE, int FROM>
@@ -41,24 +41,11 @@ template <class Math, class Element, int STAGES, int STAGE_BYTES> struct DoubleR
   // sums += left x right, of chunk c
   template <int TILES, int NT, class Left, class Right>
   DEVICE void multiply(Element (&sums)[TILES][NT][4], int c, const Left& left, const Right& right) const {
-    constexpr int kTogether = NT % 2 ? 1 : 2;
-    wait_for_bytes(ring.full(c % STAGES), c / STAGES & 1);
-#pragma unroll
-    for (int s = 0; s < kDepth / kStep; ++s) {
-      A a[TILES];
-#pragma unroll
-      for (int m = 0; m < TILES; ++m) left(a[m], m, s);
-#pragma unroll
-      for (int n = 0; n < NT; n += kTogether) {
-        B some[kTogether];
-        right(some, n, s);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-          for (int m = 0; m < TILES; ++m) Math::template multiply<kStep>(sums[m][n + i], a[m], some[i]);
-      }
-    }
-    arrive(ring.empty(c % STAGES));
+    wait_for_bytes(ring.full(c % SLOTS), c / SLOTS & 1);
+    constexpr int kSteps = kDepth / kStep;
+    Tensors::template multiply_tiles<TILES, NT, kSteps, kSteps, 2>(
+        [&](int m, int n) -> Element(&)[4] { return sums[m][n]; }, left, right);
+    arrive(ring.empty(c % SLOTS));
   }
   // Operands of this warp: its `tiles` of 16 rows with k or m contiguous, and its columns, all in one matrix.
   template <int STRIDE> DEVICE auto rows(u32 from, int tiles) const {

@@ -31,7 +31,7 @@ template <class Pass> struct Gradient {
   static constexpr i64 kRowX = Pass::TIED ? i64(P) * INNER : i64(P) * INNER * Pass::OUTER;
   static constexpr i64 kRowG = Pass::TIED ? i64(Q) * INNER : i64(Q) * INNER * Pass::OUTER;
   static constexpr int stride(int width) { return kSize == 8 ? width + 4 : width % 16 ? width : width + 8; }  // of k's in shared memory
-  static constexpr int kLeft = WG * BK * stride(BM) * kSize, kStage = kLeft + WG * BK * stride(BN) * kSize;
+  static constexpr int kLeft = WG * BK * stride(BM) * kSize, kSlot = kLeft + WG * BK * stride(BN) * kSize;
   static constexpr int kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN), kGroupTiles = ceil_div(kGroups ? INNER : 1, WG);
   static constexpr i64 kWeights = i64(P) * Q * (Pass::TIED ? 1 : Pass::OUTER * INNER);
 
@@ -102,10 +102,10 @@ template <class Pass> struct Gradient {
   }
   // float: the products of high parts are summed apart from the others, which infinities make NaN: then they do not count.
   static constexpr bool kSplit = Math::kRepairs;
-  DEVICE void multiply(Sums& y, u32 stage) const {
+  DEVICE void multiply(Sums& y, u32 slot) const {
     constexpr int kFlush = kSplit ? Math::kFlush * Math::kStep : BK, kStrideA = stride(BM), kStrideB = stride(BN);
-    const u32 from_a = stage + (part * BK * kStrideA + row) * kSize + Math::template lane_a_by_m<kStrideA>(lane);
-    const u32 from_b = stage + kLeft + (part * BK * kStrideB + column) * kSize + Math::template lane_b_by_n<kStrideB>(lane);
+    const u32 from_a = slot + (part * BK * kStrideA + row) * kSize + Math::template lane_a_by_m<kStrideA>(lane);
+    const u32 from_b = slot + kLeft + (part * BK * kStrideB + column) * kSize + Math::template lane_b_by_n<kStrideB>(lane);
     Sums high, low;
 #pragma unroll
     for (int k = 0; k < BK; k += Math::kStep) {
@@ -125,13 +125,10 @@ template <class Pass> struct Gradient {
             if (k % kFlush == 0)
 #pragma unroll
               for (int i = 0; i < 4; ++i) high[m][n][i] = low[m][n][i] = 0;
-            multiply_tf32(low[m][n], a[m].low, b[n].high);
-            multiply_tf32(low[m][n], a[m].high, b[n].low);
-            multiply_tf32(high[m][n], a[m].high, b[n].high);
+            Math::multiply_apart(high[m][n], low[m][n], a[m], b[n]);
             if ((k + Math::kStep) % kFlush == 0)
 #pragma unroll
-              for (int i = 0; i < 4; ++i)
-                y[m][n][i] += high[m][n][i] + (fabsf(low[m][n][i]) <= 3.402823466e38f ? low[m][n][i] : 0.f);
+              for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
           } else {
             Math::template multiply<Math::kStep>(y[m][n], a[m], b[n]);
           }
@@ -171,19 +168,19 @@ template <class Pass> struct Gradient {
       fetch<BM>(next_g, g, kRowG, q, Q, chunk);
       fetch<BN>(next_x, x, kRowX, p, P, chunk);
     };
-    const auto put_both = [&](u32 stage) { put<BM>(next_g, stage), put<BN>(next_x, stage + kLeft); };
+    const auto put_both = [&](u32 slot) { put<BM>(next_g, slot), put<BN>(next_x, slot + kLeft); };
     Sums y = {};
-    u32 stage = memory;
+    u32 slot = memory;
     fetch_both(blockIdx.x);
-    put_both(stage);
+    put_both(slot);
     __syncthreads();
 #pragma unroll 1
     for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const bool more = chunk + gridDim.x < chunks;
       if (more) fetch_both(chunk + gridDim.x);
-      multiply(y, stage);
-      stage = stage == memory ? memory + kStage : memory;
-      if (more) put_both(stage);
+      multiply(y, slot);
+      slot = slot == memory ? memory + kSlot : memory;
+      if (more) put_both(slot);
       __syncthreads();
     }
     store(y);

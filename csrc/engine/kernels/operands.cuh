@@ -58,11 +58,11 @@ template <class Math, class T, int THREADS> struct Operands {
     }
   }
   // sum_of(m, n) += left x right, MT tiles of 16 rows by NT of 8 columns: operand A of a tile and a step, and B of some tiles of a
-  // step. float: products of high parts start from zero every few steps; the others, which infinities make NaN, do not count
-  // then.
-  template <int MT, int NT, int STEPS, int UNROLL, class SumOf, class Left, class Right>
+  // step, MOST at once. float: products of high parts start from zero every few steps; the others, which infinities make NaN, do
+  // not count then.
+  template <int MT, int NT, int STEPS, int UNROLL, int MOST = Math::kRepairs ? 2 : 4, class SumOf, class Left, class Right>
   static DEVICE void multiply_tiles(const SumOf& sum_of, const Left& left, const Right& right) {
-    constexpr int kMost = Math::kRepairs ? 2 : 4, kTogether = NT % kMost == 0 ? kMost : NT % 2 == 0 ? 2 : 1;
+    constexpr int kTogether = NT % MOST == 0 ? MOST : NT % 2 == 0 ? 2 : 1;
     if constexpr (Math::kRepairs) {
       constexpr int kFlush = Math::kFlush;
       float low[MT][NT][4] = {};
@@ -85,18 +85,13 @@ template <class Math, class T, int THREADS> struct Operands {
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
-              for (int i = 0; i < kTogether; ++i) {
-                multiply_tf32(low[m][n + i], a[j][m].low, some[i].high);
-                multiply_tf32(low[m][n + i], a[j][m].high, some[i].low);
-                multiply_tf32(high[m][i], a[j][m].high, some[i].high);
-              }
+              for (int i = 0; i < kTogether; ++i)
+                Math::multiply_apart(high[m][i], low[m][n + i], a[j][m], some[i]);
           }
 #pragma unroll
           for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-              for (int j = 0; j < 4; ++j) sum_of(m, n + i)[j] += high[m][i][j];
+            for (int i = 0; i < kTogether; ++i) add_sums(sum_of(m, n + i), high[m][i]);
         }
       }
 #pragma unroll
@@ -104,7 +99,7 @@ template <class Math, class T, int THREADS> struct Operands {
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += fabsf(low[m][n][j]) <= 3.402823466e38f ? low[m][n][j] : 0.f;
+          for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += or_zero(low[m][n][j]);
     } else {
 #pragma unroll(UNROLL)
       for (int s = 0; s < STEPS; ++s) {
@@ -178,11 +173,25 @@ template <class Math, class T, int THREADS> struct Operands {
     } else {
       Real more[NT][4] = {};
       multiply<NT, STEPS, UNROLL>(more, left, right);
+      add_sums(sums, more);
+    }
+  }
+
+  // Sums, rounded, as an operand in shared memory: a lane's two of a row go to places that are `apart`.
+  template <int STRIDE, int MT, int NT> static DEVICE void put_rounded(const Real (&sums)[MT][NT][4], u32 to, int apart) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][i] += more[n][i];
-    }
+        for (int i = 0; i < 2; ++i) {
+          const u32 here = to + ((m * 16 + i * 8) * STRIDE + n * 8) * kSize;
+          const Real first = Math::rounded(sums[m][n][i * 2]), second = Math::rounded(sums[m][n][i * 2 + 1]);
+          if (apart == 1)
+            store_shared(here, Pair<Element>(first, second));
+          else
+            store_shared(here, narrow<Element>(first)), store_shared(here + apart * kSize, narrow<Element>(second));
+        }
   }
 
   // 16 rows of sums to rows that are STEP apart; of a tile that is not WHOLE, those before ROWS, and columns before COLUMNS.

@@ -6,7 +6,7 @@
 
 // Where someone is who takes slot after slot, and the phase of what is waited for there. It begins at {0, 0} for who reads, and
 // at {0, 1} for who writes, to whom all slots are free at first.
-template <int SLOTS> struct Turn {
+template <int SLOTS> struct RingCursor {
   int slot;
   u32 phase;
   DEVICE void next() {
@@ -18,16 +18,14 @@ template <int SLOTS> struct Turn {
   }
 };
 
-// SLOTS of BYTES each, and their barriers; BLOCKS of a cluster write to each.
-template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring {
-  const u32 slots, barriers;
+// The barriers of SLOTS, wherever these lie; BLOCKS of a cluster write to each.
+template <int SLOTS, int BLOCKS = 1> struct Barriers {
+  const u32 barriers;
   static constexpr int kBarrierBytes = SLOTS * 16;
-  using Turn = ::Turn<SLOTS>;
+  using Cursor = RingCursor<SLOTS>;
 
-  DEVICE Ring(u32 slots, u32 barriers) : slots(slots), barriers(barriers) {}
-  DEVICE explicit Ring(u32 slots) : Ring(slots, slots + SLOTS * BYTES) {}
+  DEVICE explicit Barriers(u32 barriers) : barriers(barriers) {}
 
-  DEVICE u32 at(u32 slot) const { return slots + slot * BYTES; }
   DEVICE u32 full(u32 slot) const { return barriers + slot * 8; }
   DEVICE u32 empty(u32 slot) const { return barriers + (SLOTS + slot) * 8; }
   // By at least as many threads as there are slots: how many say that a slot is full, and how many that it is empty.
@@ -38,18 +36,17 @@ template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring {
     }
   }
 
-  DEVICE void wait_until_full(const Turn& turn) const { wait_for_bytes(full(turn.slot), turn.phase); }
-  DEVICE void wait_until_empty(const Turn& turn) const { wait_for_bytes(empty(turn.slot), turn.phase); }
+  DEVICE void wait_until_full(const Cursor& cursor) const { wait_for_bytes(full(cursor.slot), cursor.phase); }
+  DEVICE void wait_until_empty(const Cursor& cursor) const { wait_for_bytes(empty(cursor.slot), cursor.phase); }
   // The same of who counts slots instead: the `position`th of all that go by
   DEVICE void wait_until_full(u32 position) const { wait_for_bytes(full(position % SLOTS), position / SLOTS & 1); }
   DEVICE void wait_until_empty(u32 position) const {
     wait_for_bytes(empty(position % SLOTS), (position / SLOTS & 1) ^ 1);
   }
-  // By the one thread that asks the copy engine for so many bytes next. Returns the barrier that counts them.
-  DEVICE u32 begin_to_fill(const Turn& turn, u32 bytes = BYTES) const {
-    wait_until_empty(turn);
-    expect_bytes(full(turn.slot), bytes);
-    return full(turn.slot);
+  // A thread has written its part of a slot, which the copy engine or the matrix unit reads.
+  DEVICE void hand_over(u32 slot) const {
+    fence_copy_engine();
+    arrive(full(slot));
   }
   // A warp has read a slot: all who write there are told.
   DEVICE void release(u32 slot, int lane = threadIdx.x % 32) const {
@@ -61,22 +58,39 @@ template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring {
   }
 };
 
+// SLOTS of BYTES each behind one another
+template <int SLOTS, int BYTES, int BLOCKS = 1> struct Ring : Barriers<SLOTS, BLOCKS> {
+  using Base = Barriers<SLOTS, BLOCKS>;
+  const u32 slots;
+
+  DEVICE Ring(u32 slots, u32 barriers) : Base(barriers), slots(slots) {}
+  DEVICE explicit Ring(u32 slots) : Ring(slots, slots + SLOTS * BYTES) {}
+
+  DEVICE u32 at(u32 slot) const { return slots + slot * BYTES; }
+  // By the one thread that asks the copy engine for so many bytes next. Returns the barrier that counts them.
+  DEVICE u32 begin_to_fill(const RingCursor<SLOTS>& cursor, u32 bytes = BYTES) const {
+    Base::wait_until_empty(cursor);
+    expect_bytes(Base::full(cursor.slot), bytes);
+    return Base::full(cursor.slot);
+  }
+};
+
 // A ring with where someone is in it: `take` waits for the next slot to be full, `fill` for it to be empty, and says which it is.
 template <int SLOTS, int BYTES, int BLOCKS = 1> struct Stream : Ring<SLOTS, BYTES, BLOCKS> {
   using Base = Ring<SLOTS, BYTES, BLOCKS>;
-  Turn<SLOTS> turn;
-  DEVICE Stream(u32 slots, u32 barriers, u32 phase) : Base(slots, barriers), turn{0, phase} {}
+  RingCursor<SLOTS> cursor;
+  DEVICE Stream(u32 slots, u32 barriers, u32 phase) : Base(slots, barriers), cursor{0, phase} {}
   DEVICE int take() {
-    Base::wait_until_full(turn);
+    Base::wait_until_full(cursor);
     return next();
   }
   DEVICE int fill(u32 bytes = BYTES) {
-    Base::begin_to_fill(turn, bytes);
+    Base::begin_to_fill(cursor, bytes);
     return next();
   }
   DEVICE int next() {
-    const int slot = turn.slot;
-    turn.next();
+    const int slot = cursor.slot;
+    cursor.next();
     return slot;
   }
 };

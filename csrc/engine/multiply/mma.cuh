@@ -43,6 +43,7 @@ template <class T> struct Half : Rows16<2> {
   static DEVICE float rounded(float x) { return x; }
   struct A { u32 r[4]; };
   struct B { u32 r[2]; };
+  template <bool, class Operand> static DEVICE void put(Operand& x, int i, u32 word) { x.r[i] = word; }
 
   template <int STRIDE, bool = false> static DEVICE int lane_b_by_n(Lane l) { return (l.index & 15) * STRIDE * 2; }
   template <int STRIDE, bool = false> static DEVICE int lane_a_by_m(Lane l) {
@@ -111,9 +112,10 @@ template <class T> struct Half : Rows16<2> {
   }
 };
 
-// float and double: k = 8
-template <class T> struct Words8 {
+// float and double: k = 8. What a word becomes as register i of an operand, Self says: put<ROUND>(operand, i, word).
+template <class T, class Self> struct Words8 {
   using Element = T;
+  using Word = typename WordOf<T>::type;
   static constexpr int kStep = 8, kFlush = 0, kSize = sizeof(T);
   static constexpr bool kRepairs = false, kRounds = false;
   static DEVICE T rounded(T x) { return x; }
@@ -126,65 +128,80 @@ template <class T> struct Words8 {
   template <int STRIDE, bool PAIRS> static constexpr DEVICE int behind_by_m(int i) {
     return i % 2 * 8 * kSize + i / 2 * kSecond<STRIDE, PAIRS>;
   }
+  static DEVICE Word load(u32 from) {
+    if constexpr (kSize == 8)
+      return load_f64(from);
+    else
+      return load_u32(from);
+  }
+  static DEVICE Word word(T x) {
+    if constexpr (kSize == 8)
+      return x;
+    else
+      return __float_as_uint(x);
+  }
+
+  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false, class B>
+  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      Self::template put<ROUND>(b[n], 0, load(column[n]));
+      Self::template put<ROUND>(b[n], 1, load(column[n] + kSecond<STRIDE, PAIRS>));
+    }
+  }
+  template <int STRIDE, bool PAIRS = false, bool ROUND = true, class A> static DEVICE void load_a_by_m(A& a, u32 from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Self::template put<ROUND>(a, i, load(from + behind_by_m<STRIDE, PAIRS>(i)));
+  }
+  // Sums of 16 x 8 as operand A: a lane's columns 2t, 2t + 1 are the k's that it is to have. And their upper or lower 8 rows as
+  // operand B.
+  template <class A> static DEVICE void as_a(A& a, const T (*y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Self::template put<true>(a, i, word(y[0][i % 2 * 2 + i / 2]));
+  }
+  template <class B> static DEVICE void as_b(B& b, const T (*y)[4], int lower) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) Self::template put<true>(b, i, word(y[0][lower * 2 + i]));
+  }
 };
 
 // 32-bit rows. Where the other operand is sums, a lane's k's are 2t and 2t + 1: then the weights lie so that these are
 // what it gets for t and t + 4.
-struct Matrices32 : Rows16<4> {
+template <class Self> struct Floats : Words8<float, Self>, Rows16<4> {
   static constexpr DEVICE int place_of(int k, bool from_sums) {
     return from_sums ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
+  }
+  template <int K, int STRIDE, bool ROUND = true, class A> static DEVICE void load_row_a(A& a, u32 from) {
+    u32 x[4];
+    Rows16<4>::load_row_a<STRIDE>(x, from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Self::template put<ROUND>(a, i, x[i]);
+  }
+  template <int K, int STRIDE, int NT, bool ROUND = true, class B> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
+    u32 x[NT][2];
+    Rows16<4>::load_row_b<STRIDE>(x, from);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) Self::template put<ROUND>(b[n], i, x[n][i]);
   }
 };
 
 // float through single tf32 products, as PyTorch's own switch allows
-struct Tf32 : Words8<float>, Matrices32 {
+struct Tf32 : Floats<Tf32> {
   static constexpr bool kRounds = true;
   static DEVICE float rounded(float x) { return __uint_as_float(tf32_of(__float_as_uint(x))); }
   struct A { u32 r[4]; };
   struct B { u32 r[2]; };
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
-  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      b[n].r[0] = load_u32(column[n]), b[n].r[1] = load_u32(column[n] + kSecond<STRIDE, PAIRS>);
-      if (ROUND) b[n].r[0] = tf32_of(b[n].r[0]), b[n].r[1] = tf32_of(b[n].r[1]);
-    }
-  }
-  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a.r[i] = load_u32(from + behind_by_m<STRIDE, PAIRS>(i));
-      if (ROUND) a.r[i] = tf32_of(a.r[i]);
-    }
-  }
-  template <int K, int STRIDE, bool ROUND = true> static DEVICE void load_row_a(A& a, u32 from) {
-    Matrices32::load_row_a<STRIDE>(a.r, from);
-#pragma unroll
-    for (u32& r : a.r) r = ROUND ? tf32_of(r) : r;
-  }
-  template <int K, int STRIDE, int NT, bool ROUND = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
-    u32 r[NT][2];
-    Matrices32::load_row_b<STRIDE>(r, from);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) b[n].r[i] = ROUND ? tf32_of(r[n][i]) : r[n][i];
-  }
-  // Sums of 16 x 8 as operand A: a lane's columns 2t, 2t + 1 are the k's that it is to have.
-  static DEVICE void as_a(A& a, const float (*y)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = tf32_of(__float_as_uint(y[0][i % 2 * 2 + i / 2]));
-  }
-  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) b.r[i] = tf32_of(__float_as_uint(y[0][lower * 2 + i]));
+  template <bool ROUND, class Operand> static DEVICE void put(Operand& x, int i, u32 word) {
+    x.r[i] = ROUND ? tf32_of(word) : word;
   }
   template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) { multiply_tf32(y, a.r, b.r); }
 };
 
 // float as exact as FMA: each operand is high + low, both tf32, and three of the four products count. The matrix unit
 // truncates what it adds to, so every kFlush steps start from zero and are added rounded to nearest.
-struct Split3 : Words8<float>, Matrices32 {
+struct Split3 : Floats<Split3> {
   static constexpr bool kRepairs = true;
   static constexpr int kFlush = 2;
   struct A { u32 high[4], low[4]; };
@@ -193,46 +210,20 @@ struct Split3 : Words8<float>, Matrices32 {
     high = tf32_of(x);
     low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
   }
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
-  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      split(load_u32(column[n]), b[n].high[0], b[n].low[0]);
-      split(load_u32(column[n] + kSecond<STRIDE, PAIRS>), b[n].high[1], b[n].low[1]);
-    }
+  template <bool, class Operand> static DEVICE void put(Operand& x, int i, u32 word) { split(word, x.high[i], x.low[i]); }
+  // Products of high parts summed apart from the others, which infinities make NaN: those do not count then (or_zero).
+  static DEVICE void multiply_apart(float (&high)[4], float (&low)[4], const A& a, const B& b) {
+    multiply_tf32(low, a.low, b.high);
+    multiply_tf32(low, a.high, b.low);
+    multiply_tf32(high, a.high, b.high);
   }
-  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) split(load_u32(from + behind_by_m<STRIDE, PAIRS>(i)), a.high[i], a.low[i]);
-  }
-  template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
-    u32 x[4];
-    Matrices32::load_row_a<STRIDE>(x, from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) split(x[i], a.high[i], a.low[i]);
-  }
-  template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
-    u32 x[NT][2];
-    Matrices32::load_row_b<STRIDE>(x, from);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) split(x[n][i], b[n].high[i], b[n].low[i]);
-  }
-  static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) split(__float_as_uint(y[0][lower * 2 + i]), b.high[i], b.low[i]);
-  }
-  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
-    multiply_tf32(y, a.low, b.high);
-    multiply_tf32(y, a.high, b.low);
-    multiply_tf32(y, a.high, b.high);
-  }
+  template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) { multiply_apart(y, y, a, b); }
 };
 
-struct Fp64 : Words8<double> {
+struct Fp64 : Words8<double, Fp64> {
   struct A { double r[4]; };
   struct B { double r[2]; };
+  template <bool, class Operand> static DEVICE void put(Operand& x, int i, double word) { x.r[i] = word; }
   // Two neighbouring k's at once: of A, and of B by k. Rows are an odd multiple of 8 apart, or turned against each other.
   template <int STRIDE> static DEVICE int lane_a(Lane l) { return (l.g * STRIDE + l.t * 2) * 8; }
   template <int STRIDE> static DEVICE int lane_b_by_k(Lane l) { return (l.g * STRIDE + l.t * 2) * 8; }
@@ -244,20 +235,8 @@ struct Fp64 : Words8<double> {
 #pragma unroll
     for (int n = 0; n < NT; ++n) load_f64x2(from + n * 8 * STRIDE * 8, b[n].r[0], b[n].r[1]);
   }
-  template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false>
-  static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      b[n].r[0] = load_f64(column[n]);
-      b[n].r[1] = load_f64(column[n] + kSecond<STRIDE, PAIRS>);
-    }
-  }
-  template <int STRIDE, bool PAIRS = false, bool ROUND = true> static DEVICE void load_a_by_m(A& a, u32 from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + behind_by_m<STRIDE, PAIRS>(i));
-  }
   // In the order of k, each double by itself: rows are an odd multiple of 4 apart.
-  static constexpr DEVICE int place_of(int k, bool from_sums) { return Matrices32::place_of(k, from_sums); }
+  static constexpr DEVICE int place_of(int k, bool from_sums) { return Tf32::place_of(k, from_sums); }
   template <int STRIDE> static DEVICE int lane_row_a(Lane l) { return (l.g * STRIDE + l.t) * 8; }
   template <int STRIDE> static DEVICE int lane_row_b(Lane l) { return (l.g * STRIDE + l.t) * 8; }
   template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
@@ -270,13 +249,13 @@ struct Fp64 : Words8<double> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) b[n].r[i] = load_f64(from + (n * 8 * STRIDE + i * 4) * 8);
   }
-  static DEVICE void as_a(A& a, const double (*y)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = y[0][i % 2 * 2 + i / 2];
-  }
-  static DEVICE void as_b(B& b, const double (*y)[4], int lower) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) b.r[i] = y[0][lower * 2 + i];
-  }
   template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) { multiply_f64(y, a.r, b.r); }
 };
+
+// Sums of the same places, added
+DEVICE void add_sums(float& sum, float more) { sum += more; }
+DEVICE void add_sums(double& sum, double more) { sum += more; }
+template <class T, int N> DEVICE void add_sums(T (&sum)[N], const T (&more)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) add_sums(sum[i], more[i]);
+}

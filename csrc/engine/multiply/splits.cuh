@@ -14,7 +14,7 @@ template <int N> struct SplitSums {
     touch(high);
     touch(low);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) high[i] += fabsf(low[i]) <= 3.402823466e38f ? low[i] : 0.f;
+    for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
   }
 };
 

@@ -13,6 +13,15 @@ DEVICE float widen(f16 x) { return float_of(x); }
 DEVICE float widen(float x) { return x; }
 DEVICE double widen(double x) { return x; }
 
+constexpr float kLargestFloat = 3.402823466e38f;
+DEVICE bool is_finite(float x) { return fabsf(x) <= kLargestFloat; }
+// What low parts of operands add to sums of high ones: of what is not finite they say nothing.
+DEVICE float or_zero(float low) { return is_finite(low) ? low : 0.f; }
+
+// What an Element is in registers before it is an operand
+template <class Element> struct WordOf { using type = u32; };
+template <> struct WordOf<double> { using type = double; };
+
 // Two neighbours, rounded, as they lie in memory.
 template <class Element> struct Pair;
 template <> struct Pair<bf16> {

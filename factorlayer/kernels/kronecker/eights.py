@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.kronecker.small import Sizes, sizes_in, time_of
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.work import Work
+from factorlayer.kernels.kronecker.small_float import Sizes, sizes_in, time_of
+from factorlayer.kernels.work import OfWork, Work
 
 SIZES = Sizes(8, 8, 8, 8, 8)
 WARPS, ROWS = 16, 32  # of a warp
@@ -21,7 +20,7 @@ MULTIPLY_ADDS = 23  # of an element, that would take as long as its products
 
 
 @dataclass(frozen=True)
-class Eights(Pass):
+class Eights(OfWork):
     """A pass, tiled. `us` is the time predicted."""
 
     work: Work
@@ -29,11 +28,12 @@ class Eights(Pass):
     us: float = 0.0
 
     units_per_block = 1
+    asks = ()
     threads = 32 * WARPS
 
     @property
     def staged(self) -> int:
-        """Of a warp's rows, what the copy engine brings."""
+        """Of a warp's rows, those that the copy engine brings."""
         room = (self.gpu.shared - FIXED_BYTES) // WARPS - BARRIER_BYTES
         return min(room // ROW_BYTES, ROWS - 1)
 
@@ -42,24 +42,17 @@ class Eights(Pass):
         return FIXED_BYTES + WARPS * (BARRIER_BYTES + self.staged * ROW_BYTES)
 
     @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
-
-    @property
     def output_bytes(self) -> int:
         return 4 * self.work.outer * SIZES.size
 
     def __str__(self) -> str:
         return f"eights: {SIZES}, {self.staged} of {ROWS} rows staged, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         work = self.work
         numbers = {"FIRST": dict(work.steps)[0].parts[0][0], "UNITS_PER_SAMPLE": work.outer, "STAGED": self.staged}
-        lines = ["using Element = float;"]
-        lines += constants(numbers)
-        lines += work.finish
-        return kernel(headers("eights.cuh"), name, "Eights", lines, self.threads)
+        return constants({"Element": "float", **numbers}) + work.finish
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Eights | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums
-from factorlayer.kernels.kronecker.small import Sizes, sizes_of, time_of
+from factorlayer.kernels.kronecker.small_float import Sizes, sizes_of, time_of
 from factorlayer.kernels.work import Mode
 
 SIZES = Sizes(8, 8, 8, 8, 8)
@@ -37,10 +37,9 @@ class EightsBackward(BlockSums):
     def __str__(self) -> str:
         return f"eights, backward: {SIZES}, {WARPS} warps, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        lines = [f"static constexpr int UNITS_PER_SAMPLE = {self.units_per_sample};"]
-        return kernel(headers("eights_backward.cuh"), name, "EightsBackward", lines, self.threads)
+    @property
+    def told(self) -> list[str]:
+        return constants({"UNITS_PER_SAMPLE": self.units_per_sample})
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> EightsBackward | None:

@@ -7,11 +7,11 @@ import itertools
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, kinds, wgmma
+from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import tensor_map
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -25,7 +25,7 @@ PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy 
 
 
 @dataclass(frozen=True)
-class Pair(Pass):
+class Pair(OfWork):
     """A pass of two tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -38,12 +38,8 @@ class Pair(Pass):
     us: float = 0.0
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
-
-    @property
     def pieces(self) -> int:
-        """Of an element, as the matrix unit takes it."""
+        """Pieces of an element, as the matrix unit takes it."""
         return 3 if self.work.dtype == "float32" else 1
 
     @property
@@ -79,11 +75,11 @@ class Pair(Pass):
         p0, p1, _, _ = self.sizes
         sizes, strides = (p1, p0, self.work.outer, 1, 1), (p1, p0 * p1, p0 * p1, p0 * p1)
         box = (128 // self.unit, self.chunk, 1, 1, 1)
-        return (" ".join(map(str, ("x", "tf32", *sizes, *(4 * stride for stride in strides), *box))),)
+        return (tensor_map("x", "tf32", sizes, strides, box),)
 
     @property
     def results(self) -> int:
-        """That a warpgroup stages: one leaves while the next one comes."""
+        """Results that a warpgroup has in shared memory: one leaves while the next one comes."""
         return 2 if self.mixes_by_products else 1 if self.size == 2 else 0
 
     @property
@@ -100,7 +96,7 @@ class Pair(Pass):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies; 0 where all have enough."""
+        """Registers of a thread that copies, and of one that multiplies; 0 where all have enough."""
         consumers = self.groups * self.parts
         if consumers == 1:
             return 0, 0
@@ -110,7 +106,7 @@ class Pair(Pass):
 
     @property
     def registers_needed(self) -> int:
-        """Of a consumer's thread, about: sums, operands, places."""
+        """Registers of a consumer's thread, about: sums, operands, places."""
         p0, p1, _, _ = self.sizes
         mixes = self.mixed != (1, 1)
         kinds = min(self.pieces, 2)  # of sums
@@ -137,10 +133,6 @@ class Pair(Pass):
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
 
     @property
     def units_per_block(self) -> int:
@@ -181,14 +173,15 @@ class Pair(Pass):
             lines += weight_lines(mode, f"_{letter}", letter.upper())
         return lines
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        instructions = "".join(
-            wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, n) for n in sorted({self.chunk, self.n})
-        )
-        lines = self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
-        code = hopper_headers(instructions, "mixing.cuh", "pair.cuh")
-        return kernel(code, name, "TwoFactors", lines, self.threads, asks=self.work.asks, maps=self.mapped)
+    template = "TwoFactors"
+
+    @property
+    def products(self) -> str:
+        return wgmma("bfloat16" if self.pieces > 1 else self.work.dtype, {self.chunk, self.n})
+
+    @property
+    def told(self) -> list[str]:
+        return self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
-from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
@@ -52,7 +52,7 @@ class PairBackward(OfTwoModes, Grouped):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of X and B, of G and dT, and of A in shared memory."""
+        """Strides of X and B, of G and dT, and of A in shared memory."""
         p0, p1, _, q1 = self.padded
         return p1 + self.padding, q1 + self.padding, p0 + self.padding
 
@@ -72,22 +72,17 @@ class PairBackward(OfTwoModes, Grouped):
             f"{self.slots} slots, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers["GRAD"] = sum(len(mode.parts) for mode in self.modes)
-        lines = self.constants(numbers)
-        for mode, letter in zip(self.modes, "ab", strict=True):
-            lines += weight_functions(mode, letter, self.dtype)
-        code = headers("sums.cuh", "operands.cuh", "pair_backward.cuh")
-        return kernel(code, name, "PairBackward", lines, self.threads, asks=self.asks)
+    @property
+    def told(self) -> list[str]:
+        numbers = self.told_sizes | {"GRAD": sum(len(mode.parts) for mode in self.modes)}
+        return self.constants(numbers) + told_weights(self.modes, "ab", self.dtype)
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
     plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums, most_samples
-from factorlayer.kernels.kronecker import split_pair_backward, unit_backward
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
+from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
-from factorlayer.kernels.kronecker.split_pair_backward import SplitPairBackward
-from factorlayer.kernels.kronecker.unit_backward import UnitBackward
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
+from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
+from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
-Behind = SplitPairBackward | UnitBackward
+Behind = PairSplitBackward | Pair16Backward
 DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
 CLUSTER = 8  # blocks, backward
@@ -36,7 +34,7 @@ BACK_US = 1.4  # that a warpgroup takes for one
 
 
 @dataclass(frozen=True)
-class Triple(Pass):
+class Triple(OfWork):
     """A pass of three tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -49,9 +47,12 @@ class Triple(Pass):
     gpu: Gpu
     us: float = 0.0
 
+    asks = ()
+    depth, shares = 0, 1  # as backward has them
+
     @functools.cached_property
     def pair(self) -> Pair:
-        """Of the last two modes"""
+        """The pass of the last two modes, which this one is made of."""
         work = self.work
         steps = tuple((at - 1, mode) for at, mode in work.steps if at > 0)
         two = replace(work, outer=work.outer * work.sizes[0], sizes=work.sizes[1:], steps=steps)
@@ -63,10 +64,6 @@ class Triple(Pass):
         return next(mode for at, mode in self.work.steps if at == 0)
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.work.dtype]
-
-    @property
     def n(self) -> int:
         return round_up(self.mode.q, 16)
 
@@ -76,14 +73,14 @@ class Triple(Pass):
 
     @property
     def last_registers(self) -> int:
-        """Of a thread that contracts the first mode: sums, operands, places"""
+        """Registers of a thread that contracts the first mode: sums, operands, places."""
         _, _, q0, q1 = self.pair.sizes
         whole = self.mode.q == self.n and q0 % self.cluster == 0 and self.rows * q1 % 64 == 0
         return round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
 
     @property
     def registers(self) -> int:
-        """Of one that makes states: what is left"""
+        """Registers of a thread that makes states: what is left."""
         makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
         left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS[self.size] - self.last_registers * self.last
         return min(240, left // makers // 8 * 8)
@@ -95,7 +92,7 @@ class Triple(Pass):
 
     @property
     def rows(self) -> int:
-        """Of a block, of a state"""
+        """Rows of a state that a block has."""
         return -(-self.pair.sizes[2] // self.cluster)
 
     @property
@@ -110,7 +107,7 @@ class Triple(Pass):
 
     @property
     def result_bytes(self) -> int:
-        """Of a warpgroup that contracts the first mode"""
+        """Bytes of results of a warpgroup that contracts the first mode."""
         return self.n * 128 if self.size == 2 else 0
 
     @functools.cached_property
@@ -124,10 +121,6 @@ class Triple(Pass):
     def split(self) -> int:
         """Blocks along y of the grid"""
         return self.cluster
-
-    @property
-    def units_per_sample(self) -> int:
-        return self.work.outer
 
     @property
     def units_per_block(self) -> int:
@@ -147,30 +140,17 @@ class Triple(Pass):
         )
 
     @property
-    def lines(self) -> list[str]:
-        """The kernel's constants"""
-        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
-        numbers |= {
-            "BUFFERS": self.buffers,
-            "LAST": self.last,
-            "SENT": self.sent,
-            "LAST_REGISTERS": self.last_registers,
-            "DEPTH": 0,
-            "SHARES": 1,
-        }
-        registers = COPY_REGISTERS[self.size], self.registers
-        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
-        return lines + constants(numbers)
+    def products(self) -> str:
+        return wgmma(self.work.dtype, {self.chunk, self.pair.n, self.n})
 
     @property
-    def _cluster_dims(self) -> str:
-        return f"__cluster_dims__(1, {self.cluster}, 1) "
-
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        products = "".join(wgmma(self.work.dtype, n) for n in sorted({self.chunk, self.pair.n, self.n}))
-        code = hopper_headers(products, "mixing.cuh", "pair.cuh", "triple.cuh")
-        return kernel(code, name, "ThreeFactors", self.lines, self.threads, cluster=self._cluster_dims)
+    def told(self) -> list[str]:
+        registers = COPY_REGISTERS[self.size], self.registers
+        numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
+        numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "SENT": self.sent, "DEPTH": self.depth}
+        numbers |= {"LAST_REGISTERS": self.last_registers, "SHARES": self.shares}
+        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
+        return lines + constants(numbers)
 
 
 @dataclass(frozen=True)
@@ -182,15 +162,12 @@ class TripleBackward(Triple, BlockSums):
     shares: int = 1  # of a state, each of which makes room for the next one's by itself
 
     leaves = "begun"
-
-    @property
-    def dtype(self) -> str:
-        return self.work.dtype
+    header = "triple_backward"
 
     @property
     def behind(self) -> Behind:
         last, first = (mode for at, mode in self.work.steps if at > 0)
-        family = UnitBackward if self.size == 2 else SplitPairBackward
+        family = Pair16Backward if self.size == 2 else PairSplitBackward
         return family((first, last), self.dtype, self.pair.work.outer, self.gpu, singles=self.singles)
 
     @property
@@ -205,7 +182,7 @@ class TripleBackward(Triple, BlockSums):
         return self.part_bytes
 
     def is_others(self, missing: int, padding: int) -> bool:
-        return not padding and missing == self.part_bytes - self.most * self.singles * PART_BYTES[self.dtype]
+        return not padding and missing == self.part_bytes - self.most * self.singles * SUM_BYTES[self.dtype]
 
     @property
     def last_registers(self) -> int:
@@ -240,21 +217,14 @@ class TripleBackward(Triple, BlockSums):
     def __str__(self) -> str:
         return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"
 
-    def source(self, name: str) -> str:
-        numbers = {
-            "DEPTH": self.depth,
-            "SHARES": self.shares,
-            "GRAD": 3,
-            "MOST": self.behind.most,
-            "UNITS": self.behind.units_per_sample,
-        }
-        lines = [line for line in self.lines if not re.search(" (DEPTH|SHARES) =", line)]
-        lines += constants(numbers)
+    @property
+    def products(self) -> str:
         plain, turned = {self.chunk, self.pair.n, self.mode.p}, {self.mode.p, 64} if self.size == 2 else set[int]()
-        products = "".join(wgmma(self.dtype, n, turned=n in turned) for n in sorted(plain | turned))
-        further = "mixing.cuh", "pair.cuh", "triple.cuh", "slabs.cuh", "splits.cuh", "sums.cuh", "triple_backward.cuh"
-        code = hopper_headers(products, *further)
-        return kernel(code, name, "ThreeFactorsBackward", lines, self.threads, cluster=self._cluster_dims)
+        return wgmma(self.dtype, plain - turned) + wgmma(self.dtype, turned, turned=True)
+
+    @property
+    def told(self) -> list[str]:
+        return super().told + constants({"GRAD": 3, "MOST": self.behind.most, "UNITS": self.behind.units_per_sample})
 
 
 def tile_backward(
@@ -272,7 +242,7 @@ def tile_backward(
         return ()  # what comes back lies where that of x belongs
     work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
     plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
-    family = unit_backward if ELEMENT_BYTES[dtype] == 2 else split_pair_backward
+    family = pair16_backward if ELEMENT_BYTES[dtype] == 2 else pair_split_backward
     behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
     if plan is None or behind is None:
         return ()

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, BlockSums
-from factorlayer.kernels.weights import can_be_made, weight_functions
+from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
 
 LEAST = 24  # of a size that fills the matrix unit
@@ -32,19 +32,14 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     dtypes: ClassVar[tuple[str, ...]] = ()
     largest: ClassVar[int] = 64  # of a size
     multiplied: ClassVar[str] = ""  # what is multiplied, if not the dtype itself
-    headers: ClassVar[tuple[str, ...]] = ()
     start_us: ClassVar[float] = 4.0  # with the weights and the first unit on their way
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def weights(self) -> int:
         return self.singles + super().weights
 
     def is_others(self, missing: int, padding: int) -> bool:
-        return not padding and missing == self.most * self.singles * PART_BYTES[self.dtype]
+        return not padding and missing == self.most * self.singles * SUM_BYTES[self.dtype]
 
     @property
     def rounded(self) -> tuple[int, int, int, int]:
@@ -54,7 +49,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
 
     @property
     def widths(self) -> set[int]:
-        """Of products."""
+        """Widths of products."""
         return set(self.rounded[1:])
 
     @property
@@ -70,33 +65,34 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         pieces = p1 * self.size % 16 == 0 and q1 * self.size % 16 == 0
         return inside and pieces and all(can_be_made(mode, self.dtype) for mode in self.modes)
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True)) | self.numbers
-        numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": sum(len(mode.parts) for mode in self.modes)}
-        lines = [f"using Element = {ELEMENT[self.dtype]};", *constants(numbers)]
-        for mode, letter in zip(self.modes, "ab", strict=True):
-            lines += weight_functions(mode, letter, self.dtype)
-        products = "".join(wgmma(self.multiplied or self.dtype, n, turned=True) for n in sorted(self.widths))
-        asks = () if self.singles else self.asks
-        return kernel(
-            hopper_headers(products, *self.headers), name, type(self).__name__, lines, self.threads, asks=asks
-        )
+    @property
+    def products(self) -> str:
+        return wgmma(self.multiplied or self.dtype, self.widths, turned=True)
+
+    @property
+    def asks(self) -> Asks:
+        return () if self.singles else super().asks
+
+    @property
+    def told(self) -> list[str]:
+        numbers = {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": sum(len(mode.parts) for mode in self.modes)}
+        lines = constants({"Element": ELEMENT[self.dtype], **self.told_sizes, **self.numbers, **numbers})
+        return lines + told_weights(self.modes, "ab", self.dtype)
 
     @property
     def memory_us(self) -> float:
-        """Of a unit."""
+        """Microseconds that memory takes for a unit."""
         p0, p1, q0, q1 = self.sizes
         return (2 * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
 
     def time(self, batch: int) -> float:
         """Predicted microseconds: of units, with the start and what blocks write in the end."""
         units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
-        ends = self.weights * PART_BYTES[self.dtype] / self.gpu.l2_bytes
+        ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes
         return self.start_us + self.units_us(units) + ends
 
     def units_us(self, units: int) -> float:
-        """Of so many, of a block."""
+        """Microseconds of so many units of a block."""
         raise NotImplementedError
 
 
@@ -106,7 +102,7 @@ Family = TypeVar("Family", bound=ByWarpgroups)
 def ways(
     family: type[Family], modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
 ) -> Iterator[Family]:
-    """All to take neighbours as two that it has a kernel for."""
+    """Ways to take neighbours as two that the family has a kernel for."""
     if gpu.wgmma and dtype in family.dtypes:
         for both in as_two(modes):
             plan = family(both, dtype, outer, gpu)

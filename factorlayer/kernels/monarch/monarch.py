@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, headers, kernel, kinds
+from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.passes import fastest
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -27,7 +28,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class Monarch(Pass):
+class Monarch(OfMonarch):
     """A pass, tiled: blocks of `groups` of the second contraction and 16 * `mt` * `warps_m` samples, `k` groups of the
     first one at a time. `us` is the time predicted."""
 
@@ -37,7 +38,7 @@ class Monarch(Pass):
     mt: int
     warps_m: int
     k: int
-    stages: int
+    slots: int
     rounds: int
     batch: int
     gpu: Gpu
@@ -45,18 +46,11 @@ class Monarch(Pass):
     teams: int = 1
     us: float = 0.0
 
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def rank(self) -> int:
-        first, second = self.chain.contractions
-        return first.q // second.inner
+    units_per_sample = 1
 
     @property
     def units(self) -> int:
-        """Of four numbers, in a chunk."""
+        """Units, of four numbers each, in a chunk."""
         return self.k * -(-self.rank // 4)
 
     @property
@@ -65,12 +59,12 @@ class Monarch(Pass):
 
     @property
     def depth(self) -> int:
-        """Of the second contraction, as padded."""
+        """Size that the second contraction sums over, as padded."""
         return self.chunks * self.units * 4
 
     @property
     def tiles(self) -> int:
-        """Of 8 sums of a group."""
+        """Tiles of 8 sums that a group has."""
         return -(-self.chain.contractions[1].q // 8)
 
     @property
@@ -83,7 +77,7 @@ class Monarch(Pass):
 
     @property
     def warps(self) -> int:
-        """That multiply."""
+        """Warps that multiply."""
         return self.groups // 2 * self.warps_m
 
     @property
@@ -101,13 +95,13 @@ class Monarch(Pass):
         return self.groups * self.cluster * self.size
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         rows = self.groups // 2 * self.units * 8
-        return self.samples // self.teams * self._stride(self.k * self.padded) + rows * self._stride(self.padded)
+        return self.samples // self.teams * self.row_bytes(self.k * self.padded) + rows * self.row_bytes(self.padded)
 
     @property
     def result_bytes(self) -> int:
-        """Of what a block stores itself, of what the other one of two sends, and of what it gets."""
+        """Bytes of what a block stores itself, of what the other one of two sends, and of what it gets."""
         columns = -(-self.tiles // self.rounds) * 8
         unit = 16 * self.mt // self.cluster * columns * 2 * self.size + 16
         return (3 if self.cluster > 1 else 1) * self.warps_m * self.groups // 2 * unit
@@ -115,16 +109,12 @@ class Monarch(Pass):
     @property
     def weight_bytes(self) -> int:
         line = self.depth * self.size
-        return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self._stride(self.depth))
+        return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self.row_bytes(self.depth))
 
     @functools.cached_property
     def shared(self) -> int:
-        barriers = 16 * (self.warps_m + self.teams * self.stages)
-        return self.weight_bytes + self.teams * self.stages * self.stage_bytes + self.result_bytes + barriers
-
-    def _stride(self, elements: int) -> int:
-        """Bytes from row to row, an odd multiple of 16."""
-        return (-(-elements * self.size // 16) | 1) * 16
+        barriers = 16 * (self.warps_m + self.teams * self.slots)
+        return self.weight_bytes + self.teams * self.slots * self.slot_bytes + self.result_bytes + barriers
 
     @property
     def store(self) -> int:
@@ -135,57 +125,32 @@ class Monarch(Pass):
         return -(-self.chain.contractions[1].inner // (self.groups * self.cluster)) * self.cluster
 
     @property
-    def units_per_sample(self) -> int:
-        return 1
-
-    @property
     def units_per_block(self) -> int:
         return self.samples
-
-    @property
-    def output_bytes(self) -> int:
-        return self.chain.out_features * self.size
 
     def __str__(self) -> str:
         first, second = self.chain.contractions
         return (
             f"monarch: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.samples} samples and "
-            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.stages} stages of {self.k} of "
+            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.slots} slots of {self.k} of "
             f"{first.outer}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        first, second = self.chain.contractions
-        numbers = {
-            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
-            **{"L": second.inner, "S": second.q, "RHO": self.rank, "GROUPS": self.groups, "MT": self.mt},
-            **{
-                "WARPS_M": self.warps_m,
-                "TEAMS": self.teams,
-                "CK": self.k,
-                "STAGES": self.stages,
-                "ROUNDS": self.rounds,
-            },
-            "STORE": self.store,
-        }
-        flags = {"BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
-        lines = kinds(self.dtype)
-        lines += [activation_type(self.chain.activation, self.dtype, 2)]
-        lines += constants({**numbers, **flags})
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(headers("sums.cuh", "monarch.cuh"), name, "Monarch", lines, self.threads, cluster=cluster)
+    @property
+    def told(self) -> list[str]:
+        numbers = self.told_layer | {"CK": self.k, "GROUPS": self.groups, "MT": self.mt}
+        numbers |= {"WARPS_M": self.warps_m, "TEAMS": self.teams, "SLOTS": self.slots, "ROUNDS": self.rounds}
+        numbers |= {"STORE": self.store, "BIAS": self.chain.bias, "CLUSTER": self.cluster > 1, "LOADERS": self.loaders}
+        return [*kinds(self.dtype), activation_type(self.chain.activation, self.dtype, 2), *constants(numbers)]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Monarch | None:
     """The fastest tiling by prediction; None if this is no chain for it."""
-    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(chain, dtype, batch, gpu))
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
-    if dtype not in DTYPES or not chain.is_monarch:
-        return False
-    if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
+    if dtype not in DTYPES or not takes_forward(chain):
         return False
     first, second = chain.contractions
     return first.p * ELEMENT_BYTES[dtype] % 4 == 0 and first.p <= LONGEST and second.inner % 2 == 0
@@ -211,11 +176,11 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch]
         for k in (1, 2, 4, 8):
             if k * numbers % step or k > max(step, first.outer):
                 continue
-            for stages, rounds in itertools.product((2, 3, 4, 6), (1, 2, 4, 8)):
+            for slots, rounds in itertools.product((2, 3, 4, 6), (1, 2, 4, 8)):
                 if rounds > tiles:
                     continue
                 for teams in (1, 2, 4):
-                    plan = Monarch(chain, dtype, groups, mt, warps_m, k, stages, rounds, batch, gpu, cluster, teams)
+                    plan = Monarch(chain, dtype, groups, mt, warps_m, k, slots, rounds, batch, gpu, cluster, teams)
                     if warps_m % teams == 0 and plan.shared <= gpu.shared:
                         yield replace(plan, us=_time(plan))
 
@@ -247,7 +212,7 @@ def _time(plan: Monarch) -> float:
     lines += plan.teams * plan.units * 4 * -(-weight_pieces // _together(weight_pieces))
     chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1.3 if warps < 8 else 1)
     chunk = max(chunk + 1.9 * lines / CYCLES, (x + plan.teams * weight) / gpu.l2_bytes)
-    chunk += 0.03 if plan.stages > 2 else 0.07
+    chunk += 0.03 if plan.slots > 2 else 0.07
     # Results, while others multiply if there are teams
     result = plan.samples * second.q * plan.groups * size
     kilobyte = (0.15 if plan.cell >= 16 else 0.4) if plan.cell < SECTOR else 0.036 if plan.cluster > 1 else 0.03

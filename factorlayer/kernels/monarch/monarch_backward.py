@@ -11,33 +11,27 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, kinds, wgmma
+from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.monarch.layer import OfMonarch
+from factorlayer.kernels.passes import OneSpread, fastest
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 DTYPES = ("tf32", "bfloat16", "float16")
 WARPS = 8
 MOST_SUMS = 200  # of a thread, whatever else it holds
 MOST_SUMS_BACK = 112
 UNITS = 16  # of a block on the way back
-MOST_STAGES = 9
+MOST_SLOTS = 9
 RANKS = (4, 8, 16)
 OWN_COPY_US = 0.1  # a chunk's start
 
 
-class _Both(Pass):
+class _Both(OfMonarch):
     """What the two passes have in common."""
 
-    chain: Chain
-    dtype: str
-    gpu: Gpu
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
+    output_bytes = 0  # outputs() of each says what it writes
 
     @property
     def step(self) -> int:
@@ -45,31 +39,12 @@ class _Both(Pass):
         return 32 // self.size
 
     @property
-    def both(self) -> tuple[Contraction, Contraction]:
-        first, second = self.chain.contractions
-        return first, second
-
-    @property
-    def rank(self) -> int:
-        return self.both[0].q // self.both[1].inner
-
-    @property
     def all_units(self) -> int:
         """Fours of the state's numbers that an output group reads."""
         return self.both[1].p // 4
 
-    def _stride(self, elements: int) -> int:
-        """Bytes from row to row, an odd multiple of 16."""
-        return (-(-elements * self.size // 16) | 1) * 16
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        first, second = self.both
-        numbers = {"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p}
-        return numbers | {"L": second.inner, "S": second.q, "RHO": self.rank}
-
     def lines(self, numbers: dict[str, int]) -> list[str]:
-        return kinds(self.dtype) + constants(self.numbers | numbers)
+        return kinds(self.dtype) + constants(self.told_layer | numbers)
 
 
 @dataclass(frozen=True)
@@ -83,7 +58,7 @@ class MonarchGradient(_Both, BlockSums):
     wl: int
     groups: int  # of warps, that take turns at chunks
     samples: int  # of a chunk
-    stages: int
+    slots: int
     wgmma: bool  # Hopper's products, of those with grad_y
     batch: int
     gpu: Gpu
@@ -113,39 +88,41 @@ class MonarchGradient(_Both, BlockSums):
 
     @property
     def columns(self) -> int:
-        """Of x, for a block."""
+        """Columns of x that a block has."""
         return 4 * self.wk * 4 // self.rank * self.both[0].p
 
     @functools.cached_property
     def shared(self) -> int:
         first, second = self.both
-        row = 128 if self.wgmma else self._stride(second.q)
-        weights = 16 * 4 * self.wk * self.wl * (self._stride(first.p) + row)
-        stage = self.samples * (self._stride(self.columns) + 4 * self.wl * row)
-        return weights + self.stages * ((-(-stage // 1024) * 1024 if self.wgmma else stage) + 16)
+        row = 128 if self.wgmma else self.row_bytes(second.q)
+        weights = 16 * 4 * self.wk * self.wl * (self.row_bytes(first.p) + row)
+        slot = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
+        return weights + self.slots * ((-(-slot // 1024) * 1024 if self.wgmma else slot) + 16)
 
     def __str__(self) -> str:
         first, second = self.both
         return (
             f"monarch gradients: {first.p}→{first.q}, {second.p}→{second.q} for {4 * self.wl} of {second.inner} groups "
             f"and {16 * self.wk} of {second.p}, {self.groups} groups of {self.wk}×{self.wl} warps, "
-            f"{self.stages} stages of {self.samples} samples, {self.shared} bytes of shared memory"
+            f"{self.slots} slots of {self.samples} samples, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    header = "monarch_gradient"
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {min(self.samples, 32), self.both[1].q} if self.wgmma else (), turned=True)
+
+    @property
+    def told(self) -> list[str]:
         first, second = self.both
         numbers = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "STAGES": self.stages}
-        flag = f"static constexpr bool WGMMA = {str(self.wgmma).lower()};"
-        columns = sorted({min(self.samples, 32), second.q}) if self.wgmma else []
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in columns)
-        code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_gradient.cuh")
-        return kernel(code, name, "MonarchGradient", [*self.lines(numbers), flag], self.threads)
+        numbers |= {"WK": self.wk, "WL": self.wl, "GROUPS": self.groups, "CHUNK": self.samples, "SLOTS": self.slots}
+        return self.lines(numbers | {"WGMMA": self.wgmma})
 
 
 @dataclass(frozen=True)
-class MonarchWeights(_Both):
+class MonarchWeights(_Both, OneSpread):
     """The pass that puts both weights in the order in which the way back reads them."""
 
     chain: Chain
@@ -154,8 +131,6 @@ class MonarchWeights(_Both):
 
     threads = 256
     shared = 0
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     us = 3.0
     reads, writes = "x", "s0"  # beside s2; s0 is the way back's to write
     leaves = "prepared"
@@ -173,17 +148,18 @@ class MonarchWeights(_Both):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of all"""
+        """Bytes of both weights as prepared."""
         first, second = self.both
         return second.p * second.inner * (_slabs(second.q * self.size) * 128 + first.p * self.size)
 
     def __str__(self) -> str:
         return f"monarch weights in another order: {self.prepared_bytes} bytes"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        code = hopper_headers("", "monarch_order.cuh", "monarch_weights.cuh")
-        return kernel(code, name, "MonarchWeights", self.lines({"THREADS": self.threads}), self.threads)
+    header = "monarch_weights"
+
+    @property
+    def told(self) -> list[str]:
+        return self.lines({"THREADS": self.threads})
 
 
 @dataclass(frozen=True)
@@ -193,7 +169,7 @@ class MonarchBack(_Both):
 
     chain: Chain
     dtype: str
-    stages: int  # of an output group
+    slots: int  # of an output group
     firsts: int  # of the first weights for four of them
     turners: int  # warps that turn grad_y
     depth: int  # of 16 bits: samples in shared memory for each of these
@@ -215,7 +191,7 @@ class MonarchBack(_Both):
         return batch * self.chain.in_features * self.size, batch * self.turned_bytes
 
     def written(self, batch: int) -> int:
-        """All but what is behind short rows of a slab."""
+        """Bytes written, without what is behind short rows of a slab."""
         return batch * (self.chain.in_features + self.chain.out_features) * self.size
 
     @property
@@ -232,33 +208,35 @@ class MonarchBack(_Both):
 
     @property
     def turned_bytes(self) -> int:
-        """Of grad_y turned, for one sample."""
+        """Bytes of grad_y turned, for one sample."""
         return self.both[1].inner * _slabs(self.both[1].q * self.size) * 128
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         first, second = self.both
-        stage = 2 * _slabs(second.q * self.size) * 64 * 128
-        slots = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
-        return self.stages * (stage + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + slots + 16 + 1024
+        slot = 2 * _slabs(second.q * self.size) * 64 * 128
+        others = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
+        return self.slots * (slot + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + others + 16 + 1024
 
     def __str__(self) -> str:
         first, second = self.both
         return (
             f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
-            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.stages} stages of {second.inner} "
+            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.slots} slots of {second.inner} "
             f"groups, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"GRAD": 2, "STAGES": self.stages, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
-        numbers |= {"TURNERS": self.turners, "DEPTH": self.depth}
-        products = "".join(wgmma(self.dtype, n) for n in sorted({32, self.both[0].p}))
-        code = hopper_headers(products, "sums.cuh", "monarch_order.cuh", "monarch_back.cuh")
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        return kernel(code, name, "MonarchBack", self.lines(numbers), self.threads, cluster=cluster)
+    header = "monarch_back"
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {32, self.both[0].p})
+
+    @property
+    def told(self) -> list[str]:
+        numbers = {"GRAD": 2, "SLOTS": self.slots, "FIRSTS": self.firsts, "BLOCKS": self.cluster}
+        return self.lines(numbers | {"TURNERS": self.turners, "DEPTH": self.depth})
 
 
 def _slabs(row: int) -> int:
@@ -271,7 +249,7 @@ def all_gradients(
     """The passes, each the fastest by prediction; None if this is no chain for them."""
     if not gpu.wgmma or batch <= 64 or not _takes(chain, dtype):
         return None
-    of_weights = min(gradient_tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    of_weights = fastest(gradient_tilings(chain, dtype, batch, gpu))
     back = _back(chain, dtype, batch, gpu)
     if not of_weights or not back:
         return None
@@ -300,9 +278,9 @@ def gradient_tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator
         return
     flags = (True, False) if ELEMENT_BYTES[dtype] == 2 and second.q <= 64 else (False,)
     ways = itertools.product(flags, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (6, 4, 3, 2), (1, 2))
-    for of_groups, wk, wl, groups, stages, steps in ways:
-        plan = MonarchGradient(chain, dtype, wk, wl, groups, 16 * steps, stages, of_groups, batch, gpu)
-        if stages < groups + 1 or (of_groups and (wk % 4 or groups > 1)):
+    for of_groups, wk, wl, groups, slots, steps in ways:
+        plan = MonarchGradient(chain, dtype, wk, wl, groups, 16 * steps, slots, of_groups, batch, gpu)
+        if slots < groups + 1 or (of_groups and (wk % 4 or groups > 1)):
             continue
         if wk * wl * groups != WARPS or plan.all_units % (4 * wk) or second.inner % (4 * wl):
             continue
@@ -327,10 +305,10 @@ def _gradient_time(plan: MonarchGradient) -> float:
 
 
 def _back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchBack | None:
-    slots = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
-    for firsts, (turners, depth), stages in itertools.product((3, 2), slots, range(MOST_STAGES, 3, -1)):
-        plan = MonarchBack(chain, dtype, stages, firsts, turners, depth, batch, gpu)
-        if plan.shared <= gpu.shared and (stages > 5 or firsts == 2):
+    copies = ((2, 2), (2, 1), (1, 1)) if ELEMENT_BYTES[dtype] == 2 else ((6, 1),)
+    for firsts, (turners, depth), slots in itertools.product((3, 2), copies, range(MOST_SLOTS, 3, -1)):
+        plan = MonarchBack(chain, dtype, slots, firsts, turners, depth, batch, gpu)
+        if plan.shared <= gpu.shared and (slots > 5 or firsts == 2):
             return replace(plan, us=_back_time(plan))
     return None
 

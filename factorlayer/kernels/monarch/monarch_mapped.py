@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.passes import fastest, tensor_map
 from factorlayer.maths.chain import Chain
 
 ROWS = 64  # of a tile
@@ -29,7 +30,7 @@ LARGEST = 1 << 31  # of a map's size
 
 
 @dataclass(frozen=True)
-class MonarchMapped(Pass):
+class MonarchMapped(OfMonarch):
     """A pass, tiled: blocks of `n` columns of eight groups of the second contraction, clusters of `cluster` that share
     x; their warpgroups with room for so many `slabs` of x and `slots` of first weights. `us` is the time predicted."""
 
@@ -42,12 +43,10 @@ class MonarchMapped(Pass):
     gpu: Gpu
     us: float = 0.0
 
-    threads = THREADS
+    units_per_sample = 1
 
-    @property
-    def rank(self) -> int:
-        first, second = self.chain.contractions
-        return first.q // second.inner
+    dtype = "tf32"
+    threads = THREADS
 
     @functools.cached_property
     def period(self) -> int:
@@ -76,7 +75,7 @@ class MonarchMapped(Pass):
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         room = self.slabs * (ROWS * 128 + 16) + self.slots * (self.slot_bytes + 16)
         return self.weight_bytes + TEAMS * room + 16 + 1024
 
@@ -86,16 +85,8 @@ class MonarchMapped(Pass):
         return second.inner // HELD * -(-second.q // (self.n * self.cluster)) * self.cluster
 
     @property
-    def units_per_sample(self) -> int:
-        return 1
-
-    @property
     def units_per_block(self) -> int:
         return TEAMS * ROWS
-
-    @property
-    def output_bytes(self) -> int:
-        return self.chain.out_features * 4
 
     @property
     def maps(self) -> tuple[str, ...]:
@@ -108,10 +99,7 @@ class MonarchMapped(Pass):
         strides = first.p, second.inner * first.p, 2 * first.p, first.q * first.p
         pairs, each = (HELD // 2, self.each // self.cluster) if self.each > 1 else (HELD // 2 // self.cluster, 1)
         weights = sizes, strides, (SLAB, 2, 4, pairs, each)
-        return tuple(
-            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), (first.weight, weights))
-        )
+        return tensor_map("x", "tf32", *x), tensor_map(first.weight, "tf32", *weights)
 
     def __str__(self) -> str:
         first, second = self.chain.contractions
@@ -123,31 +111,24 @@ class MonarchMapped(Pass):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        first, second = self.chain.contractions
-        numbers = {
-            **{"FIRST": first.weight, "SECOND": second.weight, "K": first.outer, "P": first.p},
-            **{"L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n, "BLOCKS": self.cluster},
-            **{"SLABS": self.slabs, "SLOTS": self.slots, "MORE": MORE, "FEWER": FEWER},
-        }
-        lines = ["using Element = float;", activation_type(self.chain.activation, "tf32", 2)]
-        lines += constants(numbers | {"BIAS": self.chain.bias})
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        products = "".join(wgmma("tf32", n) for n in sorted({self.n, 4 * HELD}))
-        code = hopper_headers(products, "monarch_mapped.cuh")
-        return kernel(code, name, "MonarchMapped", lines, self.threads, cluster=cluster, maps=True)
+    @property
+    def products(self) -> str:
+        return wgmma("tf32", {self.n, 4 * HELD})
+
+    @property
+    def told(self) -> list[str]:
+        numbers = self.told_layer | {"N": self.n, "BLOCKS": self.cluster, "SLABS": self.slabs, "SLOTS": self.slots}
+        numbers |= {"MORE": MORE, "FEWER": FEWER, "BIAS": self.chain.bias}
+        return [*constants({"Element": "float", **numbers}), activation_type(self.chain.activation, "tf32", 2)]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchMapped | None:
     """The fastest tiling by prediction; None if this is no chain for it."""
-    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(chain, dtype, batch, gpu))
 
 
 def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    if dtype != "tf32" or not gpu.wgmma or batch < ROWS or not chain.is_monarch:
-        return False
-    if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
+    if dtype != "tf32" or not gpu.wgmma or batch < ROWS or not takes_forward(chain):
         return False
     first, second = chain.contractions
     if first.q % (4 * second.inner):

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.passes import fastest, tensor_map
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("bfloat16", "float16")
@@ -28,7 +29,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class MonarchThrough(Pass):
+class MonarchThrough(OfMonarch):
     """A pass, tiled: `n` columns of the result at a time. `us` is the time predicted."""
 
     chain: Chain
@@ -41,12 +42,7 @@ class MonarchThrough(Pass):
     threads = 384
     units_per_sample = 1
     units_per_block = ROWS * CLUSTER  # of a cluster
-    split = CLUSTER
-
-    @property
-    def rank(self) -> int:
-        first, second = self.chain.contractions
-        return first.q // second.inner
+    split = cluster = CLUSTER
 
     @property
     def half(self) -> int:
@@ -74,14 +70,14 @@ class MonarchThrough(Pass):
 
     @functools.cached_property
     def slots(self) -> tuple[int, int]:
-        """Of x, of which there is a tile at most, and of weights, which come first: they are more."""
+        """Slots of x, of which there is a tile at most, and of weights, which come first: they are more."""
         room, of_x = self.gpu.shared - 1024 - self.exchange, ROWS * 128 + 16
         of_weights = min(MOST_SLOTS, (room - LEAST_X * of_x) // (self.slot + 16))
         return min(self.x_slabs, (room - of_weights * (self.slot + 16)) // of_x), of_weights
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         of_x, of_weights = self.slots
         return 1024 + self.exchange + of_x * (ROWS * 128 + 16) + of_weights * (self.slot + 16)
 
@@ -95,10 +91,6 @@ class MonarchThrough(Pass):
         return held and self.slots[1] >= 3 and parts <= MOST_PARTS
 
     @property
-    def output_bytes(self) -> int:
-        return self.chain.out_features * 2
-
-    @property
     def maps(self) -> tuple[str, ...]:
         """What csrc/runtime reads: of x, p, groups and samples; of the first weights, p, the rank's numbers, groups of
         the second contraction and of the first one; of the second weights, what is summed, columns and groups."""
@@ -109,9 +101,10 @@ class MonarchThrough(Pass):
         weights = sizes, (second.inner * p, p, first.q * p, first.q * p), (64, self.rank, self.half, 1, 1)
         size = second.q * second.p
         columns = (second.p, second.q, second.inner, 1, 1), (second.p, size, size, size), (64, self.n, 1, 1, 1)
-        return tuple(
-            " ".join(map(str, (of, "u16", *sizes, *(2 * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), (first.weight, weights), (second.weight, columns))
+        return (
+            tensor_map("x", self.dtype, *x),
+            tensor_map(first.weight, self.dtype, *weights),
+            tensor_map(second.weight, self.dtype, *columns),
         )
 
     def __str__(self) -> str:
@@ -122,30 +115,27 @@ class MonarchThrough(Pass):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        first, second = self.chain.contractions
-        numbers = {
-            **{"K": first.outer, "P": first.p, "L": second.inner, "S": second.q, "RHO": self.rank, "N": self.n},
-            **{"X_SLOTS": self.slots[0], "SLOTS": self.slots[1], "SLOT": self.slot, "MORE": MORE, "FEWER": FEWER},
-        }
-        lines = [f"using Element = {ELEMENT[self.dtype]};", activation_type(self.chain.activation, self.dtype, 2)]
-        lines += constants(numbers | {"BIAS": self.chain.bias})
-        products = "".join(wgmma(self.dtype, n) for n in sorted({self.n, self.half * self.rank}))
-        code = hopper_headers(products, "monarch_through.cuh")
-        cluster = f"__cluster_dims__(1, {CLUSTER}, 1) "
-        return kernel(code, name, "MonarchThrough", lines, self.threads, cluster=cluster, maps=True)
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {self.n, self.half * self.rank})
+
+    @property
+    def told(self) -> list[str]:
+        numbers = self.told_layer | {"N": self.n, "X_SLOTS": self.slots[0], "SLOTS": self.slots[1]}
+        numbers |= {"SLOT": self.slot, "MORE": MORE, "FEWER": FEWER, "BIAS": self.chain.bias}
+        return [
+            *constants({"Element": ELEMENT[self.dtype], **numbers}),
+            activation_type(self.chain.activation, self.dtype, 2),
+        ]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchThrough | None:
     """The fastest tiling by prediction; None if this is no chain for it."""
-    return min(tilings(chain, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(chain, dtype, batch, gpu))
 
 
 def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    if dtype not in DTYPES or not gpu.wgmma or batch <= 64 or not chain.is_monarch or chain.x_turned:
-        return False
-    if chain.turn or chain.slope or chain.through or chain.gradient or chain.backward:
+    if dtype not in DTYPES or not gpu.wgmma or batch <= 64 or not takes_forward(chain) or chain.x_turned:
         return False
     first, second = chain.contractions
     if second.inner not in (4, 8) or first.q % (16 * second.inner) or first.q > 256 or second.q % 2:

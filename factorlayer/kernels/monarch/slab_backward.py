@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import TileSums
-from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.gradient import AtOneVisit
+from factorlayer.kernels.passes import MOST_BLOCKS, tensor_map
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 UNIT = 64  # samples
 COLUMNS = 64  # p's of a block
 LEAST_UNITS = 4  # that are worth a block
-MOST_STAGES = 12
+MOST_SLOTS = 12
 THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 START_US = 5.0  # of a block: its weights, the first units, and its sums
@@ -28,7 +27,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class SlabBackward(TileSums):
+class SlabBackward(AtOneVisit):
     """A pass: a block has 64 p's of a group. `us` is the time predicted."""
 
     chain: Chain
@@ -38,48 +37,29 @@ class SlabBackward(TileSums):
 
     dtype = "tf32"
     threads = THREADS
-    blocks = 1  # at once on a multiprocessor
-    writes, gradients_to = "y", "w"
-    is_whole = False  # a second kernel makes elements of the sums
-    units_per_sample = 1
     units_per_block = LEAST_UNITS * UNIT
-
-    @property
-    def contraction(self) -> Contraction:  # type: ignore[override]
-        return self.chain.contractions[0]
-
-    @property
-    def groups(self) -> int:
-        return self.contraction.outer * self.contraction.inner
 
     @property
     def weight_bytes(self) -> int:
         return -(-self.contraction.q // 32) * COLUMNS * 128
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return 128 * (self.contraction.q + COLUMNS)
 
     @functools.cached_property
-    def stages(self) -> int:
-        room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16)
-        return min(MOST_STAGES, room // 2 * 2)
+    def slots(self) -> int:
+        room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.slot_bytes + 16)
+        return min(MOST_SLOTS, room // 2 * 2)
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1024
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
+        return self.weight_bytes + self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def tiles(self) -> int:
         return self.groups * -(-self.contraction.p // COLUMNS)
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (batch * self.output_bytes,)
-
-    @property
-    def output_bytes(self) -> int:
-        return self.groups * self.contraction.p * 4
 
     @property
     def maps(self) -> tuple[str, ...]:
@@ -88,27 +68,24 @@ class SlabBackward(TileSums):
         x = (c.p, self.groups, 1, 1, 1), (c.p, *(self.groups * c.p,) * 3), (32, 1, 32, 1, 1)
         rows = (c.inner, 1, c.q * c.inner, self.groups * c.q)
         grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
-        return tuple(
-            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), (1, grad))
-        )
+        return tensor_map("x", "tf32", *x), tensor_map(1, "tf32", *grad)
 
     def __str__(self) -> str:
         c = self.contraction
         return (
             f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
-            f"{self.stages} stages of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            f"{self.slots} slots of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        c = self.contraction
-        numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "STAGES": self.stages, "MOST": self.most}
-        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MORE": MORE, "FEWER": FEWER}
-        lines = constants(numbers | {"SLABS_OUT": self.chain.slabs > 1})
-        products = "".join(wgmma("tf32", n) for n in sorted({COLUMNS, c.q}))
-        code = hopper_headers(products, "slab_backward.cuh")
-        return kernel(code, name, "SlabBackward", lines, self.threads, maps=True)
+    @property
+    def products(self) -> str:
+        return wgmma("tf32", {COLUMNS, self.contraction.q})
+
+    @property
+    def told(self) -> list[str]:
+        c, run = self.contraction, self.chain.turn[1] if self.chain.turn else self.contraction.p
+        numbers = {"P": c.p, "Q": c.q, "OUTER": c.outer, "INNER": c.inner, "SLOTS": self.slots, "MOST": self.most}
+        return constants(numbers | {"RUN": run, "MORE": MORE, "FEWER": FEWER, "SLABS_OUT": self.chain.slabs > 1})
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
@@ -116,7 +93,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
     if not gpu.wgmma or batch <= UNIT or not _takes(chain, dtype):
         return None
     plan = SlabBackward(chain, gpu, batch)
-    fits = plan.stages >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
+    fits = plan.slots >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
     return replace(plan, us=_time(plan)) if fits else None
 
 
@@ -139,7 +116,7 @@ def _time(plan: SlabBackward) -> float:
     units = -(-plan.batch // UNIT)
     parts = min(-(-units // LEAST_UNITS), plan.most)
     products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / CYCLES
-    read = 4 * plan.stage_bytes + 512 * c.q  # written, and read as left operands; as right ones
+    read = 4 * plan.slot_bytes + 512 * c.q  # written, and read as left operands; as right ones
     moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
     unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)

@@ -12,18 +12,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, TileSums
-from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import SUM_BYTES, AtOneVisit
+from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 DTYPES = ("bfloat16", "float16")
 SLAB_BYTES = 64 * 128  # of 64 columns
 ROWS = 64  # of a chunk
 LEAST_CHUNKS = 4  # that are worth a block
-MOST_STAGES = 6
+MOST_SLOTS = 6
 PRODUCERS = 128  # threads
 # By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
 REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
@@ -31,7 +30,7 @@ CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
-class UntiedBackward(TileSums):
+class UntiedBackward(AtOneVisit):
     """A pass, tiled: a block has `together` groups, of each `n` * `wn` p's; a group's `wm` x `wn` warpgroups have
     64 `height` q's and n p's each. `us` is the time predicted."""
 
@@ -49,21 +48,7 @@ class UntiedBackward(TileSums):
     shared_rows: bool = False  # blocks, in clusters, which read grad_y together
     us: float = 0.0
 
-    blocks = 1  # at once on a multiprocessor
-    writes, gradients_to = "y", "w"
-    is_whole = False  # a second kernel makes elements of the sums
-
-    @property
-    def contraction(self) -> Contraction:  # type: ignore[override]
-        return self.chain.contractions[0]
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def groups(self) -> int:
-        return self.contraction.outer * self.contraction.inner
+    waits = False
 
     @property
     def bp(self) -> int:
@@ -90,7 +75,7 @@ class UntiedBackward(TileSums):
 
     @property
     def sums(self) -> int:
-        """Of a thread, with those of a chunk."""
+        """Sums of a thread, with those of a chunk."""
         return (self.height * self.n + self.share) // 2
 
     @property
@@ -98,17 +83,17 @@ class UntiedBackward(TileSums):
         return self.together * self.left * self.right * SLAB_BYTES
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return self.together * (self.left + self.right) * SLAB_BYTES
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1040 - self.weight_bytes) // (self.stage_bytes + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1040 - self.weight_bytes) // (self.slot_bytes + 16))
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
-        return self.weight_bytes + self.stages * (self.stage_bytes + 16) + 1040
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
+        return self.weight_bytes + self.slots * (self.slot_bytes + 16) + 1040
 
     @property
     def threads(self) -> int:
@@ -117,8 +102,6 @@ class UntiedBackward(TileSums):
     @property
     def tiles(self) -> int:
         return self.groups // self.together * -(-self.contraction.p // self.bp) * (1 + self.paired)
-
-    units_per_sample = 1
 
     @property
     def units_per_block(self) -> int:
@@ -129,19 +112,20 @@ class UntiedBackward(TileSums):
         whole = self.share % (64 if self.wm == 2 and not self.in_turns else 32) == 0
         held = whole and self.sums <= REGISTERS[self.consumers][2]
         given = self.together * self.left * self.bp * 64 * 2
-        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.stages * self.stage_bytes))
+        held = held and (not self.paired or (self.n % 32 == 0 and given <= self.slots * self.slot_bytes))
         held = held and (not self.shared_rows or -(-self.contraction.p // self.bp) % 2 == 0)
-        return held and self.stages >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
+        return held and self.slots >= 2 and self.tiles <= min(self.gpu.sms, MOST_BLOCKS)
 
     @property
     def parts(self) -> int:
-        """Of a group's p's in x's map, where all blocks have as many; else these are counted from the group's first."""
+        """Parts of a group's p's in x's map, where all blocks have as many; else p's are counted from the group's
+        first."""
         return 1 if self.contraction.p % self.bp else self.contraction.p // self.bp
 
     @property
     def maps(self) -> tuple[str, ...]:
         """What csrc/runtime reads, of x and of grad_y."""
-        c, size = self.contraction, self.size
+        c = self.contraction
         part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
         x = (
             (part, self.parts, 1, self.groups, 1),
@@ -150,50 +134,41 @@ class UntiedBackward(TileSums):
         )
         row = self.groups * c.q
         grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
-        return tuple(
-            " ".join(map(str, (of, "u16", *sizes, *(size * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), ("1*", grad))
-        )
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (batch * self.output_bytes,)
-
-    @property
-    def output_bytes(self) -> int:
-        return self.groups * self.contraction.p * self.size
+        return tensor_map("x", self.dtype, *x), tensor_map("1*", self.dtype, *grad)
 
     def __str__(self) -> str:
         c = self.contraction
         return (
             f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.stages} stages of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
+            f"groups, {self.slots} slots of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
             f"{'rows for two blocks, ' if self.shared_rows else ''}"
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def cluster(self) -> int:
+        return 2 if self.paired or self.shared_rows else 1
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {self.n, self.share}, turned=True)
+
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
         more, fewer, _ = REGISTERS[self.consumers]
         _, rows, columns = self.chain.mixed or (1, c.q, 1)
-        numbers = {"P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
-        numbers |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
-        numbers |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
-        numbers |= {"STAGES": self.stages, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += constants(numbers)
-        products = "".join(wgmma(self.dtype, n, turned=True) for n in sorted({self.n, self.share}))
-        flags = {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows}
-        lines += constants(flags)
-        cluster = "__cluster_dims__(1, 2, 1) " if self.paired or self.shared_rows else ""
-        code = hopper_headers(products, "untied_backward.cuh")
-        return kernel(code, name, "UntiedBackward", lines, self.threads, cluster=cluster, waits=False, maps=True)
+        told: Told = {"Element": ELEMENT[self.dtype], "P": c.p, "Q": c.q, "GROUPS": self.groups, "INNER": c.inner}
+        told |= {"RUN": self.chain.turn[1] if self.chain.turn else c.p, "MIXED_ROWS": rows, "MIXED_COLUMNS": columns}
+        told |= {"TOGETHER": self.together, "WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n}
+        told |= {"SLOTS": self.slots, "PARTS": self.parts, "MOST": self.most, "MORE": more, "FEWER": fewer}
+        return constants(told | {"PAIRED": self.paired, "IN_TURNS": self.in_turns, "SHARED": self.shared_rows})
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
     """The fastest tiling by prediction; None if this is nothing for it."""
     timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
-    return min(timed, key=lambda plan: plan.us, default=None)
+    return fastest(timed)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -240,16 +215,16 @@ def _time(plan: UntiedBackward) -> float:
     shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
     products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
     read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
-    read += plan.stage_bytes
-    moved = plan.stage_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
+    read += plan.slot_bytes
+    moved = plan.slot_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
     chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
-    sums = plan.together * plan.left * 64 * plan.bp * PART_BYTES[plan.dtype] / pair
+    sums = plan.together * plan.left * 64 * plan.bp * SUM_BYTES[plan.dtype] / pair
     busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
     again = -(-c.p // plan.bp) / (1 + plan.shared_rows) - 1  # grad_y, from L2, which is hidden in part
     memory += 0.75 * again * plan.size * plan.batch * plan.groups * c.q / (gpu.l2_bytes * gpu.sms)
-    summed = parts * plan.weights * PART_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
+    summed = parts * plan.weights * SUM_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
     # Half of what they push out of L2 goes to memory while others still multiply
-    summed += parts * plan.weights * PART_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
+    summed += parts * plan.weights * SUM_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from factorlayer.device.code import ELEMENT, headers, kernel
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, Gradient
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.device.code import ELEMENT, Long, constants
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import SUM_BYTES, Gradient
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass, Preparing
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.work import round_up
@@ -64,7 +64,7 @@ def transposed(chain: Chain) -> Chain:
 
 
 @dataclass(frozen=True)
-class Whole(Pass):
+class Whole(OneSpread):
     """What both passes have in common."""
 
     first: Contraction
@@ -73,12 +73,7 @@ class Whole(Pass):
     gpu: Gpu
 
     threads = COLUMNS * WAYS
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
+    blocks = 2
 
     @property
     def rank(self) -> int:
@@ -90,17 +85,17 @@ class Whole(Pass):
 
     @property
     def elements(self) -> int:
-        """Of the dense weight."""
+        """Elements of the dense weight."""
         return self.features[0] * self.features[1]
 
     @property
     def fits(self) -> bool:
-        """In a block's shared memory, and, as a weight whose end is counted in ints, in memory."""
+        """Whether it fits in a block's shared memory, and, as a weight whose end is counted in ints, in memory."""
         return self.shared <= self.gpu.shared and self.elements * self._sum_bytes < MOST_BYTES
 
     @property
     def _groups(self) -> int:
-        """Of the first contraction, that a block's columns are of."""
+        """Groups of the first contraction that a block's columns are of."""
         return min(self.first.outer, -(-(COLUMNS - 1) // self.first.p) + 1)
 
     @property
@@ -109,16 +104,15 @@ class Whole(Pass):
 
     @property
     def _sum_bytes(self) -> int:
-        return PART_BYTES[self.dtype]
+        return SUM_BYTES[self.dtype]
 
     def _lines(self, height: int) -> list[str]:
         numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight, "HEIGHT": height, "R": self.rank}
         numbers |= {"K": self.first.outer, "P": self.first.p, "L": self.second.inner, "Q": self.second.q}
-        lines = [f"static constexpr int {key} = {value};" for key, value in numbers.items()]
-        return [f"using Element = {ELEMENT[self.dtype]};", *lines]
+        return constants({"Element": ELEMENT[self.dtype], **numbers})
 
     def _issued_us(self, each: float) -> float:
-        """Of so many instructions for each product of two weights."""
+        """Microseconds of so many instructions for each product of two weights."""
         busy = min(1.0, self.split / self.gpu.sms)
         return self.elements * self.rank * each / 32 / (self.gpu.instructions * self.gpu.sms * busy)
 
@@ -142,12 +136,12 @@ class WholeWeight(Whole):
 
     @property
     def scaled_at(self) -> int:
-        """Where the power of two is that it is multiplied by, and what takes it back; -1 if there is none."""
+        """The place of the power of two that it is multiplied by, and of what takes it back; -1 if there is none."""
         return round_up(self.bytes, 16) if self.scaled else -1
 
     @property
     def end(self) -> int:
-        """Of these, where other passes may begin."""
+        """The end of these, where other passes may begin."""
         return round_up(self.scaled_at + 8 if self.scaled else self.bytes, ALIGNED)
 
     @property
@@ -187,41 +181,27 @@ class WholeWeight(Whole):
         p, q = self.features
         return f"weights as one: {p}→{q}{', turned' if self.turned else ''}, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         places = {"SCALED": self.scaled_at // 4, "LARGEST": self.end // 4 if self.scaled else -1, "BLOCKS": LOOKING}
-        lines = [*self._lines(self.height), f"static constexpr bool TURNED = {str(self.turned).lower()};"]
-        lines += [f"static constexpr int {key} = {value};" for key, value in places.items()]
-        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeWeight", lines, self.threads, 2)
+        return self._lines(self.height) + constants({"TURNED": self.turned, **places})
 
 
 @dataclass(frozen=True)
-class WholeLargest(Pass):
+class WholeLargest(Preparing):
     """The pass before that looks for the largest of each weight, by blocks."""
 
     of: WholeWeight
 
     threads = COLUMNS * WAYS
     shared = threads // 32 * 8
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    blocks = 4
     split = LOOKING
-    reads, writes = "none", "s2"
-    leaves = "prepared"
+    prepared_bytes = 8 * LOOKING
 
     @property
     def prepared_at(self) -> int:
         return self.of.end
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_at + self.written(0)
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_at + self.written(0),)
-
-    def written(self, batch: int) -> int:
-        return 8 * LOOKING
 
     @property
     def us(self) -> float:
@@ -231,18 +211,17 @@ class WholeLargest(Pass):
     def __str__(self) -> str:
         return "the largest of each weight"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         first, second = self.of.first, self.of.second
         numbers = {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "LARGEST": self.prepared_at // 4}
         numbers |= {"COUNT_0": first.weight_size, "COUNT_1": second.weight_size}
-        lines = [f"using Element = {ELEMENT[self.of.dtype]};"]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in numbers.items()]
-        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeLargest", lines, self.threads, 4)
+        long = {key: Long(value) for key, value in numbers.items()}
+        return constants({"Element": ELEMENT[self.of.dtype], **long})
 
 
 @dataclass(frozen=True)
-class WholeParts(Whole):
+class WholeGradients(Whole):
     """The pass that makes gradients of both weights, from sums that are the dense weight's."""
 
     reads, writes = "s2", "w"
@@ -292,7 +271,7 @@ class WholeParts(Whole):
         return self.across * (2 if self.rank > self.across else 1)
 
     def _blocks(self, mine: int) -> int:
-        """For the second gradient."""
+        """Blocks for the second gradient."""
         groups = -(-self.first.outer // self._side) * self.second.inner
         return groups * -(-self.second.q // (mine * self.down)) * -(-self.rank // self._tile_r)
 
@@ -317,14 +296,12 @@ class WholeParts(Whole):
         p, q = self.features
         return f"gradients of both weights: {self.weights} sums, of {p}×{q}, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         first, second = self.first, self.second
         of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        threads = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long}
-        lines = [*self._lines(self.height), *(f"static constexpr int {key} = {n};" for key, n in threads.items())]
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in of.items()]
-        return kernel(headers("halves.cuh", "whole.cuh"), name, "WholeParts", lines, self.threads, 2)
+        told = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long}
+        return self._lines(self.height) + constants(told | {key: Long(value) for key, value in of.items()})
 
 
 class Instead:
@@ -357,10 +334,10 @@ def forward(chain: Chain, product: Sequence[Pass], dtype: str, gpu: Gpu) -> tupl
 def all_gradients(
     chain: Chain, product: Sequence[Pass], gradient: Sequence[Pass], dtype: str, gpu: Gpu
 ) -> tuple[Pass, ...]:
-    """That of x by a transposed product of grad_y, those of the weights from the dense one's; none where a pass does
-    not fit."""
+    """The passes of all gradients: that of x by a transposed product of grad_y, those of the weights from the dense
+    one's; none where a pass does not fit."""
     first, second = chain.contractions
-    weight, parts = WholeWeight(first, second, dtype, gpu, turned=True), WholeParts(first, second, dtype, gpu)
+    weight, parts = WholeWeight(first, second, dtype, gpu, turned=True), WholeGradients(first, second, dtype, gpu)
     if not (weight.fits and parts.fits):
         return ()
     sums = replace(cast(Gradient | WideGradient, gradient[0]), grad=GRAD, stays=True)

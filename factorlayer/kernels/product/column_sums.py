@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, constants, headers, kernel
+from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, TileSums
+from factorlayer.kernels.gradient import SUM_BYTES, TileSums
 
 EACH = 8  # pieces of a thread that are on their way at once
 BLOCKS = 4  # on a multiprocessor
@@ -15,7 +15,7 @@ BLOCKS = 4  # on a multiprocessor
 
 @dataclass(frozen=True)
 class ColumnSums(TileSums):
-    """Of all features."""
+    """The pass that sums each feature over the samples."""
 
     features: int
     dtype: str
@@ -38,7 +38,7 @@ class ColumnSums(TileSums):
 
     @property
     def shared(self) -> int:
-        return self.threads * 16 // ELEMENT_BYTES[self.dtype] * PART_BYTES[self.dtype]
+        return self.threads * 16 // ELEMENT_BYTES[self.dtype] * SUM_BYTES[self.dtype]
 
     @property
     def _pieces(self) -> int:
@@ -70,10 +70,8 @@ class ColumnSums(TileSums):
     def __str__(self) -> str:
         return f"sums: of {self.features} features, {self.folds} samples a row, {self.ways} rows at once"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"FEATURES": self.features, "FOLD": self.folds, "LANES": self.lanes, "WAYS": self.ways, "EACH": EACH}
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += [f"using Result = {self.result};"]
-        lines += constants(numbers)
-        return kernel(headers("column_sums.cuh"), name, "ColumnSums", lines, self.threads, self.blocks)
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "FEATURES": self.features}
+        told |= {"FOLD": self.folds}
+        return constants(told | {"LANES": self.lanes, "WAYS": self.ways, "EACH": EACH})

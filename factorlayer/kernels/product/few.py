@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import ask_for, constants, headers, kernel, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.code import Asks, ask_for, constants, kinds
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.maths.chain import Chain
@@ -37,7 +37,7 @@ def _chunk(size: int) -> int:
 
 
 def _registers(held: int, dtype: str) -> int:
-    """Of a thread, `held` of which hold a weight."""
+    """A thread's registers, `held` of which hold a weight."""
     of_pieces = 16 if dtype in ("float32", "float64") else 0
     return min(255, of_pieces + (64 if held <= 16 else 96 if held <= 32 else 128 if held <= 48 else 240))
 
@@ -96,7 +96,7 @@ class Few(Pass):
 
     @property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return max(1, 65536 // (self.threads * self.registers))
 
     @property
@@ -115,7 +115,7 @@ class Few(Pass):
 
     @property
     def stored_us(self) -> float:
-        """Of a multiprocessor, for one sample if it were alone."""
+        """Microseconds that a multiprocessor takes to store one sample's results, were it alone."""
         p = self.product
         run = self.together * p.size
         parts = 0 if run % SECTOR == 0 and p.fast * p.b * p.size % SECTOR == 0 else 1 if run < SECTOR else 2
@@ -139,22 +139,19 @@ class Few(Pass):
             f"{self.wg * self.ways} warps, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        p, c = self.product, self.product.contraction
-        numbers = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b}
-        numbers |= dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True))
-        numbers |= {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        numbers |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
-        numbers |= {"LOAD": self.load, "RUN": self.run}
-        flags = {"BIAS": p.bias, "ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
-        lines = kinds(p.dtype)
-        lines += [activation_type(p.activation, p.dtype, p.scalars)]
-        lines += [f"static constexpr i64 {key} = {value};" if "SAMPLE" in key else
-                  f"static constexpr int {key} = {value};" for key, value in numbers.items()]  # fmt: skip
-        lines += constants(flags)
-        asks = p.asks if self.first else ()
-        return kernel(headers("few.cuh"), name, "Few", lines, self.threads, self.blocks, waits=False, asks=asks)
+    waits = False
+
+    @property
+    def asks(self) -> Asks:
+        return self.product.asks if self.first else ()
+
+    @property
+    def told(self) -> list[str]:
+        p = self.product
+        told = p.told | {"LOAD": self.load, "RUN": self.run}
+        told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
+        told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
+        return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
 
 def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
@@ -220,7 +217,7 @@ def time(plan: Few, batch: int) -> float:
 class FewPass(Pass):
     """One of three passes that make all gradients of two untied contractions."""
 
-    template: str
+    part: str  # the template of its kernel
     chain: Chain
     dtype: str
     gpu: Gpu
@@ -229,17 +226,22 @@ class FewPass(Pass):
     rounds: int  # in which a thread has its part of a weight
     us: float = 0.0
 
+    header = "few"
     units_per_sample = 1
     units_per_block = 1 << 40
     is_apart = True
 
     @property
+    def template(self) -> str:
+        return self.part
+
+    @property
     def reads(self) -> str:
-        return {"FewStates": "x", "FewBack": "x", "FewLast": "s0"}[self.template]
+        return {"FewStates": "x", "FewBack": "x", "FewLast": "s0"}[self.part]
 
     @property
     def writes(self) -> str:
-        return {"FewStates": "s2", "FewBack": "s0", "FewLast": "y"}[self.template]
+        return {"FewStates": "s2", "FewBack": "s0", "FewLast": "y"}[self.part]
 
     @property
     def scratch(self) -> tuple[int, int, int]:
@@ -247,33 +249,30 @@ class FewPass(Pass):
 
     @property
     def leaves(self) -> str:
-        return "prepared" if self.template == "FewStates" else ""
+        return "prepared" if self.part == "FewStates" else ""
 
     reads_prepared = True
 
     def outputs(self, batch: int) -> tuple[int, ...]:
         first, second = self.both
-        if self.template == "FewLast":
+        if self.part == "FewLast":
             return batch * first.outer * first.p * self.size, (first.weight_size + second.weight_size) * self.size
         return (self._bytes_of(batch, padded=True),)
 
     def written(self, batch: int) -> int:
-        if self.template == "FewLast":
+        if self.part == "FewLast":
             return sum(self.outputs(batch))
         return self._bytes_of(batch, padded=False)
 
     def _bytes_of(self, batch: int, padded: bool) -> int:
-        """Of states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples beyond."""
+        """Bytes of the states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples
+        beyond."""
         (first, second), samples, piece = self.both, -(-batch // 8) * 8, 16 // self.size
         rows = [-(-c.q // piece) * piece for c in self.both]
-        if self.template == "FewStates":
+        if self.part == "FewStates":
             turned = first.outer * first.p + second.inner * (second.p + second.q)
             return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
         return first.outer * (first.q + (rows[0] if padded else first.q)) * samples * self.size
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def both(self) -> tuple[Contraction, Contraction]:
@@ -308,7 +307,7 @@ class FewPass(Pass):
         return c.outer * c.inner * -(-c.p // (8 * self.each))
 
     def _outer_tiles(self, which: int) -> int:
-        """Of a weight's gradient, by warps."""
+        """Tiles of a weight's gradient, by warps."""
         c = self.both[which]
         return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (STRIPS * _chunk(self.size)))
 
@@ -325,21 +324,21 @@ class FewPass(Pass):
     @property
     def split(self) -> int:
         first, _ = self.both
-        if self.template == "FewStates":
+        if self.part == "FewStates":
             return first.outer * -(-first.q // 16) + self.turns
-        if self.template == "FewBack":
+        if self.part == "FewBack":
             return self._column_tiles(1)
         return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
 
     @property
     def shared(self) -> int:
-        rows = 16 if self.template == "FewStates" else 8 * self.each
+        rows = 16 if self.part == "FewStates" else 8 * self.each
         return self.ways * rows * 18 * max(4, self.size)
 
     @property
     def held(self) -> int:
         """Registers of a thread that hold a weight."""
-        if self.template == "FewStates":
+        if self.part == "FewStates":
             in_rows = 16 if self._load(0, 16) == 2 else 8
             return in_rows * -(-self._chunks // self.rounds)
         words = self.words * (2 if self._load(self._by_columns, 16) == 2 else 1)
@@ -347,27 +346,27 @@ class FewPass(Pass):
 
     @property
     def _by_columns(self) -> int:
-        """Which weight."""
-        return 1 if self.template == "FewBack" else 0
+        """Which weight is read by columns."""
+        return 1 if self.part == "FewBack" else 0
 
     @property
     def _chunks(self) -> int:
-        """Of a warp, of what is contracted."""
+        """Chunks of what is contracted that a warp has."""
         c = self.both[self._by_columns]
-        return -(-(c.p if self.template == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
+        return -(-(c.p if self.part == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
 
     @property
     def registers(self) -> int:
-        return max(_registers(self.held, self.dtype), 128 if self.template == "FewLast" else 0)
+        return max(_registers(self.held, self.dtype), 128 if self.part == "FewLast" else 0)
 
     @property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return max(1, 65536 // (self.threads * self.registers))
 
     @property
     def states_bytes(self) -> int:
-        """Of what the first one makes, for as many samples as there may be."""
+        """Bytes of what the first pass makes, for as many samples as there may be."""
         first, second = self.both
         rows = -(-second.q * self.size // 16) * 16 // self.size
         features = first.outer * first.p + second.inner * (second.p + second.q + rows)
@@ -375,48 +374,42 @@ class FewPass(Pass):
 
     @property
     def back_bytes(self) -> int:
-        """Of what the second one makes, for one sample, which is padded to eight."""
+        """Bytes of what the second pass makes, for one sample, which is padded to eight."""
         first, _ = self.both
         row = -(-first.q * self.size // 16) * 16 // self.size
         return 8 * first.outer * (first.q + row) * self.size
 
     def __str__(self) -> str:
         first, second = self.both
-        what = {
-            "FewStates": f"{first.p}→{first.q} for {first.outer} groups, and states turned",
-            "FewBack": f"{second.q}→{second.p} for {second.inner} groups",
-            "FewLast": f"{first.q}→{first.p}, and gradients of both weights",
-        }
-        return f"few, backward: {what[self.template]}, {self.ways} warps, {self.shared} bytes of shared memory"
+        what = {"FewStates": f"{first.p}→{first.q} for {first.outer} groups, and states turned"}
+        what |= {"FewBack": f"{second.q}→{second.p} for {second.inner} groups"}
+        what |= {"FewLast": f"{first.q}→{first.p}, and gradients of both weights"}
+        return f"few, backward: {what[self.part]}, {self.ways} warps, {self.shared} bytes of shared memory"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    waits = False
+
+    @property
+    def asks(self) -> Asks:
+        if self.part != "FewStates":
+            return ()
+        weights = [(f"params.weights[{c.weight}]", str(c.weight_size * self.size)) for c in self.both]
+        features = {"params.x": self.chain.in_features, "params.weights[2]": self.chain.out_features}
+        return [*(ask_for(name, count * self.size) for name, count in features.items()), *weights]
+
+    @property
+    def told(self) -> list[str]:
         first, second = self.both
         numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {
-            "WAYS": self.ways,
-            "ROUNDS": self.rounds,
-            "WORDS": self.words,
-            "TALL": self.tall,
-            "STRIPS": STRIPS,
-            "TURNS": self.turns,
-        }
+        numbers |= {"WAYS": self.ways, "ROUNDS": self.rounds, "WORDS": self.words, "TALL": self.tall}
+        numbers |= {"STRIPS": STRIPS, "TURNS": self.turns}
         columns, piece = 4 * self.words, 16 // self.size
         numbers |= {"LOAD": self._load(0, 16), "LOAD_0": self._load(0, columns), "LOAD_1": self._load(1, columns)}
         numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
         numbers |= {"RUN_X": math.gcd(piece, first.p), "RUN_0": math.gcd(piece, first.p, numbers["OF_0"])}
         numbers |= {"RUN_1": math.gcd(piece, second.p, numbers["OF_1"])}
-        lines = kinds(self.dtype)
-        lines += constants(numbers)
-        size = self.size
-        weights = [(f"params.weights[{c.weight}]", str(c.weight_size * size)) for c in self.both]
-        states = [ask_for("params.x", self.chain.in_features * size)]
-        states += [ask_for("params.weights[2]", self.chain.out_features * size)]
-        asks = [*states, *weights] if self.template == "FewStates" else ()
-        blocks = self.blocks
-        return kernel(headers("few.cuh"), name, self.template, lines, self.threads, blocks, waits=False, asks=asks)
+        return kinds(self.dtype) + constants(numbers)
 
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
 from factorlayer.kernels.product.streamed import Product
 
 ROWS = 128  # of a tile
 THREADS = 384  # two warpgroups of consumers, and one of which a thread asks for what is copied
-MOST_STAGES = 8
+MOST_SLOTS = 8
 MOST_SUMS = 192  # registers of a thread
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 LARGEST = 1 << 31  # of a map's size
@@ -48,21 +48,21 @@ class Mapped(Pass):
         return ROWS
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return 128 * (ROWS + self.n)
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024) // (self.stage_bytes + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16))
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + 1024
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
+        return self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def tiles(self) -> int:
-        """Of a cluster, for its rows."""
+        """Tiles of a cluster, for its rows."""
         p = self.product
         return -(-p.contraction.q // (self.n * self.cluster)) * (p.groups // self.held)
 
@@ -76,7 +76,7 @@ class Mapped(Pass):
 
     @property
     def units_per_block(self) -> int:
-        """Of rows: each block takes any tiles, so that these only count blocks."""
+        """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         return max(1, ROWS // self.tiles)
 
     @property
@@ -125,10 +125,7 @@ class Mapped(Pass):
         sizes, steps, _, _ = self.lines
         strides = (*(step * c.p for step in steps), c.p)
         weights = (c.p, *sizes, p.groups * c.q), strides, (SLAB, *sizes[:2], self.box, 1)
-        return tuple(
-            " ".join(map(str, (of, "tf32", *sizes, *(4 * stride for stride in strides), *box)))
-            for of, (sizes, strides, box) in (("x", x), (c.weight, weights))
-        )
+        return tensor_map("x", "tf32", *x), tensor_map(c.weight, "tf32", *weights)
 
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
@@ -142,28 +139,21 @@ class Mapped(Pass):
             f"mapped: {c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums"
             + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
             + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
-            + f", {self.stages} stages of {SLAB}, {self.shared} bytes of shared memory"
+            + f", {self.slots} slots of {SLAB}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def products(self) -> str:
+        return wgmma(self.product.dtype, {self.n})
+
+    @property
+    def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
         _, _, line, line_step = self.lines
-        numbers = {
-            **{"P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups, "FAST": p.fast, "NEXT": p.next, "B": p.b},
-            **{"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "STAGES": self.stages},
-            **{"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step},
-        }
-        strides = {"X_SAMPLE": p.x_features, "Y_SAMPLE": p.y_features}
-        flags = {"BIAS": p.bias, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
-        numbers |= {"INNER": c.inner}
-        lines = ["using Element = float;", activation_type(p.activation, p.dtype, p.scalars)]
-        lines += constants(numbers)
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += constants(flags)
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = hopper_headers(wgmma(p.dtype, self.n), "mapped.cuh")
-        return kernel(code, name, "Mapped", lines, self.threads, cluster=cluster, maps=True)
+        told = p.told | {"INNER": c.inner, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
+        told |= {"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "SLOTS": self.slots}
+        told |= {"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step}
+        return [*constants({"Element": "float", **told}), activation_type(p.activation, p.dtype, p.scalars)]
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:
@@ -202,7 +192,7 @@ def time(plan: Mapped) -> float:
     # Of a slab: products, what L2 gives, what shared memory is written and read
     products = 4 * plan.n / 1.65e3
     load = 128 * (ROWS / plan.cluster + plan.n) / (95e3 if plan.held > 4 else 105e3)
-    shared = (plan.stage_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
+    shared = (plan.slot_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
     boxes = 0.09 * plan.n / (plan.run * plan.box)
     slab = max(products, load, shared, boxes)
     store = 4 * ROWS * plan.n * plan.held / (32e3 if plan.held > 4 or p.slabs else 45e3)  # several for a sector

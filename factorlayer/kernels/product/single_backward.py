@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import constants, headers, kernel
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
+from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
 
@@ -17,8 +18,27 @@ LARGEST = 128  # whose sums a group can hold
 SPANS = (16, 32, 64, 128)
 
 
+class OfOneFactor(Pass):
+    """What passes have in common that make both gradients of one factor."""
+
+    contraction: Contraction
+
+    @property
+    def by_columns(self) -> bool:
+        return self.contraction.inner > 1
+
+    @property
+    def weights(self) -> int:
+        return self.contraction.p * self.contraction.q
+
+    @property
+    def output_bytes(self) -> int:
+        c = self.contraction
+        return c.outer * c.p * c.inner * self.size
+
+
 @dataclass(frozen=True)
-class SingleBackward(Grouped):
+class SingleBackward(OfOneFactor, Grouped):
     """A pass, tiled. `us` is the time predicted."""
 
     contraction: Contraction
@@ -32,14 +52,6 @@ class SingleBackward(Grouped):
     us: float = 0.0
 
     @property
-    def by_columns(self) -> bool:
-        return self.contraction.inner > 1
-
-    @property
-    def weights(self) -> int:
-        return self.contraction.p * self.contraction.q
-
-    @property
     def units_per_sample(self) -> int:
         c = self.contraction
         return c.outer * c.inner // self.span
@@ -50,7 +62,7 @@ class SingleBackward(Grouped):
 
     @functools.cached_property
     def tiles(self) -> tuple[int, int]:
-        """Of dX's columns."""
+        """Pieces of a part of dX's columns, and tiles in each."""
         return self.tiles_of(self.span if self.by_columns else self.contraction.p, even=self.size == 2)
 
     @property
@@ -60,7 +72,7 @@ class SingleBackward(Grouped):
 
     @property
     def turns(self) -> int:
-        """Of a warp, by rows: 16 rows of the weight's gradient in each."""
+        """Turns of a warp, by rows: it makes 16 rows of the weight's gradient in each."""
         return -(-round_up(self.contraction.q, 16) // (16 * self.rows))
 
     @functools.cached_property
@@ -78,11 +90,6 @@ class SingleBackward(Grouped):
         weight = q * ((rows if self.by_columns else self.columns) + pad)
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
 
-    @property
-    def output_bytes(self) -> int:
-        c = self.contraction
-        return c.outer * c.p * c.inner * self.size
-
     def __str__(self) -> str:
         c = self.contraction
         return (
@@ -91,19 +98,17 @@ class SingleBackward(Grouped):
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
-        lines = self.constants({"P": c.p, "Q": c.q, "SPAN": self.span, "INNER": c.inner, "GRAD": 1})
-        lines += constants({"BY_COLUMNS": self.by_columns})
-        code = headers("sums.cuh", "operands.cuh", "single_backward.cuh")
-        return kernel(code, name, "SingleBackward", lines, self.threads)
+        numbers = self.constants({"P": c.p, "Q": c.q, "SPAN": self.span, "INNER": c.inner, "GRAD": 1})
+        return numbers + constants({"BY_COLUMNS": self.by_columns})
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
     plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu)]
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from factorlayer.activations.written import gradient, gradient_by_result
-from factorlayer.device.code import ELEMENT, constants, headers, kernel
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.code import ELEMENT, constants
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 
 EACH = 4  # accesses of a thread that are on their way at once, of either
@@ -15,7 +15,7 @@ EACH = 4  # accesses of a thread that are on their way at once, of either
 
 @dataclass(frozen=True)
 class Slopes(Pass):
-    """Of all elements."""
+    """The pass that multiplies what comes back by the slopes of an activation, of all elements."""
 
     features: int
     activation: str
@@ -27,10 +27,6 @@ class Slopes(Pass):
     threads = 256
     shared = 0
     blocks_per_sm = 0  # as many as there is work
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @property
     def units_per_sample(self) -> int:
@@ -52,10 +48,8 @@ class Slopes(Pass):
     def __str__(self) -> str:
         return f"slopes: of {self.features} activations{', from their results' if self.through else ''}, times grad_y"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
+    @property
+    def told(self) -> list[str]:
+        told = {"BESIDE": 0, "FEATURES": self.features, "THREADS": self.threads, "EACH": EACH}
         made = (gradient_by_result if self.through else gradient)(self.activation, self.dtype, "Gradient")
-        lines = [f"using Element = {ELEMENT[self.dtype]};", made]
-        lines += constants(numbers)
-        return kernel(headers("slopes.cuh"), name, "Slopes", lines, self.threads)
+        return [*constants({"Element": ELEMENT[self.dtype], **told}), made]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import MOST_ASKED, ask_for, constants, headers, kernel, kinds
+from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.maths.chain import Chain
@@ -108,6 +108,19 @@ class Product:
         return self.groups * self.contraction.p * self.contraction.q
 
     @property
+    def told(self) -> dict[str, int]:
+        """What its kernels are told, whichever family they are of: sizes, groups, and features of a sample, and of a
+        term where each has a state of its own, or 0."""
+        c = self.contraction
+        told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": self.outer, "GROUPS": self.groups, "BIAS": self.bias}
+        told |= {"FAST": self.fast, "NEXT": self.next, "B": self.b}
+        told |= dict(zip(("STEP_A", "STEP_B"), self.row_steps, strict=True))
+        steps = {"X_SAMPLE": self.terms_in * self.x_features, "Y_SAMPLE": self.terms_out * self.y_features}
+        steps |= {"X_TERM": self.x_features if self.terms_in > 1 else 0}
+        steps |= {"Y_TERM": self.y_features if self.terms_out > 1 else 0}
+        return told | {key: Long(step) for key, step in steps.items()}
+
+    @property
     def asks(self) -> list[tuple[str, str]]:
         """What a kernel reads first: x, if it is not a state between two of ours, and some of the weight."""
         weight = min(self.contraction.weight_size * self.size, MOST_ASKED)
@@ -198,7 +211,7 @@ class Streamed(Pass):
     wg: int
     steps: int
     bk: int
-    stages: int
+    slots: int
     registers: int
     gpu: Gpu
     us: float = 0.0
@@ -214,12 +227,12 @@ class Streamed(Pass):
 
     @property
     def groups(self) -> int:
-        """Of a block."""
+        """Groups of a block."""
         return self.wg * self.steps
 
     @functools.cached_property
     def columns(self) -> int:
-        """Of a block and group, by rows: whole b's where groups take turns in y."""
+        """Columns of a block and group, by rows: whole b's where groups take turns in y."""
         b = self.product.b
         return self.bn // b * b if self.groups > 1 and b <= self.bn else self.bn
 
@@ -236,7 +249,7 @@ class Streamed(Pass):
         return 32 * self.warps
 
     @functools.cached_property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         if self.product.by_rows:
             elements = self.wg * (self.bm + self.bn) * self.bk
         else:
@@ -260,23 +273,23 @@ class Streamed(Pass):
 
     @property
     def result(self) -> int:
-        """Where it lies: in the place of the stages if they are not needed any more."""
-        return 0 if self.steps == 1 else -(-self.stages * self.stage_bytes // 128) * 128
+        """The place of the result: that of the slots if they are not needed any more."""
+        return 0 if self.steps == 1 else -(-self.slots * self.slot_bytes // 128) * 128
 
     @functools.cached_property
     def shared(self) -> int:
-        return max(self.stages * self.stage_bytes, self.result + self.result_bytes)
+        return max(self.slots * self.slot_bytes, self.result + self.result_bytes)
 
     @functools.cached_property
     def blocks(self) -> int:
-        """At once on a multiprocessor."""
+        """Blocks that a multiprocessor has at once."""
         return max(
             1, min(65536 // (self.threads * self.registers), (self.gpu.shared + 1024) // (self.shared + 1024), 8)
         )
 
     @property
     def tiles(self) -> int:
-        """For each of the first tile's rows or columns."""
+        """Tiles for each of the first tile's rows or columns."""
         p = self.product
         terms = p.terms_out
         if not p.by_rows:
@@ -321,41 +334,20 @@ class Streamed(Pass):
         return (
             f"streamed: {c.p}→{c.q} by {'rows' if p.by_rows else 'columns'}, tiles of {tile} sums"
             + (f" for {self.groups} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.stages} stages of {self.bk}, "
+            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.slots} slots of {self.bk}, "
             f"{self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        p, c = self.product, self.product.contraction
-        numbers = {
-            "WEIGHT": c.weight,
-            **{"P": c.p, "Q": c.q, "OUTER": p.outer, "INNER": p.inner, "X_STEP": p.x_step, "GROUPS": p.groups},
-            **{"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out},
-            **{"FAST": p.fast, "NEXT": p.next, "B": p.b, "TJ": self.columns, "TB": self.together},
-            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
-            **{"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt},
-            **{"BK": self.bk, "STAGES": self.stages, "SPAN": self.span, "RESULT": self.result},
-            **dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True)),
-        }
-        strides = {
-            "X_SAMPLE": p.terms_in * p.x_features,
-            "Y_SAMPLE": p.terms_out * p.y_features,
-            "X_TERM": p.x_features if p.terms_in > 1 else 0,
-            "Y_TERM": p.y_features if p.terms_out > 1 else 0,
-        }
-        flags = {
-            "BY_ROWS": p.by_rows,
-            "BIAS": p.bias,
-            "ROUND_X": not p.ours_in,
-            "ROUND_Y": p.dtype == "tf32" and p.ours_out,
-        }
-        lines = kinds(p.dtype)
-        lines += [activation_type(p.activation, p.dtype, p.scalars)]
-        lines += constants(numbers)
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        lines += constants(flags)
-        return kernel(headers("streamed.cuh"), name, "Streamed", lines, self.threads, self.blocks)
+    @property
+    def told(self) -> list[str]:
+        p = self.product
+        told = p.told | {"INNER": p.inner, "X_STEP": p.x_step, "TJ": self.columns, "TB": self.together}
+        told |= {"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out}
+        told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt}
+        told |= {"BK": self.bk, "SLOTS": self.slots, "SPAN": self.span, "RESULT": self.result}
+        told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True))
+        told |= {"BY_ROWS": p.by_rows, "ROUND_X": not p.ours_in, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
+        return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
     def _accesses(self) -> tuple[int, int, int]:
         """Bytes moved at once of x, weights and y: what divides every run."""
@@ -392,7 +384,7 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 
 
 def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
-    """Those that read least, of blocks that fit."""
+    """Tilings that read least, of blocks that fit."""
     c = product.contraction
     rows = batch * product.outer
     m, n = (rows, c.q) if product.by_rows else (c.q, rows * product.inner)
@@ -434,7 +426,8 @@ def _shapes(m: int, n: int, mt: int, nt: int, warps: int) -> list[int]:
 
 
 def _chunks(product: Product) -> list[int]:
-    """Of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in pieces."""
+    """Chunks of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in
+    pieces."""
     p, size = product.contraction.p, product.size
     found = {bk for bk in (128 // size, 64 // size) if -(-p // bk) * bk < 1.3 * p}
     if not found:
@@ -465,10 +458,10 @@ def _copies(plan: Streamed) -> bool:
 
 
 def _deepest(plan: Streamed) -> Streamed:
-    """With as many stages as change nothing else."""
-    for stages in (4, 3):
-        deeper = replace(plan, stages=stages)
-        if stages <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
+    """The tiling with as many slots as change nothing else."""
+    for slots in (4, 3):
+        deeper = replace(plan, slots=slots)
+        if slots <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
             return deeper
     return plan
 
@@ -500,12 +493,12 @@ def time(plan: Streamed, batch: int) -> float:
     us: float = max(bounds) + 0.2 * min(bounds)
     turns = -(-each // plan.blocks)
     through_registers = min(plan._accesses()[:2]) < 4
-    waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.stages - 1))
+    waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.slots - 1))
     return 1.5 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
 
 
 def _instructions(product: Product, mt: int, nt: int) -> float:
-    """Of a warp for each k: loads of operands, what is done to each of them, products."""
+    """Instructions of a warp for each k: loads of operands, what is done to each of them, products."""
     if product.size == 2:
         return (mt + nt / 2 + mt * nt) / 16
     made = {"float64": 0, "float32": 3, "tf32": 3}[product.dtype]  # of an operand's element

@@ -6,8 +6,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, constants, headers, kernel
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.code import ELEMENT, Told, constants
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 
 ACCESSES = 4  # of a thread, on their way at once
@@ -16,8 +16,8 @@ BLOCKS = 5  # on a multiprocessor: some read while others write
 
 @dataclass(frozen=True)
 class Turn(Pass):
-    """Of each sample `matrices` of them, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows may be
-    `mixed`: what lies as [r, c] of them is taken as [c, r]."""
+    """The pass that turns `matrices` of each sample, [rows, columns] to [columns, rows]; in tf32 rounded to it. Rows
+    may be `mixed`: what lies as [r, c] of them is taken as [c, r]."""
 
     matrices: int
     rows: int
@@ -28,11 +28,8 @@ class Turn(Pass):
     mixed: tuple[int, int] | None = None
 
     threads = 256
+    blocks = BLOCKS
     blocks_per_sm = 0  # as many as there is work
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
 
     @functools.cached_property
     def tile(self) -> tuple[int, int, int]:
@@ -88,12 +85,11 @@ class Turn(Pass):
     def __str__(self) -> str:
         return f"turn: {self.rows}×{self.columns}, in tiles of {self.tile[0]}×{self.tile[1] * self.tile[2]}"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        numbers = {"MATRICES": self.matrices, "ROWS": self.rows, "COLUMNS": self.columns}
-        numbers |= dict(zip(("TR", "TC", "BESIDE"), self.tile, strict=True))
-        numbers |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads}
-        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
-        lines = [f"using Element = {ELEMENT[self.dtype]};"]
-        lines += constants(numbers | {"ROUNDS": self.dtype == "tf32"})
-        return kernel(headers("turn.cuh"), name, "Turn", lines, self.threads, BLOCKS)
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"Element": ELEMENT[self.dtype], "MATRICES": self.matrices, "ROWS": self.rows}
+        told |= {"COLUMNS": self.columns}
+        told |= dict(zip(("TR", "TC", "BESIDE"), self.tile, strict=True))
+        told |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads, "ROUNDS": self.dtype == "tf32"}
+        told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
+        return constants(told)

@@ -6,36 +6,23 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from factorlayer.device.code import constants, headers, kernel
-from factorlayer.kernels.passes import Pass
+from factorlayer.device.code import Long, constants
+from factorlayer.kernels.passes import Preparing
 from factorlayer.kernels.product.wide import Wide
 
 Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
-class WeightHalves(Pass):
-    """Of all passes of a plan that want them, which count its time as theirs."""
+class WeightHalves(Preparing):
+    """The pass that splits weights into halves, for all passes of a plan that want them; these count its time as
+    theirs."""
 
     of: tuple[Wide, ...]
 
     shared = 0
     threads = 512
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
     us = 0.0
-    reads, writes = "none", "s2"
-    leaves = "prepared"
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_at + self.prepared_bytes
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_at + self.prepared_bytes,)
-
-    def written(self, batch: int) -> int:
-        return self.prepared_bytes
 
     @property
     def prepared_at(self) -> int:
@@ -43,7 +30,7 @@ class WeightHalves(Pass):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of all"""
+        """Bytes of all halves and scales."""
         return sum(p.halves_bytes + 4 * p.weight_rows for p in self.of)
 
     @property
@@ -54,18 +41,16 @@ class WeightHalves(Pass):
     def __str__(self) -> str:
         return f"weights split: {self.prepared_bytes} bytes"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        lines = [f"static constexpr int THREADS = {self.threads};"]
+    @property
+    def told(self) -> list[str]:
+        lines = constants({"THREADS": self.threads})
         for i, p in enumerate(self.of):
-            c = p.product.contraction
-            numbers = {"WEIGHT": c.weight, "P": c.p, "ROWS": p.weight_rows, "TERMS": p.summed}
-            numbers |= {"PART": p.part, "CHUNKS": p.chunks}
-            fields = [*constants(numbers), f"static constexpr i64 AT = {p.halves_at}, SCALES = {p.scales_at};"]
-            lines += [f"struct W{i} {{ {' '.join(fields)} }};"]
+            told = {"WEIGHT": p.product.contraction.weight, "P": p.product.contraction.p, "ROWS": p.weight_rows}
+            told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
+            told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
+            lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
         calls = " ".join(f"c.template weight<W{i}>();" for i in range(len(self.of)))
-        lines += [f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
-        return kernel(headers("halves.cuh", "weight_halves.cuh"), name, "WeightHalves", lines, self.threads)
+        return [*lines, f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
 
 
 def with_halves(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
-from factorlayer.device.code import ELEMENT, constants, headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import Product
@@ -20,7 +20,7 @@ from factorlayer.kernels.product.streamed import Product
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MIXED = 8  # of a mode before
-MOST_STAGES = 8
+MOST_SLOTS = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
 MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
@@ -52,7 +52,7 @@ class Wide(Pass):
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
     def from_the_end(self) -> Wide:
-        """In 16 bits, unless it makes more than it reads, which does not get faster so."""
+        """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
         takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
         return replace(self, from_last=True) if takes else self
 
@@ -73,7 +73,7 @@ class Wide(Pass):
 
     @property
     def parts(self) -> int:
-        """Of 128 bytes, in a row of a slab: where floats were, their halves lie."""
+        """Parts of 128 bytes in a row of a slab: where floats were, their halves lie."""
         return 2 if self.splits else 1
 
     @property
@@ -82,12 +82,12 @@ class Wide(Pass):
         return self.parts * 128 // self.product.size
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return 128 * self.parts * (64 * self.consumers + self.n)
 
     @property
     def chunks(self) -> int:
-        """Of a row of the weight"""
+        """Chunks of a row of the weight."""
         return -(-self.product.contraction.p // self.slab)
 
     @property
@@ -97,7 +97,7 @@ class Wide(Pass):
 
     @property
     def weight_rows(self) -> int:
-        """Of one term, if they are summed."""
+        """Rows of the weight; of one term, if terms are summed."""
         return self.product.contraction.q * max(self.product.groups, self.product.terms_out)
 
     @property
@@ -120,22 +120,22 @@ class Wide(Pass):
         return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.stage_bytes + self.stage_extra))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.slot_bytes + self.stage_extra))
 
     @functools.cached_property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + self.stage_extra) + self.exchange_bytes + 1024
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
+        return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + 1024
 
     @property
     def slabs(self) -> int:
-        """Of a tile and group."""
+        """Slabs of a tile and group."""
         return self.summed * self.chunks
 
     @property
     def tiles(self) -> int:
-        """For each tile of rows."""
+        """Tiles for each tile of rows."""
         p = self.product
         groups = -(-p.fast // (self.held * self.cluster)) * (p.groups // p.fast)
         return -(-p.contraction.q // self.columns) * groups * p.terms_out
@@ -187,7 +187,7 @@ class Wide(Pass):
 
     @property
     def units_per_block(self) -> int:
-        """Of rows: each block takes any tiles, so that these only count blocks."""
+        """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         return self.rows if self._is_small else max(1, self.rows // self.tiles)
 
     @property
@@ -216,61 +216,37 @@ class Wide(Pass):
             f"wide: {c.p}→{c.q} by rows, {done}"
             f"tiles of {self.rows}×{self.columns} sums"
             + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.stages} stages of {self.slab}, {self.shared} bytes of shared memory"
+            + f", {self.slots} slots of {self.slab}, {self.shared} bytes of shared memory"
         )
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's and a producer's thread"""
+        """Registers of a consumer's and a producer's thread."""
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
         return tables[self.consumers]
 
-    def lines(self) -> list[str]:
-        """The kernel's constants"""
+    @property
+    def products(self) -> str:
+        return wgmma("float16" if self.splits else self.product.dtype, {self.n})
+
+    @property
+    def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
         rounds = p.dtype == "tf32"
         more, fewer = self.registers
-        numbers = {
-            **{"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": p.outer, "GROUPS": p.groups},
-            **{"FAST": p.fast, "NEXT": p.next, "B": p.b},
-            **dict(zip(("STEP_A", "STEP_B"), p.row_steps, strict=True)),
-            **{"TERMS": self.summed, "TERM_BLOCKS": p.terms_out},
-            **{"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run},
-            **{"STAGES": self.stages, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1},
-            **{"AHEAD": max(1, min(4, self.stages - 2)), "MORE": more, "FEWER": fewer},
-            **{"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4, "MIXED": p.mixed},
-            "SCALED": self.scaled_at // 4,
-        }
-        strides = {
-            "X_SAMPLE": p.terms_in * p.x_features,
-            "Y_SAMPLE": p.terms_out * p.y_features,
-            "X_TERM": p.x_features if p.terms_in > 1 else 0,
-            "Y_TERM": p.y_features if p.terms_out > 1 else 0,
-        }
-        flags = {
-            "PAIRED": self.is_paired,
-            "CLUSTER": self.cluster > 1,
-            "FROM_LAST": self.from_last,
-            "BIAS": p.bias,
-            "ROUND_X": self.splits or (rounds and not p.ours_in),
-            "SPLIT": self.splits,
-            "ROUND_Y": rounds and p.ours_out,
-        }
+        told: Told = {"Element": ELEMENT[p.dtype], **p.told}
+        told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
+        told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
+        told |= {"SLOTS": self.slots, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1}
+        told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
+        told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4}
+        told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
+        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
             activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
             activation = activation_type(p.activation, p.dtype, p.scalars)
-        lines = [f"using Element = {ELEMENT[p.dtype]};", activation]
-        lines += constants(numbers)
-        lines += [f"static constexpr i64 {key} = {value};" for key, value in strides.items()]
-        return lines + constants(flags)
-
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        cluster = f"__cluster_dims__(1, {self.cluster}, 1) " if self.cluster > 1 else ""
-        code = headers("wgmma.cuh", "halves.cuh", "mixing.cuh", "wide.cuh")
-        code += wgmma("float16" if self.splits else self.product.dtype, self.n)
-        return kernel(code, name, "Wide", self.lines(), self.threads, cluster=cluster)
+        return [*constants(told), activation]
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
@@ -301,12 +277,12 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
-            if sums <= most and plan.store >= 4 and plan.stages >= 3:
+            if sums <= most and plan.store >= 4 and plan.slots >= 3:
                 yield plan
 
 
 def _widths(product: Product, run: int) -> list[int]:
-    """Of a tile: samples, or columns that leave little of the last tile empty."""
+    """Widths of a tile: of samples, or of columns that leave little of the last tile empty."""
     if product.size == 4:
         return [8, 16, 32, 48, 64, 96, 128, 192, 256]
     q, step = product.contraction.q, 4 * run
@@ -338,9 +314,9 @@ def time(plan: Wide) -> float:
     tiles = -(-plan.batch * product.outer // plan.rows) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, products, shared memory
-    load = 0.12 + plan.stage_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
+    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
     products = 2.3 * plan.consumers * plan.n / CYCLES
-    read = plan.stage_bytes + 128 * plan.consumers * (64 + plan.n)
+    read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
     drain = 0.1  # of a group
     if plan.splits:
         products, drain = 3 * products + (plan.n + 200) / plan.consumers / CYCLES, 0.3
@@ -364,7 +340,7 @@ def time(plan: Wide) -> float:
 
 
 def _run_bytes(plan: Wide) -> int:
-    """Of y, which the threads of a warp store side by side at once."""
+    """Bytes of y that the threads of a warp store side by side at once."""
     p = plan.product
     threads = 8 if p.size == 4 else 4
     if plan.held == 1:

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import ELEMENT, constants, hopper_headers, kernel, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.gradient import PART_BYTES, REDUCTION_US, TileSums
+from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.maths.spec import Contraction
 
@@ -21,7 +21,7 @@ DTYPES = ("float32", "tf32", "bfloat16", "float16")
 SLAB_BYTES = 64 * 128  # of 64 columns
 PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
-MOST_STAGES = 8
+MOST_SLOTS = 8
 MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
 CYCLES = 1.65e3  # in a microsecond
 LATENCY_US = 0.8  # of loads
@@ -62,10 +62,6 @@ class WideGradient(TileSums):
     blocks = 1  # at once on a multiprocessor
 
     @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def chunk(self) -> int:
         """Rows."""
         return 128 // self.size
@@ -102,12 +98,12 @@ class WideGradient(TileSums):
 
     @property
     def slabs(self) -> int:
-        """Of both states."""
+        """Slabs of both states."""
         return self.bm // 64 + -(-self.bn // 64)
 
     @property
     def sums(self) -> int:
-        """Of a thread, with those of one chunk."""
+        """Sums of a thread, with those of one chunk."""
         return self.height * self.n // 2 * (2 if self.is_split else 1)
 
     @property
@@ -123,7 +119,7 @@ class WideGradient(TileSums):
         return self.wm * self.wn
 
     @property
-    def stage_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         return SLAB_BYTES * self.slabs * (2 if self.is_split else 1)
 
     @property
@@ -139,9 +135,9 @@ class WideGradient(TileSums):
 
     @functools.cached_property
     def piece_bytes(self) -> int:
-        """Of a chunk of them"""
-        slots = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
-        return 16 * self.chunk * sum(slots)
+        """Bytes of a chunk of pieces."""
+        pieces = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
+        return 16 * self.chunk * sum(pieces)
 
     @functools.cached_property
     def ahead(self) -> int:
@@ -152,14 +148,14 @@ class WideGradient(TileSums):
 
     def _stages(self, ahead: int) -> int:
         pieces = (ahead + 1) * self.piece_bytes
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.stage_bytes + 16))
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.slot_bytes + 16))
 
     def _least_stages(self, ahead: int) -> int:
         """Where one state is copied to its place while the other's pieces are on their way, more than these."""
         return (3, ahead + 2, 2)[len(self.taken)]
 
     @functools.cached_property
-    def stages(self) -> int:
+    def slots(self) -> int:
         return self._stages(self.ahead)
 
     @property
@@ -170,13 +166,13 @@ class WideGradient(TileSums):
         else:
             loaded = -(-self.bn // 64) if self.loads_left else self.slabs
             held = held and (self.size == 2 or loaded <= MOST_LOADED)
-        return held and self.stages >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
+        return held and self.slots >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         pieces = (self.ahead + 1) * self.piece_bytes
-        return self.stages * (self.stage_bytes + 16) + pieces + self.ones_bytes + 1024
+        return self.slots * (self.slot_bytes + 16) + pieces + self.ones_bytes + 1024
 
     @property
     def threads(self) -> int:
@@ -202,32 +198,23 @@ class WideGradient(TileSums):
         return (
             f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
             + ("" if c.tied else f" of {c.outer} groups")
-            + f", {self.stages} stages of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
+            + f", {self.slots} slots of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, {8, self.n} if self.bias else {self.n}, turned=self.size == 2)
+
+    @property
+    def told(self) -> list[str]:
         c = self.contraction
         more, fewer, _ = self.registers
-        numbers = {
-            "WEIGHT": self.grad,
-            "P": c.p,
-            "Q": c.q,
-            "GROUPS": 1 if c.tied else c.outer,
-            "ROWS": self.units_per_sample,
-        }
-        numbers |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "STAGES": self.stages}
-        numbers |= {"AHEAD": self.ahead, "HELD": self.held}
-        numbers |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
-        numbers |= {"MORE": more, "FEWER": fewer}
-        lines = [f"using Element = {ELEMENT[self.dtype]};", f"using Result = {self.result};"]
-        lines += constants(numbers)
-        flags = {"SPLIT": self.is_split, "BIAS": self.bias}
-        lines += constants(flags)
-        widths = (8, self.n) if self.bias else (self.n,)
-        products = "".join(wgmma(self.dtype, n, turned=self.size == 2) for n in widths)
-        code = hopper_headers(products, "packed.cuh", "pieces.cuh", "wide_gradient.cuh")
-        return kernel(code, name, "WideGradient", lines, self.threads)
+        told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "WEIGHT": self.grad, "P": c.p, "Q": c.q}
+        told |= {"GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample, "MORE": more, "FEWER": fewer}
+        told |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "SLOTS": self.slots}
+        told |= {"AHEAD": self.ahead, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
+        told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
+        return constants(told)
 
 
 def tile(
@@ -263,7 +250,7 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
 
 
 def _slots(features: int, columns: int, size: int) -> int:
-    """Of 16 bytes, for the pieces of a row's columns, as pieces.cuh counts them."""
+    """Slots of 16 bytes for the pieces of a row's columns, as pieces.cuh counts them."""
     furthest = next((furthest for unit, furthest in ((16, 0), (8, 8), (4, 12)) if features * size % unit == 0), 16)
     return -(-(furthest + columns * size) // 16) | 1
 
@@ -274,9 +261,9 @@ def _time(plan: WideGradient) -> float:
     rows = plan.batch * plan.units_per_sample
     chunks = -(-rows // plan.chunk)
     parts = min(-(-chunks // plan.least), plan.most)
-    load = 0.12 + plan.stage_bytes / 100e3
+    load = 0.12 + plan.slot_bytes / 100e3
     products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / CYCLES
-    read = plan.stage_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
+    read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.taken:
         slabs = sum(slabs for _, slabs in plan.taken)
         load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)
@@ -292,8 +279,8 @@ def _time(plan: WideGradient) -> float:
         products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / CYCLES
         read += 256 * plan.consumers * plan.height * (64 + plan.n)
     chunk = max(load, products, 1.15 * read / 128 / CYCLES)
-    store = plan.bm * plan.bn * PART_BYTES[plan.dtype] / 40e3
+    store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / 40e3
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
     memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
-    sums = 0 if plan.is_whole else parts * plan.weights * PART_BYTES[plan.dtype]
+    sums = 0 if plan.is_whole else parts * plan.weights * SUM_BYTES[plan.dtype]
     return 3.0 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from factorlayer.device.code import headers, kernel, wgmma
+from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.product.wide import MIXED, PRODUCERS, Wide
 
 ROWS = 64  # of a warpgroup
 STEP = 32  # columns of a tile: a thread has eight side by side
 LARGEST, LARGEST_ACTIVATED = 256, 192  # columns of a tile: activations need registers
-MOST_STAGES = 4
+MOST_SLOTS = 4
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class WideResident(Wide):
     chunk_bytes = 0
 
     @property
-    def stage_bytes(self) -> int:
-        """Of rows of x, with all their k's."""
+    def slot_bytes(self) -> int:
+        """Bytes of rows of x, with all their k's."""
         return self.chunks * ROWS * 128
 
     @property
@@ -34,13 +35,13 @@ class WideResident(Wide):
         return self.chunks * self.n * 128
 
     @property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - 1024 - self.weight_bytes) // (self.stage_bytes + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.weight_bytes) // (self.slot_bytes + 16))
 
     @property
     def shared(self) -> int:
-        """With what it takes to begin at a multiple of 1024."""
-        return 1024 + self.weight_bytes + self.stages * (self.stage_bytes + 16)
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
+        return 1024 + self.weight_bytes + self.slots * (self.slot_bytes + 16)
 
     @property
     def threads(self) -> int:
@@ -59,14 +60,12 @@ class WideResident(Wide):
         before = "8→8 before, " if self.product.mixed >= 0 else ""
         return (
             f"wide: {c.p}→{c.q} by rows, {before}{self.n} columns of the weight resident, "
-            f"{self.warpgroups} warpgroups, {self.stages} stages of {ROWS} rows, {self.shared} bytes of shared memory"
+            f"{self.warpgroups} warpgroups, {self.slots} slots of {ROWS} rows, {self.shared} bytes of shared memory"
         )
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
-        code = headers("wgmma.cuh", "ring.cuh", "halves.cuh", "mixing.cuh", "wide.cuh", "wide_resident.cuh")
-        lines = [*self.lines(), f"static constexpr int GROUPS_OF_WARPS = {self.warpgroups};"]
-        return kernel(code + wgmma(self.product.dtype, self.n), name, "WideResident", lines, self.threads)
+    @property
+    def told(self) -> list[str]:
+        return super().told + constants({"GROUPS_OF_WARPS": self.warpgroups})
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:
@@ -80,9 +79,9 @@ def tile(product: Product, batch: int, gpu: Gpu) -> WideResident | None:
     largest = LARGEST if product.activation == "identity" else LARGEST_ACTIVATED
     for n in range(STEP, largest + 1, STEP):
         plan = WideResident(product, 1, n, 1, 8, batch, gpu)
-        if plan.stages >= 3 and plan.split <= gpu.sms and plan.store == 16:
+        if plan.slots >= 3 and plan.split <= gpu.sms and plan.store == 16:
             plans.append(replace(plan, us=_time(plan)))
-    return min(plans, key=lambda plan: plan.us, default=None)
+    return fastest(plans)
 
 
 def _time(plan: WideResident) -> float:

@@ -7,11 +7,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, hopper_headers, kernel, kinds, wgmma
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.code import constants, kinds, wgmma
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -35,12 +35,6 @@ class Dense(Pass):
     states: bool = False  # stored as well, those between layers
     packs: bool = True  # rows that accesses of 8 bytes do not fit
 
-    headers: ClassVar[tuple[str, ...]] = ("packed.cuh", "dense.cuh")
-
-    @property
-    def size(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
-
     @property
     def step(self) -> int:
         """k's of a product."""
@@ -52,7 +46,7 @@ class Dense(Pass):
         return tuple((chain.in_features, chain.out_features) for chain in self.layers)
 
     def columns(self, i: int) -> tuple[int, int]:
-        """Of layer i: its k's, in whole steps, and its sums, in whole steps of the next layer, or in tiles."""
+        """Columns of layer i: its k's, in whole steps, and its sums, in whole steps of the next layer, or in tiles."""
         p, q = self.sizes[i]
         return round_up(p, self.step), round_up(q, 8 if i == len(self.layers) - 1 else self.step)
 
@@ -62,7 +56,7 @@ class Dense(Pass):
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Where each layer's weight and bias begin in shared memory, and behind the last one's where they end."""
+        """Bytes of shared memory at which each layer's weight and bias begin, and at which the last one's end."""
         found, at = [], 0
         for i in range(len(self.sizes)):
             weight, (k, n) = at, self.columns(i)
@@ -106,12 +100,13 @@ class Dense(Pass):
 
     @property
     def packed_bytes(self) -> int:
-        """Of all warps"""
+        """Bytes of all warps."""
         return 4 * self.groups * self.packed[-1]
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: a layer's sums, its operands and the next one's, and those of the samples to come."""
+        """A thread's registers, about: a layer's sums, its operands and the next one's, and those of the samples to
+        come."""
         columns = [self.columns(i) for i in range(len(self.sizes))]
         steps, sums = [k // self.step * 4 for k, _ in columns], [n // 2 for _, n in columns]
         most = max(s + max(d, n) for s, d, n in zip(steps, sums, [*steps[1:], 0], strict=True))
@@ -125,7 +120,7 @@ class Dense(Pass):
         return sum(map(_tensors, self.layers))
 
     def first(self, i: int) -> int:
-        """Of these, layer i's."""
+        """The first of the parameters that is layer i's."""
         return sum(map(_tensors, self.layers[:i]))
 
     @property
@@ -155,12 +150,12 @@ class Dense(Pass):
 
     @property
     def passes(self) -> tuple[Any, ...]:
-        """With what is needed before or behind it."""
+        """Itself, with what is needed before or behind it."""
         return (self,)
 
     @property
     def made(self) -> str:
-        """For people"""
+        """What it makes, in words for people."""
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
@@ -193,8 +188,17 @@ class Dense(Pass):
             coming += elements
         return calls + ends
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def widths(self) -> set[int]:
+        """Widths of products."""
+        return {self.columns(i)[1] for i in range(len(self.layers))}
+
+    @property
+    def products(self) -> str:
+        return wgmma(self.dtype, self.widths, turned=self.size == 2)
+
+    @property
+    def told(self) -> list[str]:
         last = len(self.layers) - 1
         calls = []
         for i in range(last):
@@ -205,8 +209,18 @@ class Dense(Pass):
                 calls += [f"c.template save<L{i}::Q>(c.params.weights[{self.tensors + i}], a{i + 1}, tile);"]
         calls += [f"float d{last}[L{last}::N / 2];", f"c.template multiply<L{last}>(a{last}, d{last});"]
         calls += [f"c.template store<L{last}::Q, L{last}::Activation>(c.params.y, d{last}, tile);"]
-        body = function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
-        return write(self, name, "DenseLayers", [], body, {n for i in range(last + 1) for n in [self.columns(i)[1]]})
+        return self.told_layers() + function("layers(const C& c, u32 (&a0)[L0::K / C::kStep][4], i64 tile)", calls)
+
+    def told_layers(self, lines: Sequence[str] = ()) -> list[str]:
+        """What a kernel is told of the layers, with `lines` before them."""
+        numbers = {"GROUPS": self.groups, "packed_at": self.shared - self.packed_bytes, "packed_bytes": self.packed[-1]}
+        numbers |= dict(zip(("packed_x", "packed_y"), self.packed[1:-1], strict=False))
+        head = [*kinds(self.dtype), *constants(numbers), *lines]
+        for i, chain in enumerate(self.layers):
+            activation = activation_type(chain.activation, self.dtype, self.first(i) + 1)
+            head.append(f"struct L{i} {{ {' '.join(constants(self.struct(i)))} {activation} }};")
+        ends = constants({"First": "L0", "Last": f"L{len(self.layers) - 1}"})
+        return head + ends + function("load_weights(const C& c)", self.loading())
 
 
 def _tensors(chain: Chain) -> int:
@@ -215,43 +229,12 @@ def _tensors(chain: Chain) -> int:
 
 
 def function(head: str, calls: Sequence[str]) -> list[str]:
-    """Of a kernel's struct of constants: what it calls for one layer after another."""
+    """A function of a kernel's struct of constants, which makes these calls for one layer after another."""
     return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
 
 
-def write(
-    plan: Dense,
-    name: str,
-    template: str,
-    lines: list[str],
-    body: list[str],
-    widths: set[int],
-    threads: int | None = None,
-    waits: bool = True,
-) -> str:
-    """A kernel's source: `lines` and `body` go before and behind its layers, `widths` are those of its products. It has
-    the plan's threads, or other ones."""
-    last = len(plan.layers) - 1
-    head = kinds(plan.dtype)
-    head += [f"static constexpr int GROUPS = {plan.groups};", *lines]
-    numbers = {"packed_at": plan.shared - plan.packed_bytes, "packed_bytes": plan.packed[-1]}
-    numbers |= dict(zip(("packed_x", "packed_y"), plan.packed[1:-1], strict=False))
-    head += constants(numbers)
-    for i, chain in enumerate(plan.layers):
-        fields = constants(plan.struct(i))
-        head.append(
-            f"struct L{i} {{ {' '.join(fields)} {activation_type(chain.activation, plan.dtype, plan.first(i) + 1)} }};"
-        )
-    head += ["using First = L0;", f"using Last = L{last};"]
-    head += function("load_weights(const C& c)", plan.loading())
-    products = "".join(wgmma(plan.dtype, n, template != "DenseLayers" and plan.size == 2) for n in sorted(widths))
-    return kernel(
-        hopper_headers(products, *plan.headers), name, template, head + body, threads or plan.threads, waits=waits
-    )
-
-
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:
-    """With as many warpgroups as fit; None where this family has no kernel."""
+    """The tiling with as many warpgroups as fit; None where this family has no kernel."""
     return next(tilings(layers, dtype, batch, gpu, states), None)
 
 

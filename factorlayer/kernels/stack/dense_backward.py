@@ -7,13 +7,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
-from factorlayer.kernels.stack.dense import Dense, function, write
+from factorlayer.kernels.stack.dense import Dense, function
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -21,14 +20,11 @@ from factorlayer.maths.chain import Chain
 SLAB = 64 * 128  # bytes: 64 samples of 64 features
 START_US = 6.0
 OTHER_REGISTERS = 40
-HEADERS = ("packed.cuh", "dense.cuh", "sums.cuh", "dense_gradients.cuh")
 
 
 @dataclass(frozen=True)
 class DenseBackward(BlockSums, Dense):
     """A pass, tiled, whose blocks write sums for a Reduction."""
-
-    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "dense_backward.cuh")
 
     @property
     def passes(self) -> tuple[Dense | Reduction, ...]:
@@ -73,7 +69,7 @@ class DenseBackward(BlockSums, Dense):
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: all sums of gradients, and what the widest layer needs on the way back."""
+        """A thread's registers, about: all sums of gradients, and what the widest layer needs on the way back."""
         kept = 0
         for i, chain in enumerate(self.layers):
             k, n = self.columns(i)
@@ -85,7 +81,7 @@ class DenseBackward(BlockSums, Dense):
 
     @functools.cached_property
     def sums(self) -> tuple[int, ...]:
-        """Where each layer's sums begin: of its weight, and behind them of its bias."""
+        """The place where each layer's sums begin: of its weight, and behind them of its bias."""
         sizes = [p * q + q * chain.bias for (p, q), chain in zip(self.sizes, self.layers, strict=True)]
         return tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
 
@@ -110,8 +106,12 @@ class DenseBackward(BlockSums, Dense):
         told |= {"state_at": self.own[f"state {i}"], "slope_at": self.own[f"slope {i}"]}
         return told | {"sums_at": self.sums[i], "bias_sums_at": self.sums[i] + p * q}
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def widths(self) -> set[int]:
+        return {8, *(n for i in range(len(self.layers)) for n in self.columns(i))}
+
+    @property
+    def told(self) -> list[str]:
         last = len(self.layers) - 1
         own_at = self.places[-1][0] + SLAB
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "own_at": own_at}
@@ -146,10 +146,7 @@ class DenseBackward(BlockSums, Dense):
 
         adding = [f"c.template store_sums<L{i}>(sums.s{i});" for i in range(last + 1)]
         body += function("run(const C& c)", ["AllSums<C> sums;", "c.all_tiles(sums);", *adding])
-        widths = {8}
-        for i in range(last + 1):
-            widths |= set(self.columns(i))
-        return write(self, name, "DenseBackward", lines, body, widths)
+        return self.told_layers(lines) + body
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBackward | None:

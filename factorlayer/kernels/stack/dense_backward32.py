@@ -7,14 +7,13 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stack.dense import function, write
+from factorlayer.kernels.stack.dense import function
 from factorlayer.kernels.stack.dense import tile as tile_forward
-from factorlayer.kernels.stack.dense_backward import HEADERS, START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import START_US, DenseBackward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -28,8 +27,7 @@ WAIT_US = 1.0  # of 64 samples that nothing runs beside: for them to load, and f
 class DenseBackward32(DenseBackward):
     """A pass, tiled, whose warpgroups have samples and sums of their own."""
 
-    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "dense_backward32.cuh")
-    template: ClassVar[str] = "DenseBackward32"
+    together = False  # whether warpgroups share them
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -41,7 +39,7 @@ class DenseBackward32(DenseBackward):
 
     @functools.cached_property
     def backs(self) -> tuple[int, ...]:
-        """Where each layer's weight by outputs begins in shared memory, and behind the last one ones."""
+        """Bytes of shared memory at which each layer's weight by outputs begins, and, behind the last one, ones."""
         found = [self.places[-1][0]]
         for k, n in map(self.columns, range(len(self.layers))):
             found.append(found[-1] + -(-n // 32) * k * 128)
@@ -52,7 +50,8 @@ class DenseBackward32(DenseBackward):
         return self.backs[-1] + 1024
 
     def slab_bytes(self, i: int) -> tuple[int, int]:
-        """Of 64 samples of what layer i reads, and of the gradient of its sums: 64 rows, if it is a left operand."""
+        """Bytes of 64 samples of what layer i reads, and of the gradient of its sums: 64 rows, if it is a left
+        operand."""
         k, n = self.columns(i)
         left = not self.turned(i)
         rows = round_up(k, 8 if left else 64), round_up(n, 64 if left or self.layers[i].bias else 8)
@@ -78,7 +77,7 @@ class DenseBackward32(DenseBackward):
 
     @functools.cached_property
     def tiles(self) -> tuple[tuple[int, int], ...]:
-        """Of the sums of each layer's weight, 64s of rows, and columns."""
+        """64s of rows, and columns, of the sums of each layer's weight."""
         found = []
         for i, (k, n) in enumerate(map(self.columns, range(len(self.layers)))):
             left, right = (k, n) if self.turned(i) else (n, k)
@@ -87,7 +86,8 @@ class DenseBackward32(DenseBackward):
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: all sums of gradients, grad_y, and what a layer reads and makes, or both gradients."""
+        """A thread's registers, about: all sums of gradients, grad_y, and what a layer reads and makes, or both
+        gradients."""
         columns = [self.columns(i) for i in range(len(self.layers))]
         kept = sum(rows * right // 2 for rows, right in self.tiles)
         kept += sum(4 * -(-n // 64) for (_, n), chain in zip(columns, self.layers, strict=True) if chain.bias)
@@ -109,17 +109,13 @@ class DenseBackward32(DenseBackward):
         found |= {"own_bytes": own["all"], "behind_at": own["behind"], "behind_bytes": own["each"]}
         return found | {"all": self.shared}
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         last = len(self.layers) - 1
-        lines = constants(self.numbers)
-        lines += constants({"TOGETHER": self.template != "DenseBackward32"})
+        lines = constants(self.numbers | {"TOGETHER": self.together})
         lines += [slope(chain.activation, self.dtype, f"Slope{i}") for i, chain in enumerate(self.layers)]
         body = function("turn_weights(const C& c)", [f"c.template turn_weight<L{i}>();" for i in range(last + 1)])
-        if self.template == "DenseBackward32":
-            body += self.with_samples()
-        widths = {8} | {n for i in range(last + 1) for n in self.columns(i)}
-        return write(self, name, self.template, lines, body, widths)
+        return self.told_layers(lines) + body + ([] if self.together else self.with_samples())
 
     def with_samples(self) -> list[str]:
         """What the kernel does with 64 samples, and where it begins and ends."""
@@ -155,8 +151,8 @@ class DenseBackward32(DenseBackward):
 class LayerBackward32(DenseBackward32):
     """A pass, tiled, whose warpgroups, two of them, share the weight's sums."""
 
-    headers: ClassVar[tuple[str, ...]] = (*DenseBackward32.headers, "layer_backward32.cuh")
-    template: ClassVar[str] = "LayerBackward32"
+    header = "layer_backward32"
+    together = True
 
     def turned(self, i: int) -> bool:
         """Each has 64 rows, so there have to be more than those of the first."""
@@ -165,7 +161,8 @@ class LayerBackward32(DenseBackward32):
 
     @property
     def barriers_at(self) -> int:
-        """Behind two places for what the layer reads, and one for the gradient of its sums."""
+        """The place of the barriers, behind two places for what the layer reads, and one for the gradient of its
+        sums."""
         read, behind = self.slab_bytes(0)
         return self.own_at + 2 * read + behind
 
@@ -175,7 +172,8 @@ class LayerBackward32(DenseBackward32):
 
     @property
     def registers_needed(self) -> int:
-        """Of a thread, about: sums of gradients, and any two of x, the layer's sums, grad_y and what x gets."""
+        """A thread's registers, about: sums of gradients, and any two of x, the layer's sums, grad_y and what x
+        gets."""
         k, n = self.columns(0)
         (_, right), *_ = self.tiles
         return right // 2 + 4 * self.layers[0].bias + max(k // 2 + n // 2, n) + OTHER_REGISTERS

@@ -7,17 +7,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function, write
+from factorlayer.kernels.passes import Preparing, fastest
+from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # sums of a row that a warpgroup holds at once
-MOST_STAGES, LEAST_STAGES = 8, 3
+MOST_SLOTS, LEAST_SLOTS = 8, 3
 CYCLES = 1.65e3  # in a microsecond
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
 OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
@@ -25,7 +25,7 @@ REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups 
 
 
 class Columns(NamedTuple):
-    """Of a layer: k's in whole steps; sums by chunk, by chunks side by side, and how often."""
+    """Columns of a layer: k's in whole steps; sums by chunk, by chunks side by side, and how often."""
 
     k: int
     n: int
@@ -48,8 +48,6 @@ class DenseStreamed(Dense):
     apart: int = 0  # parameters between a weight and its bias
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
-    headers: ClassVar[tuple[str, ...]] = ("weight_chunks.cuh", "dense_streamed.cuh")
-
     @property
     def slab(self) -> int:
         """k's"""
@@ -57,7 +55,8 @@ class DenseStreamed(Dense):
 
     @functools.cached_property
     def shapes(self) -> tuple[Columns, ...]:
-        """Of each layer. As many rows as the largest chunk has are filled by several slabs of smaller ones."""
+        """The shape of each layer. As many rows as the largest chunk has are filled by several slabs of smaller
+        ones."""
         found = [self._shape(i) for i in range(len(self.sizes))]
         rows = max(c.n for c in found)
         return tuple(c._replace(slabs=max(1, min(-(-c.k // self.slab), rows // c.n))) for c in found)
@@ -92,13 +91,13 @@ class DenseStreamed(Dense):
         return -(-features // self.slab) * 8192
 
     @property
-    def stage_rows(self) -> int:
-        """Of 128 bytes"""
+    def slot_rows(self) -> int:
+        """Rows of 128 bytes of a slot."""
         return max(c.n * c.slabs for c in self.shapes)
 
     @property
     def chunks(self) -> list[int]:
-        """Of each layer"""
+        """Chunks of each layer."""
         return [c.passes * c.parts * -(-c.k // (c.slabs * self.slab)) for c in self.shapes]
 
     @property
@@ -107,12 +106,12 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Of shared memory, beside the stages: states, biases and x's barriers"""
+        """Bytes of shared memory beside the slots: states, biases and x's barriers."""
         return self.groups * self.state_places[-1] + self.bias_bytes + 16
 
     @functools.cached_property
     def chunk_places(self) -> tuple[int, ...]:
-        """Where each layer's chunks begin in memory, if they are put there, and where they end."""
+        """Bytes of memory at which each layer's chunks begin, if they are put there, and at which they end."""
         slabs = (c.passes * c.parts * -(-c.k // self.slab) for c in self.shapes)
         sizes = (128 * c.n * count for c, count in zip(self.shapes, slabs, strict=True))
         return tuple(itertools.accumulate(sizes, initial=self.begin))
@@ -131,7 +130,7 @@ class DenseStreamed(Dense):
 
     @property
     def in_chunks(self) -> bool:
-        """Whether weights lie in memory as stages hold them, put there by the pass before."""
+        """Whether weights lie in memory as slots hold them, put there by the pass before."""
         return self.frozen or self.size == 4
 
     @property
@@ -140,12 +139,12 @@ class DenseStreamed(Dense):
         return self.in_chunks and not self.frozen
 
     @functools.cached_property
-    def stages(self) -> int:
-        return min(MOST_STAGES, (self.gpu.shared - self.rest_bytes) // (128 * self.stage_rows + 16))
+    def slots(self) -> int:
+        return min(MOST_SLOTS, (self.gpu.shared - self.rest_bytes) // (128 * self.slot_rows + 16))
 
     @property
     def shared(self) -> int:
-        return self.stages * (128 * self.stage_rows + 16) + self.rest_bytes
+        return self.slots * (128 * self.slot_rows + 16) + self.rest_bytes
 
     @property
     def threads(self) -> int:
@@ -153,8 +152,8 @@ class DenseStreamed(Dense):
 
     def __str__(self) -> str:
         return (
-            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.stages} stages of "
-            f"{self.stage_rows} rows, {self.shared} bytes of shared memory"
+            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.slots} slots of "
+            f"{self.slot_rows} rows, {self.shared} bytes of shared memory"
         )
 
     @property
@@ -181,24 +180,32 @@ class DenseStreamed(Dense):
 
     @property
     def _biases_at(self) -> int:
-        return self.stages * 128 * self.stage_rows + self.groups * self.state_places[-1]
+        return self.slots * 128 * self.slot_rows + self.groups * self.state_places[-1]
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def widths(self) -> set[int]:
+        return {c.n for c in self.shapes}
+
+    @property
+    def waits(self) -> bool:
+        return not self.follows
+
+    @property
+    def told(self) -> list[str]:
         more, fewer = REGISTERS if self.groups > 1 else (0, 0)
-        numbers = {"STAGES": self.stages, "STAGE_ROWS": self.stage_rows, "CHUNKS": sum(self.chunks)}
+        numbers = {"SLOTS": self.slots, "SLOT_ROWS": self.slot_rows, "CHUNKS": sum(self.chunks)}
         numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
-        numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.stages * 128 * self.stage_rows}
+        numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.slots * 128 * self.slot_rows}
         numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
         numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
-        lines = constants(numbers)
-        body = function("layers(const C& c, typename C::Turns& turn, int round)", self._calls("layer", "turn, round"))
-        body += function("weights(const C& c, typename C::Turns& turn)", self._calls("stream", "turn"))
-        widths = {c.n for c in self.shapes}
-        return write(self, name, "DenseStreamed", lines, body, widths, waits=not self.follows)
+        body = function(
+            "layers(const C& c, typename C::Cursor& cursor, int round)", self._calls("layer", "cursor, round")
+        )
+        body += function("weights(const C& c, typename C::Cursor& cursor)", self._calls("stream", "cursor"))
+        return self.told_layers(constants(numbers)) + body
 
     def _calls(self, what: str, given: str) -> list[str]:
-        """Of each layer, and of those that are all alike in a loop, which is shorter by their code."""
+        """Calls for each layer, and, in a loop, which is shorter by their code, for those that are all alike."""
         alike = [
             (
                 chain.bias,
@@ -220,27 +227,14 @@ class DenseStreamed(Dense):
 
 
 @dataclass(frozen=True)
-class WeightChunks(Pass):
-    """A pass that puts weights as the stages of the one behind it hold them: weight_chunks.cuh."""
+class WeightChunks(Preparing):
+    """A pass that puts weights as the slots of the one behind it hold them: weight_chunks.cuh."""
 
     of: DenseStreamed
 
+    header = "weight_chunks"
     shared = 0
     threads = 512
-    units_per_sample = 1
-    units_per_block = 1 << 40  # one block, but for the other direction of the grid
-    reads, writes = "none", "s2"
-    leaves = "prepared"
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return 0, 0, self.prepared_at + self.prepared_bytes
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (self.prepared_at + self.prepared_bytes,)
-
-    def written(self, batch: int) -> int:
-        return self.prepared_bytes
 
     @property
     def prepared_at(self) -> int:
@@ -248,7 +242,7 @@ class WeightChunks(Pass):
 
     @property
     def prepared_bytes(self) -> int:
-        """Of all"""
+        """Bytes of all chunks."""
         return self.of.chunk_places[-1] - self.prepared_at
 
     @property
@@ -260,20 +254,20 @@ class WeightChunks(Pass):
         return 2.0 + self.prepared_bytes / 1e6
 
     def __str__(self) -> str:
-        return f"weights as stages hold them: {self.prepared_bytes} bytes"
+        return f"weights as slots hold them: {self.prepared_bytes} bytes"
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         calls = [f"c.template layer<L{i}>();" for i in range(len(self.of.layers))]
-        lines = [f"static constexpr int THREADS = {self.threads};"]
-        return write(self.of, name, "WeightChunks", lines, function("weights(const C& c)", calls), set(), self.threads)
+        lines = self.of.told_layers(constants({"THREADS": self.threads}))
+        return lines + function("weights(const C& c)", calls)
 
 
 def tile(
     layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
 ) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return min(tilings(layers, dtype, batch, gpu, states, frozen), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(layers, dtype, batch, gpu, states, frozen))
 
 
 def tilings(
@@ -287,7 +281,7 @@ def tilings(
         return
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
         plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows, frozen=frozen)
-        if plan.stages >= LEAST_STAGES:
+        if plan.slots >= LEAST_SLOTS:
             yield replace(plan, us=_time(plan, batch))
 
 
@@ -300,7 +294,7 @@ def _time(plan: DenseStreamed, batch: int) -> float:
         columns, chunk = c.all, 128 * c.n * c.slabs
         widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
         whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not plan.in_chunks else 1.0
-        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.stages - 1))
+        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.slots - 1))
         products += 2.3 * columns * c.k / plan.slab / CYCLES
         read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
     each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stack.dense import write
-from factorlayer.kernels.stack.dense_backward import HEADERS, SLAB, START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import SLAB, START_US, DenseBackward
 from factorlayer.maths.chain import Chain
 
 LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inputs up to the second
@@ -20,11 +19,9 @@ LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inp
 class LayerBackward(DenseBackward):
     """A pass, tiled, whose warpgroups, two of them, share the weight's sums."""
 
-    headers = (*HEADERS, "layer_backward.cuh")
-
     @property
     def weight_bytes(self) -> int:
-        """Of each of its two copies in shared memory, which differ in the order of inputs."""
+        """Bytes of each of the weight's two copies in shared memory, which differ in the order of inputs."""
         k, n = self.columns(0)
         return -(-k // 64) * n * 128
 
@@ -57,13 +54,11 @@ class LayerBackward(DenseBackward):
         told |= {"FIRST": False, "LAST": False, "Slope": "struct Slope0", "TURNED": False}
         return told | {"sums_at": 0, "bias_sums_at": p * q}
 
-    def source(self, name: str) -> str:
-        """Self-contained CUDA C++ of the kernel `name`."""
+    @property
+    def told(self) -> list[str]:
         numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "all": self.shared, "TOGETHER": 1}
         numbers |= {"dealt_at": self.weight_bytes, "ones_at": self.slabs_at - 2048, "slabs_at": self.slabs_at}
-        lines = constants(numbers)
-        lines += [slope(self.layers[0].activation, self.dtype, "Slope0")]
-        return write(self, name, "LayerBackward", lines, [], {8, *self.columns(0)})
+        return self.told_layers([*constants(numbers), slope(self.layers[0].activation, self.dtype, "Slope0")])
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBackward | None:

@@ -154,7 +154,6 @@ class Family:
     makes: tuple[type[Pass], ...]
     page: str  # of docs/kernels
     takes: Takes = Takes()
-    header: str = ""  # its stem, where it is not the module's
     margin: Margin = Margin()
     told: tuple[str, ...] = ()
     alone: bool = False  # where it has a kernel, those of its kind behind it are not asked
@@ -170,7 +169,7 @@ class Family:
     def template(self) -> str:
         """The path of its device header."""
         room, stem = self.module.removeprefix("factorlayer/kernels/").rpartition("/")[::2]
-        stem = self.header or stem.removesuffix(".py")
+        stem = self.makes[0].header or stem.removesuffix(".py")
         return "/".join(["csrc/engine/kernels", *([room] if room else []), f"{stem}.cuh"])
 
     def way(self, *asked: Any, **told: Any) -> tuple[Pass, ...]:

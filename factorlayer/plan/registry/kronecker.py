@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import chain_backward, tiling
+from factorlayer.kernels.bank_layouts import MOST_MODES
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.kronecker import (
-    cluster_backward,
-    columns,
-    columns_backward,
-    double_backward,
-    double_pair,
     eights,
     eights_backward,
-    large_backward,
-    mixed_backward,
     pair,
+    pair16_backward,
+    pair16_large_backward,
     pair_backward,
-    scaled_backward,
-    small,
-    small_backward,
-    split_pair_backward,
-    split_single_backward,
-    strip,
-    strip_backward,
+    pair_cluster_backward,
+    pair_double,
+    pair_double_backward,
+    pair_few,
+    pair_few_backward,
+    pair_mixed_backward,
+    pair_split_backward,
+    pair_tf32_backward,
+    single_split_backward,
+    small_double,
+    small_double_backward,
+    small_float,
+    small_float_backward,
     triple,
-    unit_backward,
     warpgroups,
 )
 from factorlayer.kernels.product import single_backward
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.states import MOST_MODES
 from factorlayer.kernels.work import Work
 from factorlayer.plan.registry.family import ANY, FEW, FLOATS, HALVES, MANY, ON_TABLES, Family, Margin, Takes
 
@@ -54,13 +54,12 @@ RESIDENT = Family(
     (Resident,),
     "resident",
     Takes(sums=True),
-    header="chain",
 )
-SMALL = Family(
-    "small",
+SMALL_FLOAT = Family(
+    "small float",
     "Four or five square factors of 4 or 8 in float",
-    small.tile,
-    (small.Small,),
+    small_float.tile,
+    (small_float.SmallFloat,),
     "small-factors",
     Takes(("float32",), factors=(4, 5), sizes=(4, 8)),
 )
@@ -72,21 +71,21 @@ EIGHTS = Family(
     "small-factors",
     Takes(("float32",), ("copy_engine",), factors=(5, 5), sizes=(8, 8)),
 )
-STRIP = Family(
-    "strip",
+PAIR_FEW = Family(
+    "pair few",
     "Few samples of two factors",
-    strip.tile,
-    (strip.Strip,),
+    pair_few.tile,
+    (pair_few.PairFew,),
     "few-samples",
     Takes(factors=(2, 2), sizes=(16, ANY), samples=FEW, more="multiples of 16"),
 )
-DOUBLE_PAIR = Family(
-    "double pair",
+PAIR_DOUBLE = Family(
+    "pair double",
     "Two factors in double",
-    double_pair.tile,
-    (double_pair.DoublePair,),
+    pair_double.tile,
+    (pair_double.PairDouble,),
     "pair",
-    Takes(("float64",), ("moves_registers",), (2, 2), (double_pair.LEAST, double_pair.LARGEST)),
+    Takes(("float64",), ("moves_registers",), (2, 2), (pair_double.LEAST, pair_double.LARGEST)),
 )
 TRIPLE = Family(
     "triple",
@@ -96,13 +95,13 @@ TRIPLE = Family(
     "triple",
     Takes(triple.DTYPES, ("wgmma",), (3, 3), (pair.LEAST, triple.LARGEST)),
 )
-COLUMNS = Family(
-    "columns",
+SMALL_DOUBLE = Family(
+    "small double",
     "Factors of up to 16 in double",
-    columns.tile,
-    (columns.Columns,),
+    small_double.tile,
+    (small_double.SmallDouble,),
     "small-factors",
-    Takes(("float64",), ("copy_engine", "doubles"), (2, MOST_MODES), (2, columns.LARGEST)),
+    Takes(("float64",), ("copy_engine", "doubles"), (2, MOST_MODES), (2, small_double.LARGEST)),
     margin=Margin(1.2, 0.6, _is_padded, f"beside resident passes, predicted too short with padded modes: {ON_TABLES}"),
 )
 PAIR = Family(
@@ -115,7 +114,7 @@ PAIR = Family(
     margin=Margin(0.85, 1.15, _has_few_units, f"beside resident passes, which start faster: {ON_TABLES}"),
     settles=True,
 )
-OF_WORK = (RESIDENT, SMALL, EIGHTS, STRIP, DOUBLE_PAIR, TRIPLE, COLUMNS, PAIR)
+OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, SMALL_DOUBLE, PAIR)
 
 # All gradients of contractions, at one visit: tile(contraction, dtype, batch, gpu) of one tied factor
 
@@ -127,21 +126,21 @@ SINGLE_BACKWARD = Family(
     "pair-backward",
     Takes(factors=(1, 1), sizes=(1, single_backward.LARGEST), tied=True),
 )
-SPLIT_SINGLE_BACKWARD = Family(
-    "split single backward",
+SINGLE_SPLIT_BACKWARD = Family(
+    "single split backward",
     "Both gradients of one factor in 32 bits",
-    split_single_backward.tile,
-    (split_single_backward.SplitSingleBackward,),
+    single_split_backward.tile,
+    (single_split_backward.SingleSplitBackward,),
     "pair-backward",
     Takes(
         ("float32", "tf32"),
         ("wgmma",),
         (1, 1),
-        (warpgroups.LEAST, 2 * split_single_backward.BLOCK),
+        (warpgroups.LEAST, 2 * single_split_backward.BLOCK),
         tied=True,
     ),
 )
-OF_ONE_FACTOR = (SINGLE_BACKWARD, SPLIT_SINGLE_BACKWARD)
+OF_ONE_FACTOR = (SINGLE_BACKWARD, SINGLE_SPLIT_BACKWARD)
 
 # of a Kronecker product of rank 1: tile(modes, outer, dtype, batch, gpu)
 
@@ -155,65 +154,77 @@ OF_FACTORS = (
         Takes(factors=(2, ANY), sizes=(pair_backward.LEAST, max(pair_backward.LARGEST.values())), merged=True),
     ),
     Family(
-        "large backward",
+        "pair16 large backward",
         "Gradients of two large factors in 16 bits",
-        large_backward.tile,
-        (large_backward.LargeBackward,),
+        pair16_large_backward.tile,
+        (pair16_large_backward.Pair16LargeBackward,),
         "pair-backward",
-        Takes(HALVES, ("wgmma",), (2, ANY), (warpgroups.LEAST, large_backward.LargeBackward.largest), merged=True),
+        Takes(
+            HALVES,
+            ("wgmma",),
+            (2, ANY),
+            (warpgroups.LEAST, pair16_large_backward.Pair16LargeBackward.largest),
+            merged=True,
+        ),
     ),
     Family(
-        "scaled backward",
+        "pair tf32 backward",
         "Gradients of two large factors in tf32",
-        scaled_backward.tile,
-        (scaled_backward.ScaledBackward,),
+        pair_tf32_backward.tile,
+        (pair_tf32_backward.PairTf32Backward,),
         "pair-backward",
-        Takes(("tf32",), ("wgmma",), (2, ANY), (warpgroups.LEAST, scaled_backward.ScaledBackward.largest), merged=True),
+        Takes(
+            ("tf32",),
+            ("wgmma",),
+            (2, ANY),
+            (warpgroups.LEAST, pair_tf32_backward.PairTf32Backward.largest),
+            merged=True,
+        ),
     ),
     Family(
-        "unit backward",
+        "pair16 backward",
         "Gradients of two factors of up to 64 in 16 bits",
-        unit_backward.tile,
-        (unit_backward.UnitBackward,),
+        pair16_backward.tile,
+        (pair16_backward.Pair16Backward,),
         "pair-backward",
-        Takes(HALVES, ("wgmma",), (2, ANY), (warpgroups.LEAST, unit_backward.UnitBackward.largest), merged=True),
+        Takes(HALVES, ("wgmma",), (2, ANY), (warpgroups.LEAST, pair16_backward.Pair16Backward.largest), merged=True),
     ),
     Family(
-        "mixed backward",
+        "pair mixed backward",
         "Gradients of a small factor and two of up to 64 (8⁵) in 16 bits",
-        mixed_backward.tile,
-        (mixed_backward.MixedBackward,),
+        pair_mixed_backward.tile,
+        (pair_mixed_backward.PairMixedBackward,),
         "pair-backward",
         Takes(
             HALVES,
             ("moves_registers",),
             (3, ANY),
-            (warpgroups.LEAST, unit_backward.UnitBackward.largest),
+            (warpgroups.LEAST, pair16_backward.Pair16Backward.largest),
             merged=True,
-            more=f"one of at most {mixed_backward.MOST_MIXED} before two of these sizes",
+            more=f"one of at most {pair_mixed_backward.MOST_MIXED} before two of these sizes",
         ),
     ),
     Family(
-        "split pair backward",
+        "pair split backward",
         "Gradients of two factors of up to 64 in 32 bits",
-        split_pair_backward.tile,
-        (split_pair_backward.SplitPairBackward,),
+        pair_split_backward.tile,
+        (pair_split_backward.PairSplitBackward,),
         "pair-backward",
         Takes(
             ("float32", "tf32"),
             ("wgmma",),
             (2, ANY),
-            (warpgroups.LEAST, split_pair_backward.SplitPairBackward.largest),
+            (warpgroups.LEAST, pair_split_backward.PairSplitBackward.largest),
             merged=True,
         ),
     ),
     Family(
-        "strip backward",
+        "pair few backward",
         "Gradients of few samples of two factors",
-        strip_backward.tile,
-        (strip_backward.StripBackward,),
+        pair_few_backward.tile,
+        (pair_few_backward.PairFewBackward,),
         "few-samples",
-        Takes(factors=(2, 2), sizes=(16, strip_backward.LARGEST), samples=FEW, more="multiples of 16"),
+        Takes(factors=(2, 2), sizes=(16, pair_few_backward.LARGEST), samples=FEW, more="multiples of 16"),
     ),
     Family(
         "eights backward",
@@ -224,28 +235,28 @@ OF_FACTORS = (
         Takes(("float32",), ("copy_engine",), (5, 5), (8, 8)),
     ),
     Family(
-        "small backward",
+        "small float backward",
         "Gradients of four or five square factors of 4 or 8 in float",
-        small_backward.tile,
-        (small_backward.SmallBackward,),
+        small_float_backward.tile,
+        (small_float_backward.SmallFloatBackward,),
         "small-factors",
         Takes(("float32",), factors=(4, 5), sizes=(4, 8)),
     ),
     Family(
-        "columns backward",
+        "small double backward",
         "Gradients of factors of up to 16 in double",
-        columns_backward.tile,
-        (columns_backward.ColumnsBackward,),
+        small_double_backward.tile,
+        (small_double_backward.SmallDoubleBackward,),
         "small-factors",
-        Takes(("float64",), ("copy_engine", "doubles"), (3, MOST_MODES), (2, columns.LARGEST)),
+        Takes(("float64",), ("copy_engine", "doubles"), (3, MOST_MODES), (2, small_double.LARGEST)),
     ),
     Family(
-        "double backward",
+        "pair double backward",
         "Gradients of two large factors in double",
-        double_backward.tile,
-        (double_backward.DoubleBackward,),
+        pair_double_backward.tile,
+        (pair_double_backward.PairDoubleBackward,),
         "pair-backward",
-        Takes(("float64",), ("moves_registers",), (2, 2), (double_backward.LEAST, double_backward.LARGEST)),
+        Takes(("float64",), ("moves_registers",), (2, 2), (pair_double_backward.LEAST, pair_double_backward.LARGEST)),
     ),
     Family(
         "triple backward",
@@ -254,15 +265,14 @@ OF_FACTORS = (
         (triple.TripleBackward,),
         "triple",
         Takes(triple.DTYPES, ("wgmma",), (3, 3), (pair.LEAST, 64), samples=MANY),
-        header="triple_backward",
     ),
     Family(
-        "cluster backward",
+        "pair cluster backward",
         "Gradients of few samples of two factors, where a cluster takes all (32²)",
-        cluster_backward.tile,
-        (cluster_backward.ClusterBackward,),
+        pair_cluster_backward.tile,
+        (pair_cluster_backward.PairClusterBackward,),
         "few-samples",
-        Takes(needs=("clusters",), factors=(2, 2), sizes=(16, cluster_backward.LARGEST), samples=FEW),
+        Takes(needs=("clusters",), factors=(2, 2), sizes=(16, pair_cluster_backward.LARGEST), samples=FEW),
     ),
 )
 

@@ -71,7 +71,6 @@ MONARCH_BACKWARD = Family(
     (monarch_backward.MonarchBack, monarch_backward.MonarchWeights, monarch_backward.MonarchGradient),
     "monarch",
     Takes(monarch_backward.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="a state that is the largest"),
-    header="monarch_back",
 )
 FEW_BACKWARD = Family(
     "few backward",
@@ -86,7 +85,7 @@ WHOLE = Family(
     "whole",
     "A Monarch layer multiplied out, and both its gradients from the dense weight's",
     None,
-    (whole.WholeWeight, whole.WholeLargest, whole.WholeParts),
+    (whole.WholeWeight, whole.WholeLargest, whole.WholeGradients),
     "monarch",
     Takes(factors=(2, 2), tied=False, samples=MANY),
     margin=Margin(1.35, source=f"beside one contraction after the other: {ON_TABLES}"),

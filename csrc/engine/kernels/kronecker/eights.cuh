@@ -25,7 +25,6 @@ template <class Pass> struct Eights {
   static constexpr u32 kWeight = 32 * 16, kStates = 5 * kWeight, kCopies = kStates + 8 * kSlab + 48;
   static constexpr u32 kBarriers = kCopies + kWarps * kStaged;
   static constexpr u32 kUnsure = kBarriers + kWarps * 8, kNorms = kUnsure + kWarps * 4;
-  static constexpr float kLargest = 3.402823466e38f;
 
   const Params& params;
   const Lane lane;
@@ -47,7 +46,7 @@ template <class Pass> struct Eights {
     float rest[kRows - Pass::STAGED][2];
     load_rest(rest, unit);
     __syncthreads();
-    const float largest = kLargest / norm();
+    const float largest = kLargestFloat / norm();
     u32 phase = 0;
 #pragma unroll 1
     for (; unit < units; unit += gridDim.x, phase ^= 1) {
@@ -79,7 +78,7 @@ template <class Pass> struct Eights {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float low = split_with_care(from[i], words[i * 2]);
-      words[i * 2 + 1] = fabsf(low) <= kLargest ? tf32_of(__float_as_uint(low)) : 0;
+      words[i * 2 + 1] = fabsf(low) <= kLargestFloat ? tf32_of(__float_as_uint(low)) : 0;
       norm += fabsf(from[i]);
     }
     store_u32x4(memory + mode * kWeight + lane.index * 16, words);
@@ -106,7 +105,7 @@ template <class Pass> struct Eights {
   static DEVICE float split_with_care(float x, u32& high) {
     const u32 bits = __float_as_uint(x);
     high = tf32_of(bits);
-    if (!(fabsf(__uint_as_float(high)) <= kLargest)) high = fabsf(x) <= kLargest ? bits & ~0x1fffu : __float_as_uint(x + x);
+    if (!(fabsf(__uint_as_float(high)) <= kLargestFloat)) high = fabsf(x) <= kLargestFloat ? bits & ~0x1fffu : __float_as_uint(x + x);
     return x - __uint_as_float(high);
   }
 
@@ -126,7 +125,7 @@ template <class Pass> struct Eights {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float small = y[i] + y[i + 2] + large[i + 2];
-        x[i] = large[i] + (fabsf(small) <= kLargest ? small : 0.f);
+        x[i] = large[i] + (fabsf(small) <= kLargestFloat ? small : 0.f);
       }
     } else {
       multiply_tf32(y, w.rows, high);

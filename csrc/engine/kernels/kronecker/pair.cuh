@@ -409,7 +409,7 @@ template <class Pass> struct TwoFactors {
       if constexpr (PIECES > 1) {
         touch(low);
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) high[i] += fabsf(low[i]) <= 3.402823466e38f ? low[i] : 0.f;
+        for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
       }
     }
   };

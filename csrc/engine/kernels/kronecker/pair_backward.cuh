@@ -14,20 +14,18 @@
 //       warp makes at once); weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); FACTOR_A, FACTOR_B:
 //       the parameter that these are, or -1 where they are products; GRAD (the parameter that G is)
 #pragma once
-#include "kernels/operands.cuh"
-#include "types/params.cuh"
+#include "kernels/grouped.cuh"
 
-template <class Pass>
-struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::ROWS * Pass::PARTS * 32> {
+template <class Pass> struct PairBackward : Grouped<Pass> {
   using Math = typename Pass::Math;
-  static constexpr int ROWS = Pass::ROWS, PARTS = Pass::PARTS, WARPS = ROWS * PARTS, kThreads = WARPS * 32;
-  using Base = Operands<Math, typename Pass::Element, kThreads>;
+  using Base = Grouped<Pass>;
   using typename Base::A;
   using typename Base::B;
   using typename Base::Element;
   using typename Base::Real;
-  using Base::in_order, Base::place, Base::stride, Base::kPairs, Base::kSize, Base::kStep;
-  static constexpr int GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS, kBlock = kThreads * GROUPS;
+  using Base::in_order, Base::place, Base::stride, Base::kBlock, Base::kFirst, Base::kPairs, Base::kSize, Base::kStep, Base::kThreads;
+  using Base::ROWS, Base::PARTS, Base::WARPS, Base::GROUPS, Base::SLOTS;
+  using Base::params, Base::lane, Base::group, Base::part, Base::first, Base::units, Base::sync;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr bool kHolds = !Math::kRepairs;  // A, in registers: split, it would need too many
 
@@ -48,25 +46,16 @@ struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass
   static constexpr int kGroup = SLOTS * kSlot + kBytesT + WARPS * 16 * kStaged * kSize;  // slots, dT, dX
   static constexpr int kBytesA = kQ0 * kA * kSize, kBytesB = kQ1 * kX * kSize, kGroups = GROUPS * kGroup;
   static constexpr int kShared = kBytesB + (kHolds ? kBytesA > kGroups ? kBytesA : kGroups : kBytesA + kGroups);
-  static constexpr int kFirst = SLOTS > 1 ? SLOTS - 1 : 1;  // slots to be filled when a unit begins
   static constexpr bool kAhead = !kHolds || kBytesA <= kGroup - kFirst * kSlot;  // they may be filled while A is there
   static constexpr int kSums = Q0 * P0 + Q1 * P1;  // of a block
 
-  const Params& params;
-  Lane lane, turned;
-  const int group, thread, part;
-  int first;  // the warp's first row of p0
+  Lane turned;
+  const int thread;
   const u32 b, memory, d_t;
-  const i64 units;
 
   DEVICE PairBackward(const Params& given)
-      : params(given), turned(in_order(lane)), group(threadIdx.x / kThreads), thread(threadIdx.x % kThreads),
-        part(PARTS > 1 ? threadIdx.x / 32 % WARPS / ROWS : 0), first(threadIdx.x / 32 % ROWS * 16),
-        b(shared_address(shared_memory)), memory(b + kBytesB + (kHolds ? 0 : kBytesA) + group * kGroup),
-        d_t(memory + SLOTS * kSlot),
-        units(given.batch * Pass::UNITS_PER_SAMPLE) {}
-
-  DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
+      : Base(given), turned(in_order(lane)), thread(threadIdx.x % kThreads), b(shared_address(shared_memory)),
+        memory(b + kBytesB + (kHolds ? 0 : kBytesA) + group * kGroup), d_t(memory + SLOTS * kSlot) {}
 
   DEVICE void load(i64 unit, u32 slot) const {
     if (unit < units) {
@@ -116,7 +105,8 @@ struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass
     commit_copies();
     const i64 step = i64(gridDim.x) * GROUPS;
     i64 unit = i64(group) * gridDim.x + blockIdx.x;
-    if constexpr (kAhead) begin(unit, step);
+    const auto load_unit = [&](i64 unit, u32 slot) { load(unit, slot); };
+    if constexpr (kAhead) Base::template begin<kSlot>(unit, step, memory, load_unit);
     wait_for_copies<(kAhead ? kFirst : 0)>();
     round_weight<Pass::FACTOR_B, Q1, P1, kX>(b), round_weight<Pass::FACTOR_A, Q0, P0, kA>(a());
     __syncthreads();
@@ -126,37 +116,25 @@ struct PairBackward : Operands<typename Pass::Math, typename Pass::Element, Pass
       for (int s = 0; s < kQ0 / kStep; ++s) columns_of_a()(transposed[s], s);
       __syncthreads();
     }
-    if constexpr (!kAhead) begin(unit, step);
+    if constexpr (!kAhead) Base::template begin<kSlot>(unit, step, memory, load_unit);
     if (unit < units) clear_slots();
     const Real scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     SumsA d_a = {};
     SumsB d_b = {};
-    int slot = 0;
-#pragma unroll 1
-    for (; unit < units; unit += step) {
-      stay_here(lane.index, first);  // or the places of all operands are kept from unit to unit, and spilled
-      lane = Lane(lane.index), turned = in_order(lane);
-      wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();
-      const u32 x = memory + slot * kSlot, g = x + kBytesX;
-      if constexpr (Math::kRounds) Base::template round_copies<P0, P1, kX>(x), Base::template round_copies<Q0, Q1, kG>(g);
-      sync();
-      if (SLOTS > 1) load(unit + (SLOTS - 1) * step, memory + (slot ? slot - 1 : SLOTS - 1) * kSlot);
-      slot = slot + 1 == SLOTS ? 0 : slot + 1;
-      forward(d_a, x, g, scale_b);
-      back(transposed, g, scale_a);
+    Base::template each_unit<kSlot>(unit, step, memory, load_unit, [&](u32 x) {
+      turned = in_order(lane);
+      if constexpr (Math::kRounds)
+        Base::template round_copies<P0, P1, kX>(x), Base::template round_copies<Q0, Q1, kG>(x + kBytesX);
+    }, [&](i64 unit, u32 x) {
+      forward(d_a, x, x + kBytesX, scale_b);
+      back(transposed, x + kBytesX, scale_a);
       sync();
       second(d_b, x);
       store(static_cast<Element*>(params.y) + unit * (P0 * P1), scale_b);
-      if (SLOTS == 1) sync(), load(unit + step, memory);
-    }
-    wait_for_copies<0>();
+    });
     store(d_a, d_b);
   }
 
-  DEVICE void begin(i64 unit, i64 step) const {
-#pragma unroll
-    for (int s = 0; s < kFirst; ++s) load(unit + s * step, memory + s * kSlot);
-  }
   DEVICE void clear_slots() const {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {

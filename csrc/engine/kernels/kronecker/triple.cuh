@@ -15,7 +15,7 @@
 #pragma once
 #include "kernels/kronecker/pair.cuh"
 
-template <class Pass> struct ThreeFactors {
+template <class Pass> struct Triple {
   using Two = TwoFactors<Pass>;
   using Element = typename Pass::Element;
   using Part = typename Pass::Part;
@@ -52,7 +52,7 @@ template <class Pass> struct ThreeFactors {
   const i64 samples;
   const typename Pass::Activation activation;
 
-  DEVICE ThreeFactors(const Params& p)
+  DEVICE Triple(const Params& p)
       : params(p), two(p), warpgroup(two.warpgroup), thread(two.thread), rank(blockIdx.y), memory(two.memory),
         o(two.behind), staged(o + kBytesO), results(staged + Two::kConsumers * kStagedBytes), middle(results + LAST * kResultBytes),
         samples(p.batch * Pass::SAMPLES), activation(p) {}

@@ -17,8 +17,8 @@
 #include "finish/sums.cuh"
 #include "kernels/kronecker/triple.cuh"
 
-template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
-  using Base = ThreeFactors<Pass>;
+template <class Pass> struct TripleBackward : Triple<Pass> {
+  using Base = Triple<Pass>;
   using typename Base::Element;
   using typename Base::Part;
   using Base::PO, Base::QO, Base::Q0, Base::Q1, Base::BUFFERS, Base::CLUSTER, Base::LAST, Base::SHARES;
@@ -30,7 +30,7 @@ template <class Pass> struct ThreeFactorsBackward : ThreeFactors<Pass> {
   static constexpr int kSharing = kSize == 4 ? LAST : 1, kStep = LAST / kSharing;  // warpgroups that take a tile; tiles at once
   static_assert(LAST > 0 && kTiles / SHARES % kStep == 0 && DEPTH > 1 && (kSize == 2 || LAST == 2));
 
-  DEVICE ThreeFactorsBackward(const Params& given) : Base(given) {}
+  DEVICE TripleBackward(const Params& given) : Base(given) {}
 
   DEVICE void run() const {
     Base::run([&](int group) { make_gradients(group); });

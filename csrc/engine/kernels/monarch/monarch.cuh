@@ -2,7 +2,7 @@
 // to [K][RHO][L], and that, for each group l of L, by weights [L][S][K * RHO] to y [S][L].
 //
 // A block has the second weights of GROUPS l's in shared memory and takes tiles of samples, of which x comes by chunks of
-// CK k's through a ring of STAGES, with the first weights of these k's. A warp has 16 * MT samples and two l's. Eight
+// CK k's through a ring of SLOTS, with the first weights of these k's. A warp has 16 * MT samples and two l's. Eight
 // columns of its first product, a unit, are four of the RHO numbers of a k, for both l's: column 2 t + i is number t for
 // the i-th l. So lane (g, t) holds number t, of both, and the sums of four units (two in 32 bits) are, rounded, operand A
 // of one step of each l's second product, whose weights have their k's in that order. The second product of a step is
@@ -16,13 +16,14 @@
 // With LOADERS, four more warps copy the chunks of all TEAMS, which are warps that take tiles by themselves.
 //
 // Pass:  Math, Element, Activation, BIAS, FIRST and SECOND (the parameters that weights are), K, P, L, S, RHO, GROUPS,
-//        MT, WARPS_M (warps along the samples), TEAMS, CK, STAGES, ROUNDS (in which results are stored), STORE (bytes
+//        MT, WARPS_M (warps along the samples), TEAMS, CK, SLOTS, ROUNDS (in which results are stored), STORE (bytes
 //        of one access), CLUSTER, LOADERS
 #pragma once
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "finish/sums.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct Monarch {
   using Math = typename Pass::Math;
@@ -31,7 +32,7 @@ template <class Pass> struct Monarch {
   using B = typename Math::B;
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, GROUPS = Pass::GROUPS;
-  static constexpr int MT = Pass::MT, CK = Pass::CK, STAGES = Pass::STAGES;
+  static constexpr int MT = Pass::MT, CK = Pass::CK, SLOTS = Pass::SLOTS;
   static constexpr int kWarpsL = GROUPS / 2, kMembers = 32 * kWarpsL, kThreads = kMembers * Pass::WARPS_M;
   static constexpr int kTeam = kThreads / Pass::TEAMS, kTeamM = Pass::WARPS_M / Pass::TEAMS, kSamples = 16 * MT * kTeamM;
   static constexpr int kLoaders = Pass::LOADERS ? 128 : 0, kCopiers = Pass::LOADERS ? kLoaders : kTeam;
@@ -48,8 +49,8 @@ template <class Pass> struct Monarch {
   static constexpr int kXStride = stride(CK * kPadded), kFirstStride = stride(kPadded);
   static constexpr bool kTurned = kDepth * kSize % 128 == 0;
   static constexpr int kSecondStride = kTurned ? kDepth : stride(kDepth), kFirstRows = kWarpsL * kUnits * 8;
-  static constexpr int kFirst = kSamples * kXStride * kSize, kStageBytes = kFirst + kFirstRows * kFirstStride * kSize;
-  static constexpr int kStages = GROUPS * NT * 8 * kSecondStride * kSize;  // behind the second weights
+  static constexpr int kFirst = kSamples * kXStride * kSize, kSlotBytes = kFirst + kFirstRows * kFirstStride * kSize;
+  static constexpr int kSlots = GROUPS * NT * 8 * kSecondStride * kSize;  // behind the second weights
 
   // Results: units of two l's, each with the rows and columns of a round. What a block stores itself comes first, then what
   // the other one has for its rows, and what it has for the other one's.
@@ -57,9 +58,9 @@ template <class Pass> struct Monarch {
   static constexpr int kUnitBytes = 2 * kSize, kCell = kWarpsL * kBlocks * kUnitBytes;
   static constexpr int kRows = 16 * MT / kBlocks;  // of the warps that share samples
   static constexpr int kUnitStep = kRows * kColumns * kUnitBytes + 16, kRegion = kWarpsL * kUnitStep;
-  static constexpr int kResult = kStages + Pass::TEAMS * STAGES * kStageBytes, kResultBytes = (Pass::CLUSTER ? 3 : 1) * kRegion;
+  static constexpr int kResult = kSlots + Pass::TEAMS * SLOTS * kSlotBytes, kResultBytes = (Pass::CLUSTER ? 3 : 1) * kRegion;
   static constexpr int kFull = kResult + Pass::WARPS_M * kResultBytes, kFree = kFull + 8 * Pass::WARPS_M;
-  static constexpr int kLoaded = kFree + 8 * Pass::WARPS_M;  // of each team's stages, and that they are free again
+  static constexpr int kLoaded = kFree + 8 * Pass::WARPS_M;  // of each team's slots, and that they are free again
 
   using Sums = float[MT][2][NT][4];
   using Left = A[MT][2];
@@ -196,14 +197,14 @@ template <class Pass> struct Monarch {
   DEVICE void clear_padding() const {
     if constexpr (kPadded > P) {
       constexpr int kRest = kPadded - P;
-      for (int j = threadIdx.x; j < Pass::TEAMS * STAGES * kSamples * CK * kRest; j += kThreads) {
+      for (int j = threadIdx.x; j < Pass::TEAMS * SLOTS * kSamples * CK * kRest; j += kThreads) {
         const int row = j / (CK * kRest), k = j / kRest % CK;
-        store_shared(memory + kStages + row / kSamples * kStageBytes +
+        store_shared(memory + kSlots + row / kSamples * kSlotBytes +
                          (row % kSamples * kXStride + k * kPadded + P + j % kRest) * kSize, narrow<Element>(0.f));
       }
-      for (int j = threadIdx.x; j < Pass::TEAMS * STAGES * kFirstRows * kRest; j += kThreads) {
+      for (int j = threadIdx.x; j < Pass::TEAMS * SLOTS * kFirstRows * kRest; j += kThreads) {
         const int row = j / kRest;
-        store_shared(memory + kStages + row / kFirstRows * kStageBytes + kFirst +
+        store_shared(memory + kSlots + row / kFirstRows * kSlotBytes + kFirst +
                          (row % kFirstRows * kFirstStride + P + j % kRest) * kSize, narrow<Element>(0.f));
       }
     }
@@ -259,9 +260,9 @@ template <class Pass> struct Monarch {
     }
   }
   // Of a chunk: operands A of both l's for a step, and what they add to the sums.
-  DEVICE void make_step(Left& left, u32 stage, int step) const {
-    const u32 x = stage + along_m % kTeamM * (16 * MT * kXStride * kSize) + Math::template lane_row_a<kXStride>(lane);
-    const u32 weight = stage + kFirst + along_l * (kUnits * 8 * kFirstStride * kSize) +
+  DEVICE void make_step(Left& left, u32 slot, int step) const {
+    const u32 x = slot + along_m % kTeamM * (16 * MT * kXStride * kSize) + Math::template lane_row_a<kXStride>(lane);
+    const u32 weight = slot + kFirst + along_l * (kUnits * 8 * kFirstStride * kSize) +
                        Math::template lane_row_b<kFirstStride>(lane);
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -292,11 +293,11 @@ template <class Pass> struct Monarch {
     }
   }
   // `left` is the last step's of the chunk before.
-  template <bool BEGINS> DEVICE void add_chunk(Sums& sums, Left& left, u32 stage, int chunk) const {
+  template <bool BEGINS> DEVICE void add_chunk(Sums& sums, Left& left, u32 slot, int chunk) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       Left next;
-      make_step(next, stage, step);
+      make_step(next, slot, step);
       if (!BEGINS || step > 0) add_step(sums, left, chunk * kSteps + step - 1);
 #pragma unroll
       for (int m = 0; m < MT; ++m)
@@ -419,27 +420,25 @@ template <class Pass> struct Monarch {
     }
   }
 
-  DEVICE u32 loaded(int of, int stage) const { return memory + kLoaded + (of * STAGES + stage) * 8; }
-  DEVICE u32 unloaded(int of, int stage) const { return loaded(of + Pass::TEAMS, stage); }
-  DEVICE u32 stages(int of) const { return memory + kStages + of * (STAGES * kStageBytes); }
+  DEVICE auto loaded(int of) const { return Ring<SLOTS, kSlotBytes>(slots(of), memory + kLoaded + of * SLOTS * 16); }
+  DEVICE u32 slots(int of) const { return memory + kSlots + of * (SLOTS * kSlotBytes); }
   // By the loaders: teams' chunks in turn, of which the first one's are most.
   DEVICE void load() const {
     Cursor ahead[Pass::TEAMS];
 #pragma unroll
     for (int i = 0; i < Pass::TEAMS; ++i) ahead[i].tile = i64(blockIdx.x) * Pass::TEAMS + i, begin_tile(ahead[i]);
-    int stage = 0;
-    u32 phase = 1;
+    RingCursor<SLOTS> cursor{0, 1};
 #pragma unroll 1
     while (ahead[0].tile < tiles()) {
 #pragma unroll
       for (int i = 0; i < Pass::TEAMS; ++i) {
         if (ahead[i].tile >= tiles()) break;
-        wait_for_bytes(unloaded(i, stage), phase);
-        copy_chunk(ahead[i], stages(i) + stage * kStageBytes, place_x());
-        arrive_with_copies(loaded(i, stage));
+        loaded(i).wait_until_empty(cursor);
+        copy_chunk(ahead[i], loaded(i).at(cursor.slot), place_x());
+        arrive_with_copies(loaded(i).full(cursor.slot));
         advance(ahead[i]);
       }
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      cursor.next();
     }
     wait_for_copies<0>();
   }
@@ -450,23 +449,24 @@ template <class Pass> struct Monarch {
     wait_for_copies<0>();
     order_second();
     sync_threads<kThreads>(15);
-    int stage = 0;
-    u32 phase = 0, turn = 0;
+    const auto chunks = loaded(team);
+    RingCursor<SLOTS> cursor{0, 0};
+    u32 phase = 0;
     const auto release = [&] {
       __syncwarp();
-      if (lane.index == 0) arrive(unloaded(team, stage));
-      if (++stage == STAGES) stage = 0, turn ^= 1;
+      chunks.release(cursor.slot, lane.index);
+      cursor.next();
     };
     for (i64 tile = i64(blockIdx.x) * Pass::TEAMS + team; tile < tiles(); tile += gridDim.x * Pass::TEAMS) {
       Sums sums = {};
       Left left;
-      wait_for_bytes(loaded(team, stage), turn);
-      add_chunk<true>(sums, left, stages(team) + stage * kStageBytes, 0);
+      chunks.wait_until_full(cursor);
+      add_chunk<true>(sums, left, chunks.at(cursor.slot), 0);
       release();
 #pragma unroll 1
       for (int chunk = 1; chunk < kChunks; ++chunk) {
-        wait_for_bytes(loaded(team, stage), turn);
-        add_chunk<false>(sums, left, stages(team) + stage * kStageBytes, chunk);
+        chunks.wait_until_full(cursor);
+        add_chunk<false>(sums, left, chunks.at(cursor.slot), chunk);
         release();
       }
       add_step(sums, left, kChunks * kSteps - 1);
@@ -484,17 +484,12 @@ template <class Pass> struct Monarch {
       sync_cluster();
     }
     if constexpr (Pass::LOADERS) {
-      if (threadIdx.x < Pass::TEAMS * STAGES) {
-        init_barrier(loaded(0, threadIdx.x), kLoaders);
-        init_barrier(unloaded(0, threadIdx.x), kTeam / 32);
-      }
+      for (int i = 0; i < Pass::TEAMS; ++i) loaded(i).init(kLoaders, kTeam / 32);
       __syncthreads();
       if (warp >= kThreads / 32) {
-        give_registers<kCopyRegisters>();
-        load();
+        give_registers<kCopyRegisters>(), load();
       } else {
-        take_registers<kRegisters>();
-        compute();
+        take_registers<kRegisters>(), compute();
       }
       if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give
     } else {
@@ -507,30 +502,30 @@ template <class Pass> struct Monarch {
     Cursor ahead;
     ahead.tile = first_tile;
     begin_tile(ahead);
-    const auto copy_next = [&](int stage) {
-      if (ahead.tile < tiles()) copy_chunk(ahead, stages(team) + stage * kStageBytes, place);
+    const auto copy_next = [&](int slot) {
+      if (ahead.tile < tiles()) copy_chunk(ahead, slots(team) + slot * kSlotBytes, place);
       commit_copies();
       advance(ahead);
     };
     copy_second();
     commit_copies();
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
+    for (int slot = 0; slot < SLOTS - 1; ++slot) copy_next(slot);
     clear_padding();
-    wait_for_copies<STAGES - 1>();
+    wait_for_copies<SLOTS - 1>();
     order_second();
     __syncthreads();
-    int stage = 0;
+    int slot = 0;
     u32 phase = 0;
     for (i64 tile = first_tile; tile < tiles(); tile += gridDim.x * Pass::TEAMS) {
       Sums sums = {};
       Left left;
       const auto next_stage = [&] {
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<SLOTS - 2>();
         meet_team();
-        copy_next(stage ? stage - 1 : STAGES - 1);
-        const u32 here = stages(team) + stage * kStageBytes;
-        if (++stage == STAGES) stage = 0;
+        copy_next(slot ? slot - 1 : SLOTS - 1);
+        const u32 here = slots(team) + slot * kSlotBytes;
+        if (++slot == SLOTS) slot = 0;
         return here;
       };
       add_chunk<true>(sums, left, next_stage(), 0);

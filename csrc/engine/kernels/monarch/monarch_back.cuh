@@ -13,7 +13,7 @@
 // samples, too, of which `ldmatrix` hands out columns; of 32 a lane reads a square, some s's by 16 bytes of l's. What weights
 // a block reads lies as shared memory is to have it: monarch_weights.cuh. kernels/monarch/monarch_backward.py writes the constants:
 //
-// Pass:  Math, Element, GRAD (the parameter that grad_y is), K, P, L, S, RHO, STAGES (of an l), FIRSTS (of the first weights of
+// Pass:  Math, Element, GRAD (the parameter that grad_y is), K, P, L, S, RHO, SLOTS (of an l), FIRSTS (of the first weights of
 //        four), BLOCKS (of a cluster), TURNERS (warps), DEPTH (of 16 bits: samples that each of these has on their way)
 #pragma once
 #include "multiply/mma.cuh"
@@ -29,7 +29,7 @@ template <class Pass> struct MonarchBack {
   using Order = MonarchOrder<Pass>;
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
-  static constexpr int STAGES = Pass::STAGES, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
+  static constexpr int SLOTS = Pass::SLOTS, FIRSTS = Pass::FIRSTS, BLOCKS = Pass::BLOCKS;
   static constexpr int TURNERS = Pass::TURNERS, DEPTH = Pass::DEPTH;
   static constexpr int kConsumers = 256, kTurners = 32 * TURNERS, kSamples = Order::kTile, kOwn = kSamples / BLOCKS;
   static constexpr int kCopyRegisters = 56, kRegisters = kSize == 2 ? 224 : 200;  // of 384 or 512 threads
@@ -39,10 +39,10 @@ template <class Pass> struct MonarchBack {
   static_assert(K * kOfK == kUnits * BLOCKS && L % kPiece == 0 && L % 4 == 0 && S % kStep == 0 && P % 8 == 0);
   static_assert(Order::kRun < 8 || Order::kRun % 8 == 0);
 
-  // A stage: rows of samples and of numbers, in slabs. The first weights of a unit: rows of P's, the numbers of four l's.
+  // A slot: rows of samples and of numbers, in slabs. The first weights of a unit: rows of P's, the numbers of four l's.
   static constexpr int kSlabs = Order::kSlabs, kGrad = kSlabs * kSamples * 128, kSecond = Order::kSecondBytes;
-  static constexpr int kStageBytes = kGrad + kSecond, kRow = 16 * kSize, kFirst = Order::kFirstBytes;
-  static constexpr int kFirsts = STAGES * kStageBytes, kSlots = kFirsts + FIRSTS * kFirst, kSample = L * S * kSize;
+  static constexpr int kSlotBytes = kGrad + kSecond, kRow = 16 * kSize, kFirst = Order::kFirstBytes;
+  static constexpr int kFirsts = SLOTS * kSlotBytes, kSlots = kFirsts + FIRSTS * kFirst, kSample = L * S * kSize;
   static constexpr int kOfSlots = kSize == 2 ? TURNERS * DEPTH : 0, kBarriers = kSlots + kOfSlots * kSample;
 
   using Sums = float[8 / kOfK][P / 2];
@@ -51,14 +51,14 @@ template <class Pass> struct MonarchBack {
 
   const Params& params;
   const u32 memory;
-  const Ring<STAGES, kStageBytes, BLOCKS> stages;
+  const Ring<SLOTS, kSlotBytes, BLOCKS> slots;
   const Ring<FIRSTS, kFirst> firsts;
   const Lane lane;
   const int warp, rank;
 
   DEVICE MonarchBack(const Params& given)
-      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), stages(memory, memory + kBarriers),
-        firsts(memory + kFirsts, stages.full(2 * STAGES)), warp(uniform(threadIdx.x / 32)),
+      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kBarriers),
+        firsts(memory + kFirsts, slots.full(2 * SLOTS)), warp(uniform(threadIdx.x / 32)),
         rank(blockIdx.y % BLOCKS) {}
 
   DEVICE i64 tiles() const { return (params.batch + kSamples - 1) / kSamples; }
@@ -146,8 +146,8 @@ template <class Pass> struct MonarchBack {
       advance(next, mine, 0);
       for (int i = 0; i < DEPTH; ++i) ask(next, slots + i), advance(next, mine, TURNERS);
     }
-    Turn<DEPTH> turn{0, 0};
-    Turn<kAhead> told{0, 1};
+    RingCursor<DEPTH> cursor{0, 0};
+    RingCursor<kAhead> told{0, 1};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       wait_for_cluster(turned(told.slot), told.phase);
@@ -155,9 +155,9 @@ template <class Pass> struct MonarchBack {
         turn_squares(tile);
       } else {
 #pragma unroll 1
-        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, turn.next()) {
-          const int slot = slots + turn.slot;
-          wait_for_bytes(full_slot(slot), turn.phase);
+        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, cursor.next()) {
+          const int slot = slots + cursor.slot;
+          wait_for_bytes(full_slot(slot), cursor.phase);
           turn_sample(tile, sample, memory + kSlots + slot * kSample);
           fence_copy_engine();
           __syncwarp();
@@ -172,13 +172,13 @@ template <class Pass> struct MonarchBack {
   DEVICE void load_weights() const {
     const char* second = static_cast<const char*>(params.sums) + i64(blockIdx.y) * L * kSecond;
     const char* given = static_cast<const char*>(params.sums) + Order::kFirstAt + i64(blockIdx.y) * (L / 4) * kFirst;
-    Turn<STAGES> turn{0, 1};
-    Turn<FIRSTS> first{0, 1};
+    RingCursor<SLOTS> cursor{0, 1};
+    RingCursor<FIRSTS> first{0, 1};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, turn.next()) {
-        const u32 to = stages.at(turn.slot) + kGrad, full = stages.begin_to_fill(turn, kSecond);
+      for (int l = 0; l < L; ++l, cursor.next()) {
+        const u32 to = slots.at(cursor.slot) + kGrad, full = slots.begin_to_fill(cursor, kSecond);
         load_run(to, second + l * kSecond, kSecond, full);
         if (l % 4) continue;
         const u32 full_first = firsts.begin_to_fill(first);
@@ -187,8 +187,8 @@ template <class Pass> struct MonarchBack {
       }
   }
   DEVICE void load_grad() const {
-    Turn<STAGES> turn{0, 1};
-    Turn<kAhead> told{0, 0};
+    RingCursor<SLOTS> cursor{0, 1};
+    RingCursor<kAhead> told{0, 0};
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       const int rows = rows_of(tile), mine = own_rows(tile) * 128;
@@ -197,8 +197,8 @@ template <class Pass> struct MonarchBack {
       fence_copies_of_memory();
       const char* from = turned_of(tile) + Order::turned_row(0, 0, rank * kOwn, rows, 0);
 #pragma unroll 1
-      for (int l = 0; l < L; ++l, turn.next()) {
-        const u32 to = stages.at(turn.slot) + rank * (kOwn * 128), barrier = stages.begin_to_fill(turn, kSlabs * rows * 128);
+      for (int l = 0; l < L; ++l, cursor.next()) {
+        const u32 to = slots.at(cursor.slot) + rank * (kOwn * 128), barrier = slots.begin_to_fill(cursor, kSlabs * rows * 128);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab, from += rows * 128) {
           if (mine == 0) continue;
@@ -212,12 +212,12 @@ template <class Pass> struct MonarchBack {
   }
 
   // Of an l, eight units: to what is in flight.
-  DEVICE void make_state(float (&state)[16], u32 stage, int group) const {
+  DEVICE void make_state(float (&state)[16], u32 slot, int group) const {
     open_products();
 #pragma unroll
     for (int step = 0; step < S / kStep; ++step) {
-      const u64 grad = operand(stage + step / 4 * (kSamples * 128)) + step % 4 * 2;
-      const u64 second = operand(stage + kGrad + step / 4 * 8192 + group * 4096) + step % 4 * 2;
+      const u64 grad = operand(slot + step / 4 * (kSamples * 128)) + step % 4 * 2;
+      const u64 second = operand(slot + kGrad + step / 4 * 8192 + group * 4096) + step % 4 * 2;
       Wgmma<Element, 32>::multiply(state, grad, second, step > 0);
     }
     commit_products();
@@ -261,20 +261,20 @@ template <class Pass> struct MonarchBack {
     commit_products();
   }
   // By lanes that have a block of the cluster each, whose barriers begin `there`
-  DEVICE void release(int stage, u32 there) const {
+  DEVICE void release(int slot, u32 there) const {
     if constexpr (BLOCKS == 1) {
-      if (lane.index == 0) arrive(stages.empty(stage));
+      if (lane.index == 0) arrive(slots.empty(slot));
     } else {
-      if (lane.index < BLOCKS) free_in_other_block(there + (STAGES + stage) * 8);
+      if (lane.index < BLOCKS) free_in_other_block(there + (SLOTS + slot) * 8);
     }
   }
   // The first products of four l's are asked for as soon as there is what they are made of, which is free behind them.
-  DEVICE void make_states(State& state, Turn<STAGES>& turn, int group, u32 there) const {
-    Turn<STAGES> last = turn;
+  DEVICE void make_states(State& state, RingCursor<SLOTS>& cursor, int group, u32 there) const {
+    RingCursor<SLOTS> last = cursor;
 #pragma unroll
-    for (int l = 0; l < 4; ++l, turn.next()) {
-      stages.wait_until_full(turn);
-      make_state(state[l], stages.at(turn.slot), group);
+    for (int l = 0; l < 4; ++l, cursor.next()) {
+      slots.wait_until_full(cursor);
+      make_state(state[l], slots.at(cursor.slot), group);
       if (l < 1) continue;
       wait_for_products<1>();
       release(last.slot, there), last.next();
@@ -288,23 +288,23 @@ template <class Pass> struct MonarchBack {
 #pragma unroll
     for (int k = 0; k < 8 / kOfK; ++k) touch(sums[k]);
   }
-  DEVICE void release_first(Turn<FIRSTS>& first) const {
+  DEVICE void release_first(RingCursor<FIRSTS>& first) const {
     firsts.release(first.slot, lane.index);
     first.next();
   }
   // The first products of four l's are made beside the second ones of the four before.
   DEVICE void consume() const {
     const int group = warp / 4;
-    const u32 there = in_block(stages.barriers, lane.index % BLOCKS);
-    Turn<STAGES> turn{0, 0};
-    Turn<FIRSTS> first{0, 0}, last_first = first;
+    const u32 there = in_block(slots.barriers, lane.index % BLOCKS);
+    RingCursor<SLOTS> cursor{0, 0};
+    RingCursor<FIRSTS> first{0, 0}, last_first = first;
 #pragma unroll 1
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
 #pragma unroll 1
       for (int four = 0; four < L / 4; ++four) {
         State state;
-        make_states(state, turn, group, there);
+        make_states(state, cursor, group, there);
         touch_all(sums);
         if (four > 0) release_first(last_first);
         Left left;
@@ -357,7 +357,7 @@ template <class Pass> struct MonarchBack {
   }
 
   DEVICE void run() const {
-    stages.init(2, kConsumers / 32 * BLOCKS);
+    slots.init(2, kConsumers / 32 * BLOCKS);
     firsts.init(1, kConsumers / 32);
     if (int(threadIdx.x) < kOfSlots) init_barrier(full_slot(threadIdx.x), 1);
     if (threadIdx.x < kAhead) init_barrier(turned(threadIdx.x), (TURNERS + 1) * BLOCKS);

@@ -13,7 +13,7 @@
 // copy. kernels/monarch/monarch_backward.py writes the constants:
 //
 // Pass:  Math, Element, FIRST and SECOND (the parameters that the weights are), OF_0 and OF_1 (where their gradients
-//        begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, STAGES, WGMMA (on sm_90a, of 16 bits: the products with grad_y
+//        begin), K, P, L, S, RHO, WK, WL, GROUPS, CHUNK, SLOTS, WGMMA (on sm_90a, of 16 bits: the products with grad_y
 //        are warpgroups')
 #pragma once
 #include "multiply/mma.cuh"
@@ -32,7 +32,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kPiece = 16 / kSize;
   static constexpr bool kPairs = kSize == 4;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO;
-  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, STAGES = Pass::STAGES;
+  static constexpr int WK = Pass::WK, WL = Pass::WL, CHUNK = Pass::CHUNK, SLOTS = Pass::SLOTS;
   static constexpr int kMembers = 32 * WK * WL, kConsumers = kMembers * Pass::GROUPS, kLoaders = 128;
   static constexpr int kCopyRegisters = Pass::WGMMA ? 24 : 40, kRegisters = Pass::WGMMA ? 240 : 232;
   static constexpr int kOfK = RHO / 4, kUnits = 4 * WK, kLs = 4 * WL, kSets = K * kOfK / kUnits;  // of units
@@ -48,10 +48,10 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kHalves = kWgmma && CHUNK % 32 == 0 ? 2 : 1;  // of a step, 16 samples each
   static constexpr int stride(int n) { return (ceil_div(n, kPiece) | 1) * kPiece; }
   static constexpr int kFirstStride = stride(P), kXStride = stride(kColumns), kGStride = kWgmma ? 64 : stride(S);
-  static constexpr int kStages = kLs * WK * 16 * kGStride * kSize;  // behind the second weights
+  static constexpr int kSlots = kLs * WK * 16 * kGStride * kSize;  // behind the second weights
   static constexpr int kX = kLs * CHUNK * kGStride * kSize;
-  static constexpr int kStageBytes = round_up(kX + CHUNK * kXStride * kSize, kWgmma ? 1024 : 16);
-  static constexpr int kFirst = kStages + STAGES * kStageBytes, kShared = kFirst + kUnits * WL * 16 * kFirstStride * kSize;
+  static constexpr int kSlotBytes = round_up(kX + CHUNK * kXStride * kSize, kWgmma ? 1024 : 16);
+  static constexpr int kFirst = kSlots + SLOTS * kSlotBytes, kShared = kFirst + kUnits * WL * 16 * kFirstStride * kSize;
   static_assert(!kWgmma || (WK % 4 == 0 && S <= 64 && kSize == 2 && Pass::GROUPS == 1));
 
   using SumsFirst = float[4][P / 8][4];
@@ -59,12 +59,12 @@ template <class Pass> struct MonarchGradient {
 
   const Params& params;
   const u32 memory;
-  const Ring<STAGES, kStageBytes> ring;
+  const Ring<SLOTS, kSlotBytes> ring;
   Lane lane;
   const int warp, along_k, along_l, group, first_unit, first_l;
 
   DEVICE MonarchGradient(const Params& given)
-      : params(given), memory(shared_address(shared_memory)), ring(memory + kStages, memory + kShared), warp(uniform(threadIdx.x / 32)), along_k(warp % WK),
+      : params(given), memory(shared_address(shared_memory)), ring(memory + kSlots, memory + kShared), warp(uniform(threadIdx.x / 32)), along_k(warp % WK),
         along_l(warp / WK % WL), group(warp / (WK * WL)), first_unit(blockIdx.y % kSets * kUnits),
         first_l(blockIdx.y / kSets * kLs) {}
 
@@ -164,12 +164,12 @@ template <class Pass> struct MonarchGradient {
   }
   // By the loaders
   DEVICE void produce() const {
-    Turn<STAGES> turn{0, 1};
+    RingCursor<SLOTS> cursor{0, 1};
 #pragma unroll 1
-    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, turn.next()) {
-      ring.wait_until_empty(turn);
-      copy_chunk(chunk, ring.at(turn.slot), ring.full(turn.slot));
-      arrive_with_copies(ring.full(turn.slot));
+    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, cursor.next()) {
+      ring.wait_until_empty(cursor);
+      copy_chunk(chunk, ring.at(cursor.slot), ring.full(cursor.slot));
+      arrive_with_copies(ring.full(cursor.slot));
     }
     wait_for_copies<0>();
   }
@@ -396,7 +396,7 @@ template <class Pass> struct MonarchGradient {
     u32 position = group;  // of a chunk
 #pragma unroll 1
     for (i64 chunk = blockIdx.x + i64(group) * gridDim.x; chunk < chunks(); chunk += i64(gridDim.x) * Pass::GROUPS) {
-      const u32 stage = position % STAGES, here = ring.at(stage);
+      const u32 slot = position % SLOTS, here = ring.at(slot);
       int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
       ring.wait_until_full(position);
       if constexpr (kWgmma) fence_copy_engine();
@@ -414,7 +414,7 @@ template <class Pass> struct MonarchGradient {
       // An arrival overtakes what has been asked of shared memory, if nothing has waited for what is made of it.
       if constexpr (kWgmma && kHalves == 1) fence_copy_engine();
       __syncwarp();
-      ring.release(stage, lane.index);
+      ring.release(slot, lane.index);
       position += Pass::GROUPS;
     }
     Meet()();  // the loaders have written all

@@ -4,7 +4,7 @@
 //     dW[q, p] = sum_r G[r, q] X[r, p]        dX[r, p] = sum_q G[r, q] W[q, p]        r: samples, for each group
 //
 // A block keeps the weights of 64 p's of a group in shared memory, turned, while units of 64 samples go by, two slabs of G and
-// as many rows of X, which the copy engine reads by maps, rounding them, to a ring of STAGES, a slab each. One warpgroup makes
+// as many rows of X, which the copy engine reads by maps, rounding them, to a ring of SLOTS, a slab each. One warpgroup makes
 // dX: its left operand comes from registers, loaded out of G's slabs; the other one dW, turned: its left operand comes from rows
 // of X in the same way, and G's slabs are the right one as they lie. A thread's two rows of either product are neighbours in memory.
 //
@@ -12,7 +12,7 @@
 // in the order of X's features. Blocks write their sums side by side, for Reduction. kernels/monarch/slab_backward.py writes the
 // constants:
 //
-// Pass:  P, Q (a multiple of 8 up to 256), OUTER, INNER (groups), RUN, SLABS_OUT (dX lies so), STAGES, MOST (blocks for a tile),
+// Pass:  P, Q (a multiple of 8 up to 256), OUTER, INNER (groups), RUN, SLABS_OUT (dX lies so), SLOTS, MOST (blocks for a tile),
 //        MORE and FEWER (registers of consumers and producers)
 #pragma once
 #include "multiply/mma.cuh"
@@ -25,13 +25,13 @@ struct Maps {
 };
 
 template <class Pass> struct SlabBackward {
-  static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, STAGES = Pass::STAGES;
+  static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, SLOTS = Pass::SLOTS;
   static constexpr int BP = 64, kTiles = ceil_div(P, BP), kConsumers = 256;
   static constexpr int kWeights = ceil_div(Q, 32) * BP * 128;  // bytes
-  static constexpr int kLeft = Q * 128, kStageBytes = kLeft + 2 * 4096;
-  using Slabs = Ring<STAGES, kStageBytes>;
+  static constexpr int kLeft = Q * 128, kSlotBytes = kLeft + 2 * 4096;
+  using Slabs = Ring<SLOTS, kSlotBytes>;
   static constexpr i64 kFeatures = i64(P) * GROUPS, kSums = i64(Q) * P * GROUPS;
-  static_assert(Q % 8 == 0 && Q <= 256 && P % 4 == 0 && STAGES % 2 == 0 && Pass::RUN % 4 == 0);
+  static_assert(Q % 8 == 0 && Q <= 256 && P % 4 == 0 && SLOTS % 2 == 0 && Pass::RUN % 4 == 0);
 
   const Params& params;
   const Maps& maps;
@@ -61,29 +61,29 @@ template <class Pass> struct SlabBackward {
   // One thread
   DEVICE void produce() const {
     if (threadIdx.x != kConsumers) return;
-    Turn<STAGES> turn{0, 1};
+    RingCursor<SLOTS> cursor{0, 1};
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         const int slab = slab_of(unit) + half;
         const int of_grad[5] = {0, 0, group % INNER, group / INNER, slab};
-        const u32 to = ring.at(turn.slot), full = ring.begin_to_fill(turn);
+        const u32 to = ring.at(cursor.slot), full = ring.begin_to_fill(cursor);
         load_box(to, maps.grad, of_grad, full);
 #pragma unroll
         for (int columns = 0; columns < 2; ++columns) {
           const int of_x[5] = {first_p + columns * 32, group, slab * 32, 0, 0};
           load_box(to + kLeft + columns * 4096, maps.x, of_x, full);
         }
-        turn.skip(1);
+        cursor.skip(1);
       }
     }
   }
 
   // A warp has read a slab.
-  DEVICE void release(int stage) const {
+  DEVICE void release(int slot) const {
     __syncwarp();
-    ring.release(stage);
+    ring.release(slot);
   }
 
   // A left operand, of which eight k's are rows of a slab: a thread's two m's are neighbours in a row, of the 32 that two warps
@@ -143,18 +143,18 @@ template <class Pass> struct SlabBackward {
       }
     }
   }
-  // Two warps read a slab, and the other two the next: of as many stages as they take turns at, so that they see all phases of
+  // Two warps read a slab, and the other two the next: of as many slots as they take turns at, so that they see all phases of
   // theirs. What a unit has made is stored while the next one's first products are on their way.
   DEVICE void make_x() const {
     static constexpr int kAll = Q / 8, kParts = ceil_div(kAll, kSteps);
-    Turn<STAGES> turn{int(threadIdx.x / 64), 0};
+    RingCursor<SLOTS> cursor{int(threadIdx.x / 64), 0};
     float sums[32], made[32] = {};
     Left left[2];
     int last = -1;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
-      ring.wait_until_full(turn);
-      const u32 slab = ring.at(turn.slot);
+      ring.wait_until_full(cursor);
+      const u32 slab = ring.at(cursor.slot);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int first = part * kSteps;
@@ -169,8 +169,8 @@ template <class Pass> struct SlabBackward {
         if (part == 0 && last >= 0) store_x(made, last);
         wait_for_products<1>();
       }
-      release(turn.slot);
-      turn.skip(2);
+      release(cursor.slot);
+      cursor.skip(2);
       wait_for_products<0>();
       touch(sums);
 #pragma unroll
@@ -194,15 +194,15 @@ template <class Pass> struct SlabBackward {
   DEVICE void make_weight() const {
     Sums sums;
     Left left[2];
-    Turn<STAGES> turn{0, 0};
+    RingCursor<SLOTS> cursor{0, 0};
     const int half = threadIdx.x % 128 / 64;
     int last = -1;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += blocks) {
 #pragma unroll
       for (int slab = 0; slab < 2; ++slab) {
-        ring.wait_until_full(turn);
-        const u32 from = ring.at(turn.slot);
+        ring.wait_until_full(cursor);
+        const u32 from = ring.at(cursor.slot);
         load_left(left[slab], from + kLeft + half * 4096, 0, kSteps);
         open_products();
 #pragma unroll
@@ -213,8 +213,8 @@ template <class Pass> struct SlabBackward {
           wait_for_products<1>();
           release(last);
         }
-        last = turn.slot;
-        turn.skip(1);
+        last = cursor.slot;
+        cursor.skip(1);
       }
     }
     wait_for_products<0>();

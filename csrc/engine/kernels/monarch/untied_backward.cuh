@@ -4,7 +4,7 @@
 //     dW[q, p] = sum_r G[r, q] X[r, p]        dX[r, p] = sum_q G[r, q] W[q, p]        r: samples, for each group
 //
 // A block keeps the weights of TOGETHER groups, of N WN p's each, in shared memory, and their sums in registers, while chunks
-// of 64 rows go by: the copy engine, which reads by maps, fills a ring of STAGES with G and X, in slabs of 64 columns as they lie
+// of 64 rows go by: the copy engine, which reads by maps, fills a ring of SLOTS with G and X, in slabs of 64 columns as they lie
 // in memory. The matrix unit takes them either way: G's rows are those of dX, its columns those of dW. A group's WM x WN
 // warpgroups have 64 HEIGHT q's and N p's of dW each, and share dX by columns, or, IN_TURNS, by chunks: so each reads less of
 // shared memory, and others multiply while it stores. dX goes from registers to memory while the products of dW are made. Blocks
@@ -18,7 +18,7 @@
 // their gradients do not have. kernels/monarch/untied_backward.py writes the constants:
 //
 // Pass:  Element, P, Q, GROUPS, INNER, RUN, MIXED_ROWS and MIXED_COLUMNS (Q and 1: q's are in order), TOGETHER, WM, WN, HEIGHT,
-//        N, STAGES, IN_TURNS, PAIRED, SHARED, PARTS (of so many p's as a block has: sizes of x's map; one: of all), MOST (blocks
+//        N, SLOTS, IN_TURNS, PAIRED, SHARED, PARTS (of so many p's as a block has: sizes of x's map; one: of all), MOST (blocks
 //        for a tile), MORE and FEWER (registers of consumers and producers; 0: as they are)
 #pragma once
 #include "multiply/mma.cuh"
@@ -33,18 +33,18 @@ struct Maps {
 template <class Pass> struct UntiedBackward {
   using Element = typename Pass::Element;
   static constexpr int P = Pass::P, Q = Pass::Q, GROUPS = Pass::GROUPS, TOGETHER = Pass::TOGETHER;
-  static constexpr int WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N, STAGES = Pass::STAGES;
+  static constexpr int WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N, SLOTS = Pass::SLOTS;
   static constexpr int kShares = WM * WN, kConsumers = 128 * TOGETHER * kShares, kSlab = 64 * 128;
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs of a group
   static constexpr int BP = WN * N, kTiles = ceil_div(P, BP), kShare = Pass::IN_TURNS ? BP : BP / kShares;  // columns of dX
-  static constexpr int kGroup = (kLeft + kRight) * kSlab, kStageBytes = TOGETHER * kGroup;
+  static constexpr int kGroup = (kLeft + kRight) * kSlab, kSlotBytes = TOGETHER * kGroup;
   static constexpr int kWeights = kLeft * kSlab;  // bytes of 64 p's
   static constexpr int kPair = Pass::PAIRED ? 2 : 1, kGiven = HEIGHT * N / 16;  // accesses of a thread
   static constexpr int kSharing = Pass::SHARED ? 2 : 1;  // blocks that have the same rows
-  using Stages = Ring<STAGES, kStageBytes, kSharing>;
+  using Slots = Ring<SLOTS, kSlotBytes, kSharing>;
   static constexpr bool kInPairs = Pass::PAIRED || Pass::SHARED;
   static_assert(!Pass::SHARED || (!Pass::PAIRED && kTiles % 2 == 0));
-  static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= STAGES * kStageBytes));
+  static_assert(!Pass::PAIRED || (N % 32 == 0 && kGiven * 16 * kConsumers <= SLOTS * kSlotBytes));
   static constexpr i64 kRowX = i64(P) * GROUPS, kSums = i64(GROUPS) * Q * P;
   static_assert(sizeof(Element) == 2 && Q <= kLeft * 64 && P % 8 == 0 && Q % 8 == 0 && GROUPS % TOGETHER == 0);
   static_assert(N % 16 == 0 && (WN == 1 || N % 64 == 0), "slabs belong to one warpgroup");
@@ -54,13 +54,13 @@ template <class Pass> struct UntiedBackward {
   const Params& params;
   const Maps& maps;
   const u32 memory;
-  const Stages ring;
+  const Slots ring;
   const u32 done, got;  // of a pair: its sums may come, and are there
   const int warpgroup, chunks, blocks, block, tile, first_p, first_group;
 
   DEVICE UntiedBackward(const Params& given, const Maps& m)
       : params(given), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u),
-        ring(memory + TOGETHER * kRight * kWeights), done(ring.full(2 * STAGES)), got(done + 8), warpgroup(uniform(threadIdx.x / 128)),
+        ring(memory + TOGETHER * kRight * kWeights), done(ring.full(2 * SLOTS)), got(done + 8), warpgroup(uniform(threadIdx.x / 128)),
         chunks(int((given.batch + 63) / 64)), blocks(min(int(gridDim.x), Pass::MOST) * kPair),
         block(blockIdx.x * kPair + blockIdx.y % kPair), tile(blockIdx.y / kPair), first_p(tile % kTiles * BP),
         first_group(tile / kTiles * TOGETHER) {}
@@ -96,14 +96,14 @@ template <class Pass> struct UntiedBackward {
   DEVICE void produce() const {
     constexpr int kRows = 64 / kSharing;
     const int rank = blockIdx.y % kSharing, part = first_p / BP;
-    Turn<STAGES> turn{0, 1};
+    RingCursor<SLOTS> cursor{0, 1};
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
       const int row = int(first_row(chunk));
-      const u32 full = ring.begin_to_fill(turn);
+      const u32 full = ring.begin_to_fill(cursor);
 #pragma unroll 1
       for (int group = 0; group < TOGETHER; ++group) {
-        const u32 to = ring.at(turn.slot) + group * kGroup;
+        const u32 to = ring.at(cursor.slot) + group * kGroup;
 #pragma unroll
         for (int slab = 0; slab < kLeft; ++slab) {
           const int at[5] = {slab * 64, first_group + group, row + rank * kRows, 0, 0};
@@ -115,7 +115,7 @@ template <class Pass> struct UntiedBackward {
           load_box(to + (kLeft + slab) * kSlab, maps.x, at, full);
         }
       }
-      turn.next();
+      cursor.next();
     }
   }
 
@@ -124,8 +124,8 @@ template <class Pass> struct UntiedBackward {
   DEVICE int share() const { return warpgroup % kShares; }
   DEVICE int group() const { return warpgroup / kShares; }
   DEVICE int first_column() const { return Pass::IN_TURNS ? 0 : share() * kShare; }  // of dX
-  DEVICE void multiply(Back& back, u32 stage) const {
-    const u32 g = stage + group() * kGroup;
+  DEVICE void multiply(Back& back, u32 slot) const {
+    const u32 g = slot + group() * kGroup;
     const u32 weights = memory + (group() * kRight + first_column() / 64) * kWeights + first_column() % 64 * 2;
 #pragma unroll
     for (int step = 0; step < ceil_div(Q, 16); ++step)
@@ -133,9 +133,9 @@ template <class Pass> struct UntiedBackward {
                                                     turned_operand(weights, kWeights) + step * 128, step > 0);
     commit_products();
   }
-  DEVICE void multiply(Sums& sums, u32 stage, bool add) const {
+  DEVICE void multiply(Sums& sums, u32 slot, bool add) const {
     const int share = this->share();
-    const u32 g = stage + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
+    const u32 g = slot + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
@@ -190,7 +190,7 @@ template <class Pass> struct UntiedBackward {
   DEVICE void store_paired(Sums& sums) const {
     const int rank = blockIdx.y % 2;
     const u32 mine = ring.slots + threadIdx.x * 16, theirs = in_other_block(mine), got_there = in_other_block(got);
-    if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(done));  // no stage is read any more
+    if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(done));  // no slot is read any more
     wait_for_bytes(done, 0);
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -225,14 +225,14 @@ template <class Pass> struct UntiedBackward {
       for (auto& some : sums)
 #pragma unroll
         for (float& x : some) x = 0;
-    Turn<STAGES> turn{0, 0};
+    RingCursor<SLOTS> cursor{0, 0};
     int chunks_to_mine = Pass::IN_TURNS ? share() : 0;  // of dX
     copy_weights();
     if constexpr (kInPairs) wait_at_cluster();  // the other one has begun
 #pragma unroll 1
     for (int chunk = block; chunk < chunks; chunk += blocks) {
-      const u32 from = ring.at(turn.slot);
-      ring.wait_until_full(turn);
+      const u32 from = ring.at(cursor.slot);
+      ring.wait_until_full(cursor);
       if (chunks_to_mine == 0) {
         Back back;
         open_products();
@@ -250,8 +250,8 @@ template <class Pass> struct UntiedBackward {
       wait_for_products<0>();
 #pragma unroll
       for (auto& some : sums) touch(some);
-      ring.release(turn.slot);
-      turn.next();
+      ring.release(cursor.slot);
+      cursor.next();
     }
     if constexpr (Pass::SHARED) arrive_at_cluster();
     if constexpr (Pass::PAIRED)

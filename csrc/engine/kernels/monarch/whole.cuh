@@ -8,7 +8,7 @@
 // takes the samples divides by it.
 //
 // Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread); of WholeWeight
-//        TURNED (whether the dense weight is [in][out]); of WholeParts OF_0 and OF_1 (where gradients begin), ACROSS and
+//        TURNED (whether the dense weight is [in][out]); of WholeGradients OF_0 and OF_1 (where gradients begin), ACROSS and
 //        DOWN (threads of neighbouring r's, and q's), MINE (q's of a thread), LONG (p's at once); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
 //        back, and what each of BLOCKS blocks of WholeLargest has found), else -1
 #pragma once
@@ -24,7 +24,7 @@ template <class Pass> struct WholeLargest {
   DEVICE WholeLargest(const Params& given) : params(given) {}
   static DEVICE float larger(float most, Element x) {
     const float size = fabsf(widen(x));
-    return size <= 3.402823466e38f ? fmaxf(most, size) : most;
+    return size <= kLargestFloat ? fmaxf(most, size) : most;
   }
   DEVICE float of(int which, i64 count) const {
     const Element* weight = static_cast<const Element*>(params.weights[which]);
@@ -154,7 +154,7 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
 
 // Of dW, [out][in], as sums. Blocks for dW0 have 64 columns and HEIGHT r's of a group l; their four threads for a column take every
 // fourth q. Blocks for dW1 have q's and r's of a group l and some neighbouring groups k, and go through chunks of p's.
-template <class Pass> struct WholeParts : Whole<Pass> {
+template <class Pass> struct WholeGradients : Whole<Pass> {
   using Base = Whole<Pass>;
   using typename Base::Element, typename Base::Real;
   using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn;
@@ -165,7 +165,7 @@ template <class Pass> struct WholeParts : Whole<Pass> {
   static constexpr int kSide = kThreads / (ACROSS * DOWN), kMineR = R > ACROSS ? 2 : 1;  // groups k, and r's of a thread
   static constexpr int kTileR = ACROSS * kMineR, kTileQ = DOWN * MINE, kLine = LONG + 1;
   static constexpr int kSides = ceil_div(K, kSide), kTilesQ = ceil_div(Q, kTileQ), kOfSecond = kSides * L * kTilesQ * ceil_div(R, kTileR);
-  DEVICE WholeParts(const Params& given) : Base(given) {}
+  DEVICE WholeGradients(const Params& given) : Base(given) {}
   DEVICE const Real* gradient(int q, int l) const { return static_cast<const Real*>(params.x) + (i64(q) * L + l) * kIn; }
   DEVICE Element* result(i64 at) const { return static_cast<Element*>(params.y) + at; }
   DEVICE Real held(u32 at) const { return load_sum(memory + at * kSize, Real(0)); }

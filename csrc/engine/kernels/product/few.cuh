@@ -12,9 +12,6 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 
-template <class Element> struct WordOf { using type = u32; };
-template <> struct WordOf<double> { using type = double; };
-
 // Operands made of words, and their products
 template <class Math> struct FewMath {
   using Element = typename Math::Element;
@@ -26,53 +23,28 @@ template <class Math> struct FewMath {
   using A = typename Math::A;
   using B = typename Math::B;
   struct Sums { Total sum[4] = {}, low[4] = {}; };
-  static DEVICE A left(Word x0, Word x1, Word x2, Word x3) {
-    const Word x[4] = {x0, x1, x2, x3};
-    A a;
+  static DEVICE A left(Word x0, Word x1, Word x2, Word x3) { return operand<A>({x0, x1, x2, x3}); }
+  static DEVICE B right(Word x0, Word x1) { return operand<B>({x0, x1}); }
+  template <class Operand, int N> static DEVICE Operand operand(const Word (&x)[N]) {
+    Operand made;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (Math::kRepairs)
-        Math::split(x[i], a.high[i], a.low[i]);
-      else if constexpr (Math::kRounds)
-        a.r[i] = tf32_of(x[i]);
-      else
-        a.r[i] = x[i];
-    }
-    return a;
-  }
-  static DEVICE B right(Word x0, Word x1) {
-    const Word x[2] = {x0, x1};
-    B b;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (Math::kRepairs)
-        Math::split(x[i], b.high[i], b.low[i]);
-      else if constexpr (Math::kRounds)
-        b.r[i] = tf32_of(x[i]);
-      else
-        b.r[i] = x[i];
-    }
-    return b;
+    for (int i = 0; i < N; ++i) Math::template put<true>(made, i, x[i]);
+    return made;
   }
   // float: the products of high parts of two steps start from zero; the others, which infinities make NaN, do not count then.
   template <int STEPS> static DEVICE void multiply(Sums& y, const A (&a)[STEPS], const B (&b)[STEPS]) {
     if constexpr (Math::kRepairs) {
       float high[4] = {};
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        multiply_tf32(y.low, a[s].low, b[s].high);
-        multiply_tf32(y.low, a[s].high, b[s].low);
-        multiply_tf32(high, a[s].high, b[s].high);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y.sum[i] += high[i];
+      for (int s = 0; s < STEPS; ++s) Math::multiply_apart(high, y.low, a[s], b[s]);
+      add_sums(y.sum, high);
     } else {
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) Math::template multiply<Math::kStep>(y.sum, a[s], b[s]);
     }
   }
   static DEVICE Total total(const Sums& y, int i) {
-    if constexpr (Math::kRepairs) return y.sum[i] + (fabsf(y.low[i]) <= 3.402823466e38f ? y.low[i] : 0.f);
+    if constexpr (Math::kRepairs) return y.sum[i] + or_zero(y.low[i]);
     return y.sum[i];
   }
   // Words of a piece that begins at element `from`, without what lies behind LENGTH

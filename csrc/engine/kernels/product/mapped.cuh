@@ -15,7 +15,7 @@
 // By SLABS of 32 samples, in which a feature's lie side by side, eight lanes have a sector of L2.
 //
 // Pass:  Activation, BIAS, P, Q, OUTER, INNER, GROUPS, FAST, NEXT, B, X_SAMPLE, Y_SAMPLE as in streamed.cuh, SLABS, SPAN (tiles of rows
-//        whose blocks run side by side), N, HELD, BLOCKS, STAGES, ROUND_Y (to tf32), MORE and FEWER (registers of
+//        whose blocks run side by side), N, HELD, BLOCKS, SLOTS, ROUND_Y (to tf32), MORE and FEWER (registers of
 //        consumers and producers), and of the weights' map: RUN columns side by side are its two sizes behind k, LINE runs
 //        the next one, of which a box has BOX; the last size counts rows of the weight, LINE_STEP from one line's first to
 //        the next one's
@@ -35,9 +35,9 @@ template <class Pass> struct Mapped {
   static constexpr int BLOCKS = Pass::BLOCKS, M = 128, kConsumers = 256, kSlabs = ceil_div(P, 32);
   static constexpr int kColumnTiles = ceil_div(Q, N * BLOCKS);
   static constexpr int kTiles = FAST / HELD * kColumnTiles * (Pass::GROUPS / FAST);  // of a cluster, for its rows
-  static constexpr int kStageBytes = (M + N) * 128, kWeight = M * 128;
-  using Stages = Ring<Pass::STAGES, kStageBytes, BLOCKS>;
-  using Turn = typename Stages::Turn;
+  static constexpr int kSlotBytes = (M + N) * 128, kWeight = M * 128;
+  using Slots = Ring<Pass::SLOTS, kSlotBytes, BLOCKS>;
+  using Cursor = typename Slots::Cursor;
   static constexpr int kSteps = kSlabs == 1 ? ceil_div(P, 8) : 4;  // of a slab
 
   struct Tile {
@@ -47,7 +47,7 @@ template <class Pass> struct Mapped {
 
   const Params& params;
   const Maps& maps;
-  const Stages ring;
+  const Slots ring;
   i64 tiles;
 
   DEVICE Mapped(const Params& p, const Maps& m)
@@ -90,7 +90,7 @@ template <class Pass> struct Mapped {
   // One thread
   DEVICE void produce() const {
     if (threadIdx.x != kConsumers) return;
-    Turn turn{0, 1};
+    Cursor cursor{0, 1};
     for (i64 n = blockIdx.x; n < tiles; n += gridDim.x) {
       const Tile tile = tile_of(n);
 #pragma unroll 1
@@ -98,23 +98,23 @@ template <class Pass> struct Mapped {
         const int group = weight_of(tile, tile.fast + h);
 #pragma unroll 1
         for (int k = 0; k < P; k += 32) {
-          const u32 to = ring.at(turn.slot), full = ring.begin_to_fill(turn);
+          const u32 to = ring.at(cursor.slot), full = ring.begin_to_fill(cursor);
           load_x(to, k, group, tile.first, full);
           load_weight(to + kWeight, k, group, tile.q, full);
-          turn.next();
+          cursor.next();
         }
       }
     }
   }
 
   // The sums of a group.
-  DEVICE void add_up(float (&sum)[N / 2], Turn& turn) const {
+  DEVICE void add_up(float (&sum)[N / 2], Cursor& cursor) const {
     const int warpgroup = uniform(threadIdx.x / 128);
     int last = 0;
 #pragma unroll 1
     for (int slab = 0; slab < kSlabs; ++slab) {
-      ring.wait_until_full(turn);
-      const u32 from = ring.at(turn.slot);
+      ring.wait_until_full(cursor);
+      const u32 from = ring.at(cursor.slot);
       const u64 left = operand(from + warpgroup * 8192), right = operand(from + kWeight);
       ask_for_products<kSteps>([&](int step) {
         Wgmma<float, N>::multiply(sum, left + 2 * step, right + 2 * step, slab > 0 || step > 0);
@@ -123,8 +123,8 @@ template <class Pass> struct Mapped {
         wait_for_products<1>();
         ring.release(last);
       }
-      last = turn.slot;
-      turn.next();
+      last = cursor.slot;
+      cursor.next();
     }
     wait_for_products<0>();
     touch(sum);
@@ -210,11 +210,11 @@ template <class Pass> struct Mapped {
   }
 
   DEVICE void consume() const {
-    Turn turn{0, 0};
+    Cursor cursor{0, 0};
     float sum[HELD][N / 2];
     for (i64 n = blockIdx.x; n < tiles; n += gridDim.x) {
 #pragma unroll
-      for (int h = 0; h < HELD; ++h) add_up(sum[h], turn);
+      for (int h = 0; h < HELD; ++h) add_up(sum[h], cursor);
       store(sum, tile_of(n));
     }
   }

@@ -8,20 +8,18 @@
 // Pass: Math, Element, P, Q, BY_COLUMNS, SPAN, INNER, UNITS_PER_SAMPLE; ROWS, PARTS, GROUPS, SLOTS, AT_ONCE (most tiles of 8
 //       columns that a warp makes at once), GRAD (the parameter that G is)
 #pragma once
-#include "kernels/operands.cuh"
-#include "types/params.cuh"
+#include "kernels/grouped.cuh"
 
-template <class Pass>
-struct SingleBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::ROWS * Pass::PARTS * 32> {
+template <class Pass> struct SingleBackward : Grouped<Pass> {
   using Math = typename Pass::Math;
-  static constexpr int ROWS = Pass::ROWS, PARTS = Pass::PARTS, WARPS = ROWS * PARTS, kThreads = WARPS * 32;
-  using Base = Operands<Math, typename Pass::Element, kThreads>;
+  using Base = Grouped<Pass>;
   using typename Base::A;
   using typename Base::B;
   using typename Base::Element;
   using typename Base::Real;
-  using Base::stride, Base::kPairs, Base::kSize, Base::kStep;
-  static constexpr int GROUPS = Pass::GROUPS, SLOTS = Pass::SLOTS, kBlock = kThreads * GROUPS;
+  using Base::stride, Base::kBlock, Base::kPairs, Base::kSize, Base::kStep, Base::kThreads;
+  using Base::ROWS, Base::PARTS, Base::WARPS, Base::GROUPS, Base::SLOTS;
+  using Base::params, Base::lane, Base::group, Base::part, Base::first, Base::units;
   static constexpr int P = Pass::P, Q = Pass::Q, SPAN = Pass::SPAN, INNER = Pass::INNER;
   static constexpr bool kByColumns = Pass::BY_COLUMNS;
   static constexpr bool kHolds = kByColumns && !Math::kRepairs;  // the weight, in registers: split, it would need too many
@@ -39,21 +37,11 @@ struct SingleBackward : Operands<typename Pass::Math, typename Pass::Element, Pa
   static constexpr int kBytesX = kRows * kX * kSize, kSlot = kBytesX + (kByColumns ? kQ : kRows) * kG * kSize;
   static constexpr int kStaged = kSize == 2 ? 16 * (kTiles * 8 + 8) * kSize : 0;  // bytes of a warp
   static constexpr int kGroup = SLOTS * kSlot + WARPS * kStaged, kWeight = kQ * kW * kSize;
-  static constexpr int kFirst = SLOTS > 1 ? SLOTS - 1 : 1;  // slots to be filled when a unit begins
 
-  const Params& params;
-  Lane lane;
-  const int group, part;
-  int first;  // the warp's first row of dX
   const u32 weight, memory;
-  const i64 units;
 
   DEVICE SingleBackward(const Params& given)
-      : params(given), group(threadIdx.x / kThreads), part(PARTS > 1 ? threadIdx.x / 32 % WARPS / ROWS : 0),
-        first(threadIdx.x / 32 % ROWS * 16), weight(shared_address(shared_memory)),
-        memory(weight + kWeight + group * kGroup), units(given.batch * Pass::UNITS_PER_SAMPLE) {}
-
-  DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
+      : Base(given), weight(shared_address(shared_memory)), memory(weight + kWeight + group * kGroup) {}
 
   // Where a unit begins in a state whose contracted mode has n's.
   static DEVICE i64 place_of(i64 unit, int n) {
@@ -113,8 +101,8 @@ struct SingleBackward : Operands<typename Pass::Math, typename Pass::Element, Pa
   DEVICE void run() {
     const i64 step = i64(gridDim.x) * GROUPS;
     i64 unit = i64(group) * gridDim.x + blockIdx.x;
-#pragma unroll
-    for (int s = 0; s < kFirst; ++s) load(unit + s * step, memory + s * kSlot);
+    const auto load_unit = [&](i64 unit, u32 slot) { load(unit, slot); };
+    Base::template begin<kSlot>(unit, step, memory, load_unit);
     load_weight();
     if (unit < units) clear_slots();
     __syncthreads();
@@ -123,22 +111,10 @@ struct SingleBackward : Operands<typename Pass::Math, typename Pass::Element, Pa
 #pragma unroll
       for (int s = 0; s < kQ / kStep; ++s) columns_of_weight()(held[s], s);
     Sums sums = {};
-    int slot = 0;
-#pragma unroll 1
-    for (; unit < units; unit += step) {
-      stay_here(lane.index, first);  // or the places of all operands are kept from unit to unit, and spilled
-      lane = Lane(lane.index);
-      wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();
-      const u32 x = memory + slot * kSlot, g = x + kBytesX;
-      round_slot(x);
-      sync();
-      if (SLOTS > 1) load(unit + (SLOTS - 1) * step, memory + (slot ? slot - 1 : SLOTS - 1) * kSlot);
-      slot = slot + 1 == SLOTS ? 0 : slot + 1;
-      add(sums, x, g);
-      back(held, g, static_cast<Element*>(params.y) + place_of(unit, P));
-      if (SLOTS == 1) sync(), load(unit + step, memory);
-    }
-    wait_for_copies<0>();
+    Base::template each_unit<kSlot>(unit, step, memory, load_unit, [&](u32 x) { round_slot(x); }, [&](i64 unit, u32 x) {
+      add(sums, x, x + kBytesX);
+      back(held, x + kBytesX, static_cast<Element*>(params.y) + place_of(unit, P));
+    });
     store(sums);
   }
 

@@ -3,7 +3,7 @@
 //     by rows:     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
 //     by columns:  Y[q, c] = sum_k W[q, k] X[k, c]      c: (sample, outer, inner) as one; tied weights with inner > 1
 //
-// The left matrix is operand A. Chunks of BK k's go through a ring of STAGES copies. A block has WM x WN warps for one
+// The left matrix is operand A. Chunks of BK k's go through a ring of SLOTS copies. A block has WM x WN warps for one
 // group, WG groups at once, STEPS times; a warp has MT x NT tiles of 16 x 8 sums. Untied weights have a group for each
 // (outer, inner), in the order in which results lie in memory, which is ours between two passes:
 //     y[sample][group / FAST][a][group % FAST][b],     column j = a * B + b is row a * STEP_A + b * STEP_B of the weight
@@ -12,7 +12,7 @@
 //
 // Pass:  Math, Element, Activation, BIAS, BY_ROWS, WEIGHT (which), P, Q, OUTER and INNER (of tied weights), X_STEP (between
 //        k's of x), X_SAMPLE and Y_SAMPLE, X_TERM and Y_TERM (strides), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
-//        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, STAGES, SPAN, TJ (columns of a block), TB (b's
+//        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, SLOTS, SPAN, TJ (columns of a block), TB (b's
 //        that stay together), COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory),
 //        ROUND_X and ROUND_Y (to what the matrix unit takes: x as it is read, y as it is stored)
 #pragma once
@@ -35,7 +35,7 @@ template <class Pass> struct Streamed {
   static constexpr int kPieces = BK * kSize / 16;                     // 16-byte pieces of a row with k contiguous
   static constexpr int kColumnStride = kSize == 8 ? BN + 4 : BN % 16 ? BN : BN + 8;  // of k's with columns contiguous
   static constexpr int kLeftBytes = WG * BM * BK * kSize;
-  static constexpr int kStageBytes = kLeftBytes + (kByRows ? WG * BN * BK : BK * kColumnStride) * kSize;
+  static constexpr int kSlotBytes = kLeftBytes + (kByRows ? WG * BN * BK : BK * kColumnStride) * kSize;
   // The result in shared memory: rows of a tile in cells of one store each, a column of cells after the other.
   static constexpr int kCell = Pass::STORE / kSize, kLine = kByRows ? TJ * kGroups : BN, kCells = kLine / kCell;
   static constexpr bool kPairs = kCell % 2 == 0 && (!kByRows || TB % 2 == 0);
@@ -248,14 +248,14 @@ template <class Pass> struct Streamed {
 
   // Adds the products of a chunk; k's from `left` on are not there. `meanwhile` is done once the first operands are on
   // their way.
-  template <class Meanwhile> DEVICE void multiply(Sums& y, u32 stage, int left, Meanwhile meanwhile) const {
+  template <class Meanwhile> DEVICE void multiply(Sums& y, u32 slot, int left, Meanwhile meanwhile) const {
     const u32 turned = key(kMatrices ? lane.index & 7 : lane.g) << 4;
     u32 from_a = (part * BM + row) * BK * kSize, from_b = kLeftBytes;
     if constexpr (kMatrices)
       from_a += Math::template lane_row_a<BK>(lane);
     else
       from_a += Math::template lane_a<BK>(lane);
-    from_a = stage + (from_a ^ turned), from_b += stage;
+    from_a = slot + (from_a ^ turned), from_b += slot;
     if constexpr (kByRows && kMatrices)
       from_b += (part * BN + column) * BK * kSize + Math::template lane_row_b<BK>(lane) ^ turned;
     else if constexpr (kByRows)
@@ -317,7 +317,7 @@ template <class Pass> struct Streamed {
     u64 broken = 0;
 #pragma unroll
     for (int i = 0; i < MT * NT * 4; ++i)
-      broken |= u64(!(fabsf(y[i / (NT * 4)][i / 4 % NT][i % 4]) <= 3.402823466e38f)) << i;
+      broken |= u64(!is_finite(y[i / (NT * 4)][i / 4 % NT][i % 4])) << i;
     if (broken == 0) return;
 #pragma unroll 1
     for (int j = 0; j < MT * NT * 4; ++j) {
@@ -464,27 +464,27 @@ template <class Pass> struct Streamed {
       Cursor next = {0, 0, 0};
       int into = 0, from = 0;
       auto fetch = [&] {
-        load(source, next, memory + into * kStageBytes, next.step < Pass::STEPS);
+        load(source, next, memory + into * kSlotBytes, next.step < Pass::STEPS);
         next.k += BK;
         if (next.k >= P) next.k = 0, ++next.term;
         if (next.term == Pass::TERMS) next.term = 0, ++next.step;
         commit_copies();
-        into = into + 1 == Pass::STAGES ? 0 : into + 1;
+        into = into + 1 == Pass::SLOTS ? 0 : into + 1;
       };
 #pragma unroll
-      for (int stage = 0; stage + 1 < Pass::STAGES; ++stage) fetch();
+      for (int slot = 0; slot + 1 < Pass::SLOTS; ++slot) fetch();
 #pragma unroll 1
       for (int step = 0; step < Pass::STEPS; ++step) {
         Sums y = {};
 #pragma unroll 1
         for (int chunk = 0, k = 0; chunk < Pass::TERMS * ceil_div(P, BK); ++chunk) {
-          wait_for_copies<Pass::STAGES - 2>();
+          wait_for_copies<Pass::SLOTS - 2>();
           __syncthreads();
-          multiply(y, memory + from * kStageBytes, P - k, fetch);
+          multiply(y, memory + from * kSlotBytes, P - k, fetch);
           k = k + BK >= P ? 0 : k + BK;
-          from = from + 1 == Pass::STAGES ? 0 : from + 1;
+          from = from + 1 == Pass::SLOTS ? 0 : from + 1;
         }
-        if constexpr (Pass::RESULT == 0) __syncthreads();  // the result takes the stages' place
+        if constexpr (Pass::RESULT == 0) __syncthreads();  // the result takes the slots' place
         put(y, step);
       }
       wait_for_copies<0>();

@@ -11,6 +11,7 @@
 //        THREADS, ROUNDS (to tf32), MIXED_ROWS and MIXED_COLUMNS (rows, as they lie, are [MIXED_ROWS][MIXED_COLUMNS], and taken
 //        as [MIXED_COLUMNS][MIXED_ROWS]; ROWS and 1: in order)
 #pragma once
+#include "move/memory.cuh"
 #include "types/params.cuh"
 
 template <class Pass> struct Turn {

@@ -3,7 +3,7 @@
 //     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
 //
 // Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
-// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of STAGES slabs of 128 bytes of
+// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of SLOTS slabs of 128 bytes of
 // k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
 // 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
 // x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
@@ -24,7 +24,7 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        STAGES, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        SLOTS, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are), SCALED (floats in params.sums before what a prepared
@@ -36,6 +36,7 @@
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
@@ -59,12 +60,12 @@ template <class Pass> struct Wide {
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
-  static constexpr int kStageBytes = (M + N) * kParts * 128;
+  static constexpr int kSlotBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
-  // Behind the stages: scales of rows of x, barriers, and what a block of two is given by the other
-  static constexpr int kScales = Pass::STAGES * kStageBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
-  static constexpr int kFull = kScales + Pass::STAGES * kScaleBytes, kEmpty = kFull + Pass::STAGES * 8;
-  static constexpr int kGot = kEmpty + Pass::STAGES * 8, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+  // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
+  static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
+  static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
+  static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
 
   struct Tile {
     i64 first;  // row
@@ -73,11 +74,13 @@ template <class Pass> struct Wide {
 
   const Params& params;
   const u32 memory;
+  const Ring<Pass::SLOTS, kSlotBytes> slots;  // slabs of x and of the weight
   const int warpgroup;
   i64 tiles;
 
   DEVICE Wide(const Params& p)
-      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)) {
+      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
+        warpgroup(uniform(threadIdx.x / 128)) {
     tiles = (rows() + kRows - 1) / kRows * kTiles;
   }
 
@@ -262,30 +265,29 @@ template <class Pass> struct Wide {
     }
   }
 
-  DEVICE void wait(int barrier, int stage, u32 phase) const { wait_for_bytes(memory + barrier + stage * 8, phase); }
 
   // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
   DEVICE void produce(int thread) const {
     Cursor at;
     at.n = first_tile();
     begin_tile(at, thread);
-    int stage = 0, oldest = 0, waiting = 0;
-    u32 phase = 1;
+    int oldest = 0, waiting = 0;
+    RingCursor<Pass::SLOTS> cursor{0, 1};
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
       if constexpr (kMixes)
-        sync_threads<128>(1), mix_rows(memory + kX + oldest * kStageBytes, weights, thread);
+        sync_threads<128>(1), mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
-        split_rows(place + kX + oldest * kStageBytes, memory + kScales + oldest * kScaleBytes, thread);
+        split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
-        round(place + kX + oldest * kStageBytes, thread);
-      arrive(memory + kFull + oldest * 8);
-      if (++oldest == Pass::STAGES) oldest = 0;
+        round(place + kX + oldest * kSlotBytes, thread);
+      arrive(slots.full(oldest));
+      if (++oldest == Pass::SLOTS) oldest = 0;
     };
     for (; is_in(at); advance(at, thread)) {
-      wait(kEmpty, stage, phase);
-      copy_slab(at, thread, place + stage * kStageBytes);
+      slots.wait_until_empty(cursor);
+      copy_slab(at, thread, place + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
         commit_copies();
         if (waiting < Pass::AHEAD)
@@ -293,9 +295,9 @@ template <class Pass> struct Wide {
         else
           wait_for_copies<Pass::AHEAD>(), finish_oldest();
       } else {
-        arrive_with_copies(memory + kFull + stage * 8);
+        arrive_with_copies(slots.full(cursor.slot));
       }
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      cursor.next();
     }
     if constexpr (kPrepares) {
       wait_for_copies<0>();
@@ -549,30 +551,30 @@ template <class Pass> struct Wide {
     commit_products();
   }
 
-  // The stages in turns, for consumers.
-  struct Ring {
-    int stage = 0, last = 0;
-    u32 phase = 0;
+  // Where a consumer is in the ring, and the slab that it has taken last.
+  struct Taking {
+    RingCursor<Pass::SLOTS> cursor{0, 0};
+    int last = 0;
   };
-  DEVICE u32 next_slab(Ring& ring) const {
-    wait(kFull, ring.stage, ring.phase);
+  DEVICE u32 next_slab(Taking& at) const {
+    slots.wait_until_full(at.cursor);
     fence_copy_engine();
-    ring.last = ring.stage;
-    if (++ring.stage == Pass::STAGES) ring.stage = 0, ring.phase ^= 1;
-    return memory + ring.last * kStageBytes;
+    at.last = at.cursor.slot;
+    at.cursor.next();
+    return slots.at(at.last);
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
-  DEVICE void release(int stage) const {
+  DEVICE void release(int slot) const {
     if constexpr (kTurned) __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+    slots.release(slot);
   }
 
   // The sums of a group.
-  DEVICE void add_up(float (&sum)[N / 2], Ring& ring) const {
+  DEVICE void add_up(float (&sum)[N / 2], Taking& at) const {
     Left a[2];  // in turns: the products of the slab before still read theirs
     const auto take = [&](int slab, Left& a) {
-      const int last = ring.last;
-      const u32 from = next_slab(ring);
+      const int last = at.last;
+      const u32 from = next_slab(at);
       multiply(sum, a, from, slab > 0);
       if (slab > 0) {
         wait_for_products<1>();
@@ -584,13 +586,13 @@ template <class Pass> struct Wide {
     if constexpr (kSlabs % 2) take(kSlabs - 1, a[0]);
     wait_for_products<0>();
     touch(sum);
-    release(ring.last);
+    release(at.last);
   }
 
   // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
   // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
   // warpgroups' products fill the waits.
-  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Ring& ring) const {
+  DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Taking& at) const {
     float some[N / 2];
     const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
     float scale[2];
@@ -606,7 +608,7 @@ template <class Pass> struct Wide {
     for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
 #pragma unroll 1
     for (int slab = 0; slab < kSlabs; ++slab) {
-      const u32 from = next_slab(ring), scales = memory + kScales + ring.last * kScaleBytes + threadIdx.x % 4 * 8;
+      const u32 from = next_slab(at), scales = memory + kScales + at.last * kScaleBytes + threadIdx.x % 4 * 8;
       const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
       u32 a[2][kSteps][4];
 #pragma unroll
@@ -642,7 +644,7 @@ template <class Pass> struct Wide {
         for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
       }
       touch(sum);
-      release(ring.last);
+      release(at.last);
     }
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
@@ -656,7 +658,7 @@ template <class Pass> struct Wide {
     if (none[0] + none[1] == 0) return;
     u64 broken = 0;
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) broken |= u64(!(fabsf(sum[i]) <= 3.402823466e38f)) << i;
+    for (int i = 0; i < N / 2; ++i) broken |= u64(!is_finite(sum[i])) << i;
 #pragma unroll 1
     for (int j = 0; j < N / 2; ++j) {
       if (!(broken >> j & 1)) continue;
@@ -681,7 +683,7 @@ template <class Pass> struct Wide {
   }
 
   DEVICE void consume() const {
-    Ring ring;
+    Taking at;
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
       Held held;
@@ -690,10 +692,10 @@ template <class Pass> struct Wide {
       for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
-          add_up_split(sum, tile, tile.fast + h, ring);
+          add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
         } else {
-          add_up(sum, ring);
+          add_up(sum, at);
         }
         finish(sum, held[h], tile, h);
       }
@@ -705,10 +707,7 @@ template <class Pass> struct Wide {
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, 128);
-      init_barrier(memory + kEmpty + threadIdx.x * 8, Pass::CONSUMERS * 4);
-    }
+    slots.init(128, Pass::CONSUMERS * 4);
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
         init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
@@ -716,11 +715,9 @@ template <class Pass> struct Wide {
     }
     __syncthreads();
     if (threadIdx.x < kConsumers) {
-      if constexpr (Pass::MORE > 0) take_registers<Pass::MORE>();
-      consume();
+      take_registers<Pass::MORE>(), consume();
     } else {
-      if constexpr (Pass::FEWER > 0) give_registers<Pass::FEWER>();
-      produce(threadIdx.x - kConsumers);
+      give_registers<Pass::FEWER>(), produce(threadIdx.x - kConsumers);
     }
     if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
   }

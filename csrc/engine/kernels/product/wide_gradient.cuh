@@ -4,7 +4,7 @@
 //     dW[q, p] = sum_r G[r, q] X[r, p]      r: samples (of tied weights: samples and outer)
 //
 // A block has a tile of q x p of one group, and every gridDim.x-th chunk of rows. A warpgroup of producers fills a ring of
-// STAGES chunks, in slabs of 64 columns; WM x WN consumers have 64 HEIGHT q's and N p's each. Blocks with the same tile
+// SLOTS chunks, in slabs of 64 columns; WM x WN consumers have 64 HEIGHT q's and N p's each. Blocks with the same tile
 // write their sums side by side, for Reduction; where there is but one, it writes elements.
 //
 // In 16 bits, both operands lie in shared memory as they do in memory, 64 rows below each other: the matrix unit turns
@@ -17,13 +17,14 @@
 // of the weight. kernels/product/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), STAGES, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
+//        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), SLOTS, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
 //        producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "move/pieces.cuh"
 #include "multiply/wgmma.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct WideGradient {
   using Element = typename Pass::Element;
@@ -36,7 +37,7 @@ template <class Pass> struct WideGradient {
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs
   static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN);
   static constexpr int kLow = (kLeft + kRight) * kSlab;  // what high parts leave out of float, behind them
-  static constexpr int kStageBytes = Pass::SPLIT ? 2 * kLow : kLow;
+  static constexpr int kSlotBytes = Pass::SPLIT ? 2 * kLow : kLow;
   static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS;
   using PiecesG = Pieces<Element, Q, kRowG, kLeft, kChunk>;
   using PiecesX = Pieces<Element, P, kRowX, kRight, kChunk>;
@@ -46,30 +47,32 @@ template <class Pass> struct WideGradient {
   static constexpr bool kCopies = kTakesG != kTakesX;
   static constexpr bool kLoadsLeft = !kTurns && !Pass::SPLIT && !kTakes;  // consumers, from rows of G
   static constexpr int kBytesG = kTakesG ? PiecesG::kBytes : 0, kBytesX = kTakesX ? PiecesX::kBytes : 0;
-  // Behind the stages ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, pieces, and
+  // Behind the slots ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, pieces, and
   // barriers
-  static constexpr int kOnes = Pass::STAGES * kStageBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
+  static constexpr int kOnes = Pass::SLOTS * kSlotBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
   static constexpr int kPieces = kOnes + kOnesBytes, kPiecesBytes = kBytesG + kBytesX;
-  static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes, kEmpty = kFull + Pass::STAGES * 8;
+  static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes;
   static constexpr int kMeeting = 1;  // of producers, among a block's barriers
   static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
   static constexpr bool kSideBySide = P % 4 == 0 && kPart % 4 == 0;  // sums are stored by four
   static_assert(!Pass::BIAS || (Pass::GROUPS == 1 && !Pass::SPLIT));
   static_assert(kTakes || (P % kPiece == 0 && Q % kPiece == 0), "rows of whole pieces");
-  static_assert(!kCopies || Pass::STAGES > Pass::AHEAD + 1, "copies to a stage that is not waited for");
+  static_assert(!kCopies || Pass::SLOTS > Pass::AHEAD + 1, "copies to a slot that is not waited for");
   static_assert(N % (kTurns ? 16 : 32) == 0, "sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
   static_assert(WN == 1 || !kTurns || N % 64 == 0, "slabs belong to one warpgroup");
 
   const Params& params;
   const u32 memory;
+  const Ring<Pass::SLOTS, kSlotBytes> slots;
   const int warpgroup;
   const i64 rows;
   const int chunks;
 
   DEVICE WideGradient(const Params& given)
-      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), warpgroup(uniform(threadIdx.x / 128)),
+      : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
+        warpgroup(uniform(threadIdx.x / 128)),
         rows(given.batch * Pass::ROWS), chunks(int((rows + kChunk - 1) / kChunk)) {}
 
   // From the last rows on: L2 still has of G what the kernel before has made or read last, and leaves the first ones there
@@ -98,19 +101,18 @@ template <class Pass> struct WideGradient {
     const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (row * kRowG + i64(group) * Q + q + piece * 8);
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + piece * 8);
     int left_q = Q - q - piece * 8, left_p = P - p - piece * 8;
-    int stage = 0;
-    u32 phase = 1;
+    RingCursor<Pass::SLOTS> cursor{0, 1};
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const i64 first = first_row(chunk);
       const int rows_left = int(min(rows - first, i64(kChunk))) - row;
-      const u32 to = place + stage * kStageBytes;
+      const u32 to = place + cursor.slot * kSlotBytes;
       stay_here(left_q, left_p);
-      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      slots.wait_until_empty(cursor);
       copy<kLeft, kRowG>(to, g + first * kRowG, rows_left, left_q);
       copy<kRight, kRowX>(to + kLeft * kSlab, x + first * kRowX, rows_left, left_p);
-      arrive_with_copies(memory + kFull + stage * 8);
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      arrive_with_copies(slots.full(cursor.slot));
+      cursor.next();
     }
   }
 
@@ -171,25 +173,24 @@ template <class Pass> struct WideGradient {
     for (int i = 0; i < Pass::HELD; ++i)
 #pragma unroll
       for (int slab = 0; slab < kHeldLeft + kRight; ++slab) load_slab(held[i][slab], slab, blockIdx.x + i * gridDim.x);
-    int stage = 0;
-    u32 phase = 1;
+    RingCursor<Pass::SLOTS> cursor{0, 1};
     const auto give = [&](Square (&held)[kHeldLeft + kRight], int chunk) {
-      const u32 to = stage * kStageBytes;
+      const u32 to = cursor.slot * kSlotBytes;
       stay_here(left_q, left_p);
-      wait_for_bytes(memory + kEmpty + stage * 8, phase);
+      slots.wait_until_empty(cursor);
       if constexpr (kLoadsLeft) {
         const i64 first = first_row(chunk);
         copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
                   int(min(rows - first, i64(kChunk))) - row_g, left_q);
-        arrive_with_copies(memory + kFull + stage * 8);
+        arrive_with_copies(slots.full(cursor.slot));
       }
 #pragma unroll
       for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
         put(held[slab], place + to + (kLeft - kHeldLeft + slab) * kSlab);
         load_slab(held[slab], slab, chunk + Pass::HELD * gridDim.x);
       }
-      arrive(memory + kFull + stage * 8);
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      arrive(slots.full(cursor.slot));
+      cursor.next();
     };
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += Pass::HELD * gridDim.x) {
@@ -250,23 +251,16 @@ template <class Pass> struct WideGradient {
       }
     }
   }
-  struct Turn {
-    int stage = 0;
-    u32 phase = 1;
-    DEVICE void next() {
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
-    }
-  };
   DEVICE void take_chunks(int thread) const {
     const Tile at = tile();
     const i64 column_g = i64(at.group) * Q + at.q, column_x = i64(at.group) * P + at.p;
     const void *g = params.weights[Pass::WEIGHT], *x = params.x;
-    Turn copied, taken;
+    RingCursor<Pass::SLOTS> copied{0, 1}, taken{0, 1};
     int to = 0, from = 0;  // among pieces of chunks
     const auto copy_next = [&](int chunk) {
       if (chunk < chunks) {
-        if constexpr (kCopies) wait_for_bytes(memory + kEmpty + copied.stage * 8, copied.phase);
-        const u32 slabs = memory + copied.stage * kStageBytes, pieces = memory + kPieces + to * kPiecesBytes;
+        if constexpr (kCopies) slots.wait_until_empty(copied);
+        const u32 slabs = slots.at(copied.slot), pieces = memory + kPieces + to * kPiecesBytes;
         const i64 first = first_row(chunk);
         copy_rows<PiecesG, kTakesG>(g, first, column_g, Q - at.q, slabs, pieces, thread);
         copy_rows<PiecesX, kTakesX>(x, first, column_x, P - at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
@@ -282,13 +276,13 @@ template <class Pass> struct WideGradient {
       wait_for_copies<Pass::AHEAD - 1>();
       sync_threads<128>(kMeeting);  // this chunk's copies are there, and what the next ones overwrite has been taken
       copy_next(chunk + Pass::AHEAD * gridDim.x);
-      if constexpr (!kCopies) wait_for_bytes(memory + kEmpty + taken.stage * 8, taken.phase);
-      const u32 slabs = memory + taken.stage * kStageBytes, pieces = memory + kPieces + from * kPiecesBytes;
+      if constexpr (!kCopies) slots.wait_until_empty(taken);
+      const u32 slabs = slots.at(taken.slot), pieces = memory + kPieces + from * kPiecesBytes;
       const i64 first = first_row(chunk);
       if constexpr (kTakesG) take_rows<PiecesG, false>(g, first, column_g, at.q, slabs, pieces, thread);
       if constexpr (kTakesX)
         take_rows<PiecesX, !kSideBySide>(x, first, column_x, at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
-      arrive(memory + kFull + taken.stage * 8);
+      arrive(slots.full(taken.slot));
       taken.next();
       from = from == Pass::AHEAD ? 0 : from + 1;
     }
@@ -299,12 +293,12 @@ template <class Pass> struct WideGradient {
     if constexpr (kTurns) return turned_operand(first, kSlab);
     return operand(first);
   }
-  DEVICE u64 right_operand(u32 stage) const { return slabs(stage + kLeft * kSlab + warpgroup / WM * (N * 128)); }
+  DEVICE u64 right_operand(u32 slot) const { return slabs(slot + kLeft * kSlab + warpgroup / WM * (N * 128)); }
   using ColumnSums = float[HEIGHT][4];  // eight times the same
   // And G's columns, if these are wanted.
-  template <bool BIAS> DEVICE void multiply(Sums& sums, ColumnSums& columns, u32 stage, bool add) const {
-    const u64 left = slabs(stage + warpgroup % WM * HEIGHT * kSlab);
-    const u64 right = right_operand(stage);
+  template <bool BIAS> DEVICE void multiply(Sums& sums, ColumnSums& columns, u32 slot, bool add) const {
+    const u64 left = slabs(slot + warpgroup % WM * HEIGHT * kSlab);
+    const u64 right = right_operand(slot);
     open_products();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -338,9 +332,9 @@ template <class Pass> struct WideGradient {
   static constexpr bool kFours = HEIGHT % 2 == 0;
   static constexpr int kSteps = HEIGHT > 2 ? 1 : 2, kParts = 4 / kSteps;  // loaded at once, of a chunk
   using Left = u32[kSteps][HEIGHT][4];
-  DEVICE void load_left(Left& left, u32 stage, int part) const {
+  DEVICE void load_left(Left& left, u32 slot, int part) const {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const u32 from = stage + warpgroup % WM * HEIGHT * kSlab + part * kSteps * 2048 +
+    const u32 from = slot + warpgroup % WM * HEIGHT * kSlab + part * kSteps * 2048 +
                      (kFours ? warp / 2 * kSlab + left_place(t, warp % 2 * 8 + g)
                              : left_place(t, warp * 4 + g / 2) + g % 2 * 8);
 #pragma unroll
@@ -379,9 +373,9 @@ template <class Pass> struct WideGradient {
   }
   // As exact as FMA (mma.cuh, Split3): products start from zero in each chunk, since the matrix unit truncates what it adds
   // to, those of high parts apart from the others, which infinities make NaN: then they do not count.
-  DEVICE void multiply_split(Sums& sums, u32 stage) const {
-    const u64 left = operand(stage + warpgroup % WM * HEIGHT * kSlab);
-    const u64 right = operand(stage + (kLeft + warpgroup / WM * (N / 64)) * kSlab);
+  DEVICE void multiply_split(Sums& sums, u32 slot) const {
+    const u64 left = operand(slot + warpgroup % WM * HEIGHT * kSlab);
+    const u64 right = operand(slot + (kLeft + warpgroup / WM * (N / 64)) * kSlab);
     constexpr u64 low = kLow / 16;
     Sums some;
     open_products();
@@ -399,10 +393,10 @@ template <class Pass> struct WideGradient {
     for (int h = 0; h < HEIGHT; ++h) {
       touch(some[h]);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[h][i] += fabsf(some[h][i]) <= 3.402823466e38f ? some[h][i] : 0.f;
+      for (int i = 0; i < N / 2; ++i) sums[h][i] += or_zero(some[h][i]);
     }
     ColumnSums none;
-    multiply<false>(some, none, stage, false);
+    multiply<false>(some, none, slot, false);
     wait_for_products<0>();
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h) {
@@ -412,16 +406,16 @@ template <class Pass> struct WideGradient {
     }
   }
   // One thread says that its warp's products have read a chunk.
-  DEVICE void release(int stage) const {
+  DEVICE void release(int slot) const {
     if constexpr (kLoadsLeft) __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory + kEmpty + stage * 8);
+    slots.release(slot);
   }
   template <bool BIAS> DEVICE void consume() const {
     Sums sums;
     ColumnSums columns;
     Left left[2];  // in turns: the products before still read theirs
-    int stage = 0, last = -1;
-    u32 phase = 0;
+    int last = -1;
+    RingCursor<Pass::SLOTS> cursor{0, 0};
     if constexpr (Pass::SPLIT) {
 #pragma unroll
       for (auto& some : sums)
@@ -430,13 +424,13 @@ template <class Pass> struct WideGradient {
     }
 #pragma unroll 1
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-      wait_for_bytes(memory + kFull + stage * 8, phase);
+      slots.wait_until_full(cursor);
       fence_copy_engine();
       if constexpr (Pass::SPLIT) {
-        multiply_split(sums, memory + stage * kStageBytes);
-        release(stage);
+        multiply_split(sums, slots.at(cursor.slot));
+        release(cursor.slot);
       } else if constexpr (kLoadsLeft) {
-        const u32 from = memory + stage * kStageBytes;
+        const u32 from = slots.at(cursor.slot);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           load_left(left[part % 2], from, part);
@@ -444,14 +438,14 @@ template <class Pass> struct WideGradient {
           wait_for_products<1>();
           if (part == 0 && last >= 0) release(last);
         }
-        last = stage;
+        last = cursor.slot;
       } else {
-        multiply<BIAS>(sums, columns, memory + stage * kStageBytes, last >= 0);
+        multiply<BIAS>(sums, columns, slots.at(cursor.slot), last >= 0);
         wait_for_products<1>();
         if (last >= 0) release(last);
-        last = stage;
+        last = cursor.slot;
       }
-      if (++stage == Pass::STAGES) stage = 0, phase ^= 1;
+      cursor.next();
     }
     wait_for_products<0>();
 #pragma unroll
@@ -543,10 +537,7 @@ template <class Pass> struct WideGradient {
   }
 
   DEVICE void run() const {
-    if (threadIdx.x < Pass::STAGES) {
-      init_barrier(memory + kFull + threadIdx.x * 8, kLoadsLeft ? 256 : 128);  // what is stored, and what is copied
-      init_barrier(memory + kEmpty + threadIdx.x * 8, WM * WN * 4);
-    }
+    slots.init(kLoadsLeft ? 256 : 128, WM * WN * 4);  // what is stored, and what is copied
     for (int at = threadIdx.x * 4; at < kOnesBytes; at += (kConsumers + 128) * 4)
       store_shared(memory + kOnes + at, ones());
     if constexpr (Pass::BIAS) fence_copy_engine();

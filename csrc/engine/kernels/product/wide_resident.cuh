@@ -11,13 +11,13 @@ template <class Pass> struct WideResident : Wide<Pass> {
   using Base = Wide<Pass>;
   using typename Base::Element;
   using Base::params, Base::memory, Base::warpgroup, Base::rows;
-  static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, STAGES = Pass::STAGES, GROUPS = Pass::GROUPS_OF_WARPS;
+  static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, SLOTS = Pass::SLOTS, GROUPS = Pass::GROUPS_OF_WARPS;
   static constexpr int kSlabs = ceil_div(P, 64), kRow = kSlabs * 8, kSteps = ceil_div(P, 16);  // pieces of 16 bytes; of k
-  static constexpr int kWeights = kSlabs * N * 128, kStage = kSlabs * 64 * 128, kBarriers = kWeights + STAGES * kStage;
+  static constexpr int kWeights = kSlabs * N * 128, kSlot = kSlabs * 64 * 128, kBarriers = kWeights + SLOTS * kSlot;
   static_assert(Base::kPacked && Pass::CONSUMERS == 1 && Pass::HELD == 1 && Pass::GROUPS == 1 && Pass::TERM_BLOCKS == 1);
-  static_assert(STAGES >= GROUPS && Pass::AHEAD < STAGES && Pass::BESIDE < 0);
+  static_assert(SLOTS >= GROUPS && Pass::AHEAD < SLOTS && Pass::BESIDE < 0);
 
-  const Ring<STAGES, kStage> ring;
+  const Ring<SLOTS, kSlot> ring;
 
   DEVICE WideResident(const Params& given)
       : Base(given), ring(memory + kWeights, memory + kBarriers) {}
@@ -54,7 +54,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
 #pragma unroll 1
     for (u32 position = 0; position < count + Pass::AHEAD; ++position) {
       if (position < count) {
-        const u32 at = position % STAGES;
+        const u32 at = position % SLOTS;
         const i64 first = first_row(position);
         const Element* from = static_cast<const Element*>(params.x) + first * Base::kXRow;
         const int left = int(min(rows() - first, i64(64)));
@@ -69,7 +69,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
       commit_copies();
       if (position < Pass::AHEAD) continue;
       wait_for_copies<Pass::AHEAD>();
-      const u32 at = (position - Pass::AHEAD) % STAGES;
+      const u32 at = (position - Pass::AHEAD) % SLOTS;
       if constexpr (Base::kMixes) {
         sync_threads<128>(1);
 #pragma unroll 1
@@ -84,7 +84,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
     load_weight();
 #pragma unroll 1
     for (u32 position = warpgroup; position < count; position += GROUPS) {
-      const u32 at = position % STAGES;
+      const u32 at = position % SLOTS;
       float sum[N / 2];
       ring.wait_until_full(position);
       const u64 left = operand(ring.at(at)), right = operand(memory);

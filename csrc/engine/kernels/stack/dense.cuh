@@ -17,7 +17,7 @@
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
 
-template <class Pass> struct DenseLayers {
+template <class Pass> struct Dense {
   using Element = typename Pass::Element;
   using First = typename Pass::First;
   using Last = typename Pass::Last;
@@ -30,7 +30,7 @@ template <class Pass> struct DenseLayers {
   const int group, row;  // of a tile of 64: this lane's first, the other is 8 behind it
   const u32 memory;
 
-  DEVICE DenseLayers(const Params& given)
+  DEVICE Dense(const Params& given)
       : params(given), group(uniform(threadIdx.x / 128)), row(threadIdx.x / 32 % 4 * 16 + lane.g),
         memory(shared_address(shared_memory)) {}
 

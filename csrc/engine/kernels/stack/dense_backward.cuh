@@ -13,7 +13,7 @@
 #include "kernels/stack/dense_gradients.cuh"
 
 template <class Pass> struct DenseBackward : DenseGradients<Pass> {
-  using Layers = DenseLayers<Pass>;
+  using Layers = Dense<Pass>;
   using Base = DenseGradients<Pass>;
   using typename Layers::Element;
   using typename Layers::First;
@@ -49,32 +49,24 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
       store_u32x4(slopes<L>() + n / 2 * 2048, word);
     }
   }
-  // Sums, times layer L's slopes, as left operands; zero where the layer has no such column.
-  template <class L> DEVICE void steepen(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
+  // Sums, times layer L's slopes, or where these are 1, as left operands; zero where the layer has no such column. What padding
+  // makes of an infinite gradient, 0 times that, would go into all sums.
+  template <class L> DEVICE void steepen(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const { put_back<L, true>(d, g); }
+  template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const { put_back<L, false>(d, g); }
+  template <class L, bool SLOPES> DEVICE void put_back(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
 #pragma unroll
     for (int s = 0; s < L::N / 16; ++s) {
       u32 word[4];
-      load_u32x4(slopes<L>() + s * 2048, word);
+      if constexpr (SLOPES) load_u32x4(slopes<L>() + s * 2048, word);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
-        const float x = d[at] * widen(Element{u16(word[i])}), y = d[at + 1] * widen(Element{u16(word[i] >> 16)});
+        const float x = SLOPES ? d[at] * widen(Element{u16(word[i])}) : d[at];
+        const float y = SLOPES ? d[at + 1] * widen(Element{u16(word[i] >> 16)}) : d[at + 1];
         g[s][i] = Pair<Element>(Layers::template inside<L>(tile, lane.t * 2) ? x : 0.f,
                                 Layers::template inside<L>(tile, lane.t * 2 + 1) ? y : 0.f).bits;
       }
     }
-  }
-
-  // The same where the slopes are 1. What padding makes of an infinite gradient, 0 times that, would go into all sums.
-  template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
-#pragma unroll
-    for (int s = 0; s < L::N / 16; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
-        g[s][i] = Pair<Element>(Layers::template inside<L>(tile, lane.t * 2) ? d[at] : 0.f,
-                                Layers::template inside<L>(tile, lane.t * 2 + 1) ? d[at + 1] : 0.f).bits;
-      }
   }
 
   // Adds a layer's gradients, and makes those of what it reads if anything needs them.

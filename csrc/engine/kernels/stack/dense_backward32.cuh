@@ -14,7 +14,7 @@
 #include "kernels/stack/dense_gradients.cuh"
 
 template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
-  using Layers = DenseLayers<Pass>;
+  using Layers = Dense<Pass>;
   using Base = DenseGradients<Pass>;
   using typename Layers::Element;
   using typename Layers::First;

@@ -1,14 +1,14 @@
 // What the backward passes of dense layers have in common: the sums of a layer's gradients, which stay in registers for all
 // samples of a block, and how warpgroups add them up in the end. TURNED, those of the weight are its transpose.
 //
-// Pass: as DenseLayers has it; TOGETHER (warpgroups have 64 rows of the same sums each, instead of sums of their own), SUMS of a
+// Pass: as Dense has it; TOGETHER (warpgroups have 64 rows of the same sums each, instead of sums of their own), SUMS of a
 //       block, all (bytes of shared memory for adding up). Layer: also TURNED, sums_at and bias_sums_at among sums.
 #pragma once
 #include "kernels/stack/dense.cuh"
 #include "finish/sums.cuh"
 
-template <class Pass> struct DenseGradients : DenseLayers<Pass> {
-  using Layers = DenseLayers<Pass>;
+template <class Pass> struct DenseGradients : Dense<Pass> {
+  using Layers = Dense<Pass>;
   // Columns of the weight's sums, and 64s of rows, of these and of the bias's, that a warpgroup has
   template <class L> static constexpr int kRight = L::TURNED ? L::N : L::K;
   template <class L> static constexpr int kOwn = Pass::TOGETHER ? 1 : ceil_div(L::TURNED ? L::K : L::N, 64);

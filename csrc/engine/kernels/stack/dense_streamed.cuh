@@ -3,16 +3,16 @@
 //
 // A warpgroup's states lie in shared memory, in slabs of 128 bytes of each row: its products read them there, and what becomes
 // of the sums is written back, so that warpgroups never meet. Biases stay in shared memory. Weights go by, for each round of
-// samples again, through a ring of STAGES chunks, which four warps fill: N rows of one slab, or of as many as a stage holds. Or
-// they lie in memory as in a stage, IN_CHUNKS (weight_chunks.cuh), as those of 32 bits do, which have been rounded there, and
+// samples again, through a ring of SLOTS chunks, which four warps fill: N rows of one slab, or of as many as a slot holds. Or
+// they lie in memory as in a slot, IN_CHUNKS (weight_chunks.cuh), as those of 32 bits do, which have been rounded there, and
 // those that stay as they are: a thread has the copy engine bring them.
 // They fetch the next x as well, which has a place of its own. In which order a chunk has rows is free: they are so dealt that
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row. States that are wanted in
 // memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
-// Pass: Element, GROUPS (warpgroups), STAGES, STAGE_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
+// Pass: Element, GROUPS (warpgroups), SLOTS, SLOT_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
 //       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
-//       load_weights(c), layers(c, turn, round) and weights(c, turn), which call each layer, SCALED (floats in params.sums before
+//       load_weights(c), layers(c, cursor, round) and weights(c, cursor), which call each layer, SCALED (floats in params.sums before
 //       what a prepared weight is multiplied by and what takes it back, or -1).
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
 //        chunk), WEIGHT, BIAS (parameters; -1 without a bias), FIRST, LAST, IN_PLACE (its results lie where its x was), from,
@@ -30,7 +30,7 @@ template <class Pass> struct DenseStreamed {
   static constexpr int kSize = sizeof(Element), kSlab = 128 / kSize, kStep = 32 / kSize;
   static constexpr bool kInChunks = Pass::IN_CHUNKS;
   static constexpr int kLoaders = kInChunks ? 64 : 128;  // who copy rows
-  static constexpr int kConsumers = Pass::GROUPS * 128, kStageBytes = Pass::STAGE_ROWS * 128;
+  static constexpr int kConsumers = Pass::GROUPS * 128, kSlotBytes = Pass::SLOT_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
   static constexpr int kMeeting = Pass::GROUPS + 1;                    // of the producers
   template <class L> static constexpr int kColumns = L::PARTS * L::N;  // of a pass
@@ -41,14 +41,14 @@ template <class Pass> struct DenseStreamed {
   const Params& params;
   const int warpgroup, thread, g, t;
   const u32 memory;
-  const Ring<Pass::STAGES, kStageBytes> ring;
-  const u32 x_empty, x_full;  // the latter in chunks only: or that x is there is said with the first chunk
+  const Ring<Pass::SLOTS, kSlotBytes> ring;
+  const Barriers<1> of_x;  // full in chunks only: or that x is there is said with the first chunk
   const u32 states;           // this warpgroup's
 
   DEVICE DenseStreamed(const Params& given)
       : params(given), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128), g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4), memory(shared_address(shared_memory)), ring(memory, memory + Pass::barriers_at),
-        x_empty(ring.full(2 * Pass::STAGES)), x_full(x_empty + 8),
+        of_x(ring.full(2 * Pass::SLOTS)),
         states(memory + Pass::states_at + warpgroup * Pass::STATE_BYTES) {}
 
   // The first sample that a warpgroup has in a round; in the last round the first warpgroup still has some.
@@ -56,13 +56,13 @@ template <class Pass> struct DenseStreamed {
     return ((i64(round) * Pass::GROUPS + group) * gridDim.x + blockIdx.x) * 64;
   }
 
-  // With the stage before
-  struct Turns : Turn<Pass::STAGES> {
+  // With the slot before
+  struct Cursor : RingCursor<Pass::SLOTS> {
     int last = 0;
-    DEVICE Turns(u32 phase) : Turn<Pass::STAGES>{0, phase} {}
+    DEVICE Cursor(u32 phase) : RingCursor<Pass::SLOTS>{0, phase} {}
     DEVICE void next() {
       last = this->slot;
-      Turn<Pass::STAGES>::next();
+      RingCursor<Pass::SLOTS>::next();
     }
   };
 
@@ -151,8 +151,8 @@ template <class Pass> struct DenseStreamed {
     }
   }
 
-  // One thread's: chunks that lie in memory as in a stage
-  template <class L> DEVICE void stream_chunks(Turns& turn, int number) const {
+  // One thread's: chunks that lie in memory as in a slot
+  template <class L> DEVICE void stream_chunks(Cursor& cursor, int number) const {
     constexpr int kSlabs = ceil_div(L::K, kSlab), kSlabBytes = L::N * 128;
     constexpr i64 kBytes = i64(L::PASSES) * L::PARTS * kSlabs * kSlabBytes;
     const char* from = static_cast<const char*>(params.sums) + L::chunks_at + number * kBytes;
@@ -163,15 +163,15 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
         for (int part = 0; part < L::PARTS; ++part) {
           const int bytes = least(L::SLABS, kSlabs - slab) * kSlabBytes;
-          load_run(ring.at(turn.slot), from, bytes, ring.begin_to_fill(turn, bytes));
+          load_run(ring.at(cursor.slot), from, bytes, ring.begin_to_fill(cursor, bytes));
           from += bytes;
-          turn.next();
+          cursor.next();
         }
   }
-  template <class L> DEVICE void stream(Turns& turn, int number = 0) const {
+  template <class L> DEVICE void stream(Cursor& cursor, int number = 0) const {
     static_assert(L::PASSES == 1 || kColumns<L> % kSlab == 0, "passes have slabs of their own");
     if constexpr (kInChunks) {
-      stream_chunks<L>(turn, number);
+      stream_chunks<L>(cursor, number);
     } else {
       constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
       const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
@@ -182,25 +182,25 @@ template <class Pass> struct DenseStreamed {
 #pragma unroll 1
           for (int part = 0; part < L::PARTS; ++part) {
             const int q = pass * kColumns<L> + part * L::N;
-            ring.wait_until_empty(turn);
+            ring.wait_until_empty(cursor);
 #pragma unroll 1
             for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
               const int p = k + s * kSlab;
-              const u32 to = ring.at(turn.slot) + s * (L::N * 128);
+              const u32 to = ring.at(cursor.slot) + s * (L::N * 128);
               copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
             }
             if constexpr (kWide<L::P> > 2)
-              arrive_with_copies(ring.full(turn.slot));
+              arrive_with_copies(ring.full(cursor.slot));
             else
-              arrive(ring.full(turn.slot));
-            turn.next();
+              arrive(ring.full(cursor.slot));
+            cursor.next();
           }
     }
   }
   // Once the x before has been read
   DEVICE void load_x(int round) const {
     constexpr int P = First::P;
-    wait_for_bytes(x_empty, round & 1 ^ 1);
+    of_x.wait_until_empty({0, u32(round & 1 ^ 1)});
 #pragma unroll 1
     for (int i = 0; i < Pass::GROUPS; ++i) {
       const i64 sample = sample_of(round, i);
@@ -213,11 +213,11 @@ template <class Pass> struct DenseStreamed {
     }
   }
   DEVICE void produce() const {
-    Turns turn(1);
+    Cursor cursor(1);
     if constexpr (!kInChunks) {
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
         load_x(round);
-        Pass::weights(*this, turn);
+        Pass::weights(*this, cursor);
       }
     } else if (thread >= kLoaders) {
       for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
@@ -228,11 +228,11 @@ template <class Pass> struct DenseStreamed {
           sync_threads<kLoaders>(kMeeting);
           round_x();
         }
-        arrive(x_full);
+        arrive(of_x.full(0));
       }
     } else if (thread == 0) {
       if constexpr (Pass::CHUNKS_BEFORE) wait_for_kernel_before();
-      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, turn);
+      for (int round = 0; sample_of(round, 0) < params.batch; ++round) Pass::weights(*this, cursor);
     }
   }
 
@@ -255,12 +255,12 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // The products of a chunk, STEPS of them; `going` are those before.
-  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Turns& turn, u64 left, bool going) const {
-    const int last = turn.last;
-    ring.wait_until_full(turn);
+  template <class L, int STEPS> DEVICE void take(float (&z)[L::N / 2], Cursor& cursor, u64 left, bool going) const {
+    const int last = cursor.last;
+    ring.wait_until_full(cursor);
     if constexpr (!kInChunks) fence_copy_engine();
-    const u64 right = operand(ring.at(turn.slot));
-    turn.next();
+    const u64 right = operand(ring.at(cursor.slot));
+    cursor.next();
     ask_for_products<STEPS>([&](int s) {
       Wgmma<Element, L::N>::multiply(z, left + (s / 4 * 512 + s % 4 * 2), right + (s / 4 * (L::N * 8) + s % 4 * 2));
     });
@@ -304,26 +304,26 @@ template <class Pass> struct DenseStreamed {
     }
   }
   // z = x W' + b, and meanwhile x to memory, if `to` is a place for it
-  template <class L> DEVICE void multiply(Sums<L>& z, Turns& turn, int round, Element* to) const {
+  template <class L> DEVICE void multiply(Sums<L>& z, Cursor& cursor, int round, Element* to) const {
     constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
     const u64 left = operand(uniform(states) + L::from);  // made anew: all layers' operands would fill the registers
 #pragma unroll 1
     for (int c = 0; c < kWhole; ++c) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kSteps>(z[part], turn, left + c * (L::SLABS * 512), c > 0 || part > 0);
+        take<L, kSteps>(z[part], cursor, left + c * (L::SLABS * 512), c > 0 || part > 0);
       save<L>(c * L::SLABS, L::SLABS, round, to);
     }
     if constexpr (kRest > 0) {
 #pragma unroll
       for (int part = 0; part < L::PARTS; ++part)
-        take<L, kRest>(z[part], turn, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
+        take<L, kRest>(z[part], cursor, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
       save<L>(kWhole * L::SLABS, ceil_div(kRest, 4), round, to);
     }
     wait_for_products<0>();
 #pragma unroll
     for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
-    ring.release(turn.last);
+    ring.release(cursor.last);
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
   template <class L> static DEVICE float finished(float z, int feature) {
@@ -405,16 +405,16 @@ template <class Pass> struct DenseStreamed {
     else
       return static_cast<Element*>(const_cast<void*>(params.weights[L::STATE + number]));
   }
-  template <class L> DEVICE void layer(Turns& turn, int round, int number = 0) const {
+  template <class L> DEVICE void layer(Cursor& cursor, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
-    if constexpr (L::FIRST && kInChunks) wait_for_bytes(x_full, round & 1), fence_copy_engine();
+    if constexpr (L::FIRST && kInChunks) of_x.wait_until_full({0, u32(round & 1)}), fence_copy_engine();
 #pragma unroll 1
     for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
-      multiply<L>(z, turn, round, pass == 0 ? wanted<L>(number) : nullptr);
+      multiply<L>(z, cursor, round, pass == 0 ? wanted<L>(number) : nullptr);
       if constexpr (L::FIRST)
-        if (pass == L::PASSES - 1 && threadIdx.x % 32 == 0) arrive(x_empty);
+        if (pass == L::PASSES - 1) of_x.release(0);
       if constexpr (L::LAST) {
         store<L>(z, round, pass);
       } else {
@@ -425,32 +425,29 @@ template <class Pass> struct DenseStreamed {
     if constexpr (!L::LAST) fence_copy_engine(), meet();  // what was written is there for products of all warps
   }
   // Without samples, in the last round
-  DEVICE void pass_by(Turns& turn) const {
+  DEVICE void pass_by(Cursor& cursor) const {
 #pragma unroll 1
     for (int i = 0; i < Pass::CHUNKS; ++i) {
-      ring.wait_until_full(turn);
-      ring.release(turn.slot);
-      turn.next();
+      ring.wait_until_full(cursor);
+      ring.release(cursor.slot);
+      cursor.next();
     }
   }
   DEVICE void consume() const {
     Pass::load_weights(*this);
     sync_threads<kConsumers>(kMeeting + 1);
-    Turns turn(0);
+    Cursor cursor(0);
     for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
       if (sample_of(round, warpgroup) < params.batch)
-        Pass::layers(*this, turn, round);
+        Pass::layers(*this, cursor, round);
       else
-        pass_by(turn);
+        pass_by(cursor);
     }
   }
 
   DEVICE void run() const {
     ring.init(kInChunks ? 1 : 128, Pass::GROUPS * 4);
-    if (threadIdx.x == 0) {
-      init_barrier(x_empty, Pass::GROUPS * 4);
-      init_barrier(x_full, kLoaders);
-    }
+    of_x.init(kLoaders, Pass::GROUPS * 4);
     if constexpr (kInChunks) fence_copy_engine();
     __syncthreads();
     if (threadIdx.x < kConsumers)

@@ -13,7 +13,7 @@
 #include "kernels/stack/dense_gradients.cuh"
 
 template <class Pass> struct LayerBackward : DenseGradients<Pass> {
-  using Layers = DenseLayers<Pass>;
+  using Layers = Dense<Pass>;
   using Base = DenseGradients<Pass>;
   using typename Layers::Element;
   using L = typename Pass::First;

@@ -7,6 +7,7 @@
 // Pass: as DenseBackward32 has it, of one layer, TOGETHER; in bytes slabs_at, barriers_at.
 #pragma once
 #include "kernels/stack/dense_backward32.cuh"
+#include "move/ring.cuh"
 
 template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
   using Base = DenseBackward32<Pass>;
@@ -49,8 +50,7 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
 
   // A block's first and third, ... 64 samples are the first warpgroup's, those between the second one's. While a warpgroup
   // gets its samples ready, those before, the other one's, are in the slabs.
-  DEVICE u32 full() const { return memory + Pass::barriers_at; }
-  DEVICE u32 free() const { return memory + Pass::barriers_at + 8; }
+  DEVICE Barriers<1> samples() const { return Barriers<1>(memory + Pass::barriers_at); }
   DEVICE void all_tiles(Sums& sums) const {
     const i64 tiles = (params.batch + 63) / 64;
     const int rounds = int((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
@@ -76,20 +76,20 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
         }
       }
       if (before >= 0) {
-        wait_for_bytes(full(), before & 1);
+        wait_for_bytes(samples().full(0), before & 1);
         open_products();
         multiply_sums(sums, group ^ 1);
         wait_for_products<0>();
         Base::template touch_sums<L>(sums);
-        arrive(free());
+        arrive(samples().empty(0));
       }
       if (has_own) {
-        wait_for_bytes(free(), before & 1);
+        wait_for_bytes(samples().empty(0), before & 1);
         this->template put<Base::template kSlabG<L>>(slabs_g(), g);
         fence_copy_engine();
-        arrive(full());
+        arrive(samples().full(0));
         fetch_both(tile + 2 * i64(gridDim.x));
-        wait_for_bytes(full(), before + 1 & 1);
+        wait_for_bytes(samples().full(0), before + 1 & 1);
         float d[L::K / 2];
 #pragma unroll
         for (int s = 0; s < L::N / 8; ++s) settle(g[s]);
@@ -98,7 +98,7 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
         this->template multiply_back<L>(g, d);
         wait_for_products<1>();
         Base::template touch_sums<L>(sums);
-        arrive(free());
+        arrive(samples().empty(0));
         wait_for_products<0>();
         touch(d);
         this->template store<L::P, identity>(params.y, d, tile);
@@ -107,12 +107,12 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
   }
   // Once both warpgroups have read the samples that were there, a round before the other one's last ones
   DEVICE void put_x(const X& x, int before) const {
-    if (before > 0) wait_for_bytes(free(), before - 1 & 1);
+    if (before > 0) wait_for_bytes(samples().empty(0), before - 1 & 1);
     this->template put<kSlabX>(slabs_x(group), x);
   }
 
   DEVICE void run() const {
-    if (threadIdx.x == 0) init_barrier(full(), 128), init_barrier(free(), 256);
+    samples().init(128, 256);
     this->prepare();
     Sums sums = {};
     all_tiles(sums);

@@ -1,9 +1,11 @@
-// Weights of dense layers for dense_streamed.cuh, as its stages hold them: chunks behind one another in the order in which they
+// Weights of dense layers for dense_streamed.cuh, as its slots hold them: chunks behind one another in the order in which they
 // are multiplied, in rows of 128 bytes, floats rounded to tf32, zeros where a weight ends. So the copy engine brings each as it
 // is, and nobody rounds it again for every tile of samples.
 //
 // Pass: Element, THREADS, weights(c), which calls each layer. Layer: as there.
 #pragma once
+#include "finish/pointwise.cuh"
+#include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
 

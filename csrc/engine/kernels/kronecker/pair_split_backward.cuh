@@ -1,0 +1,206 @@
+// The backward pass of two tied contractions of 32 bits, of the last two modes, up to 64 x 64, on sm_90a: as pair_backward.cuh,
+// for each unit, of X [p0, p1] and G [q0, q1],
+//
+//     dT = A' G,  T = X B',  dA' += T G',  dB += dT' X,  dX = dT B
+//
+// by warpgroups, each with units of its own. An operand is the sum of some bf16 pieces: of three, which hold all bits of a float,
+// or of two, for tf32. As 16 bits, the matrix unit reads them with k or with m and n contiguous. All lies in shared memory once,
+// a block each; T alone is an operand in registers. Another warpgroup loads units and splits them; it refills G's
+// place while X is still read, and X's while dX is made.
+//
+// Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
+//       loads and REGISTERS of the others; weight_a(), weight_b(); GRAD (the parameter that G is); SINGLES: sums of each block that a
+//       pass before has made, and with them G, which lies where dX belongs; or 0
+#pragma once
+#include "types/params.cuh"
+#include "multiply/splits.cuh"
+#include "finish/sums.cuh"
+#include "move/ring.cuh"
+
+template <class Pass> struct PairSplitBackward {
+  static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
+  static constexpr int PIECES = Pass::PIECES, GROUPS = Pass::GROUPS;
+  static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
+  static constexpr int kState = PIECES * kPieceBytes, kGroup = 3 * kState, kBarrierBytes = 1024;
+  static constexpr int kConsumers = GROUPS * 128, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr bool kPads = P0 < 64 || P1 < 64 || Q0 < 64 || Q1 < 64;
+  static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
+  static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 4 == 0 && Q1 % 4 == 0);
+  static_assert(Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
+  template <int N> using Sums = SplitSums<N>;
+  using T = u32[kQ1 / 16][PIECES][4];
+
+  const Params& params;
+  Lane lane;
+  const int warpgroup;
+  int first;  // the warp's first row
+  const Barriers<2 * GROUPS> states;  // X's and G's
+  const u32 a, b, groups;
+  const i64 units;
+
+  DEVICE PairSplitBackward(const Params& given)
+      : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16),
+        states(shared_address(shared_memory)), a(states.barriers + kBarrierBytes), b(a + kState), groups(b + kState),
+        units(given.batch * Pass::UNITS_PER_SAMPLE) {}
+
+  // What a group has: X, G and dT
+  DEVICE u32 x_of(int group) const { return groups + group * kGroup; }
+  DEVICE u32 g_of(int group) const { return x_of(group) + kState; }
+  static DEVICE int x_state(int group) { return group * 2; }
+  static DEVICE int g_state(int group) { return group * 2 + 1; }
+
+  DEVICE void run() {
+    states.init(128, 4);
+    if constexpr (kPads)
+      for (u32 at = a + threadIdx.x * 16; at < groups + GROUPS * kGroup; at += (kConsumers + 128) * 16) store_u32x4(at, {});
+    fence_copy_engine();
+    __syncthreads();
+    if (warpgroup == GROUPS)
+      give_registers<Pass::COPY_REGISTERS>(), produce();
+    else
+      take_registers<Pass::REGISTERS>(), consume();
+  }
+
+  // A state's fours on their way to a thread, and to their places
+  template <int ROWS, int COLUMNS> static constexpr int kFours = ceil_div(ROWS * COLUMNS / 4, 128);
+  template <int ROWS, int COLUMNS, bool MADE = false>
+  DEVICE void load(const void* from, i64 unit, u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
+    const float* state = static_cast<const float*>(from) + unit * (ROWS * COLUMNS);
+#pragma unroll
+    for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
+      const int j = i * 128 + threadIdx.x % 128;
+      const bool present = unit < units && (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4);
+      if constexpr (MADE)
+        load_made<16>(state + j * 4, x[i], present);
+      else
+        load_global(state + j * 4, x[i], present);
+    }
+  }
+  template <int ROWS, int COLUMNS> DEVICE void put(u32 to, const u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
+#pragma unroll
+    for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
+      const int j = i * 128 + threadIdx.x % 128;
+      if (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4)
+        put_four<PIECES>(to + place_in_block(j / (COLUMNS / 4), j % (COLUMNS / 4) * 4), x[i]);
+    }
+  }
+  DEVICE void produce() const {
+    const void* from = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
+    i64 unit = blockIdx.x;
+    u32 x[kFours<P0, P1>][4], g[kFours<Q0, Q1>][4];
+    load<Q0, Q1, (Pass::SINGLES > 0)>(from, unit, g);
+    load<P0, P1>(params.x, unit, x);
+    int group = 0;
+    u32 phase = 1;
+#pragma unroll 1
+    while (unit < units) {
+      unit += gridDim.x;
+      states.wait_until_empty({g_state(group), phase});
+      put<Q0, Q1>(g_of(group), g);
+      states.hand_over(g_state(group));
+      load<Q0, Q1, (Pass::SINGLES > 0)>(from, unit, g);
+      states.wait_until_empty({x_state(group), phase});
+      put<P0, P1>(x_of(group), x);
+      states.hand_over(x_state(group));
+      load<P0, P1>(params.x, unit, x);
+      if (++group == GROUPS) group = 0, phase ^= 1;
+    }
+  }
+
+  DEVICE void consume() {
+    load_split_weight<PIECES, Q0, P0, kConsumers>(a, [&](int q, int p) { return Pass::weight_a(params, q, p); });
+    load_split_weight<PIECES, Q1, P1, kConsumers>(b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+    fence_copy_engine();
+    sync_threads<kConsumers>(1);
+    int own = x_of(warpgroup), weights = a;
+    float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
+    u32 phase = 0;
+#pragma unroll 1
+    for (i64 unit = blockIdx.x + i64(warpgroup) * gridDim.x; unit < units; unit += i64(gridDim.x) * GROUPS, phase ^= 1) {
+      stay_here(lane.index, first), stay_here(own, weights);  // or all places are kept from unit to unit, and spilled
+      lane = Lane(lane.index);
+      const u32 x = own, g = x + kState, d_t = g + kState, a = weights, b = a + kState;
+      states.wait_until_full({g_state(warpgroup), phase});
+      {
+        Sums<kQ1> sums;
+        multiply_pieces<PIECES, kQ0 / 16>(sums, false, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
+          Wgmma<bf16, kQ1>::multiply_turned(some, by_column(a, i, s), by_column(g, j, s), add);
+        });
+        wait_for_products<0>();
+        sums.arrived();
+#pragma unroll
+        for (int j = 0; j < kQ1 / 2; j += 2) {
+          const int row = first + lane.g + j / 2 % 2 * 8;
+          u32 word[PIECES];
+          split_pair(sums.high, j, P0 == 64 || row < P0, word);
+#pragma unroll
+          for (int i = 0; i < PIECES; ++i) store_shared(d_t + i * kPieceBytes + place_in_block(row, j / 4 * 8 + lane.t * 2), word[i]);
+        }
+      }
+      fence_copy_engine();
+      states.wait_until_full({x_state(warpgroup), phase});
+      T t;
+      {
+        Sums<kQ1> sums;
+        multiply_pieces<PIECES, kP1 / 16>(sums, false, [&](float(&some)[kQ1 / 2], int s, int i, int j, bool add) {
+          Wgmma<bf16, kQ1>::multiply(some, by_k(x, i, s), by_k(b, j, s), add);
+        });
+        wait_for_products<0>();
+        sums.arrived();
+#pragma unroll
+        for (int s = 0; s < kQ1 / 16; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            u32 word[PIECES];
+            split_pair(sums.high, s * 8 + i * 2, true, word);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) t[s][piece][i] = word[piece];
+          }
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) settle(t[s][piece]);
+        }
+      }
+      {
+        Sums<kQ0> sums;
+        multiply_pieces<PIECES, kQ1 / 16>(sums, false, [&](float(&some)[kQ0 / 2], int s, int i, int j, bool add) {
+          Wgmma<bf16, kQ0>::multiply(some, t[s][i], by_k(g, j, s), add);
+        });
+        wait_for_products<0>();
+        states.release(g_state(warpgroup), lane.index);
+        sums.arrived();
+        add_sums(d_a, sums.high);
+      }
+      sync_threads<128>(2 + warpgroup);  // all of dT is there
+      Sums<kP1> to_b, d_x;
+      multiply_pieces<PIECES, kP0 / 16>(to_b, false, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
+        Wgmma<bf16, kP1>::multiply_turned(some, by_column(d_t, i, s), by_column(x, j, s), add);
+      });
+      multiply_pieces<PIECES, kQ1 / 16>(d_x, false, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
+        Wgmma<bf16, kP1>::multiply_right_turned(some, by_k(d_t, i, s), by_column(b, j, s), add);
+      });
+      wait_for_products<1>();
+      states.release(x_state(warpgroup), lane.index);
+      to_b.arrived();
+      add_sums(d_b, to_b.high);
+      wait_for_products<0>();
+      d_x.arrived();
+      sync_threads<128>(2 + warpgroup);  // dT has been read
+      store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
+    }
+    store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
+        groups, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
+  }
+  // Two sums of neighbouring columns of T or dT; zeros for padding, which infinities would make NaN.
+  DEVICE void split_pair(const float (&sums)[kQ1 / 2], int j, bool present, u32 (&word)[PIECES]) const {
+    const bool there = present && (kQ1 == Q1 || j / 4 * 8 + lane.t * 2 < Q1);
+    split<bf16>(there ? sums[j] : 0.f, there ? sums[j + 1] : 0.f, word);
+  }
+
+  DEVICE void store(const float (&d_x)[kP1 / 2], float* to) const {
+#pragma unroll
+    for (int j = 0; j < kP1 / 2; j += 2) {
+      const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
+      if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) store_two<true>(to + row * P1 + column, d_x[j], d_x[j + 1], true);
+    }
+  }
+};

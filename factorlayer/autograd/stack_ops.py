@@ -1,0 +1,409 @@
+"""v3 of a stack of layers: the raw ops stack_forward, _states and _backward, layers_backward, and what PyTorch has to
+know about them.
+
+tensors are each layer's weights and bias, layer by layer. A GPU has one kernel for some stacks, and one for all
+gradients of fewer. To be trained, a stack is cut into runs of layers that have both; what is left is run layer by layer
+(stacks/stack.py). Layers that are trained one by one are one run where that takes less: one kernel forward stores
+what each makes, or one takes the gradient back through the activation of the one before (autograd/layerwise.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.utils.flop_counter import register_flop_formula
+
+from factorlayer.activations.named import activate
+from factorlayer.autograd.layer_ops import (
+    ask_planner,
+    has_kernel,
+    missing_extension,
+    raise_better,
+    refuse_traced_gradients,
+    runs_in_tf32,
+    transforms_active,
+    why_not_fused,
+)
+from factorlayer.autograd.layerwise import (
+    all_at_once,
+    backward_by_layers,
+    handed_back,
+    prepare_layers,
+    tensors_of,
+    texts_by_layers,
+)
+from factorlayer.autograd.runtime import class_of_batch
+from factorlayer.autograd.vectors import are_vectors
+from factorlayer.maths.batched import batched
+from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
+
+if missing_extension is None:
+    _forward = torch.ops.factorlayer.stack_forward.default
+    _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
+    _states = torch.ops.factorlayer.stack_states.default
+    _layers_backward = torch.ops.factorlayer.layers_backward.default
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers one behind another, as the raw ops take them."""
+
+    layers: tuple[Chain, ...]
+    text: str = field(init=False, compare=False, repr=False)
+    tf32_text: str = field(init=False, compare=False, repr=False)  # of the same layers with tf32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", " | ".join(layer.text for layer in self.layers))
+        object.__setattr__(self, "tf32_text", " | ".join(layer.tf32_text for layer in self.layers))
+
+    def text_for(self, x: Tensor) -> str:
+        return self.tf32_text if runs_in_tf32(x) else self.text
+
+
+# Elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not; the same by cuBLAS in
+# 16 bits and tf32.
+LARGEST_DENSE = 1 << 19
+
+
+def is_large_product(layer: Chain) -> bool:
+    """One that is left to PyTorch's library."""
+    return layer.is_dense and layer.contractions[0].weight_size > LARGEST_DENSE
+
+
+def is_short(dtype: torch.dtype, tf32: bool) -> bool:
+    """Whether products are of 16 bits, or of those that TF32 keeps."""
+    return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and tf32)
+
+
+def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
+    """Whether a stack's layers that are run one by one are left to cuBLAS. In float ours are twice as fast, of bfloat16
+    products."""
+    return is_large_product(layer) and x.is_cuda and is_short(x.dtype, runs_in_tf32(x))
+
+
+# Of a stack's layers: from which number up to which, and their text, behind which stands STATES if their gradients are
+# made layer by layer. A tuple, as torch.compile takes it for a constant.
+Run = tuple[int, int, str]
+STATES = " | states"
+
+
+def why_no_stack(x: Tensor) -> str | None:
+    """Why x goes through no layers at once, whatever they are, or None."""
+    reason = why_not_fused(x)
+    if reason is not None:
+        return reason
+    return "torch.func takes it layer by layer" if transforms_active() else None
+
+
+def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
+    """Why auto takes the layers one by one, though all at once would do, or None."""
+    if x.is_cuda:
+        return None
+    if x.dtype not in (torch.float32, torch.float64):
+        return "matrix products of 16 bits are left to PyTorch"
+    if any(map(is_large_product, stack.layers)):
+        return "products with a weight this large are left to PyTorch"
+    return None
+
+
+def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
+    """What goes through layers at once, if anything does; layers between runs are left to themselves, but if `joined`
+    only where they are no faster together."""
+    text = stack.text_for(x)
+    if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
+        return ()
+    if x.is_cuda:
+        return runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined)
+    return ((0, len(stack.layers), text),)
+
+
+def known(function: Callable[..., T]) -> Callable[..., T]:
+    """The same with a cache, and a constant for torch.compile, which what lru_cache returns cannot be."""
+    cached = functools.lru_cache(1024)(function)
+
+    def call(*args: Hashable) -> T:
+        return cached(*args)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call
+
+
+def _read_cut(answer: str, count: int) -> list[tuple[int, int]]:
+    """The cut that the planner or the cache says: from which of so many layers up to which, in their order."""
+    if not _CUT.fullmatch(answer):
+        raise RuntimeError(f"factorlayer: a cut of {count} layers cannot be read: {answer[:200]!r}; empty the cache")
+    ends = list(map(int, re.findall("[0-9]+", answer)))
+    if ends != sorted(ends) or any(end > count for end in ends):
+        raise RuntimeError(f"factorlayer: {answer[:200]!r} is no cut of {count} layers; empty the cache")
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+_CUT = re.compile(r"\(((\([0-9]{1,6}, [0-9]{1,6}\), )*\([0-9]{1,6}, [0-9]{1,6}\),?)?\)", re.ASCII)
+
+
+@known
+def runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
+    layers = text.split(" | ")
+    if has_kernel(f"{text} | backward" if recorded else text, dtype, device):
+        return ((0, len(layers), text),)
+    found: list[Run] = []
+    for begin, end in _read_cut(ask_planner("cut_backward" if recorded else "cut", text, dtype, device), len(layers)):
+        if found and end - begin == 1:  # one more layer for itself, behind others
+            first, before, _ = found[-1]
+            longer = " | ".join(layers[first:end]) + STATES
+            alone = before - first == 1 or found[-1][2].endswith(STATES)
+            if before == begin and alone and has_kernel(longer, dtype, device):
+                found[-1] = (first, end, longer)
+                continue
+        found.append((begin, end, " | ".join(layers[begin:end])))
+    return _joined(found, layers, dtype, device) if recorded and joined else tuple(found)
+
+
+def _joined(found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int) -> tuple[Run, ...]:
+    """With layers that no run has. Neighbours that are trained one by one become one run where the first one is handed
+    what the second one makes."""
+    handed = handed_back(" | ".join(layers), dtype, device)
+    taken = {i for begin, end, _ in found for i in range(begin, end)}
+    chains = list(map(Chain.parse, layers))
+    short = is_short(dtype, chains[0].tf32)
+    taken |= {i for i, chain in enumerate(chains) if chain.parameters or (short and is_large_product(chain))}
+    alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
+    made: list[Run] = []
+    for begin, end, text in sorted([*found, *alone]):
+        one_by_one = end - begin == 1 or text.endswith(STATES)
+        first, before, last = made[-1] if made else (0, 0, "")
+        if one_by_one and before == begin and handed[begin - 1] and (before - first == 1 or last.endswith(STATES)):
+            made[-1] = (first, end, " | ".join(layers[first:end]) + STATES)
+        else:
+            made.append((begin, end, text))
+    return tuple(run for run in made if run not in alone)
+
+
+def texts_of_run(text: str, batch: int, dtype: torch.dtype, device: int, trained: bool) -> list[tuple[str, int]]:
+    """What a run's kernels are made of, forward, and back if it is `trained`, and of how many samples each."""
+    if not text.endswith(STATES):
+        return [(text, batch), (f"{text} | backward", batch)][: 1 + trained]
+    layers = text.removesuffix(STATES)
+    everything = range(1 + sum(_tensors(layers)))
+    return [*_stored(layers, batch, dtype, device), *texts_by_layers(layers, everything, batch, dtype, device)]
+
+
+def _stored(layers: str, batch: int, dtype: torch.dtype, device: int) -> list[tuple[str, int]]:
+    return [(part + STATES * (" | " in part), batch) for part in _parts(layers, dtype, device)]
+
+
+@known
+def _parts(text: str, dtype: torch.dtype, device: int) -> tuple[str, ...]:
+    """Layers that are trained one by one: neighbours that one kernel takes and stores what each makes, and others."""
+    first, *rest = text.split(" | ")
+    made = [first]
+    for layer in rest:
+        longer = f"{made[-1]} | {layer}"
+        if has_kernel(longer + STATES, dtype, device):
+            made[-1] = longer
+        else:
+            made.append(layer)
+    return tuple(made)
+
+
+def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:
+    """x [N, in] -> [N, out], through the layers of a run's text."""
+    compiling = is_compiling()
+    if recorded and compiling:  # torch.compile wants every input of a Function once
+        tensors = [t.view_as(t) if any(t is other for other in tensors[:i]) else t for i, t in enumerate(tensors)]
+    y: Tensor
+    try:
+        if recorded and compiling:
+            y = _Stack.apply(text, x, *tensors)
+        elif recorded:
+            refuse_traced_gradients()
+            y = _apply_stack(text, x, *tensors)
+        elif text.endswith(STATES):
+            y = _made_by_layers(text.removesuffix(STATES), x, tensors, stored=False)[-1]
+        else:
+            y = _forward(x, tensors, text) if compiling else _forward_now(x, tensors, text)
+    except RuntimeError as error:
+        raise_better(error, text, x)
+        raise
+    return y
+
+
+def _made_by_layers(text: str, x: Tensor, tensors: Sequence[Tensor], stored: bool) -> list[Tensor]:
+    """What each layer makes, or, if that is not `stored`, what some do and the last one."""
+    made, at = [x], 0
+    forward = _forward if is_compiling() else _forward_now
+    for part in _parts(text, x.dtype, x.get_device()):
+        own = tensors[at : at + sum(_tensors(part))]
+        at += len(own)
+        stores = stored and " | " in part
+        try:
+            made += _states(made[-1], own, part) if stores else [forward(made[-1], own, part)]
+        except RuntimeError as error:
+            raise_better(error, part + STATES * stores, x)
+            raise
+    return made[1:]
+
+
+_prepared: set[Hashable] = set()
+
+
+def _prepare_training(text: str, x: Tensor, needs: tuple[bool, ...]) -> None:
+    """Before a first forward pass: what it runs, and the backward pass, which follows."""
+    device, batch = x.get_device(), len(x)
+    key = text, needs, class_of_batch(batch), x.dtype, device
+    if batch and key not in _prepared:
+        wanted = [place for place, need in enumerate(needs) if need]
+        prepare_layers(text, wanted, batch, x.dtype, device, _stored(text, batch, x.dtype, device))
+        _prepared.add(key)
+
+
+class _Stack(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.text = text
+        if text.endswith(STATES):
+            layers = text.removesuffix(STATES)
+            if not is_compiling():
+                _prepare_training(layers, x, ctx.needs_input_grad[1:])
+            *states, y = _made_by_layers(layers, x, tensors, stored=True)
+        else:
+            states, y = [], _forward(x, tensors, text)
+        ctx.save_for_backward(*states, x, *tensors)
+        ctx.states = len(states)
+        result: Tensor = y
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:]
+        wanted = tuple(place for place, need in enumerate(needs) if need)
+        many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
+        saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
+        states, given = saved[: ctx.states], saved[ctx.states :]
+        if torch.is_grad_enabled() or many:
+            found = iter(_differentiable_backward(ctx.text.removesuffix(STATES), wanted, grad_y, *given))
+        elif states:
+            found = iter(_by_layers(ctx.text.removesuffix(STATES), wanted, grad_y, states, *given))
+        else:
+            x, *tensors = given
+            found = iter(all_at_once(grad_y, x, tensors, ctx.text, wanted))
+        return None, *(next(found) if need else None for need in needs)
+
+
+_apply_stack = super(Function, _Stack).apply  # without what torch.func needs, as in layer_ops.py
+
+
+def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The backward pass by PyTorch's operations, which it can differentiate again."""
+    grad_y, *rest = tensors
+    with torch.enable_grad():
+        leaves = [t.view_as(t) for t in rest]  # one that stands at two places has a gradient for each
+        y = _by_torch(text, *leaves)
+    if not y.requires_grad:  # a step's
+        return tuple(torch.zeros_like(leaves[place]) for place in wanted)
+    return torch.autograd.grad(
+        y, [leaves[place] for place in wanted], grad_y, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+
+
+def _by_layers(
+    text: str, wanted: tuple[int, ...], grad_y: Tensor, states: Sequence[Tensor], x: Tensor, *tensors: Tensor
+) -> Sequence[Tensor]:
+    backward = _layers_backward if is_compiling() else backward_by_layers  # without a round by the dispatcher
+    return backward(grad_y, x, states, tensors, text, wanted)
+
+
+def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
+    """The stack by operations that PyTorch can differentiate."""
+    at = 0
+    for layer in _layers(text):
+        count = len(layer.contractions)
+        end = at + count + layer.parameters
+        y = batched(layer, x, tensors[at : at + count])
+        x = activate(layer.activation, y + tensors[end] if layer.bias else y, tensors[at + count : end])
+        at = end + layer.bias
+    return x
+
+
+_tensors = known(tensors_of)
+
+
+def _layers(text: str) -> tuple[Chain, ...]:
+    return parse_layers(text)
+
+
+# What PyTorch asks of an op
+
+
+def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
+    layers = _layers(stack)
+    if x.shape[1] != layers[0].in_features:
+        raise RuntimeError(f"factorlayer: x must be [batch, {layers[0].in_features}]")
+    for tensor in tensors:
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise RuntimeError("factorlayer: weights and biases must have x's dtype and device")
+    return x.new_empty(x.shape[0], layers[-1].out_features)
+
+
+def _states_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> list[Tensor]:
+    _forward_fake(x, tensors, stack)
+    return [x.new_empty(x.shape[0], layer.out_features) for layer in _layers(stack)]
+
+
+def _backward_fake(
+    grad_y: Tensor, x: Tensor, tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in ((x, *tensors)[place] for place in wanted)]
+
+
+def _layers_backward_fake(
+    grad_y: Tensor, x: Tensor, states: Sequence[Tensor], tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    return _backward_fake(grad_y, x, tensors, stack, wanted)
+
+
+def _forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
+    return sum(layer.forward_flops(x_shape[0]) for layer in _layers(stack))
+
+
+def _backward_flops(
+    grad_y_shape: Any, x_shape: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
+) -> int:
+    total, at, reaches_back = 0, 1, 0 in wanted
+    for layer in _layers(stack):
+        count = len(layer.contractions)
+        wants_weights = [at + i in wanted for i in range(count)]
+        total += layer.backward_flops(x_shape[0], reaches_back, wants_weights)
+        end = at + count + layer.parameters + layer.bias
+        reaches_back = reaches_back or any(place in wanted for place in range(at, end))
+        at = end
+    return total
+
+
+def _layers_backward_flops(
+    grad_y_shape: Any, x_shape: Any, state_shapes: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
+) -> int:
+    return _backward_flops(grad_y_shape, x_shape, tensor_shapes, stack, wanted)
+
+
+if missing_extension is None:
+    torch.library.register_fake("factorlayer::stack_forward")(_forward_fake)
+    torch.library.register_fake("factorlayer::stack_states")(_states_fake)
+    torch.library.register_fake("factorlayer::stack_backward")(_backward_fake)
+    torch.library.register_fake("factorlayer::layers_backward")(_layers_backward_fake)
+    register_flop_formula(torch.ops.factorlayer.stack_forward)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_states)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_backward)(_backward_flops)
+    register_flop_formula(torch.ops.factorlayer.layers_backward)(_layers_backward_flops)
+    _cuda = torch.library.Library("factorlayer", "IMPL")
+    _cuda.impl("layers_backward", torch.no_grad()(backward_by_layers), "CUDA")

@@ -1,0 +1,156 @@
+"""All gradients of two factors by one kernel, where samples are so few that a cluster of blocks takes them all:
+pair_cluster_backward.cuh, its tiles and source."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import constants, kinds
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import SUM_BYTES, most_samples
+from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.work import Mode, OfTwoModes
+
+LARGEST = 128
+CLUSTER = 8  # blocks, as any GPU with clusters has
+MOST_SLOTS, MOST_THREADS = 4, 256
+START_US = 1.6  # with the first unit on its way
+UNIT_US = 0.35  # of waits, for each of a group
+EXCHANGE_US = 0.6  # of sums
+REGISTERS = {8: 128, 4: 96, 2: 80}  # beside the sums, by bytes of an element
+
+
+@dataclass(frozen=True)
+class PairClusterBackward(OfTwoModes):
+    """A pass, tiled. `us` is the time predicted."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+    units_per_sample: int
+    span: int  # of a strip
+    groups: int  # of a block
+    warps: int  # of a group
+    slots: int
+    batch: int
+    gpu: Gpu
+    cluster: int = CLUSTER
+    us: float = 0.0
+    bias: bool = False  # makes its gradient as well
+
+    units_per_block = 1 << 40  # one block, but for the other direction of the grid
+    blocks_per_sm = 0  # as many as there is work
+    reads, writes = "x", "y"
+    is_apart = True
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.groups
+
+    def with_bias(self) -> PairClusterBackward:
+        return replace(self, bias=True)
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return batch * self.output_bytes, self.made * self.size
+
+    @property
+    def parts(self) -> int:
+        """Units taken at once."""
+        return self.cluster * self.groups
+
+    @property
+    def split(self) -> int:
+        """Blocks: a cluster for each strip of either weight's gradient, and of x's, and one for a bias's."""
+        p0, _, _, q1 = self.sizes
+        return ((2 * p0 + q1) // self.span + self.bias) * self.cluster
+
+    @property
+    def made(self) -> int:
+        """Elements of gradients, but for that of x."""
+        _, _, q0, q1 = self.sizes
+        return self.weights + self.bias * self.units_per_sample * q0 * q1
+
+    @functools.cached_property
+    def sums(self) -> int:
+        """Sums of a block."""
+        _, p1, q0, _ = self.sizes
+        return self.span * max(q0, p1)
+
+    @functools.cached_property
+    def shared(self) -> int:
+        p0, p1, q0, q1 = self.sizes
+        padding = 8 if self.size == 2 else 4
+        x, g, a, s = (n + padding for n in (p1, q1, p0, self.span))
+        weights = max(q1 * x + q0 * s, q0 * a)
+        slot = max(self.span * x + q0 * g, p0 * x + q0 * s)
+        state = max(self.span * g, p0 * s)
+        staged = self.warps * 16 * (32 + padding) * self.size if self.size == 2 else 0
+        received = max(self.sums * SUM_BYTES[self.dtype], staged)
+        found = (weights + self.groups * (self.slots * slot + state)) * self.size + self.groups * received
+        return max(found, self.bias * 256 * 16 // self.size * SUM_BYTES[self.dtype])
+
+    @property
+    def registers(self) -> int:
+        """A thread's, about."""
+        return self.sums // (32 * self.warps) * max(1, self.size // 4) + REGISTERS[self.size]
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= self.gpu.shared and self.threads * self.registers <= 65536 and self.registers <= 255
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        return (
+            f"pair cluster, backward: {p1}→{q1}, {p0}→{q0}, strips of {self.span}, {self.cluster} blocks of "
+            f"{self.groups} groups of {self.warps} warps, {self.slots} slots, {self.shared} bytes of shared memory"
+            + (", with the bias's" if self.bias else "")
+        )
+
+    @property
+    def told(self) -> list[str]:
+        numbers = {"UNITS": self.units_per_sample, "SPAN": self.span, "CLUSTER": self.cluster, "BIAS": self.bias}
+        numbers |= {"GROUPS": self.groups, "WARPS": self.warps, "SLOTS": self.slots, "GRAD": 2}
+        return kinds(self.dtype) + constants(self.told_sizes | numbers)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairClusterBackward | None:
+    """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
+    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
+        return None
+    if not gpu.clusters:
+        return None
+    plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
+    return fastest(plans)
+
+
+def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairClusterBackward]:
+    sizes = [n for mode in modes for n in (mode.p, mode.q)]
+    if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
+        return
+    for span, groups, warps in itertools.product((64, 32, 16), (1, 2, 4), (1, 2, 4, 8)):
+        if modes[0].p % span or modes[1].q % span or groups * warps * 32 > MOST_THREADS:
+            continue
+        for slots in range(MOST_SLOTS, 1, -1):
+            plan = PairClusterBackward(modes, dtype, outer, span, groups, warps, slots, batch, gpu)
+            if plan.fits:
+                yield plan
+                break
+
+
+def _time(plan: PairClusterBackward) -> float:
+    """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
+    p0, p1, q0, q1 = plan.sizes
+    gpu, size = plan.gpu, plan.size
+    products = plan.span * max(q1 * (p1 + q0), q0 * (p0 + p1))  # of a group's unit
+    rate = (0.4 if size == 2 else 0.8) * gpu.flops[plan.dtype] * min(1.0, plan.warps / 4)
+    read = products / 16 * (1 + 16 / min(plan.span, 32)) * size / gpu.shared_bytes
+    unit = max(2 * products / rate, read * plan.groups, 2 * products * plan.groups / (rate / min(1.0, plan.warps / 4)))
+    weights = max(q1 * p1 + q0 * plan.span, q0 * p0) * size
+    load = (weights + plan.groups * max(plan.span * p1 + q0 * q1, p0 * p1 + q0 * plan.span) * size) / gpu.l2_bytes
+    exchange = EXCHANGE_US + 2 * plan.groups * plan.sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes
+    waves = -(-plan.split // gpu.sms)
+    rounds = [math.ceil(n * plan.batch * plan.units_per_sample / plan.parts) for n in (1, 2)]
+    return START_US + exchange + waves * (load + (UNIT_US + unit) * sum(rounds) / 2)

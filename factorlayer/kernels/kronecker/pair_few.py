@@ -1,0 +1,122 @@
+"""Two factors at once, where samples are few: pair_few.cuh, its tiles and source."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import constants, kinds
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import most_samples
+from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.work import TakesTwoModes, Work
+
+SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
+START_US = 1.2
+CHUNK_US = 0.35  # of waits, for each chunk
+ALONE_BYTES = 64 << 10  # of shared memory: blocks with more had better not share a multiprocessor
+LONGER = 1.5  # than that a block takes: loads and products hide less of each other, and all blocks load at once
+
+
+@dataclass(frozen=True)
+class PairFew(TakesTwoModes):
+    """A pass, tiled. `us` is the time predicted."""
+
+    work: Work
+    span: int  # columns of a block
+    rows: int  # of a chunk
+    slots: int
+    warps: int
+    gpu: Gpu
+    us: float = 0.0
+
+    units_per_block = 1
+    blocks_per_sm = 0  # as many as there is work
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def split(self) -> int:
+        """Strips of a unit."""
+        return self.sizes[3] // self.span
+
+    @property
+    def chunks(self) -> int:
+        p0, _, q0, _ = self.sizes
+        return (p0 + q0) // self.rows
+
+    @functools.cached_property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of 16 rows and of 8 columns that a warp makes at once."""
+        rows, columns = self.rows // 16, self.span // 8
+        high = 2 if rows % 2 == 0 and rows * columns >= 8 * self.warps else 1
+        wide = (n for n in (8, 4, 2, 1) if n * high <= 8 and columns % n == 0)
+        return high, next((n for n in wide if rows // high * (columns // n) >= self.warps), 1)
+
+    @functools.cached_property
+    def shared(self) -> int:
+        """What it needs, or so much that early blocks, which go where there is room, do not gather."""
+        p0, p1, _, _ = self.sizes
+        padding = 8 if self.size == 2 else 4
+        chunks = self.slots * self.rows * (max(p0, p1) + padding)
+        staged = self.warps * 16 * (64 + 8) if self.size == 2 else 0
+        used = (self.span * (p1 + padding) + p0 * (self.span + padding) + chunks + staged) * self.size
+        return max(used, self.gpu.shared // 32 * 16 + 16) if used > ALONE_BYTES else used
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        return (
+            f"pair few: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.rows} rows, {self.slots} slots, "
+            f"{self.warps} warps, {self.shared} bytes of shared memory"
+        )
+
+    @property
+    def told(self) -> list[str]:
+        work = self.work
+        numbers = {f"FACTOR_{x}": mode.parts[0][0] for (_, mode), x in zip(work.steps, "BA", strict=True)}
+        numbers |= {"UNITS_PER_SAMPLE": work.outer, "SPAN": self.span, "ROWS": self.rows}
+        numbers |= {"SLOTS": self.slots, "WARPS": self.warps}
+        return kinds(work.dtype) + work.finish + constants(self.told_sizes | numbers)
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> PairFew | None:
+    """The fastest by prediction; None where this family has no kernel."""
+    if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or most_samples(batch) > 64:
+        return None
+    plans = [replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu)]
+    return fastest(plans)
+
+
+def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
+    first, second = (mode for _, mode in reversed(work.steps))
+    if any(len(mode.parts) > 1 or mode.p % 16 or mode.q % 16 for mode in (first, second)):
+        return
+    for span, rows, warps in itertools.product(SPANS, ROWS, (4, 8)):
+        if second.q % span or first.p % rows or first.q % rows:
+            continue
+        for slots in range((first.p + first.q) // rows, 1, -1):
+            plan = PairFew(work, span, rows, slots, warps, gpu)
+            if plan.shared <= gpu.shared:
+                yield plan
+
+
+def _time(plan: PairFew, batch: int) -> float:
+    """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
+    p0, p1, q0, _ = plan.sizes
+    gpu, dtype = plan.gpu, plan.work.dtype
+    load = (p0 * (p1 + q0) + plan.span * p1) * plan.size / gpu.l2_bytes
+    products = plan.span * p0 * (p1 + q0)
+    # One warp for each quarter of a multiprocessor cannot keep its matrix unit busy with doubles.
+    rate = {2: 0.55, 4: 1.0, 8: min(1.0, plan.warps / 8)}[plan.size] * gpu.flops[dtype]
+    multiply = 2 * products / rate
+    high, wide = plan.tiles
+    read = products * (1 / (16 * high) + 1 / (8 * wide)) * plan.size / gpu.shared_bytes
+    busy = max(multiply, read) + CHUNK_US * plan.chunks
+    block = max(load, busy) + min(load, busy) / plan.chunks
+    units = [n * batch * plan.units_per_sample for n in (1, 2)]
+    return START_US + LONGER * block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / 2

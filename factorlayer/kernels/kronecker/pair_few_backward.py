@@ -1,0 +1,140 @@
+"""All gradients of two factors at once, where samples are few: pair_few_backward.cuh, its tiles and source."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import constants, kinds
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
+from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.work import Mode, OfTwoModes
+
+LARGEST = 128  # whose sums the warps of a block can hold
+MOST_BYTES = 64 << 20  # of all blocks' sums: a part of a longer chain has many units for each sample
+SPANS, WIDTHS = (16, 32, 64), (64, 32, 16)
+START_US = 2.5  # with the first chunk on its way
+CHUNK_US = 0.5  # of waits, for each chunk
+REGISTERS = {8: 100, 4: 90, 2: 80}  # beside the sums, by bytes of an element
+
+
+@dataclass(frozen=True)
+class PairFewBackward(OfTwoModes, BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+    units_per_sample: int
+    span: int  # rows of a block
+    width: int  # of a chunk
+    slots: int
+    batch: int
+    gpu: Gpu
+    us: float = 0.0
+
+    warps = 8  # two for each quarter of a multiprocessor: with one, doubles take 14 % longer, others the same
+    blocks_per_sm = 0  # as many as there is work
+
+    @property
+    def split(self) -> int:
+        """Strips of a unit."""
+        return self.sizes[0] // self.span
+
+    @property
+    def folds(self) -> int:
+        return self.split
+
+    @property
+    def singles(self) -> int:
+        """The first weight's, of which a strip has columns of its own."""
+        p0, _, q0, _ = self.sizes
+        return p0 * q0
+
+    @property
+    def most(self) -> int:
+        """Units, each with sums of its own."""
+        return most_samples(self.batch) * self.units_per_sample
+
+    @property
+    def unit_sums(self) -> int:
+        return self.singles + self.split * (self.weights - self.singles)
+
+    @property
+    def part_bytes(self) -> int:
+        return self.most * self.unit_sums * SUM_BYTES[self.dtype]
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @functools.cached_property
+    def shared(self) -> int:
+        _, p1, q0, _ = self.sizes
+        padding = 8 if self.size == 2 else 4
+        x, a, t = (n + padding for n in (p1, self.span, self.width))
+        chunks = self.slots * (self.width * x + q0 * t)
+        staged = self.warps * 16 * (64 + padding) if self.size == 2 else 0
+        return (self.span * (x + 2 * t) + q0 * a + max(chunks, staged)) * self.size
+
+    @property
+    def registers(self) -> int:
+        """A thread's, about."""
+        _, p1, q0, _ = self.sizes
+        return self.span * (p1 + q0) // self.threads * max(1, self.size // 4) + REGISTERS[self.size]
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= self.gpu.shared and self.registers <= 65536 // self.threads
+
+    def __str__(self) -> str:
+        p0, p1, q0, q1 = self.sizes
+        return (
+            f"pair few, backward: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.width}, "
+            f"{self.slots} slots, {self.warps} warps, {self.shared} bytes of shared memory"
+        )
+
+    @property
+    def told(self) -> list[str]:
+        numbers = {"SPAN": self.span, "WIDTH": self.width, "SLOTS": self.slots, "WARPS": self.warps, "GRAD": 2}
+        return kinds(self.dtype) + constants(self.told_sizes | numbers)
+
+
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairFewBackward | None:
+    """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
+    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
+        return None
+    plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
+    return fastest(plan for plan in plans if plan.part_bytes <= MOST_BYTES)
+
+
+def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairFewBackward]:
+    sizes = [n for mode in modes for n in (mode.p, mode.q)]
+    if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
+        return
+    for span, width in itertools.product(SPANS, WIDTHS):
+        chunks = modes[1].q // width
+        if modes[0].p % span or modes[1].q % width:
+            continue
+        for slots in range(chunks, 1, -1):
+            plan = PairFewBackward(modes, dtype, outer, span, width, slots, batch, gpu)
+            if plan.fits:
+                yield plan
+
+
+def _time(plan: PairFewBackward) -> float:
+    """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
+    _, p1, q0, q1 = plan.sizes
+    chunks, gpu = q1 // plan.width, plan.gpu
+    load = (q1 + plan.span) * (p1 + q0) * plan.size / gpu.l2_bytes
+    products = plan.span * q1 * (3 * p1 + 2 * q0)
+    multiply = 2 * products / ((0.55 if plan.size == 2 else 1.0) * gpu.flops[plan.dtype])
+    read = products / 16 * (1 + 16 / plan.span) * plan.size / gpu.shared_bytes
+    sums = 2 * plan.unit_sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes / plan.split
+    busy = max(multiply, read) + CHUNK_US * chunks
+    block = max(load, busy) + min(load, busy) / chunks + sums
+    units = [n * plan.batch * plan.units_per_sample for n in (1, 2)]
+    return START_US + block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / 2

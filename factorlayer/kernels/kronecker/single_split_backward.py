@@ -1,0 +1,90 @@
+"""Both gradients of one factor of 32 bits, up to 128 x 128, in one pass: single_split_backward.cuh, where
+Hopper's matrix unit multiplies bf16 pieces of floats."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import constants, wgmma
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.kronecker.pair_split_backward import PIECES, PRODUCTS, SLAB
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.product.single_backward import OfOneFactor
+from factorlayer.maths.spec import Contraction
+
+BLOCK = 64  # rows and columns of what is multiplied at once, and a unit's
+START_US = 4.0  # with the weight and the first unit on their way
+UNIT_US = 1.0  # of waits, splitting and sums, where no other group's products hide them
+
+
+@dataclass(frozen=True)
+class SingleSplitBackward(OfOneFactor, BlockSums):
+    """A pass, tiled. `us` is the time predicted."""
+
+    contraction: Contraction
+    dtype: str
+    gpu: Gpu
+    us: float = 0.0
+
+    threads = 384
+    copy_registers, registers = 88, 208  # of a thread, by what its warpgroup does
+    products = wgmma("bfloat16", {BLOCK}, turned=True)
+
+    @property
+    def units_per_sample(self) -> int:
+        c = self.contraction
+        return c.outer * c.inner // BLOCK
+
+    @property
+    def parts(self) -> int:
+        """Blocks of p, with a warpgroup each, and of q."""
+        return -(-self.contraction.p // BLOCK)
+
+    @property
+    def pieces(self) -> int:
+        return PIECES[self.dtype]
+
+    @property
+    def shared(self) -> int:
+        groups = 2 // self.parts
+        return BARRIER_BYTES + (self.parts**2 + groups * 2 * self.parts) * self.pieces * SLAB
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return (
+            f"single split, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.pieces} pieces, "
+            f"{self.shared} bytes of shared memory"
+        )
+
+    @property
+    def told(self) -> list[str]:
+        c = self.contraction
+        numbers = {"P": c.p, "Q": c.q, "INNER": c.inner, "UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": 1}
+        numbers |= {"PIECES": self.pieces, "COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
+        return constants(numbers | {"BY_COLUMNS": self.by_columns})
+
+
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleSplitBackward | None:
+    """None where this family has no kernel."""
+    c = contraction
+    if not gpu.wgmma or dtype not in PIECES or min(c.p, c.q) < LEAST or max(c.p, c.q) > 2 * BLOCK:
+        return None
+    if (c.inner if c.inner > 1 else c.outer) % BLOCK or (c.inner == 1 and (c.p % 4 or c.q % 4)):
+        return None
+    plan = SingleSplitBackward(c, dtype, gpu)
+    if plan.parts != -(-c.q // BLOCK) or plan.shared > gpu.shared:
+        return None
+    return replace(plan, us=_time(plan, batch))
+
+
+def _time(plan: SingleSplitBackward, batch: int) -> float:
+    """Predicted microseconds."""
+    c = plan.contraction
+    memory = BLOCK * (2 * c.p + c.q) * plan.size / (0.85 * plan.gpu.memory_bytes)
+    products = 2 * BLOCK**3 * plan.parts**2 * PRODUCTS[plan.pieces] / (0.3 * plan.gpu.flops["bfloat16"])
+    units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
+    ends = plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes
+    waits = (products + UNIT_US) * math.ceil(units * plan.parts / 2)
+    return START_US + max(units * max(memory, products), waits) + ends

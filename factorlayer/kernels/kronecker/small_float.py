@@ -1,0 +1,152 @@
+"""Passes of four or five small square factors in float: what small_float.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import constants
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.work import Mode, OfWork, Work
+
+SIZES = (4, 8)
+MOST_THREADS, REGISTERS = 512, 128
+START_US = 4.0
+OTHER = 1.25  # instructions for each multiply-add
+HIDDEN = 0.7  # of what takes less time, memory or instructions
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """p = q of a, b, c (1: there is no such mode), d and e."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+    e: int
+
+    @property
+    def modes(self) -> list[int]:
+        """The modes that there are."""
+        return [n for n in (self.a, self.b, self.c, self.d, self.e) if n > 1]
+
+    @property
+    def rows(self) -> int:
+        """Rows in shared memory."""
+        return self.a * self.b * self.c
+
+    @property
+    def columns(self) -> int:
+        return self.c * self.d * self.e
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.d * self.e
+
+    @property
+    def weights(self) -> list[int]:
+        """Elements of each mode's."""
+        return [n * n for n in self.modes]
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * (self.d * self.e + 4)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the weights, both ways, and of a state."""
+        return 8 * sum(self.weights) + self.rows * self.row_bytes
+
+    def constants(self, first: int, units_per_sample: int, threads: int) -> list[str]:
+        """A struct's first lines; `first` is the weight of a."""
+        numbers = {"A": self.a, "B": self.b, "C": self.c, "D": self.d, "E": self.e, "FIRST": first}
+        numbers |= {"UNITS_PER_SAMPLE": units_per_sample, "THREADS": threads}
+        return constants(numbers)
+
+    def __str__(self) -> str:
+        return "·".join(map(str, self.modes))
+
+
+def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
+    """None where there are other modes than such passes have."""
+    square = all(len(mode.parts) == 1 and mode.p == mode.q and mode.p in SIZES for mode in modes)
+    if not square or len(modes) not in (4, 5):
+        return None
+    a, b, *c, d, e = (mode.p for mode in modes)
+    found = Sizes(a, b, math.prod(c), d, e)
+    if found.rows != found.columns or found.columns % 32 or found.columns > MOST_THREADS:
+        return None
+    # A warp stores its rows' (a, b), one quarter of a row in each lane at a time.
+    return found if 32 // found.c * (d * e // 4) % 32 == 0 else None
+
+
+def sizes_in(work: Work) -> Sizes | None:
+    """None where a pass has others, or something else to do."""
+    if work.dtype != "float32" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
+        return None
+    modes = dict(work.steps)
+    return sizes_of([modes[at] for at in range(len(work.sizes))])
+
+
+@dataclass(frozen=True)
+class SmallFloat(OfWork):
+    """A pass, tiled. `us` is the time predicted."""
+
+    work: Work
+    sizes: Sizes
+    gpu: Gpu
+    us: float = 0.0
+
+    units_per_block = 1
+    asks = ()
+
+    @property
+    def threads(self) -> int:
+        return self.sizes.columns
+
+    @functools.cached_property
+    def blocks_per_sm(self) -> int:
+        """Blocks that a multiprocessor has at once."""
+        return min((self.gpu.shared + 1024) // (self.sizes.shared + 1024), 65536 // (self.threads * REGISTERS))
+
+    @property
+    def shared(self) -> int:
+        return self.sizes.shared
+
+    @property
+    def output_bytes(self) -> int:
+        return 4 * self.work.outer * self.sizes.size
+
+    def __str__(self) -> str:
+        return f"small float: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
+
+    @property
+    def blocks(self) -> int:
+        return self.blocks_per_sm
+
+    @property
+    def told(self) -> list[str]:
+        work = self.work
+        first = dict(work.steps)[0].parts[0][0]
+        return ["using Element = float;", *self.sizes.constants(first, work.outer, self.threads), *work.finish]
+
+
+def tile(work: Work, batch: int, gpu: Gpu) -> SmallFloat | None:
+    """None where this family has no kernel."""
+    sizes = sizes_in(work)
+    if sizes is None or sizes.shared > gpu.shared:
+        return None
+    plan = SmallFloat(work, sizes, gpu)
+    return replace(plan, us=time_of(sizes, sum(sizes.modes), 2, plan.blocks_per_sm, batch * work.outer, gpu))
+
+
+def time_of(sizes: Sizes, multiply_adds: int, states: int, blocks: int, units: int, gpu: Gpu) -> float:
+    """Predicted microseconds: of units that each take so many multiply-adds for an element, and move so many states."""
+    rate = gpu.instructions * gpu.float_lanes / 128
+    alone = OTHER * multiply_adds * sizes.size / 32 / rate
+    busy = alone * max(1.0, 256 / (sizes.columns * min(blocks, -(-units // gpu.sms))))  # few warps wait
+    memory = 4 * states * sizes.size / (0.9 * gpu.memory_bytes)
+    return START_US + -(-units // gpu.sms) * (max(busy, memory) + (1 - HIDDEN) * min(busy, memory))
