@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import python
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
@@ -36,7 +36,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(copy), "FACTORLAYER_CACHE": str(copy / "cache")}
-    command = [sys.executable, "test.py", *arguments]
+    command = [*python(), "test.py", *arguments]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
 
 

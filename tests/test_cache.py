@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from typer.testing import CliRunner
 
 import factorlayer
@@ -63,10 +64,11 @@ print("done", flush=True)
 
 def start(plan: Path, cache: Path, code: str = FILL, **environment: str) -> subprocess.Popen[str]:
     """A process that fills the cache once it is given a line, so that several begin at the same time."""
+    begin = [sys.executable] if "LD_PRELOAD" in environment else python()
     environment = {**os.environ, "FACTORLAYER_CACHE": str(cache), **environment}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(plan)], env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [*begin, "-c", code, str(plan)], env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
 
 

@@ -5,12 +5,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import python
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
@@ -47,7 +47,7 @@ def run(arguments: str) -> Result:
 def run_program(arguments: str, *, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """The real thing: python test.py, or other code with these arguments."""
     start = ["-c", code] if code else ["test.py"]
-    command = [sys.executable, *start, *arguments.split()]
+    command = [*python(), *start, *arguments.split()]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
 

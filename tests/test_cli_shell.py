@@ -7,11 +7,11 @@ import re
 import select
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from typer.testing import CliRunner
 
 import factorlayer
@@ -24,7 +24,7 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "COLUMN
 
 
 def run(arguments: list[str], start: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *start, *arguments]
+    command = [*python(), *start, *arguments]
     variables = ENVIRONMENT | environment
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=variables)
 
@@ -37,7 +37,7 @@ def hears_ctrl_c() -> None:
 def interrupted(arguments: str, sign: bytes, folder: Path) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the program, which has Ctrl-C when stderr, a terminal, has shown the sign."""
     ours, its = pty.openpty()
-    command = [sys.executable, "test.py", *arguments.split()]
+    command = [*python(), "test.py", *arguments.split()]
     with (folder / "stdout").open("w+") as out:
         program = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=its, env=ENVIRONMENT, preexec_fn=hears_ctrl_c)
         os.close(its)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from torch import Tensor, nn
 from versions import fails_before_2_12
 
@@ -48,7 +49,7 @@ def run(folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def package(folder: Path, run: Run) -> Path:
-    run(sys.executable, "package.py")
+    run(*python(), "package.py")
     return folder / "model.pt2"
 
 
@@ -75,7 +76,7 @@ aoti_loads = fails_before_2_12(
 @aoti_loads
 @pytest.mark.feature("AOTInductor, from Python", result="works")
 def test_aot_inductor_in_python(package: Path, run: Run) -> None:
-    run(sys.executable, "load.py")
+    run(*python(), "load.py")
 
 
 @aoti_loads
@@ -88,26 +89,26 @@ def test_aot_inductor_in_cpp(package: Path, folder: Path, run: Run) -> None:
 
 @pytest.mark.feature("torch.export, run where factorlayer is not", result="falls back")
 def test_export_runs_where_factorlayer_is_not(folder: Path, run: Run) -> None:
-    run(sys.executable, "export.py")
+    run(*python(), "export.py")
     hide = "import sys; sys.modules['factorlayer'] = None\n"  # every import of it is an ImportError
-    run(sys.executable, "-c", hide + PROGRAMS["elsewhere.py"])
+    run(*python(), "-c", hide + PROGRAMS["elsewhere.py"])
 
 
 @pytest.mark.feature("ONNX", result="falls back")
 def test_onnx(run: Run) -> None:
     for needed in ("onnx", "onnxscript"):
         pytest.importorskip(needed)
-    run(sys.executable, "to_onnx.py")
-    run(sys.executable, "run_onnx.py")
+    run(*python(), "to_onnx.py")
+    run(*python(), "run_onnx.py")
     if importlib.util.find_spec("onnxruntime") is not None:
         other = PROGRAMS["run_onnx.py"].replace("from onnx.reference import ReferenceEvaluator", "import onnxruntime")
         other = re.sub(r"session = .*", 'session = onnxruntime.InferenceSession("model.onnx")', other)
-        run(sys.executable, "-c", other.replace("session.input_names[0]", "session.get_inputs()[0].name"))
+        run(*python(), "-c", other.replace("session.input_names[0]", "session.get_inputs()[0].name"))
 
 
 @pytest.mark.feature("torch.jit.trace without gradients", result="works")
 def test_trace(run: Run) -> None:
-    run(sys.executable, "trace.py")
+    run(*python(), "trace.py")
 
 
 # What else is traced, and what is refused

@@ -1,6 +1,8 @@
 """Two gloo ranks on this machine: gradients are the average of the ranks' own, of whole weights and of sharded ones."""
 
+import multiprocessing
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,14 @@ from versions import fails_before_2_12
 from factorlayer import FactorLinear, functional
 
 RANKS = 2
+# What ranks begin with: a process that has imported these forks them
+multiprocessing.set_forkserver_preload(
+    ["factorlayer", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.nn.parallel"]
+)
+
+
+def run(one_rank: Callable[..., None], *arguments: object) -> None:
+    mp.start_processes(one_rank, arguments, RANKS, start_method="forkserver")
 
 
 def build() -> FactorLinear:
@@ -50,7 +60,7 @@ def train_one_rank(rank: int, store: str) -> None:
 
 @pytest.mark.feature("DistributedDataParallel and fully_shard", result="works")
 def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
-    mp.spawn(train_one_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)
+    run(train_one_rank, str(tmp_path / "store"))
 
 
 # DTensors
@@ -127,7 +137,7 @@ def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
     ids=["whole", "sharded"],
 )
 def test_dtensors(of_parameters: Placement, tmp_path: Path) -> None:
-    mp.spawn(run_dtensors, args=(str(tmp_path / "store"), of_parameters), nprocs=RANKS)
+    run(run_dtensors, str(tmp_path / "store"), of_parameters)
 
 
 def checkpoint_in_parallel(rank: int, store: str) -> None:
@@ -148,4 +158,4 @@ def checkpoint_in_parallel(rank: int, store: str) -> None:
 
 @pytest.mark.feature("activation checkpointing under DistributedDataParallel", result="works")
 def test_checkpointing_in_parallel(tmp_path: Path) -> None:
-    mp.spawn(checkpoint_in_parallel, args=(str(tmp_path / "store"),), nprocs=RANKS)
+    run(checkpoint_in_parallel, str(tmp_path / "store"))

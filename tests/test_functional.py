@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+from forked import python
 from oracle import SMALL_SPECS, Case, draw_inputs, kronecker, monarch, nearly, spec_id
 from torch import Tensor, nn
 
@@ -100,7 +100,7 @@ except RuntimeError as error:
 def test_without_the_extension() -> None:
     """auto runs batched and warns once; fused is refused; both say how to build it."""
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTENSION], capture_output=True, text=True, env=dict(os.environ), check=False
+        [*python(), "-c", WITHOUT_EXTENSION], capture_output=True, text=True, env=dict(os.environ), check=False
     )
     assert done.returncode == 0, done.stderr
     reason = (

@@ -10,11 +10,11 @@ import math
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import (
@@ -347,7 +347,7 @@ def test_forward_holds_nothing_that_grows_with_the_batch(structure: str, dtype: 
 def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [*python(), "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

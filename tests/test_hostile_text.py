@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import python
 
 from factorlayer import CompileError
 from factorlayer.activations import expression
@@ -346,7 +346,7 @@ def test_ten_million_letters_end_in_an_error_in_a_process_of_little_memory() -> 
         "    else: raise SystemExit('taken')\n"
         "print('fine')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([*python(), "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 

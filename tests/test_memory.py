@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import python
 
 PROGRAM = """
 import resource, sys, torch
@@ -44,7 +45,7 @@ print((resident() - before) / (x.numel() * x.element_size()))
 def test_calls_leave_nothing_behind(factors: tuple[int, ...], batch: int, backward: bool) -> None:
     """A call that kept its output would grow by 60 of them."""
     arguments = repr((factors, batch, backward))
-    result = subprocess.run([sys.executable, "-c", PROGRAM, arguments], capture_output=True, text=True, check=True)
+    result = subprocess.run([*python(), "-c", PROGRAM, arguments], capture_output=True, text=True, check=True)
     assert float(result.stdout) < 20
 
 
@@ -75,5 +76,5 @@ print((libc.mallinfo2().uordblks - before) / 2000)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc's allocator")
 def test_small_calls_leave_nothing_behind() -> None:
-    result = subprocess.run([sys.executable, "-c", SMALL_CALLS], capture_output=True, text=True, check=True)
+    result = subprocess.run([*python(), "-c", SMALL_CALLS], capture_output=True, text=True, check=True)
     assert float(result.stdout) < 8  # bytes a call

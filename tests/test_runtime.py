@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import python
 from oracle import nearly
 from test_backward import OPS
 from torch import Tensor
@@ -56,7 +57,7 @@ OF_X = "map x tf32 8 2 3 1 1 32 48 32 32 32 1 64 1 1\n"
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **environment}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=False
+        [*python(), "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -7,13 +7,13 @@ import math
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import (
@@ -394,7 +394,7 @@ def test_forward_holds_nothing_that_grows_with_the_batch() -> None:
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [*python(), "-c", code],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

@@ -11,15 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import python
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=TESTS, capture_output=True, text=True, timeout=500, check=False
-    )
+    return subprocess.run([*python(), *arguments], cwd=TESTS, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_rounds_of_a_new_seed() -> None:

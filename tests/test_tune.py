@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from forked import python
 from oracle import nearly
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -107,7 +107,7 @@ def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
     head = (
         "import torch\nfrom factorlayer import FactorLinear\nlayer = FactorLinear(12, 20, factors=((3, 4), (4, 5)))\n"
     )
-    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run([*python(), "-c", head + code], capture_output=True, text=True, check=False, timeout=600)
 
 
 # What auto runs
