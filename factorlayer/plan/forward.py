@@ -13,7 +13,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan
-from factorlayer.plan.products import expected_us, one_by_one
+from factorlayer.plan.products import class_us, one_by_one, sum_us
 from factorlayer.plan.works import least_us, tile_all
 
 
@@ -41,7 +41,7 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
     together = whole.forward(chain, product, dtype, gpu) if product else ()
-    is_faster = bool(together) and registry.WHOLE.margin.times * expected_us(together) < expected_us(apart)
+    is_faster = bool(together) and registry.WHOLE.margin.times * class_us(together, batch) < class_us(apart, batch)
     return together if is_faster else apart
 
 
@@ -52,7 +52,7 @@ def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         return forward(layer, dtype, batch, gpu)
     ways = [registry.fastest(registry.OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
     ways += [registry.fastest(registry.OF_DENSE_LAYER, (layer,), dtype, batch, gpu)]
-    return min(filter(None, ways), key=expected_us, default=())
+    return min(filter(None, ways), key=sum_us, default=())
 
 
 def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[registry.Offer]:

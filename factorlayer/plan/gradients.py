@@ -19,7 +19,7 @@ from factorlayer.plan import registry
 from factorlayer.plan.cuts import around, modes_of
 from factorlayer.plan.forward import dense
 from factorlayer.plan.plan import BATCHES, PlanError
-from factorlayer.plan.products import expected_us, one_by_one
+from factorlayer.plan.products import class_us, one_by_one, sum_us
 from factorlayer.plan.visits import are_worth_it, visits
 
 
@@ -136,26 +136,26 @@ def _is_worth_a_dense_one(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     of_dense, apart = 1.0, 1.0
     for batch in (LEAST_OF_SOME, *BATCHES[1:]):
         passes = _as_dense(chain, dtype, batch, gpu)
-        of_dense *= registry.WHOLE.margin.times * expected_us(passes) if passes else math.inf
-        apart *= _apart_us(chain, dtype, batch, gpu)
+        of_dense *= registry.WHOLE.margin.times * class_us(passes, batch) if passes else math.inf
+        apart *= class_us(_apart(chain, dtype, batch, gpu), batch)
     return of_dense < apart
 
 
-def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
+def _apart(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """Of both contractions of a Monarch layer by themselves: the state made again and turned, as grad_y is; then of
     each the gradient of its weight, and back through it."""
     first, second = chain.contractions
     turned = second.outer, second.p, second.inner
-    us = expected_us(one_by_one(Chain((first,), turn=turned, tf32=chain.tf32), dtype, batch, gpu))
-    us += expected_us(registry.fastest(registry.OF_TURN, second.outer, second.q, second.inner, dtype, batch, gpu))
+    passes = one_by_one(Chain((first,), turn=turned, tf32=chain.tf32), dtype, batch, gpu)
+    passes += registry.fastest(registry.OF_TURN, second.outer, second.q, second.inner, dtype, batch, gpu)
     for c, x_turned in ((second, True), (first, False)):
         alone = Chain((c,), x_turned=x_turned, backward=True, tf32=chain.tf32)
         grouped = replace(c, outer=c.outer * c.inner, inner=1)
         back = Chain((replace(c, p=c.q, q=c.p),), x_turned=x_turned, tf32=chain.tf32)
         each = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
         visits = registry.ways(registry.OF_ONE_UNTIED, alone, dtype, batch, gpu)
-        us += min(map(expected_us, [each, *visits]))
-    return us
+        passes += min([each, *visits], key=sum_us)
+    return passes
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -5,24 +5,37 @@ For untied contractions, whose weights no pass keeps, and for factors too large 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.streamed import Product, batches_of, products
+from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.plan import BATCHES
 
-STREAMED_OF_SOME = 1.6  # beside few: ten Monarch layers of 85 to 1722 samples took 2.0 of what is predicted, and 1.3
+# Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
+# take 125 us either way.
+TURNED = 1.1
+MANY_MORE = 4  # times as many samples as the largest class of batches is planned for, which count as well
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
 
 
-def expected_us(passes: Iterable[Pass]) -> float:
-    """What passes are predicted to take, those of the last resort as they were seen to."""
-    return sum(STREAMED_OF_SOME * p.us if registry.family_of(p).last else p.us for p in passes)
+def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
+    """What passes are predicted to take, or would for another number of samples."""
+    return sum(p.us_of(batch) if batch else p.us for p in passes)
+
+
+def class_us(passes: Sequence[Pass], batch: int) -> float:
+    """What passes are predicted to take for the class of batches that a number of samples stands for: the largest has
+    no end, and counts for that number and for MANY_MORE times as many."""
+    us = sum_us(passes)
+    if batch < BATCHES[-1]:
+        return us
+    return math.sqrt(us * (us + (MANY_MORE - 1) * batch * sum(p.growth(batch)[1] for p in passes)))
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -30,8 +43,9 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     where that is faster."""
     each = products(chain, dtype)
     last = len(each) - 1
-    passes = tuple(product_pass(product, batch, gpu, i == 0, i == last) for i, product in enumerate(each))
-    passes = tuple(p.from_the_end() if i % 2 else p for i, p in enumerate(passes))
+    made = [_stored(product, batch, gpu, i == 0, i == last) for i, product in enumerate(each)]
+    made = [(p.from_the_end(), *turn) if i % 2 else (p, *turn) for i, (p, *turn) in enumerate(made)]
+    passes = tuple(itertools.chain(*made))
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned:
         return passes
@@ -39,6 +53,23 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     turned = (*turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
+
+
+def _stored(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> tuple[Pass, ...]:
+    """A product whose y lies as it is wanted. Groups that take turns there store parts of sectors of L2 each: where it
+    is predicted to be faster, they are stored one after the other, and turned."""
+    made = product_pass(product, batch, gpu, first, last)
+    found = unturned(product) if batch > BATCHES[0] else None
+    if not found:
+        return (made,)
+    other, turn = found
+    # A turn rounds as well, to what only a state between two passes of ours is rounded to.
+    dtype = product.dtype if product.ours_out else "float32" if product.dtype == "tf32" else product.dtype
+    apart = product_pass(other, batch, gpu, first, last), *registry.fastest(registry.OF_TURN, *turn, dtype, batch, gpu)
+    batches = batches_of(product, batch)
+    direct = math.prod(sum_us((made,), each) for each in batches)
+    turned = math.prod(TURNED * sum_us(apart, each) for each in batches)
+    return apart if turned < direct else (made,)
 
 
 def product_pass(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Pass:
@@ -54,5 +85,5 @@ def _is_faster(of_few: Pass, other: Pass, batches: tuple[int, ...]) -> bool:
     us = [of_few.us_of(batch) for batch in batches]
     others = [other.us_of(batch) for batch in batches]
     if registry.family_of(other).last:
-        return math.prod(us) < STREAMED_OF_SOME ** len(us) * math.prod(others)
+        return math.prod(us) < math.prod(others)
     return all(mine < another for mine, another in zip(us, others, strict=True))

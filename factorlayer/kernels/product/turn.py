@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
@@ -12,6 +12,10 @@ from factorlayer.kernels.passes import Pass
 
 ACCESSES = 4  # of a thread, on their way at once
 BLOCKS = 5  # on a multiprocessor: some read while others write
+# Times what memory takes by its bandwidth; and cycles of a multiprocessor for a warp's access, however narrow. Of 37
+# turns in drawn layers on one H100, 35 are within 30 %.
+MEMORY, ACCESS_CYCLES = 1.1, 8
+CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,15 @@ class Turn(Pass):
 
     @property
     def us(self) -> float:
-        """Predicted."""
-        return 2.5 + 2 * self.batch * self.output_bytes / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
+        """Predicted: memory's time, and that of accesses, which do not overlap."""
+        tiles = -(-self.batch * self.units_per_sample // self.units_per_block)
+        elements = tiles * math.prod(self.tile) / self.gpu.sms
+        accesses = elements * (1 / self.read + 1 / self.write) / 32
+        moved = 2 * self.batch * self.output_bytes / (self.gpu.memory_bytes * self.gpu.sms)
+        return 2.5 + MEMORY * moved + ACCESS_CYCLES * accesses / CYCLES
+
+    def us_of(self, batch: int) -> float:
+        return replace(self, batch=batch).us
 
     def __str__(self) -> str:
         return f"turn: {self.rows}×{self.columns}, in tiles of {self.tile[0]}×{self.tile[1] * self.tile[2]}"

@@ -1,6 +1,7 @@
 """Passes of one contraction by rows on Hopper's warpgroup instructions: wide.cuh, its tiles and source.
 
-Products, groups and layouts are those of streamed.py. Rows that are no multiple of 16 bytes are left to that family.
+Products, groups and layouts are those of streamed.py. Rows that are no multiple of 16 bytes are left to that family,
+unless they are floats, whose weights are split, and padded, by another pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from factorlayer.activations.written import activation_type, gradient, gradient_
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
-from factorlayer.kernels.product.streamed import Product
+from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
@@ -25,8 +26,13 @@ MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by byt
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
 MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
 SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
+ODD_REGISTERS = {1: (0, 0), 2: (216, 72), 3: (144, 80)}  # where, besides, rows of x come by small pieces
 MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 CYCLES = 1.65e3  # in a microsecond
+# For a store that does not fill one, on a multiprocessor: 3.2 to 7.6 ns in eight products of 28 to 61 groups that take
+# turns, on one H100, where two pieces of 8 bytes took as long as one of 16
+PART_US = 4e-3
+NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,11 @@ class Wide(Pass):
         return math.gcd(self.held * p.b, p.fast * p.b)
 
     @property
+    def copy(self) -> int:
+        """Bytes of one access to x"""
+        return math.gcd(16, self.product.contraction.p * self.product.size)
+
+    @property
     def store(self) -> int:
         return math.gcd(16, self.together * self.product.size)
 
@@ -222,6 +233,8 @@ class Wide(Pass):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer's and a producer's thread."""
+        if self.copy < 16:
+            return ODD_REGISTERS[self.consumers]
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
         return tables[self.consumers]
 
@@ -237,7 +250,8 @@ class Wide(Pass):
         told: Told = {"Element": ELEMENT[p.dtype], **p.told}
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
-        told |= {"SLOTS": self.slots, "STORE": self.store, "BESIDE": c.weight + 1 if p.reads_beside else -1}
+        told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": self.store}
+        told |= {"BESIDE": c.weight + 1 if p.reads_beside else -1}
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
@@ -262,7 +276,8 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
     if not gpu.wgmma or product.dtype not in DTYPES or not product.by_rows:
         return
     c, size = product.contraction, product.size
-    if product.x_step > 1 or c.p * size % 16 or (product.outer > 1 and product.terms_in > 1):
+    odd = c.p * size % 16 and product.dtype != "float32"  # whose weight another pass makes halves of, padded
+    if product.x_step > 1 or odd or (product.outer > 1 and product.terms_in > 1):
         return
     if product.mixed >= 0 and (size > 2 or product.outer % MIXED or product.terms > 1):
         return
@@ -323,11 +338,12 @@ def time(plan: Wide) -> float:
         read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
     elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
         read += 256 * plan.rows  # mixed or rounded in place
+    if plan.copy < 16:  # a warp's copies touch two lines each
+        load += 2 * LINE_CYCLES * 128 * plan.rows * plan.parts / (32 * plan.copy) / CYCLES
     slab = max(load, products, 1.15 * read / 128 / CYCLES)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
-    run = 32 if plan.cluster > 1 else _run_bytes(plan)
-    store = result / 40e3 * (1 if run >= 32 else 5 if run >= 16 else 16)
+    store = result / 40e3 + _parts_of_sectors(plan) * PART_US
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
     busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
@@ -339,12 +355,19 @@ def time(plan: Wide) -> float:
     return 3.0 + split + max(busy, memory) + 0.1 * min(busy, memory)
 
 
-def _run_bytes(plan: Wide) -> int:
-    """Bytes of y that the threads of a warp store side by side at once."""
+def _parts_of_sectors(plan: Wide) -> float:
+    """Stores of a tile to sectors of L2 that they do not fill: of a warp at once, sectors that its lanes touch."""
     p = plan.product
-    threads = 8 if p.size == 4 else 4
-    if plan.held == 1:
-        return min(threads * plan.run, p.contraction.q if p.fast == 1 else p.b) * p.size
-    if plan.held == p.fast:
-        return threads * plan.run * plan.held * p.size
-    return plan.held * p.b * p.size
+    lanes = 8 if p.size == 4 else 4  # that have a row's columns side by side
+    result = plan.rows * plan.columns * plan.held * p.size
+    if plan.is_paired:
+        return 0
+    if plan.held > 1 and plan.held < p.fast:
+        return result / (16 if plan.store == 8 else plan.store)
+    mine = plan.run * plan.held * p.size  # of a thread, side by side
+    run = min(lanes * mine, (p.contraction.q if p.fast == 1 or plan.held == p.fast else p.b) * plan.held * p.size)
+    if mine == plan.store and run >= SECTOR:
+        b = p.b if plan.held < p.fast else p.contraction.q
+        aligned = math.gcd(SECTOR, b * plan.held * p.size)
+        return result / run * 2 * (1 - aligned / SECTOR)
+    return result / plan.store * (NEIGHBOURS if run >= SECTOR else 1)

@@ -47,7 +47,7 @@ STREAMED = Family(
 )
 WIDE = Family(
     "wide",
-    "One contraction, rows of whole 16 bytes",
+    "One contraction, rows of whole 16 bytes or of floats",
     wide.tile,
     (wide.Wide,),
     "wide",

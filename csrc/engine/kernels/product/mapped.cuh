@@ -14,8 +14,8 @@
 //
 // By SLABS of 32 samples, in which a feature's lie side by side, eight lanes have a sector of L2.
 //
-// Pass:  Activation, BIAS, P, Q, OUTER, INNER, GROUPS, FAST, NEXT, B, X_SAMPLE, Y_SAMPLE as in streamed.cuh, SLABS, SPAN (tiles of rows
-//        whose blocks run side by side), N, HELD, BLOCKS, SLOTS, ROUND_Y (to tf32), MORE and FEWER (registers of
+// Pass:  Activation, BIAS, BIAS_INNER, P, Q, OUTER, INNER, GROUPS, FAST, NEXT, B, X_SAMPLE, Y_SAMPLE as in streamed.cuh,
+//        SLABS, SPAN (tiles of rows whose blocks run side by side), N, HELD, BLOCKS, SLOTS, ROUND_Y (to tf32), MORE and FEWER (registers of
 //        consumers and producers), and of the weights' map: RUN columns side by side are its two sizes behind k, LINE runs
 //        the next one, of which a box has BOX; the last size counts rows of the weight, LINE_STEP from one line's first to
 //        the next one's
@@ -153,8 +153,12 @@ template <class Pass> struct Mapped {
   // A sum with bias and activation, rounded.
   DEVICE u32 finished(float sum, const Tile& tile, i64 r, int j, int fast) const {
     const typename Pass::Activation activation(params);
-    if constexpr (Pass::BIAS)
-      if (j < Q) sum += static_cast<const float*>(params.bias)[r % Pass::OUTER * Q + feature(tile, j, fast)];
+    if constexpr (Pass::BIAS) {
+      constexpr int kInner = Pass::BIAS_INNER;
+      const i64 at = kInner > 1 ? (i64(fast) / kInner * Q + j) * kInner + fast % kInner
+                                : r % Pass::OUTER * Q + feature(tile, j, fast);
+      if (j < Q) sum += static_cast<const float*>(params.bias)[at];
+    }
     const u32 y = __float_as_uint(activation.of(sum));
     return Pass::ROUND_Y ? tf32_of(y) : y;
   }

@@ -13,8 +13,9 @@
 // Pass:  Math, Element, Activation, BIAS, BY_ROWS, WEIGHT (which), P, Q, OUTER and INNER (of tied weights), X_STEP (between
 //        k's of x), X_SAMPLE and Y_SAMPLE, X_TERM and Y_TERM (strides), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
 //        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, SLOTS, SPAN, TJ (columns of a block), TB (b's
-//        that stay together), COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory),
-//        ROUND_X and ROUND_Y (to what the matrix unit takes: x as it is read, y as it is stored)
+//        that stay together), BIAS_INNER (groups that take turns in the bias, though y has one after the other; else 1),
+//        COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory), ROUND_X and ROUND_Y (to what
+//        the matrix unit takes: x as it is read, y as it is stored)
 #pragma once
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
@@ -364,7 +365,10 @@ template <class Pass> struct Streamed {
     i64 at;
     if constexpr (kByRows) {
       if (first + r >= rows() || weight_row(c) < 0 || !has(g)) return 0;
-      at = (first + r) % Pass::OUTER * Q + feature(q + c, g);
+      if constexpr (Pass::BIAS_INNER > 1)
+        at = (i64(g) / Pass::BIAS_INNER * Q + q + c) * Pass::BIAS_INNER + g % Pass::BIAS_INNER;
+      else
+        at = (first + r) % Pass::OUTER * Q + feature(q + c, g);
     } else {
       if (first + c >= right_edge() || q + r >= Q) return 0;
       at = ((first_row + (inner + c) / Pass::INNER) % Pass::OUTER * Q + q + r) * Pass::INNER + (inner + c) % Pass::INNER;

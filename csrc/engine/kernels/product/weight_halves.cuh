@@ -12,6 +12,15 @@ template <class Pass> struct WeightHalves {
   const Params& params;
   DEVICE WeightHalves(const Params& given) : params(given) {}
 
+  // Four of a row from k on, where 16 bytes divide rows at once
+  template <class W> static DEVICE void load_four(const float* from, int k, u32 (&x)[4], bool there) {
+    if constexpr (W::P % 4 == 0) {
+      load_global(from + k, x, there && k < W::P);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = there && k + i < W::P ? __float_as_uint(from[k + i]) : 0;
+    }
+  }
   // A warp takes a row, eight lanes a chunk.
   template <class W> DEVICE void weight() const {
     const int lane = threadIdx.x % 32, piece = lane % 8 * 4, warps = gridDim.y * (Pass::THREADS / 32);
@@ -21,8 +30,8 @@ template <class Pass> struct WeightHalves {
       const auto load = [&](int term, int chunk, u32 (&x)[4], u32 (&y)[4]) {
         const float* from = static_cast<const float*>(params.weights[W::WEIGHT]) + (i64(term) * W::ROWS + row) * W::P;
         const int k = chunk * 2 * W::PART + piece;
-        load_global(from + k, x, piece < W::PART && k < W::P);
-        load_global(from + k + W::PART, y, piece < W::PART && k + W::PART < W::P);
+        load_four<W>(from, k, x, piece < W::PART);
+        load_four<W>(from, k + W::PART, y, piece < W::PART);
       };
       float most[1] = {};
 #pragma unroll 1

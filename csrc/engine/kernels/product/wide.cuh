@@ -22,9 +22,9 @@
 // by the accesses of the results. kernels/product/wide.py writes the constants:
 //
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
-//        NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
+//        NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        SLOTS, STORE (bytes of one access), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        SLOTS, COPY and STORE (bytes of one access to x and y), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are), SCALED (floats in params.sums before what a prepared
@@ -62,6 +62,9 @@ template <class Pass> struct Wide {
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
   static constexpr int kSlotBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
+  // What copies x: bytes at once, lanes of a row, which then takes another row for each round
+  static constexpr int kCopy = Pass::COPY, kCopied = kCopy / kSize, kLanes = 128 / kCopy, kDown = 128 / kLanes;
+  static_assert(kCopy == 16 || Pass::SPLIT, "who rounds or mixes has copied it");
   // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
   static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
@@ -135,9 +138,10 @@ template <class Pass> struct Wide {
   DEVICE void begin_tile(Cursor& at, int thread) const {
     if (!is_in(at)) return;
     at.tile = tile_of(at.n), at.group = at.term = at.k = 0;
-    const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r);
-    at.x = static_cast<const Element*>(params.x) + (at.tile.first + r) * kXRow + i64(at.tile.term) * Pass::X_TERM + piece;
-    at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - r;
+    const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r), row = thread / kLanes;
+    at.x = static_cast<const Element*>(params.x) + (at.tile.first + row) * kXRow + i64(at.tile.term) * Pass::X_TERM;
+    at.x += thread % kLanes * kCopied;
+    at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - row;
     at.weight = static_cast<const Element*>(Pass::SPLIT ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     at.left_weight = Q - j;
@@ -167,7 +171,9 @@ template <class Pass> struct Wide {
   template <int HEIGHT> static DEVICE bool is_whole(int i, int thread) {
     return HEIGHT % 16 == 0 || i * 16 + 16 <= HEIGHT || thread < 64;
   }
-  DEVICE void copy_slab(const Cursor& at, int thread, u32 to) const {
+  DEVICE void copy_slab(const Cursor& at, int thread, u32 slot) const {
+    constexpr int kTogether = kCopy == 16 ? 64 : 8;  // or the places of many small copies are spilled
+    const u32 to = slot + swizzled(thread / 8, thread % 8);
     const int fast = at.tile.fast + at.group;
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
@@ -177,12 +183,17 @@ template <class Pass> struct Wide {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int piece = thread % 8 * kPiece, k = part * kPart;
-      const bool here = (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
-      const int left_x = here ? at.left_x : 0, left_weight = (Pass::SPLIT ? has_group : here) ? at.left_weight : 0;
-#pragma unroll
-      for (int i = 0; i < ceil_div(kRows, 16); ++i)
-        if (is_whole<kRows>(i, thread))
-          copy_async<16>(to + kX + part * N * 128 + i * 2048, x + (i * 16 * kXRow + k), i * 16 < left_x);
+      const auto has = [&](int piece) {
+        return (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
+      };
+      const int left_x = has(thread % kLanes * kCopied) ? at.left_x : 0;
+      const int left_weight = (Pass::SPLIT ? has_group : has(piece)) ? at.left_weight : 0;
+      const int byte = thread % kLanes * kCopy;
+      const u32 to_x = slot + kX + part * N * 128 + swizzled(thread / kLanes, byte / 16) + byte % 16;
+#pragma unroll kTogether
+      for (int i = 0; i < ceil_div(kRows, kDown); ++i)
+        if (kRows % kDown == 0 || is_whole<kRows>(i, thread))
+          copy_async<kCopy>((to_x ^ (i * kDown & 7) << 4) + i * kDown * 128, x + (i * kDown * kXRow + k), i * kDown < left_x);
 #pragma unroll
       for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
         const int column = column_of(i * 16);
@@ -278,6 +289,8 @@ template <class Pass> struct Wide {
     const auto finish_oldest = [&] {
       if constexpr (kMixes)
         sync_threads<128>(1), mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
+      else if constexpr (kCopy < 16)
+        sync_threads<128>(1), split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else if constexpr (Pass::SPLIT)
         split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
@@ -287,7 +300,7 @@ template <class Pass> struct Wide {
     };
     for (; is_in(at); advance(at, thread)) {
       slots.wait_until_empty(cursor);
-      copy_slab(at, thread, place + cursor.slot * kSlotBytes);
+      copy_slab(at, thread, memory + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
         commit_copies();
         if (waiting < Pass::AHEAD)
@@ -312,10 +325,13 @@ template <class Pass> struct Wide {
   }
   DEVICE const Element* biases(i64 row) const { return static_cast<const Element*>(params.bias) + row % Pass::OUTER * Q; }
   DEVICE float bias_at(const Tile& tile, i64 row, int j, int fast) const {
+    constexpr int kInner = Pass::BIAS_INNER;
+    if constexpr (kInner > 1)
+      return j < Q && fast < FAST ? widen(biases(0)[(i64(fast) / kInner * Q + j) * kInner + fast % kInner]) : 0;
     return j < Q && fast < FAST ? widen(biases(row)[feature(tile, j, fast)]) : 0;
   }
   // Of 16 bits and one group, those of a thread's columns lie side by side.
-  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1;
+  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1;
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
     constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
 #pragma unroll
