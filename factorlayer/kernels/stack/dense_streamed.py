@@ -12,6 +12,7 @@ from typing import NamedTuple
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Preparing, fastest
+from factorlayer.kernels.product.streamed import LOADED_US, PART_US
 from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -106,8 +107,18 @@ class DenseStreamed(Dense):
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of shared memory beside the slots: states, biases and x's barriers."""
-        return self.groups * self.state_places[-1] + self.bias_bytes + 16
+        """Bytes of shared memory beside the slots: states, biases, results and x's barriers."""
+        return self.groups * self.state_places[-1] + self.bias_bytes + self.results_bytes + 16
+
+    @functools.cached_property
+    def results_bytes(self) -> int:
+        """Bytes of shared memory for results whose rows 16 bytes do not divide, if there is room: from there they leave
+        by whole sectors."""
+        row = self.sizes[-1][1] * self.size
+        bytes_, rest = 64 * self.groups * row, self.groups * self.state_places[-1] + self.bias_bytes + 16
+        left = self.gpu.shared - rest - bytes_
+        fits = row % 16 and self.shapes[-1].passes == 1 and left >= LEAST_SLOTS * (128 * self.slot_rows + 16)
+        return bytes_ if fits else 0
 
     @functools.cached_property
     def chunk_places(self) -> tuple[int, ...]:
@@ -197,7 +208,9 @@ class DenseStreamed(Dense):
         numbers |= {"IN_CHUNKS": int(self.in_chunks), "CHUNKS_BEFORE": int(self.follows)}
         numbers |= {"STATE_BYTES": self.state_places[-1], "states_at": self.slots * 128 * self.slot_rows}
         numbers |= {"MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
-        numbers |= {"barriers_at": self._biases_at + self.bias_bytes}
+        results_at = self._biases_at + self.bias_bytes
+        numbers |= {"results_at": results_at, "barriers_at": results_at + self.results_bytes}
+        numbers |= {"RESULTS": int(self.results_bytes > 0)}
         body = function(
             "layers(const C& c, typename C::Cursor& cursor, int round)", self._calls("layer", "cursor, round")
         )
@@ -303,7 +316,17 @@ def _time(plan: DenseStreamed, batch: int) -> float:
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3
     states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
     shared = 1.15 * (read + groups * states) / 128 / CYCLES
-    busy = max(load, groups * (products + 0.6 * sums), alone + store, shared) + 0.5
+    if not plan.in_chunks and plan.sizes[0][0] * plan.size % 4:  # x comes through registers
+        load += groups * math.ceil(plan.shapes[0].k / plan.slab) * LOADED_US
+    busy = max(load, groups * (products + 0.6 * sums), alone + store, groups * _parts_us(plan), shared) + 0.5
     moved = 64 * plan.size * (plan.sizes[0][0] + plan.sizes[-1][1]) + states
     memory = groups * moved / (0.9 * plan.gpu.memory_bytes)
     return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, memory)
+
+
+def _parts_us(plan: DenseStreamed) -> float:
+    """Of a warpgroup's stores to sectors of L2 that they do not fill: where 16 bytes do not divide y's rows, four lanes
+    have 64 bytes, and store all their first pieces, which touch two or three sectors, then all their second ones."""
+    row = plan.sizes[-1][1] * plan.size
+    piece = math.gcd(row, 16)
+    return 0.0 if piece == 16 or plan.results_bytes else 64 * row / 64 * 2.5 * 16 / piece * PART_US

@@ -10,8 +10,11 @@
 // lanes write states without meeting in a bank, and the last layer's results by 16 bytes of a row. States that are wanted in
 // memory, too, go there while products read them: with each chunk the slabs that it is multiplied by.
 //
+// Results whose rows 16 bytes do not divide lie in shared memory first, a warp's 16 rows one behind another as in memory, from where
+// they leave by whole sectors of L2: by pieces of a row they would be parts of sectors, which cost as much as whole ones.
+//
 // Pass: Element, GROUPS (warpgroups), SLOTS, SLOT_ROWS (of 128 bytes), CHUNKS (of all layers), STATE_BYTES (of a warpgroup),
-//       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, barriers_at (bytes), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
+//       IN_CHUNKS, CHUNKS_BEFORE (the kernel before makes these, and lets this one start meanwhile), states_at, results_at, barriers_at (bytes), RESULTS (whether results go that way), MORE and FEWER (registers of a thread who multiplies, or copies; 0: as they are), First,
 //       load_weights(c), layers(c, cursor, round) and weights(c, cursor), which call each layer, SCALED (floats in params.sums before
 //       what a prepared weight is multiplied by and what takes it back, or -1).
 // Layer: P, Q, K (in whole steps), N, PARTS (chunks that are summed side by side), PASSES (of PARTS N columns), SLABS (of a
@@ -361,12 +364,15 @@ template <class Pass> struct DenseStreamed {
   // Sums to memory
   template <class L> DEVICE void store(const Sums<L>& z, int round, int pass) const {
     constexpr int kEach = 16 / kSize, kTiles = kEach / 2;  // whose columns lie side by side
+    constexpr int kWarpBytes = 16 * L::Q * kSize;
     const int before = pass * kColumns<L>;
     const float back = Pass::SCALED < 0 ? 1.f : scale(1);
+    const i64 first = sample_of(round, warpgroup) + thread / 32 * 16;
+    const u32 results = memory + Pass::results_at + threadIdx.x / 32 * kWarpBytes;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const i64 sample = sample_of(round, warpgroup) + thread / 32 * 16 + g + h * 8;
-      if (sample >= params.batch) continue;
+      const i64 sample = first + g + h * 8;
+      if (!Pass::RESULTS && sample >= params.batch) continue;
       Element* to = static_cast<Element*>(params.y) + sample * L::Q + before + t * kEach;
 #pragma unroll
       for (int n = 0; n < kColumns<L> / 8; n += kTiles) {
@@ -381,8 +387,34 @@ template <class Pass> struct DenseStreamed {
           else
             word[i * 2] = __float_as_uint(a), word[i * 2 + 1] = __float_as_uint(b);
         }
-        store_piece<kWide<L::Q>>(to + n * 8, L::Q - before - t * kEach - n * 8, word);
+        const int left = L::Q - before - t * kEach - n * 8;
+        if constexpr (Pass::RESULTS)
+          put_piece<kWide<L::Q>>(results + ((g + h * 8) * L::Q + t * kEach + n * 8) * kSize, left, word);
+        else
+          store_piece<kWide<L::Q>>(to + n * 8, left, word);
       }
+    }
+    if constexpr (Pass::RESULTS) {
+      static_assert(L::PASSES == 1);
+      const int bytes = int(min(i64(16), params.batch - first)) * (L::Q * kSize), lane = threadIdx.x % 32;
+      char* to = reinterpret_cast<char*>(static_cast<Element*>(params.y) + first * L::Q);
+      __syncwarp();
+#pragma unroll 4
+      for (int at = lane * 16; at + 16 <= bytes; at += 512) store_words<16>(to + at, load_words<16>(results + at));
+      const int at = bytes / 16 * 16 + lane * kSize;
+      if (at < bytes) store_words<kSize>(to + at, load_words<kSize>(results + at));
+      __syncwarp();
+    }
+  }
+  template <int WIDE> static DEVICE void put_piece(u32 to, int left, const u32 (&word)[4]) {
+    constexpr int kEach = WIDE == 2 ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < 16 / kEach; ++i) {
+      if (i * kEach / kSize >= left) continue;
+      if constexpr (kEach == 2)
+        store_shared(to + i * 2, u16(word[i / 2] >> i % 2 * 16));
+      else
+        store_shared(to + i * 4, word[i]);
     }
   }
   // 16 bytes of a row with `left` elements
