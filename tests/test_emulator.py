@@ -43,6 +43,7 @@ from factorlayer.kernels.product import few
 from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.stack import dense_streamed
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
 from factorlayer.kernels.stages import Stage
 from factorlayer.kernels.work import Mode
@@ -150,6 +151,14 @@ CASES = [
     Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, SOME, processors=4),
+    # Wide, floats in rows that 16 bytes do not divide, by pieces of 8 and of 4; groups that take turns in y, stored one
+    # after the other and turned, by each family
+    Case(kronecker((402,), (302,)), "float32", 9, MEDIUM),
+    Case(kronecker((201,), (203,)), "float32", 150, LARGE),
+    Case(monarch((17, 24), (112, 17)), "float32", 70, LARGE, processors=4),
+    Case(monarch((17, 24), (90, 17)), "tf32", 70, LARGE, processors=4),
+    Case(monarch((17, 64), (112, 17), rank=8), "tf32", 140, LARGE, processors=8),
+    Case(monarch((19, 64), (112, 19), rank=8), "bfloat16", 70, LARGE, processors=8),
     # Monarch at once: one block and two, teams, ranks that fours divide and others, padded sizes, few groups
     Case(monarch((32, 24), (64, 48), rank=4), "bfloat16", 140, LARGE, processors=12),
     Case(monarch((32, 24), (64, 48), rank=4), "tf32", 300, LARGE, processors=12),
@@ -1862,12 +1871,16 @@ def test_streamed_stacks_are_right_and_keep_samples_apart(
     check_stack(found, list(layers), batch, emulator)
 
 
-@pytest.mark.parametrize(("p", "q", "dtype"), [(63, 136, "bfloat16"), (132, 45, "float16"), (13, 200, "tf32")])
+@pytest.mark.parametrize(
+    ("p", "q", "dtype"),
+    [(63, 136, "bfloat16"), (132, 45, "float16"), (13, 200, "tf32"), (40, 102, "bfloat16"), (24, 33, "tf32")],
+)
 def test_one_layer_with_odd_rows_goes_the_same_way(p: int, q: int, dtype: str, emulator: Emulator) -> None:
     (layer,) = stack_of([p, q], dtype, "relu")
-    found = plan(layer, dtype, LARGE, Gpu(90, 1, 232448))
-    assert isinstance(found.passes[-1], DenseStreamed)
-    check_stack(found, [layer], 300, emulator)
+    gpu = Gpu(90, 1, 232448)
+    planned = dense_streamed.tile((layer,), dtype, LARGE, gpu)
+    assert planned and bool(planned.results_bytes) == (q * ELEMENT_BYTES[dtype] % 16 > 0)
+    check_stack(Plan(layer, dtype, LARGE, gpu, planned.passes), [layer], 300, emulator)
 
 
 @pytest.mark.parametrize("activation", ["elu", "gelu"])

@@ -38,6 +38,7 @@ from factorlayer.kernels.kronecker.small_double import SmallDouble
 from factorlayer.kernels.kronecker.small_double_backward import SmallDoubleBackward
 from factorlayer.kernels.kronecker.small_float import SmallFloat
 from factorlayer.kernels.kronecker.small_float_backward import SmallFloatBackward
+from factorlayer.kernels.monarch import monarch as monarch_kernel
 from factorlayer.kernels.monarch import monarch_mapped, monarch_through
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
@@ -50,6 +51,7 @@ from factorlayer.kernels.product import few
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.streamed import Streamed
+from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
@@ -190,6 +192,8 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
             elements = p.layers[0].in_features, p.layers[-1].out_features
         elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
             elements = p.chain.in_features, p.chain.out_features
+        elif isinstance(p, Turn):
+            elements = (p.matrices * p.rows * p.columns,) * 2
         else:
             around = p.work.outer * p.work.inner
             elements = around * math.prod(p.work.states[0]), around * math.prod(p.work.states[-1])
@@ -203,6 +207,8 @@ def weights_of(found: Plan) -> list[int]:
             return [made.first.weight, made.second.weight]
     weights: list[int] = []
     for p in of_samples(found):
+        if isinstance(p, Turn):
+            continue
         if isinstance(p, (Few, Mapped, Streamed, Wide)):
             weights.append(p.product.contraction.weight)
         elif isinstance(p, DenseStreamed):
@@ -1123,7 +1129,38 @@ def test_weights_go_by_where_groups_of_a_monarch_layer_are_few() -> None:
         assert not list(monarch_through.tilings(other, "bfloat16", BATCHES[2], Gpu.of(90)))
 
 
-def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:
+@pytest.mark.parametrize(
+    ("spec", "dtype", "backward"),
+    [
+        (monarch((25, 48), (24, 2), rank=14), "bfloat16", False),  # 67 us on an H100, 198 at once
+        (monarch((2, 8), (80, 2), rank=1), "float32", False),  # 27 us with 93887 samples, 42
+        (monarch((4, 80), (8, 4), rank=3), "float16", True),  # 68 us, 112
+        (monarch((17, 88), (88, 17), rank=29), "float32", True),  # 1455 us, 3948
+    ],
+)
+def test_what_is_faster_multiplied_out_is(spec: LayerSpec, dtype: str, backward: bool) -> None:
+    chain = replace(Chain.of(spec, False, "identity"), backward=backward)
+    passes = plan(chain, dtype, BATCHES[-1], Gpu.of(90)).passes
+    assert any(isinstance(p, WholeWeight) for p in passes)
+
+
+def test_a_turn_takes_longer_by_narrow_accesses() -> None:
+    def us(rows: int, columns: int) -> float:
+        return Turn(37, rows, columns, "float16", 3933, Gpu.of(90)).us
+
+    assert us(37, 222) > 1.5 * us(40, 224) * (37 * 222) / (40 * 224)  # 2 and 16 bytes
+
+
+def test_what_is_left_of_sectors_counts_for_a_monarch_kernel() -> None:
+    def fastest(groups: int) -> float:
+        chain = Chain.of(monarch((3, 60), (59, groups), rank=6), False, "identity")
+        tilings = monarch_kernel.tilings(chain, "tf32", BATCHES[-1], Gpu.of(90))
+        return min(p.us for p in tilings if p.groups == 8 and p.cluster == 1)
+
+    assert fastest(54) > 1.5 * fastest(56)  # 216 bytes from one run of eight groups to the next, and 224
+
+
+def test_a_monarch_layer_whose_weights_are_large_is_two_products() -> None:
     for spec in (
         monarch((4, 192), (768, 4), rank=48),
         monarch((16, 256), (688, 16), rank=16),
@@ -1131,7 +1168,8 @@ def test_a_monarch_layer_whose_weights_are_large_is_two_kernels() -> None:
     ):
         for dtype, batch in itertools.product(("tf32", "bfloat16"), BATCHES):
             passes = plan(Chain.of(spec, True, "gelu"), dtype, batch, Gpu.of(90)).passes
-            assert len(passes) == 2 and not any(isinstance(p, Monarch) for p in passes)
+            by_itself = [p for p in passes if not isinstance(p, Turn)]
+            assert len(by_itself) == 2 and not any(isinstance(p, Monarch) for p in passes)
 
 
 def test_a_monarch_layer_in_float_or_of_odd_sizes_is_two_kernels() -> None:

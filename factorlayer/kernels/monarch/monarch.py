@@ -25,6 +25,9 @@ MOST_SAMPLES = 256
 LONGEST = 96  # of what a group of x has
 SECTOR = 32  # bytes of L2 that are written as fast as any
 CYCLES = 1.65e3  # in a microsecond
+# For a store that fills no sector, on a multiprocessor, as streamed.py has it
+PART_US = 2.4e-3
+FEW_WARPS = 4  # of a block: fewer wait for each other's products as long as these do
 
 
 @dataclass(frozen=True)
@@ -210,13 +213,18 @@ def _time(plan: Monarch) -> float:
     x_pieces, weight_pieces = (n * first.p * size // access for n in (plan.k, plan.groups))
     lines = plan.samples * -(-x_pieces // _together(x_pieces))
     lines += plan.teams * plan.units * 4 * -(-weight_pieces // _together(weight_pieces))
-    chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1.3 if warps < 8 else 1)
+    chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1 if warps >= 8 else 1.3 * max(1.0, FEW_WARPS / warps))
     chunk = max(chunk + 1.9 * lines / CYCLES, (x + plan.teams * weight) / gpu.l2_bytes)
     chunk += 0.03 if plan.slots > 2 else 0.07
     # Results, while others multiply if there are teams
     result = plan.samples * second.q * plan.groups * size
-    kilobyte = (0.15 if plan.cell >= 16 else 0.4) if plan.cell < SECTOR else 0.036 if plan.cluster > 1 else 0.03
+    kilobyte = (
+        (0.15 if plan.cell >= 16 else 3.2 / plan.cell) if plan.cell < SECTOR else 0.036 if plan.cluster > 1 else 0.03
+    )
     finish = plan.rounds * (0.2 if plan.cluster > 1 else 0.1) + kilobyte * result / 1e3
+    if plan.cell >= SECTOR:  # at both ends of a cell
+        aligned = math.gcd(SECTOR, plan.cell, second.inner * size)
+        finish += result / plan.cell * 2 * (1 - aligned / SECTOR) * PART_US
     busy = max(each, 1.0) * (plan.chunks * chunk + finish * (0.85 if plan.teams > 1 else 1))
     moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * size
     return 3.0 + plan.weight_bytes / 60e3 + max(busy, 1.2 * moved / (gpu.memory_bytes * gpu.sms))

@@ -7,6 +7,7 @@ prepared in the place of the first weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,13 +23,17 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 SCALED = "float16"  # where a product of weights may be too small for its bits, though neither of them is
-COLUMNS, WAYS = 64, 4  # threads of a block
+THREADS = 256  # of a block
+WAYS, MOST_WAYS = 4, 16  # of these, for a column
 LOOKING = 128  # blocks, for the largest of each weight
-HELD = 16  # q's that a block holds at once, for the first gradient
+HELD, HELD_OF_MANY, FEW_GROUPS = 32, 16, 4  # q's that a block holds at once, for the first gradient
 MANY = 8  # blocks for a multiprocessor
-START_US = 2.0
-WAIT_US = 0.8  # for what L2 has been asked for, as few.py has it
-AT_ONCE = 3  # blocks of a multiprocessor that wait together
+START_US = 1.2
+# For what L2 has been asked for, as few.py has it; and a round of gradients' sums, with both its barriers. So 17 passes
+# that took 1.5 to 42 us on one H100 are predicted within 1.5 times, but for the shortest one.
+WAIT_US, ROUND_US = 0.8, 1.2
+AT_ONCE, AT_ONCE_OF_DOUBLES = 3, 2  # blocks of a multiprocessor that wait together, as they share its registers
+HELD_TOGETHER, FIRST_TOGETHER, TILES_TOGETHER = 8, 16, 12  # loads of a thread on their way: whole.cuh
 ALIGNED = 256  # bytes, of what is prepared behind a weight
 MOST_BYTES = 1 << 31
 GRAD = 2  # the parameter that grad_y is, behind both weights
@@ -72,8 +77,7 @@ class Whole(OneSpread):
     dtype: str
     gpu: Gpu
 
-    threads = COLUMNS * WAYS
-    blocks = 2
+    threads = THREADS
 
     @property
     def rank(self) -> int:
@@ -96,11 +100,21 @@ class Whole(OneSpread):
     @property
     def _groups(self) -> int:
         """Groups of the first contraction that a block's columns are of."""
-        return min(self.first.outer, -(-(COLUMNS - 1) // self.first.p) + 1)
+        return min(self.first.outer, -(-(self._columns - 1) // self.first.p) + 1)
+
+    @property
+    def ways(self) -> int:
+        """Threads for a column."""
+        return WAYS
+
+    @property
+    def _columns(self) -> int:
+        """Columns of a block."""
+        return THREADS // self.ways
 
     @property
     def _across(self) -> int:
-        return -(-self.features[0] // COLUMNS)
+        return -(-self.features[0] // self._columns)
 
     @property
     def _sum_bytes(self) -> int:
@@ -108,8 +122,20 @@ class Whole(OneSpread):
 
     def _lines(self, height: int) -> list[str]:
         numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight, "HEIGHT": height, "R": self.rank}
+        numbers["WAYS"] = self.ways
         numbers |= {"K": self.first.outer, "P": self.first.p, "L": self.second.inner, "Q": self.second.q}
         return constants({"Element": ELEMENT[self.dtype], **numbers})
+
+    @property
+    def blocks(self) -> int:
+        return AT_ONCE_OF_DOUBLES if self.dtype == "float64" else AT_ONCE
+
+    def growth(self, batch: int) -> tuple[float, float]:
+        return self.us, 0.0
+
+    def _turns(self) -> float:
+        """Of blocks that a multiprocessor has at once."""
+        return self.split / (self.blocks * self.gpu.sms)
 
     def _issued_us(self, each: float) -> float:
         """Microseconds of so many instructions for each product of two weights."""
@@ -160,22 +186,37 @@ class WholeWeight(Whole):
         return (self.bytes, 8) if self.scaled else (self.bytes,)
 
     @property
+    def _is_apart(self) -> bool:
+        """Whether groups take turns in its rows: then a block has several groups."""
+        return self.turned and self.second.inner > 1
+
+    @property
+    def ways(self) -> int:
+        groups = self.second.inner
+        return (WAYS if groups <= WAYS else 8 if groups <= 8 else MOST_WAYS) if self._is_apart else WAYS
+
+    @property
     def height(self) -> int:
-        return 8 if self.second.q > 4 * WAYS else 4
+        return 8 if self.second.q > (4 if self._is_apart else 4 * WAYS) else 4
 
     @property
     def shared(self) -> int:
-        return self._groups * self.rank * WAYS * self.height * self._sum_bytes
+        held = self._groups * self.rank * (self.ways * self.height * self._sum_bytes + 16)
+        return max(held, THREADS * self.height * self.size + max(4, self.size) * self._columns if self._is_apart else 0)
 
     @property
     def split(self) -> int:
-        return min(self._across * self.second.inner * -(-self.second.q // (WAYS * self.height)), MOST_BLOCKS)
+        groups, q = self.second.inner, self.second.q
+        if self._is_apart:
+            return min(self._across * -(-groups // self.ways) * -(-q // self.height), MOST_BLOCKS)
+        return min(self._across * groups * -(-q // (self.ways * self.height)), MOST_BLOCKS)
 
     @property
     def us(self) -> float:
-        # Elements that nothing is beside of are sectors of L2
-        stored = self.elements * (32 if self.turned and self.second.inner > 1 else self.size)
-        return START_US + self._issued_us(BY_COLUMNS) + stored / (self.gpu.l2_bytes * self.gpu.sms)
+        held = self.ways * self.height * self._groups * self.rank / (THREADS * HELD_TOGETHER)
+        waits = WAIT_US * (math.ceil(held) + math.ceil(self.rank / FIRST_TOGETHER)) * max(1.0, self._turns())
+        stored = self.elements * self.size / (self.gpu.l2_bytes * self.gpu.sms)
+        return START_US + self._issued_us(BY_COLUMNS) + waits + stored
 
     def __str__(self) -> str:
         p, q = self.features
@@ -193,7 +234,7 @@ class WholeLargest(Preparing):
 
     of: WholeWeight
 
-    threads = COLUMNS * WAYS
+    threads = THREADS
     shared = threads // 32 * 8
     blocks = 4
     split = LOOKING
@@ -202,6 +243,9 @@ class WholeLargest(Preparing):
     @property
     def prepared_at(self) -> int:
         return self.of.end
+
+    def growth(self, batch: int) -> tuple[float, float]:
+        return self.us, 0.0
 
     @property
     def us(self) -> float:
@@ -237,6 +281,11 @@ class WholeGradients(Whole):
     def height(self) -> int:
         """r's of a thread"""
         return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
+
+    @property
+    def held(self) -> int:
+        """q's that a block holds at once, for the first gradient."""
+        return HELD if self._groups <= FEW_GROUPS else HELD_OF_MANY
 
     @property
     def across(self) -> int:
@@ -277,7 +326,7 @@ class WholeGradients(Whole):
 
     @property
     def shared(self) -> int:
-        by_columns = max(HELD * self._groups * self.height, self.height * self.threads)
+        by_columns = max(self.held * self._groups * self.height, self.height * self.threads)
         by_tiles = self._side * (self.mine * self.down + self._tile_r) * (self.long + 1)
         return max(by_columns, by_tiles) * self._sum_bytes
 
@@ -289,8 +338,12 @@ class WholeGradients(Whole):
     @property
     def us(self) -> float:
         read = 2 * self.elements * self._sum_bytes / (self.gpu.l2_bytes * self.gpu.sms)
-        waits = WAIT_US * (1 + -(-self.first.p // self.long)) * self.split / (AT_ONCE * self.gpu.sms)
-        return START_US + max(self._issued_us(BY_COLUMNS + BY_TILES), read, waits)
+        loads = self._side * (self.mine * self.down + self._tile_r) * self.long / (self.threads * TILES_TOGETHER)
+        of_first = 1 + math.ceil(self.second.q / self.held)
+        of_second = 1 + math.ceil(self.first.p / self.long) * math.ceil(loads)
+        share = self._blocks(self.mine) / self.split
+        rounds = max(of_first, of_second, ((1 - share) * of_first + share * of_second) * self._turns())
+        return START_US + self._issued_us(BY_COLUMNS + BY_TILES) + read + ROUND_US * rounds
 
     def __str__(self) -> str:
         p, q = self.features
@@ -300,7 +353,7 @@ class WholeGradients(Whole):
     def told(self) -> list[str]:
         first, second = self.first, self.second
         of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        told = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long}
+        told = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long, "HELD": self.held}
         return self._lines(self.height) + constants(told | {key: Long(value) for key, value in of.items()})
 
 

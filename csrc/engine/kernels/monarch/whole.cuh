@@ -7,9 +7,9 @@
 // be too small or too large, the dense weight is multiplied by a power of two, which the largest of each weight tells, and whoever
 // takes the samples divides by it.
 //
-// Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread); of WholeWeight
+// Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread), WAYS; of WholeWeight
 //        TURNED (whether the dense weight is [in][out]); of WholeGradients OF_0 and OF_1 (where gradients begin), ACROSS and
-//        DOWN (threads of neighbouring r's, and q's), MINE (q's of a thread), LONG (p's at once); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
+//        DOWN (threads of neighbouring r's, and q's), MINE (q's of a thread), LONG (p's at once), HELD (q's at once); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
 //        back, and what each of BLOCKS blocks of WholeLargest has found), else -1
 #pragma once
 #include "move/memory.cuh"
@@ -53,12 +53,12 @@ template <class Pass> struct WholeLargest {
   }
 };
 
-// What both have in common: columns (k, p) of the dense weight, 64 of a block with four threads for each.
+// What both have in common: columns (k, p) of the dense weight, with WAYS of a block's 256 threads for each.
 template <class Pass> struct Whole {
   using Element = typename Pass::Element;
   using Real = Sum<Element>;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, Q = Pass::Q, R = Pass::R, HEIGHT = Pass::HEIGHT;
-  static constexpr int kThreads = 256, kColumns = 64, kWays = kThreads / kColumns, kIn = K * P, kOut = Q * L;
+  static constexpr int kThreads = 256, kWays = Pass::WAYS, kColumns = kThreads / kWays, kIn = K * P, kOut = Q * L;
   static constexpr int kAcross = ceil_div(kIn, kColumns);
   static constexpr int kGroups = ceil_div(kColumns - 1, P) + 1 < K ? ceil_div(kColumns - 1, P) + 1 : K;  // that columns are of
   static constexpr int kSize = sizeof(Real), kRow = HEIGHT * kSize;
@@ -84,23 +84,31 @@ template <class Pass> struct Whole {
   }
 };
 
-// A block has 64 columns and four times HEIGHT q's of a group l, whose second weights it holds as [k, r][q].
+// A block has some columns and WAYS times HEIGHT q's of a group l, whose second weights it holds as [k, r][q]. Turned, where groups
+// take turns in a row of the dense weight, it has HEIGHT q's of WAYS groups: results lie side by side, and leave by shared memory.
 template <class Pass> struct WholeWeight : Whole<Pass> {
   using Base = Whole<Pass>;
   using typename Base::Element, typename Base::Real;
   using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn, Base::kOut;
   using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
-  static constexpr int kRows = kWays * HEIGHT, kTiles = kAcross * L * ceil_div(Q, kRows);
+  static constexpr bool kApart = Pass::TURNED && L > 1;
+  static constexpr int kRows = kWays * HEIGHT, kTileQ = kApart ? HEIGHT : kRows, kTileL = kApart ? kWays : 1;
+  static constexpr int kTilesL = ceil_div(L, kTileL), kTiles = kAcross * kTilesL * ceil_div(Q, kTileQ);
+  static constexpr int kLine = (kRows + 16 / kSize) * kSize;  // bytes: four (k, r)'s are in different banks
+  static constexpr int kTogether = 16;                        // r's whose first weights are on their way
   DEVICE WholeWeight(const Params& given) : Base(given) {}
 
   DEVICE void hold(int l, int q, int k) const {
-    const int across = min(kGroups, K - k) * R;
-#pragma unroll 1
-    for (int i = thread; i < kRows * across; i += kThreads) {
-      const int row = i / across, kr = i % across;
-      const Real x = q + row < Q ? widen(Base::second(l, q + row, k)[kr]) : Real(0);
-      store_shared(memory + (kr * kRows + row) * kSize, x);
-    }
+    constexpr int kHeld = kGroups * R;
+    move_together<kRows * kHeld, kThreads, 8>(
+        [&](int i) {
+          const int row = i / kHeld, kr = i % kHeld, of_l = l + (kApart ? row / HEIGHT : 0), of_q = q + row % kTileQ;
+          const bool here = row < kRows && of_l < L && of_q < Q && kr < (K - k) * R;
+          return here ? Base::second(of_l, of_q, k)[kr] : Element{};
+        },
+        [&](int i, Element x) {
+          if (i < kRows * kHeld) store_shared(memory + i % kHeld * kLine + i / kHeld * kSize, widen(x));
+        });
   }
   // What the dense weight is multiplied by
   DEVICE Real scale() const {
@@ -125,30 +133,65 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
     return 1;
   }
   DEVICE void tile(int l, int q, int column, Real scale) const {
-    const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns;
+    const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns, k = c / P;
+    const int of_l = kApart ? min(l + way, L - 1) : l;
+    const Element* factors = Base::first(c < kIn ? k : 0, 0, of_l) + c % P;
+    Element of_r[kTogether];
+    const auto ask = [&](int r) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) of_r[i] = c < kIn && r + i < R ? factors[i64(r + i) * L * P] : Element{};
+    };
+    ask(0);
     hold(l, q, from_k);
     __syncthreads();
+    Real sums[HEIGHT] = {};
     if (c < kIn) {
-      const int k = c / P;
-      const Element* factors = Base::first(k, 0, l) + c % P;
-      u32 row = memory + (k - from_k) * R * kRows * kSize + way * kRow;
-      Real sums[HEIGHT] = {};
-#pragma unroll 4
-      for (int r = 0; r < R; ++r, row += kRows * kSize) Base::add(sums, widen(factors[i64(r) * L * P]), row);
+      u32 row = memory + (k - from_k) * R * kLine + way * kRow;
+#pragma unroll 1
+      for (int r = 0; r < R; r += kTogether) {
+        if (r > 0) ask(r);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i, row += kLine)
+          if (R % kTogether == 0 || r + i < R) Base::add(sums, widen(of_r[i]), row);
+      }
+    }
+    Element made[HEIGHT];
+#pragma unroll
+    for (int j = 0; j < HEIGHT; ++j) made[j] = narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]);
+    if constexpr (kApart) {
+      store_apart(made, l, q, column);
+    } else if (c < kIn) {
       Element* y = static_cast<Element*>(params.y);
 #pragma unroll
       for (int j = 0; j < HEIGHT; ++j) {
-        const i64 made = i64(q + way * HEIGHT + j) * L + l;
-        if (q + way * HEIGHT + j < Q) store_global(y + (Pass::TURNED ? i64(c) * kOut + made : made * kIn + c), narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]));
+        const int at = q + way * HEIGHT + j;
+        if (at < Q) store_global(y + (Pass::TURNED ? i64(c) * kOut + at : (i64(at) * L + l) * kIn + c), made[j]);
       }
     }
     __syncthreads();
+  }
+  // Of each column what lies together there, by neighbouring threads
+  DEVICE void store_apart(const Element (&made)[HEIGHT], int l, int q, int column) const {
+    constexpr int kBytes = int(sizeof(Element)), kEach = kRows * kBytes + (kBytes < 4 ? 4 : kBytes);  // columns begin in different banks
+    __syncthreads();  // all have read what is held
+#pragma unroll
+    for (int j = 0; j < HEIGHT; ++j)
+      store_shared(memory + thread % kColumns * kEach + (j * kWays + thread / kColumns) * kBytes, made[j]);
+    __syncthreads();
+    Element* y = static_cast<Element*>(params.y);
+#pragma unroll 4
+    for (int i = thread; i < kColumns * kRows; i += kThreads) {
+      const int c = i / kRows, row = i % kRows, of_q = q + row / kWays, of_l = l + row % kWays;
+      if (column + c < kIn && of_q < Q && of_l < L)
+        store_words<kBytes>(y + i64(column + c) * kOut + of_q * L + of_l,
+                            load_words<kBytes>(memory + c * kEach + row * kBytes));
+    }
   }
   DEVICE void run() const {
     const Real scale = this->scale();
 #pragma unroll 1
     for (int at = blockIdx.y; at < kTiles; at += gridDim.y)
-      tile(at / kAcross % L, at / (kAcross * L) * kRows, at % kAcross * kColumns, scale);
+      tile(at / kAcross % kTilesL * kTileL, at / (kAcross * kTilesL) * kTileQ, at % kAcross * kColumns, scale);
   }
 };
 
@@ -159,7 +202,7 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
   using typename Base::Element, typename Base::Real;
   using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn;
   using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
-  static constexpr int kHeld = 16;  // q's at once
+  static constexpr int kHeld = Pass::HELD;  // q's at once
   static constexpr int kTilesR = ceil_div(R, HEIGHT), kOfFirst = kAcross * L * kTilesR;
   static constexpr int ACROSS = Pass::ACROSS, DOWN = Pass::DOWN, MINE = Pass::MINE, LONG = Pass::LONG;
   static constexpr int kSide = kThreads / (ACROSS * DOWN), kMineR = R > ACROSS ? 2 : 1;  // groups k, and r's of a thread
@@ -172,27 +215,31 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
 
   // [q][k][r]: what the second weight has there
   DEVICE void hold(int l, int q, int k, int r) const {
-#pragma unroll 1
-    for (int i = thread; i < kHeld * kGroups * HEIGHT; i += kThreads) {
-      const int row = i / (kGroups * HEIGHT), of_k = i / HEIGHT % kGroups, j = r + i % HEIGHT;
-      const bool here = q + row < Q && k + of_k < K && j < R;
-      store_shared(memory + i * kSize, here ? widen(Base::second(l, q + row, k + of_k)[j]) : Real(0));
-    }
+    constexpr int kAll = kHeld * kGroups * HEIGHT;
+    move_together<kAll, kThreads, 4>(
+        [&](int i) {
+          const int row = i / (kGroups * HEIGHT), of_k = i / HEIGHT % kGroups, j = r + i % HEIGHT;
+          const bool here = row < kHeld && q + row < Q && k + of_k < K && j < R;
+          return here ? Base::second(l, q + row, k + of_k)[j] : Element{};
+        },
+        [&](int i, Element x) {
+          if (kAll % kThreads == 0 || i < kAll) store_shared(memory + i * kSize, widen(x));
+        });
   }
   DEVICE void of_first(int l, int r, int column) const {
     const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns, k = c / P;
     Real sums[HEIGHT] = {};
 #pragma unroll 1
     for (int q = 0; q < Q; q += kHeld) {
+      Real g[kHeld / kWays];
+#pragma unroll
+      for (int i = 0; i < kHeld / kWays; ++i) {
+        const int at = q + i * kWays + way;
+        g[i] = at < Q && c < kIn ? gradient(at, l)[c] : Real(0);
+      }
       hold(l, q, from_k, r);
       __syncthreads();
       if (c < kIn) {
-        Real g[kHeld / kWays];
-#pragma unroll
-        for (int i = 0; i < kHeld / kWays; ++i) {
-          const int at = q + i * kWays + way;
-          g[i] = at < Q ? gradient(at, l)[c] : Real(0);
-        }
 #pragma unroll
         for (int i = 0; i < kHeld / kWays; ++i)
           if (q + i * kWays + way < Q)
@@ -216,21 +263,24 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
   }
 
   DEVICE void of_second(int from_k, int l, int q, int r) const {
-    constexpr int kRows = kTileQ + kTileR;
+    constexpr int kRows = kTileQ + kTileR, kLoads = ceil_div(kSide * kRows * LONG, kThreads), kTogether = kLoads < 12 ? kLoads : 12;
     const int across = thread % ACROSS, down = thread / ACROSS % DOWN, side = thread / (ACROSS * DOWN), k = from_k + side;
     Real sums[MINE][kMineR] = {};
 #pragma unroll 1
     for (int p = 0; p < P; p += LONG) {
-#pragma unroll 4
-      for (int i = thread; i < kSide * kRows * LONG; i += kThreads) {
-        const int row = i / LONG % kRows, of_k = from_k + i / (LONG * kRows), at = p + i % LONG, of_r = r + row - kTileQ;
-        Real x = 0;
-        if (of_k < K && at < P) {
-          if (row < kTileQ && q + row < Q) x = gradient(q + row, l)[of_k * P + at];
-          if (row >= kTileQ && of_r < R) x = widen(Base::first(of_k, of_r, l)[at]);
-        }
-        store_shared(memory + (i / LONG * kLine + i % LONG) * kSize, x);
-      }
+      move_together<kSide * kRows * LONG, kThreads, kTogether>(
+          [&](int i) {
+            const int row = i / LONG % kRows, of_k = from_k + i / (LONG * kRows), at = p + i % LONG, of_r = r + row - kTileQ;
+            Real x = 0;
+            if (of_k < K && at < P) {
+              if (row < kTileQ && q + row < Q) x = gradient(q + row, l)[of_k * P + at];
+              if (row >= kTileQ && of_r < R) x = widen(Base::first(of_k, of_r, l)[at]);
+            }
+            return x;
+          },
+          [&](int i, Real x) {
+            if (i < kSide * kRows * LONG) store_shared(memory + (i / LONG * kLine + i % LONG) * kSize, x);
+          });
       __syncthreads();
       const int count = min(LONG, P - p), left = side * kRows + down, right = side * kRows + kTileQ + across;
 #pragma unroll 4
