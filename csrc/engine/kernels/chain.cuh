@@ -57,7 +57,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
   using Base = Tiles<Pass>;
   using Math = typename Pass::Math;
   using typename Base::Element;
-  using Base::group, Base::thread, Base::units, Base::kBlock, Base::kSize, Base::kThreads, Base::by_registers;
+  using Base::group, Base::thread, Base::units, Base::kBlock, Base::kSize, Base::kThreads;
   const Params& params;
   const Lane lane;
   const int warp;
@@ -137,7 +137,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
         copy_async<kEach * kSize>(place(q, p), weight + (present ? q * S::P + p : 0), present);
       }
     } else {
-      by_registers<kCount, kBlock>(
+      Base::template by_registers<kCount, kBlock>(
           threadIdx.x,
           [&](int j) {
             const int q = j / kRow, p = j % kRow;
@@ -154,7 +154,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const u32 to = weight_address<S>(term);
     const auto q_of = [](int j) { return TURNED ? j % kLength : j / kLength; };
     const auto p_of = [](int j) { return TURNED ? j / kLength : j % kLength; };
-    by_registers<S::W_ROWS * S::PP, kBlock>(
+    Base::template by_registers<S::W_ROWS * S::PP, kBlock>(
         threadIdx.x,
         [&](int j) {
           const int q = q_of(j), p = p_of(j);
