@@ -93,12 +93,15 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   DEVICE void load_runs(i64 first, int slot) const {
     using R = typename Pass::Input;
+    constexpr int kRun = Pass::LOAD_RUN, kBytes = kRun * kSize, kEach = R::kSize / kRun;  // runs of a unit
+    const int present = Base::present(first);
     fence_copy_engine();
-    if (lane.index == 0) expect_bytes(barrier(slot), Pass::HELD * Base::present(first) * R::kSize * kSize);
+    if (lane.index == 0) expect_bytes(barrier(slot), Pass::HELD * present * R::kSize * kSize);
     __syncwarp();
     for (int held = 0; held < Pass::HELD; ++held)
-      Base::template load_runs<R, typename Pass::First, Pass::LOAD_RUN>(
-          state_of(held), first, slot_address(slot) + held * Pass::kHeldBytes, barrier(slot));
+      for (int k = lane.index; k < present * kEach; k += 32)
+        load_run(slot_address(slot) + held * Pass::kHeldBytes + Pass::First::at(k * kRun) * kSize,
+                 state_of(held) + R::unit(first + k / kEach) + R::at(k % kEach * kRun), kBytes, barrier(slot));
   }
 
   static constexpr int kWord = 16 / kSize;  // elements
@@ -564,10 +567,20 @@ template <class Pass> struct Chain : Tiles<Pass> {
     Element* y = static_cast<Element*>(params.y) + i64(blockIdx.y) * Pass::SPLIT_STEP;
     if constexpr (Pass::TERM_OUT > 0) y += i64(blockIdx.y) * params.batch * Pass::TERM_OUT;
     if constexpr (Pass::BULK_STORE) {
-      if (warp == 0) Base::template store_runs<typename Pass::Output, typename Pass::Final, Pass::STORE_RUN>(tile * Pass::UNITS, from, y);
+      if (warp == 0) store_runs(tile * Pass::UNITS, from, y);
     } else {
       Base::template store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, y);
     }
+  }
+
+  DEVICE void store_runs(i64 first, u32 from, Element* y) const {
+    using R = typename Pass::Output;
+    constexpr int kRun = Pass::STORE_RUN, kEach = R::kSize / kRun;
+    const int present = Base::present(first);
+    for (int k = lane.index; k < present * kEach; k += 32)
+      store_run(y + R::unit(first + k / kEach) + R::at(k % kEach * kRun), from + Pass::Final::at(k * kRun) * kSize,
+                kRun * kSize);
+    commit_stores();
   }
 
   // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.

@@ -1,5 +1,5 @@
 // Tiles of units between memory, where Regions say how they lie, and shared memory, where Layouts do: by the threads of a group,
-// in pieces of 16 bytes or less, or by the copy engine, in runs. Units beyond the last one, and what is missing of a slice's last
+// in pieces of 16 bytes or less. Units beyond the last one, and what is missing of a slice's last
 // chunk, come as zeros, and are not stored.
 //
 // Pass: Element; WARPS, GROUPS, UNITS of a tile, UNITS_PER_SAMPLE
@@ -78,19 +78,6 @@ template <class Pass> struct Tiles {
               });
         },
         limit);
-  }
-
-  // Runs of RUN elements by the copy engine, which a warp asks for
-  template <class R, class L, int RUN> DEVICE void load_runs(const Element* x, i64 first, u32 to, u32 barrier) const {
-    constexpr int kEach = R::kSize / RUN;  // of a unit
-    for (int k = threadIdx.x % 32; k < present(first) * kEach; k += 32)
-      load_run(to + L::at(k * RUN) * kSize, x + R::unit(first + k / kEach) + R::at(k % kEach * RUN), RUN * kSize, barrier);
-  }
-  template <class R, class L, int RUN> DEVICE void store_runs(i64 first, u32 from, Element* y) const {
-    constexpr int kEach = R::kSize / RUN;
-    for (int k = threadIdx.x % 32; k < present(first) * kEach; k += 32)
-      store_run(y + R::unit(first + k / kEach) + R::at(k % kEach * RUN), from + L::at(k * RUN) * kSize, RUN * kSize);
-    commit_stores();
   }
 
   // What is too small to be copied, to shared memory: the loads of several are on their way together.
