@@ -139,12 +139,16 @@ def are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     samples, so that what has a kernel for few has one for many as well."""
     batch = BATCHES[1]
     apart = chain.rank * _apart_us(chain, dtype, batch, gpu)
+    if chain.rank > 1:  # the gradient of x is made of all terms, by the chain back
+        back = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
+        apart += _us(forward(Chain(back, chain.rank, tf32=chain.tf32), dtype, batch, gpu))
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
 
 
 def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
     """Of all gradients of one term by several calls, as autograd/backward.py would make them: a run of neighbours by a
-    family that makes all of theirs, or a contraction by itself, its gradient and that of what it reads."""
+    family that makes all of theirs, or a contraction by itself, its gradient and that of what it reads, but for x's of
+    several terms."""
     steps, last = chain.contractions, len(chain.contractions) - 1
     least = [0.0] + [math.inf] * len(steps)  # of the first so many contractions
     for end in range(1, len(steps) + 1):
@@ -156,7 +160,7 @@ def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
             if end == begin + 1:
                 (c,) = part.contractions
                 back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
-                us = _us(forward(back, dtype, batch, gpu))
+                us = _us(forward(back, dtype, batch, gpu)) if begin or chain.rank == 1 else 0.0
                 us += _us(registry.fastest(registry.OF_WEIGHT, c, dtype, batch, gpu))
             else:
                 outer, inner = around(part)
