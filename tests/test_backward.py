@@ -339,6 +339,39 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
     assert texts(text, fits, len(x)) == texts(text, fits, len(x), all_of(weights) | 2)
 
 
+@pytest.mark.parametrize("back_us", [0.0, 1e9])
+@pytest.mark.parametrize("fits", [nothing, pairs])
+@pytest.mark.parametrize("wanted", [0b1, 0b10101, 0b11101])
+def test_the_gradient_of_x_may_be_a_sum_of_the_terms(
+    wanted: int, fits: Callable[[Chain], bool], back_us: float
+) -> None:
+    """Where all terms back are predicted to take longer; what is asked for is what runs, and the sum is right."""
+    spec = replace(kronecker((4, 3, 2), (2, 3, 5)), rank=3)
+    chain = Chain.of(spec, False, "identity")
+    x, grad_y = torch.randn(3, 24).double(), torch.randn(3, 30).double()
+    weights = [torch.randn(shape).double() for shape in spec.weight_shapes]
+    ran = []
+
+    def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*given: Tensor) -> Tensor:
+            ran.extend((each, len(given[0])) for each in given if isinstance(each, str))
+            return op(*given)
+
+        return run
+
+    def us(text: str) -> float:
+        return back_us if text.startswith("rank 3") else 1.0
+
+    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes)), fits, us=lambda _: us)
+    made = gradients(ops, grad_y, x, weights, None, chain.text, wanted)
+    assert texts(chain.text, fits, 3, wanted, ops.us) == list(dict.fromkeys(ran))
+    assert any(text.startswith("rank 3") for text, _ in ran) == (wanted == 1 or not back_us)
+    leaves = [t.requires_grad_() for t in (x, *weights)]
+    right = torch.autograd.grad(naive(spec, x, weights), leaves, grad_y)
+    kept = [t for bit, t in zip((1, 4, 8, 16), right, strict=True) if wanted & bit]
+    torch.testing.assert_close(made, kept)
+
+
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
 def test_what_no_samples_would_run_is_known_too(spec: LayerSpec) -> None:
     text = Chain.of(spec, True, "identity").text

@@ -18,6 +18,7 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
 from factorlayer.plan.plan import Plan
+from factorlayer.plan.visits import are_worth_it
 from factorlayer.plan.visits import visits as visits_of
 
 
@@ -118,3 +119,18 @@ def test_parts_of_a_weight_overwrite_nothing_that_others_read(sizes: tuple[int, 
             for planned in visits_of(chain, "bfloat16", batch, Gpu.of(90), count) or ():
                 if isinstance(planned, ChainBackward) and planned.parts > 1:
                     assert planned.writes not in (planned.reads, planned.beside[0])
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [((2, 11, 180), "float64"), ((48, 2, 7, 9), "tf32")], ids=str)
+def test_padding_leaves_room_for_more_than_one_group(sizes: tuple[int, ...], dtype: str) -> None:
+    """Of small modes states are mostly padding: units are fewer then, not warps."""
+    found = visits(kronecker(sizes, sizes), dtype, 1024, Gpu.of(90))
+    for planned in found.passes:
+        if isinstance(planned, ChainBackward):
+            assert planned.groups * planned.warps >= 8
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [((24, 16, 40), "float64"), ((16, 48, 24), "bfloat16")], ids=str)
+def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple[int, ...], dtype: str) -> None:
+    chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=3))
+    assert are_worth_it(chain, dtype, Gpu.of(90))

@@ -25,6 +25,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 Turned = tuple[int, int, int]
+Predicting = Callable[[int], Callable[[str], float]]  # the same function for numbers of samples that have one plan
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
 SLAB = 32  # samples
 IN_SLABS = 64  # samples, of which there have to be a multiple
@@ -52,8 +53,8 @@ def _before_activation(
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
     gradients at once, in all_gradients (which returns those of x and of a bias if their bits are set), or a product and
-    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. What learns in an activation
-    has PyTorch's."""
+    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. `us` predicts what each of
+    so many samples takes of a text's kernels. What learns in an activation has PyTorch's."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
@@ -63,6 +64,8 @@ class Ops:
     learned: Callable[..., tuple[Tensor, ...]] = _before_activation
     stack: Callable[..., Tensor] = torch.stack
     fits_few: Callable[[Chain], bool] | None = None
+    us: Predicting | None = None
+    add: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.add_
 
     def fits_of(self, batch: int) -> Callable[[Chain], bool]:
         return self.fits_few if self.fits_few and batch < LEAST_MIXED else self.fits
@@ -221,7 +224,7 @@ def back_through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tens
     return ops.slopes(state, grad, [], None, through_alone(activation, state.shape[1]))
 
 
-def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]]:
+def recording(fits: Callable[[Chain], bool], us: Predicting | None = None) -> tuple[Ops, list[tuple[str, int]]]:
     """Ops that make hollow tensors, and the texts of what would run, each with its number of samples."""
     asked: list[tuple[str, int]] = []
 
@@ -253,7 +256,10 @@ def recording(fits: Callable[[Chain], bool]) -> tuple[Ops, list[tuple[str, int]]
     def stack(terms: Sequence[Tensor]) -> Tensor:
         return hollow(len(terms), *terms[0].shape)
 
-    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned, stack), asked
+    def add(sum_of: Tensor, term: Tensor) -> Tensor:
+        return sum_of
+
+    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned, stack, us=us, add=add), asked
 
 
 def hollow(*shape: int) -> Tensor:
@@ -269,22 +275,31 @@ def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
     return weights, hollow(chain.out_features) if chain.bias else None
 
 
-def texts(text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1) -> list[tuple[str, int]]:
+def texts(
+    text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
+) -> list[tuple[str, int]]:
     """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
+    return list(dict.fromkeys(runs(text, fits, batch, wanted, us)))
+
+
+def runs(
+    text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
+) -> list[tuple[str, int]]:
+    """The same, as often as they run: of terms by themselves, for each."""
     chain = Chain.parse(text)
     weights, bias = hollow_layer(chain)
     given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
-    ops, asked = recording(fits)
+    ops, asked = recording(fits, us)
     x, grad_y = hollow(batch, chain.in_features), hollow(batch, chain.out_features)
     gradients(ops, grad_y, x, weights, bias, text, wanted & given)
-    return list(dict.fromkeys(asked))
+    return asked
 
 
 def _all_terms(
     ops: Ops, chain: Chain, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    """At once, if there is a plan for that; else each term by itself, but for x, whose gradient is the chain back with
-    all terms."""
+    """At once, if there is a plan for that; else each term by itself. The gradient of x is then the chain back with all
+    terms, unless it takes less to add up those that the terms make, or nearly make, on their way."""
     at_once = replace(chain, activation="identity", bias=False, backward=True)
     all_wanted = wanted >> 2 == (1 << len(weights)) - 1
     if all_wanted and all(c.tied for c in chain.contractions) and ops.fits_of(len(x))(at_once):
@@ -292,13 +307,39 @@ def _all_terms(
         of_x = {0: made.pop(0)} if wanted & 1 else {}
         return of_x | {i + 2: of_weight for i, of_weight in enumerate(made)}
     found = {}
-    if wanted & 1:
+    us = ops.us(len(x)) if wanted & 1 and ops.us else None
+    adds = us is not None and _adds_up(chain.text, wanted, ops.fits_of(len(x)), us)
+    if wanted & 1 and not adds:
         found[0] = ops.forward(grad, [_transposed(ops, w) for w in weights], None, _back(chain).text)
     if wanted >> 2:
-        part = Chain(chain.contractions, tf32=chain.tf32).text
-        terms = [_one_term(ops, part, grad, x, [w[r] for w in weights], wanted & ~1) for r in range(chain.rank)]
+        terms = []
+        for r in range(chain.rank):
+            term = _one_term(ops, _term(chain), grad, x, [w[r] for w in weights], (wanted & ~1) | adds)
+            if adds:
+                of_term = term.pop(0)
+                found[0] = ops.add(found[0], of_term) if r else of_term
+            terms.append(term)
         found |= {bit: ops.stack([term[bit] for term in terms]) for bit in terms[0]}
     return found
+
+
+def _term(chain: Chain) -> str:
+    """One of a sum's, by itself."""
+    return Chain(chain.contractions, tf32=chain.tf32).text
+
+
+@functools.lru_cache(1024)
+def _adds_up(text: str, wanted: int, fits: Callable[[Chain], bool], us: Callable[[str], float]) -> bool:
+    """Whether the gradient of x is predicted to take less as a sum of the terms', of which each is what its first visit
+    makes anyway or one product more, than as the chain back."""
+    if not wanted >> 2:
+        return False
+    chain = Chain.parse(text)
+    first, *_ = visits(_term(chain), wanted, fits)
+    alone, *_ = visits(_term(chain), wanted & ~1, fits)
+    more = 0.0 if alone.at_once else us(first.gradient) - us(alone.gradient) if first.at_once else us(first.back)
+    adding = us(through_alone("relu", chain.in_features))  # which reads and writes as much as an addition
+    return chain.rank * more + (chain.rank - 1) * adding < us(_back(chain).text)
 
 
 def _one_term(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
+QUESTIONS = ("times_of_few", "times_of_some", "times_of_many")  # of the planner, for each class of batch
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
@@ -155,7 +157,8 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     compile and load. Raises CompileError."""
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
-        further = texts(text, cuda_ops(device, x.dtype).fits_of(batch), batch) if recorded else []
+        ops = cuda_ops(device, x.dtype)
+        further = texts(text, ops.fits_of(batch), batch, us=ops.us) if recorded else []
         prepare_together([(text, batch), *further], x.dtype, device)
 
 
@@ -450,7 +453,7 @@ def _backward_on_cuda(
     ops = cuda_ops(device, dtype)
     key = chain, wanted, class_of_batch(batch), dtype, device
     if batch and key not in _prepared:
-        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted), dtype, device)
+        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted, ops.us), dtype, device)
         _prepared.add(key)
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
         return gradients(ops, grad_y, x, weights, bias, chain, wanted)
@@ -471,6 +474,14 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     def fits_few(chain: Chain) -> bool:
         return has_kernel(chain.text, dtype, device, few=True)
 
+    def us_of(question: str) -> Callable[[str], float]:
+        def us(text: str) -> float:
+            of_sample, beside, _ = map(float, ask_planner(question, text, dtype, device).split(" "))
+            return of_sample if beside < math.inf else math.inf
+
+        return us
+
+    of_classes = [us_of(question) for question in QUESTIONS]
     ops = torch.ops.factorlayer
     return Ops(
         _explaining(ops.forward.default._op),
@@ -479,6 +490,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         _explaining(ops.slopes.default._op),
         fits,
         fits_few=fits_few,
+        us=lambda batch: of_classes[class_of_batch(batch)],
     )
 
 

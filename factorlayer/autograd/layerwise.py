@@ -97,7 +97,8 @@ def texts_by_layers(
     text: str, wanted: Sequence[int], batch: int, dtype: torch.dtype, device: int
 ) -> list[tuple[str, int]]:
     """What makes the gradients, and of how many samples each."""
-    ops, asked = recording(cuda_ops(device, dtype).fits_of(batch))
+    on_cuda = cuda_ops(device, dtype)
+    ops, asked = recording(on_cuda.fits_of(batch), on_cuda.us)
 
     def at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int]) -> list[Tensor]:
         asked.append((f"{text} | backward", len(x)))

@@ -40,6 +40,7 @@ PARTS = (1, 2, 4, 8)
 FEW = 64  # columns for each multiprocessor, of which parts are tried where one block has room for all
 MOST_GROUPS = 15  # each has a barrier of its own
 WARPS = (2, 4, 8, 16)
+FEWER = (1, 2, 4)  # times: what pads the states of a tile may leave room for smaller ones alone
 OTHER_REGISTERS = 56
 SLACK = 16  # bytes behind a state, which an access of whole 16 bytes may reach
 
@@ -406,11 +407,11 @@ def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[Candi
 
 def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
     size = ELEMENT_BYTES[work.dtype]
-    for chunk, warps in itertools.product(chunks_of(work), WARPS):
+    for chunk, warps, fewer in itertools.product(chunks_of(work), WARPS, FEWER):
         states = [math.prod(state) * chunk for state in work.states]
         total = batch * work.outer * -(-work.inner // chunk)
-        units = units_of(max(states), warps, total)
-        if units * sum(states) * size > gpu.shared or (warps > 2 and units * max(states) < warps * 128):
+        units, rest = divmod(units_of(max(states), warps, total), fewer)
+        if rest or units * sum(states) * size > gpu.shared or (warps > 2 and units * max(states) < warps * 128):
             continue
         if parts > 1 and work.steps[0][1].p < 16 * parts:
             continue

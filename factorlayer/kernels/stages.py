@@ -110,9 +110,9 @@ class Stage:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The layout of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix
-        steps."""
-        padded = round_up(self.p, 8)
+        """The layout of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps,
+        but for threads by columns."""
+        padded = round_up(self.p, 8) if self.mt or self.by_rows else self.p
         if self.by_rows:
             return Layout(self.p, 1, _row_step(self.p, self.dtype), 1)
         step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)

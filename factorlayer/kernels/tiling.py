@@ -212,7 +212,8 @@ def beside_products(stage: Stage) -> float:
     rows = stage.rows * (round_up(stage.p, 8) > stage.p)
     if stage.by_rows:
         return count + rows * OF_PADDED_ROW / 32
-    words = rows * (round_up(stage.p, 8) - stage.p) * stage.layout.step * ELEMENT_BYTES[stage.dtype] / 16
+    padding = stage.layout.row - stage.p * stage.layout.step
+    words = rows * padding * ELEMENT_BYTES[stage.dtype] / 16
     return count + words * OF_PADDING / 32
 
 

@@ -138,13 +138,20 @@ def are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     """Whether visits are predicted to be faster than one contraction after another. It is asked of one number of
     samples, so that what has a kernel for few has one for many as well."""
     batch = BATCHES[1]
-    apart = chain.rank * _apart_us(chain, dtype, batch, gpu)
+    apart = chain.rank * _apart_us(chain, dtype, batch, gpu, True)
+    if chain.rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
+        x = batch * chain.in_features * ELEMENT_BYTES[dtype]
+        apart += (chain.rank - 1) * 3 * x / (gpu.memory_bytes * gpu.sms)
+        back = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
+        of_all = _us(forward(Chain(back, chain.rank, tf32=chain.tf32), dtype, batch, gpu))
+        apart = min(apart, of_all + chain.rank * _apart_us(chain, dtype, batch, gpu, False))
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
 
 
-def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
-    """Of all gradients of one term by several calls, as autograd/backward.py would make them: a run of neighbours by a
-    family that makes all of theirs, or a contraction by itself, its gradient and that of what it reads."""
+def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
+    """Of all gradients of one term by several calls, x's if that is wanted, as autograd/backward.py would make them: a
+    run of neighbours by a family that makes all of theirs, or a contraction by itself, its gradient and that of what it
+    reads."""
     steps, last = chain.contractions, len(chain.contractions) - 1
     least = [0.0] + [math.inf] * len(steps)  # of the first so many contractions
     for end in range(1, len(steps) + 1):
@@ -156,7 +163,7 @@ def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
             if end == begin + 1:
                 (c,) = part.contractions
                 back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
-                us = _us(forward(back, dtype, batch, gpu))
+                us = _us(forward(back, dtype, batch, gpu)) if begin or with_x else 0.0
                 us += _us(registry.fastest(registry.OF_WEIGHT, c, dtype, batch, gpu))
             else:
                 outer, inner = around(part)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from factorlayer.autograd.backward import texts
-from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, gpu_limits
+from factorlayer.autograd.backward import runs
+from factorlayer.autograd.layer_ops import QUESTIONS, ask_planner, cuda_ops, gpu_limits
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
@@ -22,7 +22,6 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import library_us
 
 MARGIN = 1.1  # batched has to be faster by this factor: less cannot be told apart, and fused needs less memory
-QUESTIONS = ("times_of_few", "times_of_some", "times_of_many")  # of the planner, for each class of batch
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ def _predicted(text: str, dtype: torch.dtype, device: int, bits: int, training: 
     samples = max(1, 3 * most // 4)
     asked = [(text, samples)]
     if training:
-        asked += texts(text, cuda_ops(device, dtype).fits_of(samples), samples)
+        ops = cuda_ops(device, dtype)
+        asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
     fused_us = sum(_kernels_us(*each, dtype, device) for each in asked)
     batched_us = _library_us(text, samples, dtype, device, training)
     return Prediction(fused_us, batched_us, training, (most // 2 + 1 if bits > 1 else 1, most))

@@ -106,11 +106,12 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   static constexpr int kWord = 16 / kSize;  // elements
 
-  // Zeros where a layout of a stage pads p up to what the matrix unit takes.
+  // Zeros where a layout of a stage pads p up to what the matrix unit takes. Threads by columns take p's as they are.
+  template <class S> static constexpr bool kPadded = S::PP != S::P && (S::BY_ROWS || !S::BY_THREADS);
   template <class S> DEVICE void zero_padding(u32 state) const {
-    if constexpr (S::PP != S::P && S::BY_ROWS) {
+    if constexpr (kPadded<S> && S::BY_ROWS) {
       for (int row = thread; row < S::ROWS; row += kThreads) zeros<S::PP - S::P>(state + (row * S::In::ROW + S::P) * kSize);
-    } else if constexpr (S::PP != S::P) {  // whole p's, with what lies between them
+    } else if constexpr (kPadded<S>) {  // whole p's, with what lies between them
       constexpr int kWords = (S::PP - S::P) * S::In::STEP / kWord;
       for (int j = thread; j < S::ROWS * kWords; j += kThreads)
         store_u32x4(state + (j / kWords * S::In::ROW + S::P * S::In::STEP) * kSize + j % kWords * 16, {0, 0, 0, 0});
@@ -612,7 +613,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
         if constexpr (Pass::FINAL < 0) load(tile + (Pass::SLOTS - 1) * step, tiles, last);
       }
       wait_for_load(slot, phase);
-      if constexpr (!Pass::BULK_LOAD || Pass::FirstStage::PP != Pass::FirstStage::P) {
+      if constexpr (!Pass::BULK_LOAD || kPadded<typename Pass::FirstStage>) {
         for (int held = 0; held < Pass::HELD; ++held)
           zero_padding<typename Pass::FirstStage>(slot_address(slot) + held * Pass::kHeldBytes);
         sync();
