@@ -1233,3 +1233,13 @@ def test_gradients_at_once_need_no_more_memory_than_they_are_worth(dtype: str) -
             assert outer > 1
         else:
             assert max(found.scratch) <= 64 << 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_what_has_too_many_groups_is_refused_in_words(dtype: str) -> None:
+    """All gradients of this layer at once: of its first weight alone there would be more tiles than a grid has rows."""
+    gpu = Gpu.of(90)
+    for batch in BATCHES[1:]:
+        with pytest.raises(PlanError, match="no pass makes"):
+            plan(Chain.parse("untied 1 128 200 800 1; untied 0 1 512 128 200; backward"), dtype, batch, gpu)
+        assert plan(Chain.parse("untied 0 1 512 128 200; gradient"), dtype, batch, gpu).passes

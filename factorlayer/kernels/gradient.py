@@ -376,10 +376,10 @@ class Reduction(OneSpread):
         return constants(told | {key: Long(value) for key, value in numbers.items()})
 
 
-def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient:
-    """The fastest tiling by prediction."""
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient | None:
+    """The fastest tiling by prediction, or None where the groups make more tiles than a grid has rows."""
     tilings = [replace(plan, us=_time(plan)) for plan in _tilings(contraction, dtype, batch, gpu)]
-    return min(tilings, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US))
+    return min(tilings, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
 
 
 def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradient]:

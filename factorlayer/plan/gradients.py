@@ -137,7 +137,10 @@ def _is_worth_a_dense_one(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     for batch in (LEAST_OF_SOME, *BATCHES[1:]):
         passes = _as_dense(chain, dtype, batch, gpu)
         of_dense *= registry.WHOLE.margin.times * class_us(passes, batch) if passes else math.inf
-        apart *= class_us(_apart(chain, dtype, batch, gpu), batch)
+        try:
+            apart *= class_us(_apart(chain, dtype, batch, gpu), batch)
+        except PlanError:
+            return of_dense < math.inf
     return of_dense < apart
 
 
