@@ -5,6 +5,7 @@ FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a ran
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ hypothesis.settings.register_profile(
     "factorlayer", derandomize=True, deadline=None, max_examples=50, print_blob=False, database=None
 )
 hypothesis.settings.load_profile("factorlayer")
+gc.disable()  # until all tests are found: there is much to look at, and nothing to collect
 THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
 
@@ -30,6 +32,12 @@ ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if ORDER is not None:
         random.Random(ORDER).shuffle(items)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end: later collections need not look at it."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

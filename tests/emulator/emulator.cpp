@@ -70,7 +70,7 @@ void begin_thread() {
 void run_blocks(u8* stacks) {
   blocks.assign(cluster, Block());
   for (Block& block : blocks) {
-    block.cells.resize(shared_bytes / 2 + 8), block.products.resize((shared_bytes / 16 + 1) * kMostWarps);
+    block.cells.resize(shared_bytes / 2 + 8), block.products.resize((shared_bytes / 16 + 1) * (threads / 32));
     block.memory = static_cast<u8*>(aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
     memset(block.memory, 0xff, shared_bytes);
   }

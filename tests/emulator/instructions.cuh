@@ -1,7 +1,5 @@
 // instructions.cuh for a CPU: the same functions, and CUDA's own words.
 #pragma once
-#include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "emulator.h"
@@ -21,7 +19,31 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
-using std::min;
+
+// Functions of the C library, for float as well. Of <cmath> and <algorithm>, C++'s own, the compiler would read more than
+// of a kernel, for each one anew.
+#define FOR_FLOAT(name)           \
+  extern "C" double name(double); \
+  extern "C" float name##f(float); \
+  inline float name(float x) { return name##f(x); }
+FOR_FLOAT(fabs)
+FOR_FLOAT(floor)
+FOR_FLOAT(sqrt)
+FOR_FLOAT(exp)
+FOR_FLOAT(exp2)
+FOR_FLOAT(expm1)
+FOR_FLOAT(log)
+FOR_FLOAT(log2)
+FOR_FLOAT(log1p)
+FOR_FLOAT(sin)
+FOR_FLOAT(cos)
+FOR_FLOAT(tanh)
+FOR_FLOAT(erf)
+FOR_FLOAT(atan)
+extern "C" double pow(double, double);
+extern "C" float powf(float, float), fmaf(float, float, float), fmaxf(float, float), copysignf(float, float);
+inline float pow(float x, float y) { return powf(x, y); }
+template <class T> inline T min(T x, T y) { return y < x ? y : x; }
 
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
@@ -49,7 +71,8 @@ inline bool __syncthreads_or(bool here) { return emulator::sync_block(0, 0, here
 inline void __syncwarp() { emulator::sync_warp(); }
 inline bool __all_sync(u32, bool here) {
   emulator::together("__all_sync", &here, [](void* const* lanes) {
-    const bool all = std::all_of(lanes, lanes + 32, [](void* lane) { return *static_cast<bool*>(lane); });
+    bool all = true;
+    for (int i = 0; i < 32; ++i) all &= *static_cast<bool*>(lanes[i]);
     for (int i = 0; i < 32; ++i) *static_cast<bool*>(lanes[i]) = all;
   });
   return here;
@@ -87,18 +110,18 @@ inline bool is_power_of_two(double x) { return !(same_bits<u64>(x) << 12); }
 inline float times_off_by(double y, double most, float x) {
   return float(is_power_of_two(y) || y != y ? y : y * (1 + off_by(most, x)));
 }
-inline float normal_or_zero(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
-inline float fast_exp2(float x) { return normal_or_zero(times_off_by(std::exp2(double(x)), 0x1p-22, x)); }
+inline float normal_or_zero(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.f, x) : x; }
+inline float fast_exp2(float x) { return normal_or_zero(times_off_by(exp2(double(x)), 0x1p-22, x)); }
 inline float fast_reciprocal(float x) { return normal_or_zero(times_off_by(1 / double(normal_or_zero(x)), 0x1p-23, x)); }
 inline float fast_tanh(float x) {
-  const float y = times_off_by(std::tanh(double(x)), 0x1p-11, x);
+  const float y = times_off_by(tanh(double(x)), 0x1p-11, x);
   return y > 1 ? 1 : y < -1 ? -1 : y;
 }
 inline float fast_log2(float x) {
-  const double y = std::log2(double(x));
-  return float(y - y != 0 || is_power_of_two(x) ? y : y + off_by(0x1p-22, x) * std::max(1., std::fabs(y)));
+  const double y = log2(double(x));
+  return float(y - y != 0 || is_power_of_two(x) ? y : y + off_by(0x1p-22, x) * (fabs(y) > 1 ? fabs(y) : 1));
 }
-inline float fast_root(float x) { return times_off_by(std::sqrt(double(x)), 0x1p-23, x); }
+inline float fast_root(float x) { return times_off_by(sqrt(double(x)), 0x1p-23, x); }
 inline float fast_quotient(float x, float y) { return times_off_by(double(x) / double(y), 0x1p-22, x); }
 inline int uniform(int x) { return x; }
 template <class Int> inline void stay_here(Int&, Int&) {}
@@ -129,7 +152,7 @@ inline void load_u32x2(u32 from, u32 (&x)[2]) {
 }
 inline void load_u32x4(u32 from, u32 (&x)[4]) {
   const Four four = load<Four>(from);
-  std::copy(four.x, four.x + 4, x);
+  for (int i = 0; i < 4; ++i) x[i] = four.x[i];
 }
 inline double load_f64(u32 from) { return load<double>(from); }
 inline double load_f64(u32 from, bool present) { return present ? load_f64(from) : 0; }

@@ -226,9 +226,10 @@ inline void check_write(const char* what, u32 to, u32 bytes) {
     if (!after(cell.reader, cell.read)) error("race: %s at %u and a read of thread %d", what, at, cell.reader);
     cell.writer = short(current), cell.written = step();
   }
-  const u32* products = &blocks[block_of(to)].products[offset_of(to) / 16 * kMostWarps];
-  for (const u32* end = products + (bytes + 15) / 16 * kMostWarps; products != end; products += kMostWarps)
-    for (int warp = 0; warp < threads / 32; ++warp)
+  const int warps = threads / 32;
+  const u32* products = &blocks[block_of(to)].products[offset_of(to) / 16 * warps];
+  for (const u32* end = products + (bytes + 15) / 16 * warps; products != end; products += warps)
+    for (int warp = 0; warp < warps; ++warp)
       if (products[warp] > self().clock.products[warp])
         error("race: %s at %u and the matrix unit of warp %d, which reads it", what, offset_of(to), warp);
 }

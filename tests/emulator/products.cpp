@@ -39,7 +39,7 @@ const u8* read_operand(u32 at, const Clock& known, u32 wait) {
     else if (known.fenced[cell.writer] < cell.written)
       error("no fence: a matrix unit reads at %u what thread %d wrote", offset_of(at), cell.writer);
   }
-  blocks[current / block_threads].products[offset_of(at) / 16 * kMostWarps + current / 32] = wait;
+  blocks[current / block_threads].products[offset_of(at) / 16 * (threads / 32) + current / 32] = wait;
   return memory_at(at);
 }
 float value(Kind kind, const u8* from) {
@@ -59,28 +59,25 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
     if (its.products.size() != group.products.size()) return error("lanes have other products than others");
     known.meet(*its.clock);
   }
-  static float a[16][16], b[256][16];
+  static float a[16][16], b[16][256], made[16][256];  // b by its k's, as are a's: sums beside each other are made at once
   for (size_t i = 0; i < group.products.size(); ++i) {
     const Product& product = group.products[i];
     const int size = product.kind == Kind::tf32 ? 4 : 2, each = 16 / size;
-    const auto load = [&](float* row, u64 description, int r) {
-      for (int half = 0; half < 2; ++half) {
-        const u8* from = read_operand(operand_address(description, r, half), known, wait);
-        for (int k = 0; k < each; ++k) row[half * each + k] = value(product.kind, from + k * size);
-      }
-    };
-    const auto load_turned = [&](float (*rows)[16], u64 description, int from, int count) {
-      for (int r = 0; r < count; r += 8)
+    const auto load = [&](u64 description, bool turned, int first, int count, auto put) {
+      for (int r = 0; r < count && !turned; ++r)
+        for (int half = 0; half < 2; ++half) {
+          const u8* read = read_operand(operand_address(description, first + r, half), known, wait);
+          for (int k = 0; k < each; ++k) put(r, half * each + k, value(product.kind, read + k * size));
+        }
+      for (int r = 0; r < count && turned; r += 8)
         for (int k = 0; k < 16; ++k) {
-          const u8* read = read_operand(turned_address(description, from + r, k), known, wait);
-          for (int i = 0; i < 8; ++i) rows[r + i][k] = value(product.kind, read + i * 2);
+          const u8* read = read_operand(turned_address(description, first + r, k), known, wait);
+          for (int i = 0; i < 8; ++i) put(r + i, k, value(product.kind, read + i * 2));
         }
     };
-    const int first = current / 32 % 4 * 16;
-    if (product.turned) load_turned(b, product.b, 0, product.n);
-    for (int r = 0; r < product.n && !product.turned; ++r) load(b[r], product.b, r);
-    if (product.left_turned) load_turned(a, product.a, first, 16);
-    for (int r = 0; r < 16 && !product.registers && !product.left_turned; ++r) load(a[r], product.a, first + r);
+    load(product.b, product.turned, 0, product.n, [](int r, int k, float x) { b[k][r] = x; });
+    if (!product.registers)
+      load(product.a, product.left_turned, current / 32 % 4 * 16, 16, [](int r, int k, float x) { a[r][k] = x; });
     for (int lane = 0; lane < 32; ++lane) {
       const Product& its = lanes[lane].groups[number].products[i];
       if (its.b != product.b || its.n != product.n || its.add != product.add || its.turned != product.turned ||
@@ -94,12 +91,18 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
           a[lane / 4 + word % 2 * 8][word / 2 * each + lane % 4 * (4 / size) + k] =
               value(product.kind, reinterpret_cast<const u8*>(&its.held[word]) + k * size);
     }
+    const int n = product.n;
+    for (int r = 0; r < 16; ++r) {
+      std::fill_n(made[r], n, 0.f);
+      for (int k = 0; k < 2 * each; ++k) {
+        const float left = a[r][k];
+        for (int column = 0; column < n; ++column) made[r][column] += left * b[k][column];
+      }
+    }
     for (int lane = 0; lane < 32; ++lane) {
       float* sums = lanes[lane].in_flight[lanes[lane].groups[number].products[i].sums].data();
-      for (int j = 0; j < product.n / 2; ++j) {
-        const float *left = a[lane / 4 + j / 2 % 2 * 8], *right = b[j / 4 * 8 + lane % 4 * 2 + j % 2];
-        float sum = 0;
-        for (int k = 0; k < 2 * each; ++k) sum += left[k] * right[k];
+      for (int j = 0; j < n / 2; ++j) {
+        const float sum = made[lane / 4 + j / 2 % 2 * 8][j / 4 * 8 + lane % 4 * 2 + j % 2];
         sums[j] = product.add ? sums[j] + sum : sum;
       }
     }
