@@ -61,11 +61,11 @@ def serve(listener: socket.socket) -> list[str] | None:
             continue
         listener.close()
         size, streams, _, _ = socket.recv_fds(asked, 8, 3)
-        arguments, folder, variables = json.loads(read(asked, int.from_bytes(size, "big")))
+        arguments, folder, variables, hears = json.loads(read(asked, int.from_bytes(size, "big")))
         if program := os.fork():
             watch(program, asked)
         asked.close()
-        become(streams, folder, variables)
+        become(streams, folder, variables, hears)
         return arguments
     for each in watching:
         os.waitpid(each, 0)
@@ -86,7 +86,8 @@ def watch(program: int, asked: socket.socket) -> None:
     os._exit(0)
 
 
-def become(streams: list[int], folder: str, variables: dict[str, str]) -> None:
+def become(streams: list[int], folder: str, variables: dict[str, str], hears: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler if hears else signal.SIG_IGN)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -118,7 +119,8 @@ def ask(address: str, arguments: list[str]) -> None:
     """A program of the server's, which has this process's signals, and whose end is that of this process, too."""
     with socket.socket(socket.AF_UNIX) as asked:
         asked.connect(address)
-        request = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()
+        hears = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # which the server may have from elsewhere
+        request = json.dumps([arguments, os.getcwd(), dict(os.environ), hears]).encode()
         socket.send_fds(asked, [len(request).to_bytes(8, "big")], [0, 1, 2])
         asked.sendall(request)
         program = int.from_bytes(read(asked, 8), "big")

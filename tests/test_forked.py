@@ -61,10 +61,36 @@ def test_pytorch_is_there_and_nothing_of_ours() -> None:
     assert run(python(), "-c", code) == (0, "True []\n", "")
 
 
+def hears_ctrl_c() -> None:
+    """Whoever is started in the background ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def ignores_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def test_it_hears_ctrl_c_where_who_asks_does_and_not_where_the_server_does() -> None:
+    """Tests that run in the background have a server that ignores it."""
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    asks = f"""
+import subprocess, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from forked import python
+from test_forked import hears_ctrl_c, ignores_ctrl_c
+for before in (hears_ctrl_c, ignores_ctrl_c):
+    subprocess.run([*python(), "-c", {code!r}], preexec_fn=before, check=True)
+"""
+    for before in (hears_ctrl_c, ignores_ctrl_c):
+        status, out, err = run([sys.executable], "-c", asks, preexec_fn=before)
+        assert (status, out) == (0, "True\nFalse\n"), err
+
+
 def test_it_gets_the_signals_of_who_asked() -> None:
     code = "import signal; print('ready', flush=True); signal.pause()"
     for sent, status in ((signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)):
-        with subprocess.Popen([*python(), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as asking:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen([*python(), "-c", code], preexec_fn=hears_ctrl_c, **streams) as asking:
             assert asking.stdout is not None and asking.stdout.readline() == b"ready\n"
             asking.send_signal(sent)
             assert asking.wait(600) == status
