@@ -70,7 +70,7 @@ LAYERS = [
     ("monarch", "2x101 120x2", 2060, "bfloat16", 4),
     ("kronecker", "40 40", 20, "float64"),
     ("monarch", "2x3 3x2 4x5", 3, "bfloat16"),
-    ("monarch", "4 192", 70, "float32", 4),
+    ("monarch", "2x512 256x4", 256, "float32", 32),
     ("monarch", "8x16 24x64", 140, "tf32", 4),
     ("monarch", "4x56 56x4", 2060, "bfloat16", 16),
 ]  # fmt: skip
@@ -91,7 +91,8 @@ TRAINED = [
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("monarch", "4x192 192x4", 192, "tf32", 48),
     ("monarch", "5x9 9x60", 70, "float16", 5),
-    ("monarch", "16 56", 70, "float32 bfloat16 float64"),
+    ("monarch", "16 56", 70, "float32 float64"),
+    ("monarch", "32 48", 70, "bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
     ("monarch", "32 16", 70, "bfloat16", 4),
 ]  # fmt: skip
