@@ -105,8 +105,12 @@ def _first_calls(rows: Sequence[tuple[Workload, str]], workers: int) -> dict[str
     for i in range(workers):  # far apart: neighbours may be one processor's two threads
         cores.put(usable[i * len(usable) // workers % len(usable)])
     with ProcessPoolExecutor(workers, fresh, _begin, (cores,)) as pool:
-        answers = [pool.submit(_first_call, workload, dtype) for workload, dtype in rows]
-        return {workload.name: answer.result() for (workload, _), answer in zip(rows, answers, strict=True)}
+        answers = {workload.name: pool.submit(_first_call, workload, dtype) for workload, dtype in rows}
+        try:
+            return {name: answer.result() for name, answer in answers.items()}
+        except BaseException:  # Ctrl-C waits for no row that has not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _begin(cores: multiprocessing.Queue[int]) -> None:

@@ -15,6 +15,7 @@ from benches.results import FOLDER
 from benches.sweep import drawn
 from benches.workloads import ALL_DTYPES, Block
 from factorlayer.activations.functions import of_slope, of_value
+from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import Ops
 from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
 from factorlayer.device.gpu import Gpu
@@ -78,7 +79,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the planner says, by its questions."""
     told = {question: "0.01 2.0 3.0" for question in predicted.QUESTIONS}
     monkeypatch.setattr(predicted, "gpu_limits", lambda _: LIMITS)
-    monkeypatch.setattr(predicted, "ask_planner", lambda question, *_: told[question])
+    monkeypatch.setattr(layer_ops, "ask_planner", lambda question, *_: told[question])
     predicted._predicted.cache_clear()
     yield told
     predicted._predicted.cache_clear()
@@ -154,7 +155,7 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
         seen.append(text)
         return answers[question]
 
-    monkeypatch.setattr(predicted, "ask_planner", ask)
+    monkeypatch.setattr(layer_ops, "ask_planner", ask)
     monkeypatch.setattr(predicted, "runs", lambda *_, **__: [])
     monkeypatch.setattr(predicted, "cuda_ops", lambda *_: Ops(*[None] * 4))  # type: ignore[arg-type]
     for training, asked in ((False, [STACK]), (True, [STACK, f"{STACK} | backward"])):

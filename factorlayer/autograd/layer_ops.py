@@ -145,6 +145,12 @@ def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> st
     return answer
 
 
+def predicted_times(question: str, text: str, dtype: torch.dtype, device: int) -> tuple[float, float, float]:
+    """The planner's answer to one of QUESTIONS: microseconds of a sample, beside that, and at least."""
+    of_sample, beside, least = map(float, ask_planner(question, text, dtype, device).split(" "))
+    return of_sample, beside, least
+
+
 def gpu_limits(device: int) -> tuple[int, int, int]:
     """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
     gpu = torch.cuda.get_device_properties(device)
@@ -476,7 +482,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
 
     def us_of(question: str) -> Callable[[str], float]:
         def us(text: str) -> float:
-            of_sample, beside, _ = map(float, ask_planner(question, text, dtype, device).split(" "))
+            of_sample, beside, _ = predicted_times(question, text, dtype, device)
             return of_sample if beside < math.inf else math.inf
 
         return us

@@ -14,6 +14,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
 LAUNCH_US = 2.0  # to start a kernel, by itself
+WAIT_US = 0.8  # for what L2 or memory has been asked for
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
@@ -227,6 +228,13 @@ class Pass:
     def is_others(self, missing: int, padding: int) -> bool:
         """Whether bytes that it has not written, and padding that it has, are sums that another pass writes."""
         return False
+
+
+class OfAnyBatch(Pass):
+    """What passes have in common that predict their time for any number of samples."""
+
+    def growth(self, batch: int) -> tuple[float, float]:
+        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
 
 
 class OneSpread(Pass):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import LAUNCH_US
+from factorlayer.kernels.passes import LAUNCH_US, WAIT_US
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stages import (
     SUM_REGISTERS,
@@ -46,7 +46,6 @@ LINE = 128  # bytes
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
-WAIT_US = 0.8  # for what L2 or memory has been asked for
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_HELD_TILES = 8  # where sums stay over several terms
 

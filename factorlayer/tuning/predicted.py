@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from factorlayer.autograd.backward import runs
-from factorlayer.autograd.layer_ops import QUESTIONS, ask_planner, cuda_ops, gpu_limits
+from factorlayer.autograd.layer_ops import QUESTIONS, cuda_ops, gpu_limits, predicted_times
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
@@ -37,6 +37,10 @@ class Prediction:
     def implementation(self) -> str:
         return "batched" if self.batched_us * MARGIN < self.fused_us < math.inf else "fused"
 
+    @property
+    def why_batched(self) -> str | None:
+        return f"it is {self}" if self.implementation == "batched" else None
+
     def __str__(self) -> str:
         fused, batched = f"fused {self.fused_us:.1f} us", f"batched {self.batched_us:.1f} us"
         times = f"{batched}, {fused}" if self.implementation == "batched" else f"{fused}, {batched}"
@@ -46,19 +50,17 @@ class Prediction:
 
 def predicted(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> Prediction:
     """Of a layer's text as the raw ops take it, and a GPU's index."""
-    return _predicted(text, dtype, device, max(1, (batch - 1).bit_length()), training)
+    return _predicted(text, dtype, device, _bits(batch), training)
 
 
 def why_batched(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> str | None:
     """Why auto takes the batched implementation, or None."""
-    found = predicted(text, dtype, device, batch, training)
-    return f"it is {found}" if found.implementation == "batched" else None
+    return predicted(text, dtype, device, batch, training).why_batched
 
 
 @functools.lru_cache(4096)
 def _predicted(text: str, dtype: torch.dtype, device: int, bits: int, training: bool) -> Prediction:
-    most = 1 << bits
-    samples = max(1, 3 * most // 4)
+    most, samples = 1 << bits, _samples(bits)
     asked = [(text, samples)]
     if training:
         ops = cuda_ops(device, dtype)
@@ -72,22 +74,21 @@ def predicted_stack(
     text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
 ) -> Prediction:
     """Of layers one behind another: in runs where there are any, `joined` or not, the others one by one by auto."""
-    return _predicted_stack(text, dtype, device, max(1, (batch - 1).bit_length()), training, joined)
+    return _predicted_stack(text, dtype, device, _bits(batch), training, joined)
 
 
 def why_stack_batched(
     text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
 ) -> str | None:
     """Why auto takes layers one by one that one pass could take, or None."""
-    found = predicted_stack(text, dtype, device, batch, training, joined)
-    return f"it is {found}" if found.implementation == "batched" else None
+    return predicted_stack(text, dtype, device, batch, training, joined).why_batched
 
 
 @functools.lru_cache(4096)
 def _predicted_stack(text: str, dtype: torch.dtype, device: int, bits: int, training: bool, joined: bool) -> Prediction:
     layers = text.split(" | ")
     alone = [_predicted(layer, dtype, device, bits, training) for layer in layers]
-    samples, fused_us, at = max(1, 3 * (1 << bits) // 4), 0.0, 0
+    samples, fused_us, at = _samples(bits), 0.0, 0
     for begin, end, run in (*runs_on_gpu(text, dtype, device, training, joined), (len(layers), len(layers), "")):
         fused_us += sum(min(layer.fused_us, layer.batched_us) for layer in alone[at:begin])
         if run:
@@ -95,6 +96,16 @@ def _predicted_stack(text: str, dtype: torch.dtype, device: int, bits: int, trai
             fused_us += sum(_kernels_us(*each, dtype, device) for each in asked)
         at = end
     return Prediction(fused_us, sum(layer.batched_us for layer in alone), training, alone[0].samples)
+
+
+def _bits(batch: int) -> int:
+    """Of the power of two that so many samples round up to."""
+    return max(1, (batch - 1).bit_length())
+
+
+def _samples(bits: int) -> int:
+    """The number that a choice is made for, of all that round up to one power of two."""
+    return max(1, 3 * (1 << bits) // 4)
 
 
 def _library_us(text: str, samples: int, dtype: torch.dtype, device: int, training: bool) -> float:
@@ -106,6 +117,5 @@ def _library_us(text: str, samples: int, dtype: torch.dtype, device: int, traini
 def _kernels_us(text: str, samples: int, dtype: torch.dtype, device: int) -> float:
     """Of a plan, which is made for one number of samples of each class: all but the starts of its kernels grows with
     them."""
-    answer = ask_planner(QUESTIONS[class_of_batch(samples)], text, dtype, device)
-    of_sample, beside, least = map(float, answer.split(" "))
+    of_sample, beside, least = predicted_times(QUESTIONS[class_of_batch(samples)], text, dtype, device)
     return max(beside + of_sample * samples, least)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, WAIT_US, OfAnyBatch, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -24,7 +24,6 @@ SAMPLES = (16, 32, 64)  # of a block, where there are more
 START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
-WAIT_US = 0.8  # for what L2 or memory has been asked for
 SECTOR = 32  # bytes that L2 stores at once
 STORED_BYTES = 40e3  # by a multiprocessor in a microsecond, of whole sectors
 PART_US = 3.2e-3  # for a part of a sector: 2.8 million of them, of 1024 samples of 16 times 256 → 688, took 69 us
@@ -43,7 +42,7 @@ def _registers(held: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Few(Pass):
+class Few(OfAnyBatch):
     """A pass of one contraction, tiled. `us` is the time predicted."""
 
     product: Product
@@ -128,9 +127,6 @@ class Few(Pass):
 
     def us_of(self, batch: int) -> float:
         return time(self, batch)
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
 
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, OfAnyBatch
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -223,7 +223,7 @@ def _turned(c: Contraction, following: Contraction) -> tuple[int, int, int] | No
 
 
 @dataclass(frozen=True)
-class Streamed(Pass):
+class Streamed(OfAnyBatch):
     """A pass, tiled. `us` is the time predicted."""
 
     product: Product
@@ -347,9 +347,6 @@ class Streamed(Pass):
 
     def us_of(self, batch: int) -> float:
         return time(self, batch)
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
 
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass
+from factorlayer.kernels.passes import CHUNK_BYTES, OfAnyBatch
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -36,7 +36,7 @@ NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, 
 
 
 @dataclass(frozen=True)
-class Wide(Pass):
+class Wide(OfAnyBatch):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
 
     With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.
@@ -215,9 +215,6 @@ class Wide(Pass):
 
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
 
     def __str__(self) -> str:
         p, c = self.product, self.product.contraction
