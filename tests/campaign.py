@@ -34,6 +34,9 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.floa
 DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32": 2.0**-10}
 MOST_FAULTS = 10  # of a run
+# A quantity that moves by as much of itself as its inputs do by a rounding has not one right digit in this arithmetic:
+# sin(1e4·x) of 16 bits. How far off two implementations are there is luck, however many times.
+UNDETERMINED = 0.5
 ROOM = 8  # what is planted is looked for where numbers would be smaller than the largest of the dtype by as much
 Results = dict[str, Tensor]
 Inputs = tuple[nn.Module, Tensor, Tensor]
@@ -217,7 +220,7 @@ def check_errors(
         name: f"fused is off by {of_fused[name]:.2e}, batched by {of_batched[name]:.2e}, "
         f"inputs move it by {moves[name]:.2e}"
         for name in of_fused
-        if not of_fused[name] <= max(allowed[name], 2 * uncertain * moves[name])
+        if moves[name] < UNDETERMINED and not of_fused[name] <= max(allowed[name], 2 * uncertain * moves[name])
     }
     if wrong:
         raise FaultError(f"{wrong}")
