@@ -169,13 +169,8 @@ class Pass:
         return self
 
     def us_of(self, batch: int) -> float:
-        """Predicted microseconds for another number of samples, where families are compared at several."""
+        """Predicted microseconds for another number of samples than its tiling was chosen for."""
         raise NotImplementedError
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        """Microseconds that it takes however few samples there are, and of each further one where they are many; `us`
-        is predicted for a `batch`."""
-        return LAUNCH_US, max(0.0, self.us - LAUNCH_US) / batch
 
     def with_bias(self) -> Pass | None:
         """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""
@@ -230,18 +225,14 @@ class Pass:
         return False
 
 
-class OfAnyBatch(Pass):
-    """What passes have in common that predict their time for any number of samples."""
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
-
-
 class OneSpread(Pass):
     """A pass whose blocks, along y of the grid, share all there is, however many samples there are."""
 
     units_per_sample = 1
     units_per_block = 1 << 40
+
+    def us_of(self, batch: int) -> float:
+        return self.us
 
 
 class Preparing(OneSpread):

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, Plan, PlanError
+from factorlayer.plan.plan import ASKED, BATCHES, Plan, PlanError
 from factorlayer.plan.stacks import plan_stack
 
 __all__ = [
@@ -86,23 +86,18 @@ def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int) -> s
 
 
 def times(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int) -> str:
-    """Microseconds that a plan is predicted to take for a sample, beside that whatever their number, and however few
-    there are: what is longer counts."""
+    """Microseconds that a plan is predicted to take in a CUDA graph, for each of ASKED numbers of samples; infinitely
+    many where there is none."""
     try:
         found = plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared))
     except PlanError:
-        return f"0 {math.inf} 0"
+        return " ".join([str(math.inf)] * len(ASKED[batch_class]))
     kernels, (layers, _, word) = len(found.passes), _read(chain, dtype)
-    weights = sum(layer.rank * c.weight_size for layer in layers for c in layer.contractions) * ELEMENT_BYTES[dtype]
-    grown = [p.growth(found.batch) for p in found.passes]
-    least, of_sample = sum(us for us, _ in grown), sum(us for _, us in grown)
-    beside = found.us - of_sample * found.batch
-    if dtype == "float64":
-        functions = _functions(layers, word == BACKWARD)
-        of_sample += functions / (found.gpu.double_functions * found.gpu.sms)
-    saved = kernels * (LAUNCH_US - BEHIND_US)
-    least = max(least, kernels * LAUNCH_US + weights / (found.gpu.memory_bytes * found.gpu.sms))
-    return f"{of_sample!r} {beside - saved!r} {least - saved!r}"
+    functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
+    of_sample = functions / (found.gpu.double_functions * found.gpu.sms)
+    behind = kernels * (LAUNCH_US - BEHIND_US)
+    us = (sum(p.us_of(n) for p in found.passes) + n * of_sample - behind for n in ASKED[batch_class])
+    return " ".join(map(repr, us))
 
 
 def _functions(layers: Sequence[Chain], backward: bool) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, WAIT_US, OfAnyBatch, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, WAIT_US, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -42,7 +42,7 @@ def _registers(held: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Few(OfAnyBatch):
+class Few(Pass):
     """A pass of one contraction, tiled. `us` is the time predicted."""
 
     product: Product
@@ -252,6 +252,9 @@ class FewPass(Pass):
         return "prepared" if self.part == "FewStates" else ""
 
     reads_prepared = True
+
+    def us_of(self, batch: int) -> float:
+        return self.us
 
     def outputs(self, batch: int) -> tuple[int, ...]:
         first, second = self.both

@@ -159,6 +159,9 @@ class Dense(Pass):
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         return f"dense layers: {self.made}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
 

@@ -97,6 +97,9 @@ class DenseBackward(BlockSums, Dense):
     def output_bytes(self) -> int:
         return self.sizes[0][0] * self.size
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         return super().__str__().replace("dense layers", "dense layers, backward")
 

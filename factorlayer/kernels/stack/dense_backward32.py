@@ -96,6 +96,9 @@ class DenseBackward32(DenseBackward):
         ending = first + last // 2  # what x gets, and the next samples
         return kept + max(forward, ending) + OTHER_REGISTERS
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         return super().__str__() + ", tf32"
 

@@ -161,6 +161,9 @@ class DenseStreamed(Dense):
     def threads(self) -> int:
         return 128 * (self.groups + 1)
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         return (
             f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.slots} slots of "

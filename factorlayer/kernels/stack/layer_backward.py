@@ -42,6 +42,9 @@ class LayerBackward(DenseBackward):
     def units_per_block(self) -> int:
         return 128
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         p, q = self.sizes[0]
         return f"dense layer, backward: {p}→{q}, 2 warpgroups side by side, {self.shared} bytes of shared memory"
