@@ -22,12 +22,12 @@ from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few import PairFew
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
-from factorlayer.kernels.passes import LAUNCH_US, Pass
+from factorlayer.kernels.passes import BEHIND_US, LAUNCH_US, Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, library_us
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
-from factorlayer.plan.planner import BEHIND_US, _functions, plan_of, times_of_few, times_of_many, times_of_some
+from factorlayer.plan.planner import _functions, plan_of, times_of_few, times_of_many, times_of_some
 from factorlayer.plan.registry import families
 from factorlayer.tuning import predicted
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import ASKED, BATCHES, Plan, PlanError
@@ -39,7 +38,6 @@ __all__ = [
 
 BACKWARD = "backward"
 WORDS = (BACKWARD, "states", "frozen")  # behind the layers of a stack
-BEHIND_US = 1.0  # until a small kernel behind another in a CUDA graph has run
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 
 
@@ -92,11 +90,10 @@ def times(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class:
         found = plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared))
     except PlanError:
         return " ".join([str(math.inf)] * len(ASKED[batch_class]))
-    kernels, (layers, _, word) = len(found.passes), _read(chain, dtype)
+    layers, _, word = _read(chain, dtype)
     functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
     of_sample = functions / (found.gpu.double_functions * found.gpu.sms)
-    behind = kernels * (LAUNCH_US - BEHIND_US)
-    us = (sum(p.us_of(n) for p in found.passes) + n * of_sample - behind for n in ASKED[batch_class])
+    us = (sum(p.us_of(n) - p.saved_us for p in found.passes) + n * of_sample for n in ASKED[batch_class])
     return " ".join(map(repr, us))
 
 
