@@ -13,13 +13,14 @@ from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import function
 from factorlayer.kernels.stack.dense import tile as tile_forward
-from factorlayer.kernels.stack.dense_backward import START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 SAMPLES_BYTES = 64 * 4  # of a feature
 OTHER_REGISTERS = 34
 LEAST, MOST = 64, 128  # inputs or outputs of a layer whose sums are shared: beyond the first; both, up to the second
+START_US = 6.0
 WAIT_US = 1.0  # of 64 samples that nothing runs beside: for them to load, and for each layer
 
 

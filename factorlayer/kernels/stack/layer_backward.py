@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stack.dense_backward import SLAB, START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import SLAB, DenseBackward
 from factorlayer.maths.chain import Chain
 
+START_US = 6.0
 LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inputs up to the second
 
 
