@@ -22,7 +22,7 @@ from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few import PairFew
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
-from factorlayer.kernels.passes import BEHIND_US, LAUNCH_US, Pass
+from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, library_us
@@ -32,6 +32,8 @@ from factorlayer.plan.registry import families
 from factorlayer.tuning import predicted
 
 LIMITS = 90, 132, 232448  # an H200's
+# What the driver says of their memory, by the seeds of sweeps on an H200 and an H100
+MEMORY = {4711: 4916736, 27182: 4916736, 7001: 3352320, 50321: 3352320}
 TEXT = "untied 0 64 88 384 1; untied 1 1 384 64 64"
 
 
@@ -51,7 +53,8 @@ def ratios(seed: int, training: bool) -> Iterator[float]:
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         measured = rows[workload.name].get("forward_backward" if training else "forward")
         if measured:
-            us = sum(library_us(chain, dtype, workload.batch, Gpu(*LIMITS), training) for chain in chains(workload))
+            gpu = Gpu(*LIMITS, MEMORY[seed])
+            us = sum(library_us(chain, dtype, workload.batch, gpu, training) for chain in chains(workload))
             yield us / measured["us"]
 
 
@@ -62,6 +65,20 @@ def test_pytorchs_times_are_predicted(seed: int, share: float, training: bool) -
     assert len(found) >= 100
     assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= share
     assert 0.85 < math.exp(sum(map(math.log, found)) / len(found)) < 1.15
+
+
+@pytest.mark.parametrize("seed", MEMORY)
+def test_memory_moves_what_was_measured(seed: int) -> None:
+    (path,) = FOLDER.glob(f"*/cuda-{seed}.json")
+    gpu = Gpu(*LIMITS, MEMORY[seed])
+    for measured in json.loads(path.read_text())["ceilings"].values():
+        assert gpu.memory_bytes * gpu.sms == pytest.approx(measured["copy_bytes_per_second"] / 1e6, rel=0.05)
+
+
+def test_memory_is_that_of_a_typical_gpu_where_nobody_knows() -> None:
+    unknown, slow = Gpu(*LIMITS), Gpu(*LIMITS, 3352320)
+    assert unknown.memory_bytes == 32e3 and 20e3 < slow.memory_bytes < 25e3
+    assert slow.l2_bytes == unknown.l2_bytes > 50e3
 
 
 def test_products_are_those_of_the_definition() -> None:
@@ -174,7 +191,7 @@ def test_a_passs_time_is_that_of_its_choice_for_the_same_batch(text: str, dtype:
 def test_what_is_told_are_the_plans_times_in_a_graph(batch_class: int) -> None:
     found = plan_of(TEXT, "float32", batch_class, Gpu(*LIMITS))
     told = (times_of_few, times_of_some, times_of_many)[batch_class](TEXT, "float32", *LIMITS).split(" ")
-    saved = len(found.passes) * (LAUNCH_US - BEHIND_US)
+    saved = sum(made.saved_us for made in found.passes)
     expected = [sum(made.us_of(n) for made in found.passes) - saved for n in ASKED[batch_class]]
     assert list(map(float, told)) == pytest.approx(expected)
 

@@ -159,11 +159,12 @@ def predicted_us(text: str, batch: int, dtype: torch.dtype, device: int) -> floa
     return us_before + (us_behind - us_before) / (behind - before) * (batch - before)
 
 
-def gpu_limits(device: int) -> tuple[int, int, int]:
-    """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
-    gpu = torch.cuda.get_device_properties(device)
-    shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return gpu.major * 10 + gpu.minor, gpu.multi_processor_count, shared
+@functools.cache
+def gpu_limits(device: int) -> tuple[int, int, int, int]:
+    """What a plan depends on, as the engine has it of the driver: compute capability, multiprocessors, bytes of shared
+    memory for a block, and bytes that memory moves in a microsecond by its clock and bus."""
+    arch, sms, shared, memory = untraced(torch.ops.factorlayer.limits, device)
+    return arch, sms, shared, memory
 
 
 def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
