@@ -27,7 +27,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, library_us
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
-from factorlayer.plan.planner import _functions, plan_of, times_of_few, times_of_many, times_of_some
+from factorlayer.plan.planner import LEAST_ROWS, _functions, _rows, plan_of, times_of_few, times_of_many, times_of_some
 from factorlayer.plan.registry import families
 from factorlayer.tuning import predicted
 
@@ -201,6 +201,11 @@ def test_functions_in_double_take_time() -> None:
     for kinds, dtype, grows in ((("tanh", "relu"), "float64", True), (("tanh", "relu"), "float32", False)):
         slow, fast = (float(times_of_many(f"{text}; {kind}", dtype, *LIMITS).split(" ")[0]) for kind in kinds)
         assert (slow > 1.2 * fast) == grows
+    dense, layered = (Chain.parse(each) for each in (text, "tied 1 16 16 16 1; tied 0 1 16 16 16"))
+    round_of_tiles = LEAST_ROWS * LIMITS[1]
+    for samples, rows in ((7, 7), (round_of_tiles, round_of_tiles), (round_of_tiles + 1, 2 * round_of_tiles)):
+        assert _rows((dense,), samples, Gpu(*LIMITS)) == rows
+        assert _rows((dense, layered), samples, Gpu(*LIMITS)) == samples
     slope = "tied 0 1 256 256 1; bias; tanh; slope 256"
     assert _functions((Chain.parse(slope),), False) == 0  # 1 - y * y
     assert _functions((Chain.parse(text + "; gelu"),), True) == 256 * (of_value("gelu") + of_slope("gelu"))

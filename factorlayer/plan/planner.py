@@ -38,6 +38,7 @@ __all__ = [
 
 BACKWARD = "backward"
 WORDS = (BACKWARD, "states", "frozen")  # behind the layers of a stack
+LEAST_ROWS = 16  # samples of a tile
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 
 
@@ -92,9 +93,16 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
         return " ".join([str(math.inf)] * len(ASKED[batch_class]))
     layers, _, word = _read(chain, dtype)
     functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
-    of_sample = functions / (found.gpu.double_functions * found.gpu.sms)
-    us = (sum(p.us_of(n) - p.saved_us for p in found.passes) + n * of_sample for n in ASKED[batch_class])
-    return " ".join(map(repr, us))
+    us = (sum(p.us_of(n) - p.saved_us for p in found.passes) for n in ASKED[batch_class])
+    of_functions = (functions * _rows(layers, n, gpu) / (gpu.double_functions * gpu.sms) for n in ASKED[batch_class])
+    return " ".join(map(repr, map(sum, zip(us, of_functions, strict=True))))
+
+
+def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:
+    """Samples that functions in double take as long for: dense layers' tiles are dealt to multiprocessors, of which
+    some have one more."""
+    each = LEAST_ROWS * gpu.sms
+    return -(-samples // each) * each if samples > each and all(layer.is_dense for layer in layers) else samples
 
 
 def _functions(layers: Sequence[Chain], backward: bool) -> int:
