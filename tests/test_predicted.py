@@ -18,6 +18,7 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import Ops
 from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
+from factorlayer.autograd.stack_ops import STATES, texts_of_run
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few import PairFew
@@ -245,6 +246,12 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
         alone = predicted.predicted(STACK.split(" | ")[0], torch.float32, 0, 100, training)
         assert found.fused_us == pytest.approx(1e4 * len(asked) + alone.batched_us)
     predicted._predicted_stack.cache_clear()
+
+
+def test_layers_that_are_alike_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ops, "gpu_limits", lambda _: LIMITS)
+    asked = [text for text, _ in texts_of_run(STACK + STATES, 100, torch.float32, 7, True)]
+    assert asked.count("tied 0 1 64 64 1; gradient") == asked.count("sums 64") == 3
 
 
 def test_on_a_cpu_nothing_has_to_be_taken() -> None:
