@@ -236,6 +236,9 @@ class Gradient(TileSums):
     def units_per_block(self) -> int:
         return LEAST_CHUNKS * (self.bk // self._inner_here)
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     def __str__(self) -> str:
         c = self.contraction
         kind = "columns" if c.inner == 1 else "inner" if c.tied else "groups"

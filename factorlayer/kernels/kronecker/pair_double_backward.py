@@ -95,6 +95,9 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
     def shared(self) -> int:
         return self._rest_bytes + self.slots * self._slot_bytes
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         p0, p1, q0, q1 = self.sizes
         return (

@@ -198,6 +198,9 @@ class SmallDouble(OfSmallDouble, OfWork):
         weights = sum(8 * step.q * round_up(step.p, 2) for step in self.steps)
         return weights + self.groups * (self.group_bytes + BARRIER_BYTES)
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
         return (

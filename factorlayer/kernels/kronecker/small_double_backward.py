@@ -73,6 +73,9 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
     def shared(self) -> int:
         return self.weight_bytes + self.groups * (self.group_bytes + BARRIER_BYTES)
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
         return (

@@ -90,6 +90,9 @@ class SingleBackward(OfOneFactor, Grouped):
         weight = q * ((rows if self.by_columns else self.columns) + pad)
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     def __str__(self) -> str:
         c = self.contraction
         return (

@@ -192,6 +192,9 @@ class WideGradient(TileSums):
     def units_per_block(self) -> int:
         return self.least * self.chunk
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     def __str__(self) -> str:
         c = self.contraction
         ahead = f" and pieces of {self.ahead} more" if self.ahead else ""
