@@ -13,8 +13,7 @@ template <int N> struct SplitSums {
   DEVICE void arrived() {
     touch(high);
     touch(low);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
+    UNROLL for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
   }
 };
 
@@ -23,12 +22,9 @@ template <int N> struct SplitSums {
 template <int PIECES, int STEPS, int N, class Multiply>
 DEVICE void multiply_pieces(SplitSums<N>& sums, bool continued, const Multiply& multiply) {
   open_products();
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i)
-#pragma unroll
-      for (int j = 0; i + j < PIECES; ++j) {
+  UNROLL for (int s = 0; s < STEPS; ++s)
+    UNROLL for (int i = 0; i < PIECES; ++i)
+      UNROLL for (int j = 0; i + j < PIECES; ++j) {
         if (i + j == 0)
           multiply(sums.high, s, i, j, continued || s > 0);
         else
@@ -49,23 +45,19 @@ DEVICE u64 by_column(u32 block, int piece, int s) {
 // A weight [q, p] to blocks, by rows of these; at(q, p) is an element.
 template <int PIECES, int Q, int P, int THREADS, class At> DEVICE void load_split_weight(u32 to, const At& at) {
   constexpr int kRow = ceil_div(P, 2), kTogether = 8;
-#pragma unroll 1
-  for (int from = threadIdx.x; from < Q * kRow; from += THREADS * kTogether) {
+  ROLL for (int from = threadIdx.x; from < Q * kRow; from += THREADS * kTogether) {
     float w[kTogether][2];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    UNROLL for (int i = 0; i < kTogether; ++i) {
       const int q = (from + i * THREADS) / kRow, p = (from + i * THREADS) % kRow * 2;
       w[i][0] = q < Q ? at(q, p) : 0.f;
       w[i][1] = q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f;
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    UNROLL for (int i = 0; i < kTogether; ++i) {
       const int q = (from + i * THREADS) / kRow, p = (from + i * THREADS) % kRow * 2;
       const u32 block = to + (q / 64 * ceil_div(P, 64) + p / 64) * (PIECES * kPieceBytes);
       u32 word[PIECES];
       split<bf16>(w[i][0], w[i][1], word);
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
+      UNROLL for (int piece = 0; piece < PIECES; ++piece)
         if (q < Q) store_shared(block + piece * kPieceBytes + place_in_block(q % 64, p % 64), word[piece]);
     }
   }
@@ -74,9 +66,7 @@ template <int PIECES, int Q, int P, int THREADS, class At> DEVICE void load_spli
 // Four neighbours of a row
 template <int PIECES> DEVICE void put_four(u32 to, const u32 (&x)[4]) {
   u32 word[2][PIECES];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) split<bf16>(__uint_as_float(x[i * 2]), __uint_as_float(x[i * 2 + 1]), word[i]);
-#pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
+  UNROLL for (int i = 0; i < 2; ++i) split<bf16>(__uint_as_float(x[i * 2]), __uint_as_float(x[i * 2 + 1]), word[i]);
+  UNROLL for (int piece = 0; piece < PIECES; ++piece)
     store_f32x2(to + piece * kPieceBytes, __uint_as_float(word[0][piece]), __uint_as_float(word[1][piece]));
 }

@@ -11,6 +11,11 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 #define DEVICE __device__ __forceinline__
+// Before a loop: it is unrolled, as many times as it runs or so many times, or is not.
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL PRAGMA(unroll)
+#define UNROLL_BY(times) PRAGMA(unroll(times))
+#define ROLL PRAGMA(unroll 1)
 
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
@@ -131,8 +136,7 @@ template <class Int> DEVICE void stay_here(Int& x, Int& y) { asm volatile("" : "
 DEVICE void settle(u32 (&x)[4]) { asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory"); }
 DEVICE void touch(double& x) { asm volatile("" : "+d"(x)::"memory"); }
 template <int N> DEVICE void touch(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+  UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 // Shared memory
@@ -425,8 +429,7 @@ DEVICE void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)
       : "+d"(y[0]), "+d"(y[1]), "+d"(y[2]), "+d"(y[3])
       : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
 #else
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
+  UNROLL for (int i = 0; i < 4; ++i)
     asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
         : "+d"(y[i % 2 * 2]), "+d"(y[i % 2 * 2 + 1]) : "d"(a[i]), "d"(b[i / 2]));
 #endif
