@@ -6,6 +6,7 @@ family it is of.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -60,6 +61,12 @@ class Pass:
         def template(self) -> str:
             """The template of its kernel, where that has another name than the family itself."""
 
+        @property
+        def details(self) -> str:
+            """What a plan says of it in words, beside its title and its shared memory."""
+
+        title: ClassVar[str]  # in a plan in words, where that is not the family's name
+
         header: ClassVar[str]  # that has the template, without its ending, where its stem is not this module's
 
         @property
@@ -84,8 +91,12 @@ class Pass:
 
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
-        products = template = header = ""
+        products = template = header = title = ""
         asks, waits, starts = (), True, False
+
+    def __str__(self) -> str:
+        words = re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower().replace(" backward", ", backward")
+        return f"{self.title or words}: {self.details}, {self.shared} bytes of shared memory"
 
     @property
     def size(self) -> int:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants
@@ -42,7 +43,27 @@ def merged(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
     return modes if any(len(mode.parts) > 1 for mode in modes) else ()
 
 
-class OfTwoModes(Pass):
+class TwoSizes(Pass):
+    """A pass of two modes, by their sizes."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def sizes(self) -> tuple[int, int, int, int]:
+            """p0, p1, q0, q1"""
+
+    @property
+    def told_sizes(self) -> dict[str, int]:
+        return dict(zip(SIZES, self.sizes, strict=True))
+
+    @property
+    def contracted(self) -> str:
+        """Its contractions in words."""
+        p0, p1, q0, q1 = self.sizes
+        return f"{p1}→{q1}, {p0}→{q0}"
+
+
+class OfTwoModes(TwoSizes):
     """What passes have in common that make all gradients of two modes."""
 
     modes: tuple[Mode, Mode]
@@ -50,13 +71,8 @@ class OfTwoModes(Pass):
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
         first, second = self.modes
         return first.p, second.p, first.q, second.q
-
-    @property
-    def told_sizes(self) -> dict[str, int]:
-        return dict(zip(SIZES, self.sizes, strict=True))
 
     @property
     def weights(self) -> int:
@@ -159,18 +175,13 @@ class OfWork(Pass):
         return self.work.asks
 
 
-class TakesTwoModes(OfWork):
+class TakesTwoModes(OfWork, TwoSizes):
     """What passes have in common that take a work's only two modes at once."""
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
         (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
         return p0, p1, q0, q1
-
-    @property
-    def told_sizes(self) -> dict[str, int]:
-        return dict(zip(SIZES, self.sizes, strict=True))
 
     @property
     def output_bytes(self) -> int:

@@ -45,8 +45,9 @@ class Eights(OfWork):
     def output_bytes(self) -> int:
         return 4 * self.work.outer * SIZES.size
 
-    def __str__(self) -> str:
-        return f"eights: {SIZES}, {self.staged} of {ROWS} rows staged, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return f"{SIZES}, {self.staged} of {ROWS} rows staged"
 
     @property
     def told(self) -> list[str]:

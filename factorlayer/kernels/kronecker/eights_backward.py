@@ -34,8 +34,9 @@ class EightsBackward(BlockSums):
     def output_bytes(self) -> int:
         return 4 * self.units_per_sample * SIZES.size
 
-    def __str__(self) -> str:
-        return f"eights, backward: {SIZES}, {WARPS} warps, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return f"{SIZES}, {WARPS} warps"
 
     @property
     def told(self) -> list[str]:

@@ -11,7 +11,7 @@ from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import tensor_map
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, OfWork, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, TwoSizes, Work, round_up
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -25,7 +25,7 @@ PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy 
 
 
 @dataclass(frozen=True)
-class Pair(OfWork):
+class Pair(OfWork, TwoSizes):
     """A pass of two tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -143,20 +143,18 @@ class Pair(OfWork):
         _, _, q0, q1 = self.sizes
         return self.work.outer * self.mixed[1] * q0 * q1 * self.size
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
+    @property
+    def details(self) -> str:
         p, q = self.mixed
         first = "" if p == q == 1 else f"{p}→{q}, "
-        return (
-            f"pair: {first}{p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, "
-            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
-        )
+        groups = f"{self.groups} groups of {self.parts} warpgroups"
+        return f"{first}{self.contracted}, {groups}, {self.slots} slots of {self.chunk} rows"
 
     def lines(self, registers: tuple[int, int], ahead: int, mapped: bool = False) -> list[str]:
         """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
+        numbers = self.told_sizes | {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots}
+        numbers |= {"PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"RESULTS": self.results}

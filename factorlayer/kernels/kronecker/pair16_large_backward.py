@@ -22,9 +22,9 @@ class Pair16LargeBackward(ByWarpgroups):
     threads = 384
     shared = BARRIER_BYTES + (3 + 2 * slots) * STATE_BYTES
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return f"pair16 large, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return self.contracted
 
     @property
     def fits(self) -> bool:

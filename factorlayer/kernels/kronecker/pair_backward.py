@@ -65,12 +65,9 @@ class PairBackward(OfTwoModes, Grouped):
         a = q0 * of_a
         return (q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))) * self.size
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.rows}×{self.parts} warps, "
-            f"{self.slots} slots, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, {self.groups} groups of {self.rows}×{self.parts} warps, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:

@@ -101,13 +101,13 @@ class PairClusterBackward(OfTwoModes):
     def fits(self) -> bool:
         return self.shared <= self.gpu.shared and self.threads * self.registers <= 65536 and self.registers <= 255
 
+    @property
+    def details(self) -> str:
+        groups = f"{self.cluster} blocks of {self.groups} groups of {self.warps} warps"
+        return f"{self.contracted}, strips of {self.span}, {groups}, {self.slots} slots"
+
     def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair cluster, backward: {p1}→{q1}, {p0}→{q0}, strips of {self.span}, {self.cluster} blocks of "
-            f"{self.groups} groups of {self.warps} warps, {self.slots} slots, {self.shared} bytes of shared memory"
-            + (", with the bias's" if self.bias else "")
-        )
+        return super().__str__() + (", with the bias's" if self.bias else "")
 
     @property
     def told(self) -> list[str]:

@@ -55,12 +55,9 @@ class PairDouble(TakesTwoModes):
     def shared(self) -> int:
         return self._rest_bytes + self.slots * self._slot_bytes
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair double: {p1}→{q1}, {p0}→{q0}, weights streamed, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, weights streamed, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:

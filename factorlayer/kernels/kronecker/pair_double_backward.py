@@ -95,12 +95,10 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
     def shared(self) -> int:
         return self._rest_bytes + self.slots * self._slot_bytes
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair double, backward: {p1}→{q1}, {p0}→{q0}, {'the last' if self.returns else 'the first'} weight's"
-            f"{' and x’s' if self.returns else ''}, {self.slots} slots, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        made = "the last weight's and x’s" if self.returns else "the first weight's"
+        return f"{self.contracted}, {made}, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:

@@ -68,12 +68,10 @@ class PairFew(TakesTwoModes):
         used = (self.span * (p1 + padding) + p0 * (self.span + padding) + chunks + staged) * self.size
         return max(used, self.gpu.shared // 32 * 16 + 16) if used > ALONE_BYTES else used
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair few: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.rows} rows, {self.slots} slots, "
-            f"{self.warps} warps, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        strips = f"{self.split} strips, chunks of {self.rows} rows"
+        return f"{self.contracted}, {strips}, {self.slots} slots, {self.warps} warps"
 
     @property
     def told(self) -> list[str]:

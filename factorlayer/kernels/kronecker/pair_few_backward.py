@@ -90,12 +90,10 @@ class PairFewBackward(OfTwoModes, BlockSums):
     def fits(self) -> bool:
         return self.shared <= self.gpu.shared and self.registers <= 65536 // self.threads
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair few, backward: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.width}, "
-            f"{self.slots} slots, {self.warps} warps, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        strips = f"{self.split} strips, chunks of {self.width}"
+        return f"{self.contracted}, {strips}, {self.slots} slots, {self.warps} warps"
 
     @property
     def told(self) -> list[str]:

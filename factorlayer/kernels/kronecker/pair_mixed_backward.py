@@ -88,12 +88,10 @@ class PairMixedBackward(BlockSums):
     def shared(self) -> int:
         return self.fixed + self.chunks * self.chunk_bytes
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, p0, p1, q, q0, q1 = self.sizes
-        return (
-            f"pair mixed, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks, "
-            f"{self.shared} bytes of shared memory"
-        )
+        return f"{p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks"
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:

@@ -51,12 +51,9 @@ class SingleSplitBackward(OfOneFactor, BlockSums):
         groups = 2 // self.parts
         return BARRIER_BYTES + (self.parts**2 + groups * 2 * self.parts) * self.pieces * SLAB
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"single split, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.pieces} pieces, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, {self.pieces} pieces"
 
     @property
     def told(self) -> list[str]:

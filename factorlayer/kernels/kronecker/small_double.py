@@ -122,6 +122,11 @@ class OfSmallDouble(Pass):
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 
+    @property
+    def details(self) -> str:
+        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
+        return f"{steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots"
+
     def weight_lines(self, weights: Sequence[int], turned: bool) -> tuple[list[str], list[tuple[int, int]], int]:
         """What loads the steps' weights, of these numbers, where they lie, as they are and turned, and their bytes."""
         at, places, lines = 0, [], []
@@ -197,13 +202,6 @@ class SmallDouble(OfSmallDouble, OfWork):
     def shared(self) -> int:
         weights = sum(8 * step.q * round_up(step.p, 2) for step in self.steps)
         return weights + self.groups * (self.group_bytes + BARRIER_BYTES)
-
-    def __str__(self) -> str:
-        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
-        return (
-            f"small double: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
 
     @property
     def told(self) -> list[str]:

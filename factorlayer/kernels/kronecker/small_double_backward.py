@@ -73,13 +73,6 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
     def shared(self) -> int:
         return self.weight_bytes + self.groups * (self.group_bytes + BARRIER_BYTES)
 
-    def __str__(self) -> str:
-        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
-        return (
-            f"small double, backward: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
-
     @property
     def told(self) -> list[str]:
         loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)

@@ -43,8 +43,9 @@ class SmallFloatBackward(BlockSums):
     def output_bytes(self) -> int:
         return 4 * self.units_per_sample * self.sizes.size
 
-    def __str__(self) -> str:
-        return f"small float, backward: {self.sizes}, {self.threads // 32} warps, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return f"{self.sizes}, {self.threads // 32} warps"
 
     @property
     def told(self) -> list[str]:

@@ -131,13 +131,13 @@ class Triple(OfWork):
         _, _, q0, q1 = self.pair.sizes
         return self.work.outer * self.mode.q * q0 * q1 * self.size
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.pair.sizes
-        return (
-            f"triple: {p1}→{q1}, {p0}→{q0}, {self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks, "
-            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, "
-            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
-        )
+    title = "triple"
+
+    @property
+    def details(self) -> str:
+        first = f"{self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks"
+        groups = f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}"
+        return f"{self.pair.contracted}, {first}, {groups}, {self.slots} slots of {self.chunk} rows"
 
     @property
     def products(self) -> str:

@@ -70,12 +70,12 @@ class SlabBackward(AtOneVisit):
         grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
         return tensor_map("x", "tf32", *x), tensor_map(1, "tf32", *grad)
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
-            f"{self.slots} slots of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
-        )
+    title = "slab backward"
+
+    @property
+    def details(self) -> str:
+        c, held = self.contraction, f"{COLUMNS} of its columns for one of {self.groups} groups"
+        return f"{c.q}×{c.p} at one visit, {held}, {self.slots} slots of 32, {self.for_a_tile}"
 
     @property
     def products(self) -> str:

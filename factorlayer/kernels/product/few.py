@@ -128,12 +128,11 @@ class Few(OfAnyBatch):
     def us_of(self, batch: int) -> float:
         return time(self, batch)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
-        return (
-            f"few: {c.p}→{c.q}, {16 * self.height} columns for {self.wg} of {p.groups} groups, "
-            f"{self.wg * self.ways} warps, {self.shared} bytes of shared memory"
-        )
+        columns = f"{16 * self.height} columns for {self.wg} of {p.groups} groups"
+        return f"{c.p}→{c.q}, {columns}, {self.wg * self.ways} warps"
 
     waits = False
 

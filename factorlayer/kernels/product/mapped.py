@@ -130,14 +130,12 @@ class Mapped(OfAnyBatch):
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
-        return (
-            f"mapped: {c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums"
-            + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
-            + f", {self.slots} slots of {SLAB}, {self.shared} bytes of shared memory"
-        )
+        groups = f" for {self.held} of {p.groups} groups" if p.groups > 1 else ""
+        share = f", {self.cluster} blocks share x" if self.cluster > 1 else ""
+        return f"{c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums{groups}{share}, {self.slots} slots of {SLAB}"
 
     @property
     def products(self) -> str:

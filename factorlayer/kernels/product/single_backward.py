@@ -28,6 +28,11 @@ class OfOneFactor(Pass):
         return self.contraction.inner > 1
 
     @property
+    def contracted(self) -> str:
+        """Its contraction in words."""
+        return f"{self.contraction.p}→{self.contraction.q} by {'columns' if self.by_columns else 'rows'}"
+
+    @property
     def weights(self) -> int:
         return self.contraction.p * self.contraction.q
 
@@ -90,13 +95,10 @@ class SingleBackward(OfOneFactor, Grouped):
         weight = q * ((rows if self.by_columns else self.columns) + pad)
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"single, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.span} at once, "
-            f"{self.groups} groups of {self.rows}×{self.parts} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        groups = f"{self.groups} groups of {self.rows}×{self.parts} warps"
+        return f"{self.contracted}, {self.span} at once, {groups}, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:

@@ -216,16 +216,14 @@ class Wide(OfAnyBatch):
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
         done = "grad_y back through its activation, " if p.slope else "8→8 before, " if p.mixed >= 0 else ""
         done = "and back through the activation before, " if p.through else done
-        return (
-            f"wide: {c.p}→{c.q} by rows, {done}"
-            f"tiles of {self.rows}×{self.columns} sums"
-            + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.slots} slots of {self.slab}, {self.shared} bytes of shared memory"
-        )
+        groups = f" for {self.held} of {p.groups} groups" if p.groups > 1 else ""
+        tiles = f"tiles of {self.rows}×{self.columns} sums{groups}"
+        return f"{c.p}→{c.q} by rows, {done}{tiles}, {self.slots} slots of {self.slab}"
 
     @property
     def registers(self) -> tuple[int, int]:
