@@ -116,7 +116,7 @@ class TileSums(Sums):
 
     @property
     def result(self) -> str:
-        """What is written, in C++."""
+        """The type of what it writes, in C++."""
         return "Element" if self.is_whole else "Sum<Element>"
 
     @property
@@ -360,7 +360,7 @@ class Reduction(OneSpread):
 
     @property
     def starts(self) -> bool:
-        """The next kernel early, where that is worth it: not of tiles, and not behind long passes."""
+        """Whether the next kernel starts early, where that is worth it: not of tiles, and not behind long passes."""
         return isinstance(self.of, BlockSums) and self.of.us < SHORT_US
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 
 
 class Pass:
-    """What is the same of most passes. `units` are what blocks take one after another."""
+    """A kernel of a plan, with what is the same of most. `units` are what blocks take one after another."""
 
     dtype: Any
 
@@ -87,7 +87,7 @@ class Pass:
 
         @property
         def starts(self) -> bool:
-            """The next kernel early, though it asks for nothing."""
+            """Whether it starts the next kernel early, though it asks for nothing."""
 
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
@@ -199,7 +199,7 @@ class Pass:
         return (batch * self.output_bytes,)
 
     def written(self, batch: int) -> int:
-        """Bytes of these without padding."""
+        """Bytes of its outputs without padding."""
         return sum(self.outputs(batch))
 
     def sum_bytes(self, blocks: int) -> int:
@@ -242,7 +242,7 @@ class Pass:
 
 
 class OfAnyBatch(Pass):
-    """What passes have in common that predict their time for any number of samples."""
+    """A pass that predicts its time for any number of samples."""
 
     def growth(self, batch: int) -> tuple[float, float]:
         return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)

@@ -1,4 +1,4 @@
-"""What a pass has to do: modes of a Kronecker product, some taken as one, that it contracts in some order."""
+"""The work of a pass: modes of a Kronecker product, some taken as one, that it contracts in some order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
 
 
 def merged(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-    """The modes, if any is several taken as one."""
+    """The modes, if any of them is several taken as one; else none."""
     return modes if any(len(mode.parts) > 1 for mode in modes) else ()
 
 
@@ -50,7 +50,7 @@ class TwoSizes(Pass):
 
         @property
         def sizes(self) -> tuple[int, int, int, int]:
-            """p0, p1, q0, q1"""
+            """Sizes p0, p1, q0, q1."""
 
     @property
     def told_sizes(self) -> dict[str, int]:
@@ -64,7 +64,7 @@ class TwoSizes(Pass):
 
 
 class OfTwoModes(TwoSizes):
-    """What passes have in common that make all gradients of two modes."""
+    """A pass that makes all gradients of two modes."""
 
     modes: tuple[Mode, Mode]
     dtype: str
@@ -76,7 +76,7 @@ class OfTwoModes(TwoSizes):
 
     @property
     def weights(self) -> int:
-        """Elements of both."""
+        """Elements of both weights."""
         p0, p1, q0, q1 = self.sizes
         return p0 * q0 + p1 * q1
 
@@ -91,7 +91,7 @@ class OfTwoModes(TwoSizes):
 
     @property
     def asks(self) -> Asks:
-        """What a backward pass reads first: x, weights, and grad_y behind them."""
+        """Tensors that a backward pass reads first: x, weights, and grad_y behind them."""
         p0, p1, q0, q1 = self.sizes
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for mode in self.modes for part in mode.parts]
@@ -130,13 +130,13 @@ class Work:
 
     @functools.cached_property
     def unnumbered(self) -> Work:
-        """The same of any weights: what has its sizes is tiled as it is."""
+        """The same work without the weights' numbers: all of its sizes are tiled as it is."""
         steps = tuple((at, Mode(tuple((0, q, p) for _, q, p in mode.parts))) for at, mode in self.steps)
         return replace(self, steps=steps, scalars=0)
 
     @property
     def asks(self) -> Asks:
-        """What a kernel reads first: x, and weights."""
+        """Tensors that a kernel reads first: x, and weights."""
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for _, mode in self.steps for part in mode.parts]
         weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
@@ -144,7 +144,7 @@ class Work:
 
     @property
     def finish(self) -> list[str]:
-        """Lines of a kernel's constants: what stands behind the contractions."""
+        """Lines of a kernel's constants for what stands behind the contractions."""
         return [activation_type(self.activation, self.dtype, self.scalars), *constants({"BIAS": self.bias})]
 
     def states_of(self, split: int) -> list[tuple[int, ...]]:
@@ -158,7 +158,7 @@ class Work:
 
 
 class OfWork(Pass):
-    """What passes have in common that do such work."""
+    """A pass that does such work."""
 
     work: Work
 
@@ -176,7 +176,7 @@ class OfWork(Pass):
 
 
 class TakesTwoModes(OfWork, TwoSizes):
-    """What passes have in common that take a work's only two modes at once."""
+    """A pass that takes a work's only two modes at once."""
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -55,7 +55,7 @@ class Pair(OfWork, TwoSizes):
 
     @property
     def mixed(self) -> tuple[int, int]:
-        """p, q of a mode before them"""
+        """Sizes p, q of a mode before them, or 1."""
         return (self.work.states[0][0], self.work.states[-1][0]) if len(self.work.sizes) == 3 else (1, 1)
 
     @property
@@ -69,7 +69,7 @@ class Pair(OfWork, TwoSizes):
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads."""
+        """The map of x."""
         if not self.mapped:
             return ()
         p0, p1, _, _ = self.sizes
@@ -183,7 +183,7 @@ class Pair(OfWork, TwoSizes):
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
-    """Its elements; which parameter it is as it stands, or how a product is scaled in fp16."""
+    """Lines that say what a weight's elements are, which parameter it is, or how a product is scaled in fp16."""
     weights = [
         f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
         for j, (weight, _, _) in enumerate(mode.parts)

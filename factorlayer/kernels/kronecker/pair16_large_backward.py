@@ -28,7 +28,7 @@ class Pair16LargeBackward(ByWarpgroups):
 
     @property
     def fits(self) -> bool:
-        """Not where warps by themselves need no more products."""
+        """Whether its kernel takes these sizes, and warps by themselves would need more products."""
         p0, _, _, q1 = self.sizes
         return super().fits and min(p0, q1) > self.largest // 2
 

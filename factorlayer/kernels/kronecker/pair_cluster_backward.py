@@ -94,7 +94,7 @@ class PairClusterBackward(OfTwoModes):
 
     @property
     def registers(self) -> int:
-        """A thread's, about."""
+        """Registers of a thread, about."""
         return self.sums // (32 * self.warps) * max(1, self.size // 4) + REGISTERS[self.size]
 
     @property

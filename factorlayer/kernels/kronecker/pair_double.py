@@ -48,7 +48,7 @@ class PairDouble(TakesTwoModes):
 
     @property
     def slots(self) -> int:
-        """As many as there is room for."""
+        """Slots for chunks: as many as there is room for."""
         return min(MOST_SLOTS, (self.gpu.shared - self._rest_bytes) // self._slot_bytes)
 
     @property

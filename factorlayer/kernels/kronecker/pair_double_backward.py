@@ -23,7 +23,7 @@ BARRIER_BYTES = 128
 
 @dataclass(frozen=True)
 class PairDoubleBackward(OfTwoModes, BlockSums):
-    """One of the two. `us` is the time predicted."""
+    """A pass of the two. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
     units_per_sample: int
@@ -71,7 +71,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def part(self) -> int:
-        """Columns of one."""
+        """Columns of a part."""
         return round_up(-(-self.shape[2] // self.parts), DEPTH)
 
     @property
@@ -88,7 +88,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def slots(self) -> int:
-        """As many as there is room for."""
+        """Slots for chunks: as many as there is room for."""
         return min(MOST_SLOTS, (self.gpu.shared - self._rest_bytes) // self._slot_bytes)
 
     @property
@@ -109,7 +109,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[PairDoubleBackward, ...]:
-    """Both, or none where this family has no kernels."""
+    """Both passes; none where this family has no kernels."""
     if not gpu.moves_registers or dtype != "float64" or len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes):
         return ()
     first, last = modes

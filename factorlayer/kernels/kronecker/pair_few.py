@@ -60,7 +60,7 @@ class PairFew(TakesTwoModes):
 
     @functools.cached_property
     def shared(self) -> int:
-        """What it needs, or so much that early blocks, which go where there is room, do not gather."""
+        """Bytes that it needs, or so many that early blocks, which go where there is room, do not gather."""
         p0, p1, _, _ = self.sizes
         padding = 8 if self.size == 2 else 4
         chunks = self.slots * self.rows * (max(p0, p1) + padding)

@@ -50,13 +50,13 @@ class PairFewBackward(OfTwoModes, BlockSums):
 
     @property
     def singles(self) -> int:
-        """The first weight's, of which a strip has columns of its own."""
+        """Sums of the first weight's gradient, of which a strip has columns of its own."""
         p0, _, q0, _ = self.sizes
         return p0 * q0
 
     @property
     def most(self) -> int:
-        """Units, each with sums of its own."""
+        """Units at most, each with sums of its own."""
         return most_samples(self.batch) * self.units_per_sample
 
     @property
@@ -82,7 +82,7 @@ class PairFewBackward(OfTwoModes, BlockSums):
 
     @property
     def registers(self) -> int:
-        """A thread's, about."""
+        """Registers of a thread, about."""
         _, p1, q0, _ = self.sizes
         return self.span * (p1 + q0) // self.threads * max(1, self.size // 4) + REGISTERS[self.size]
 

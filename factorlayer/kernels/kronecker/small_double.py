@@ -65,7 +65,7 @@ class Step:
 
     @property
     def weight_reads(self) -> int:
-        """About, as a thread has up to three columns"""
+        """Reads of the weight by warps, about: a thread has up to three columns."""
         return -(-self.each(1) // 3) * self.p * self.q // 2
 
     def cuda(self, places: tuple[int, int], weight: tuple[int, int]) -> str:
@@ -108,7 +108,7 @@ def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
 
 
 class OfSmallDouble(Pass):
-    """What such passes have in common, forward and backward."""
+    """A pass of small factors in double, forward or backward."""
 
     gpu: Gpu
     steps: tuple[Step, ...]
@@ -128,7 +128,8 @@ class OfSmallDouble(Pass):
         return f"{steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots"
 
     def weight_lines(self, weights: Sequence[int], turned: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-        """What loads the steps' weights, of these numbers, where they lie, as they are and turned, and their bytes."""
+        """Calls that load the steps' weights, which have these numbers; the places of each, as it is and turned; all
+        bytes."""
         at, places, lines = 0, [], []
         for step, number in zip(self.steps, weights, strict=True):
             place = []

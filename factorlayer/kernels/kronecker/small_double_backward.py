@@ -44,7 +44,7 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     @property
     def weights(self) -> int:
-        """Elements of all."""
+        """Elements of all weights."""
         return sum(step.p * step.q for step in self.steps)
 
     @property
@@ -53,7 +53,7 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     @property
     def tiles(self) -> int:
-        """Tiles of sums."""
+        """Tiles of 8 rows of all sums."""
         return sum(-(-step.p // 8) for step in self.steps)
 
     @property

@@ -85,7 +85,7 @@ class Monarch(OfMonarch):
 
     @property
     def loaders(self) -> bool:
-        """Whether four more copy: where those that multiply need more registers than all would have."""
+        """Whether four more warps copy: where those that multiply need more registers than all would have."""
         return self.gpu.moves_registers and self.warps == 8
 
     @property

@@ -29,13 +29,13 @@ OWN_COPY_US = 0.1  # a chunk's start
 
 
 class _Both(OfMonarch):
-    """What the two passes have in common."""
+    """A pass of the two over samples."""
 
     output_bytes = 0  # outputs() of each says what it writes
 
     @property
     def step(self) -> int:
-        """What one product is summed over."""
+        """The size that one product is summed over."""
         return 32 // self.size
 
     @property
@@ -79,7 +79,7 @@ class MonarchGradient(_Both, BlockSums):
 
     @property
     def most(self) -> int:
-        """Blocks for one of them."""
+        """Blocks for a part of the weights."""
         return max(1, self.gpu.sms // self.split)
 
     @property

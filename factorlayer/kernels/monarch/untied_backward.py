@@ -61,7 +61,7 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def right(self) -> int:
-        """Slabs of its p's."""
+        """Slabs of a group's p's."""
         return -(-self.bp // 64)
 
     @property
@@ -124,7 +124,7 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads, of x and of grad_y."""
+        """The maps of x and of grad_y."""
         c = self.contraction
         part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
         x = (
@@ -172,7 +172,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | Non
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
-    """One untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
+    """Whether it is one untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
     c, *more = chain.contractions
     if dtype not in DTYPES or more or c.tied or c.p % 8 or c.q % 8 or chain.rank > 1:
         return False

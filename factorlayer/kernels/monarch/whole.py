@@ -57,20 +57,20 @@ def takes(chain: Chain) -> bool:
 
 
 def dense(chain: Chain) -> Chain:
-    """The layer that it is."""
+    """The dense layer that two contractions are."""
     contraction = Contraction(0, 1, chain.in_features, chain.out_features, 1, tied=True)
     return replace(chain, contractions=(contraction,), backward=False)
 
 
 def transposed(chain: Chain) -> Chain:
-    """Its way back."""
+    """The dense layer of x's gradient."""
     contraction = Contraction(0, 1, chain.out_features, chain.in_features, 1, tied=True)
     return replace(chain, contractions=(contraction,), backward=False)
 
 
 @dataclass(frozen=True)
 class Whole(OneSpread):
-    """What both passes have in common."""
+    """A pass between both weights and the dense one."""
 
     first: Contraction
     second: Contraction
@@ -134,7 +134,7 @@ class Whole(OneSpread):
         return self.us, 0.0
 
     def _turns(self) -> float:
-        """Of blocks that a multiprocessor has at once."""
+        """Rounds of as many blocks as the multiprocessors have at once."""
         return self.split / (self.blocks * self.gpu.sms)
 
     def _issued_us(self, each: float) -> float:
@@ -167,7 +167,7 @@ class WholeWeight(Whole):
 
     @property
     def end(self) -> int:
-        """The end of these, where other passes may begin."""
+        """The end of what it prepares, where other passes may begin."""
         return round_up(self.scaled_at + 8 if self.scaled else self.bytes, ALIGNED)
 
     @property
@@ -279,7 +279,7 @@ class WholeGradients(Whole):
 
     @property
     def height(self) -> int:
-        """r's of a thread"""
+        """Numbers r of a thread."""
         return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
 
     @property
@@ -289,7 +289,7 @@ class WholeGradients(Whole):
 
     @property
     def across(self) -> int:
-        """Threads of neighbouring r's"""
+        """Threads of neighbouring r's."""
         return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
 
     @property

@@ -298,7 +298,7 @@ class FewPass(Pass):
 
     @property
     def tall(self) -> int:
-        """A warp's part of a gradient, in 16 rows."""
+        """Sixteens of rows in a warp's part of a gradient."""
         return 1 if self.dtype in ("float32", "float64") else 2
 
     def _column_tiles(self, which: int) -> int:
@@ -345,7 +345,7 @@ class FewPass(Pass):
 
     @property
     def _by_columns(self) -> int:
-        """Which weight is read by columns."""
+        """The weight that is read by columns."""
         return 1 if self.part == "FewBack" else 0
 
     @property
@@ -412,7 +412,7 @@ class FewPass(Pass):
 
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:
-    """Three passes, if they take the chain."""
+    """The three passes; none where they do not take the chain."""
     if not _is_pair(chain) or batch > MOST_SAMPLES or chain.rank > 1:
         return None
     found = []
@@ -447,7 +447,8 @@ def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPa
 
 
 def _backward_time(plan: FewPass) -> float:
-    """Microseconds, as above: multiprocessors without a block cost, too, and blocks of many warps that write."""
+    """Microseconds, counted as time() does: multiprocessors without a block cost, too, and blocks of many warps that
+    write."""
     first, second = plan.both
     gpu, size = plan.gpu, plan.size
     waves = -(-plan.split // (gpu.sms * plan.blocks))

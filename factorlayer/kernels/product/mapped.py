@@ -112,13 +112,13 @@ class Mapped(OfAnyBatch):
 
     @property
     def box(self) -> int:
-        """Runs."""
+        """Runs of a box of the weights' map."""
         wanted, line = self.n // self.run, self.lines[2]
         return wanted if line * self.run == self.product.contraction.q else math.gcd(wanted, line)
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads, of x and of the weights."""
+        """The maps of x and of the weights."""
         p, c = self.product, self.product.contraction
         row = p.x_features if p.outer == 1 else c.p
         x = (c.p, p.groups, p.outer, 1, 1), (c.p, row, c.p, c.p), (SLAB, 1, ROWS // self.cluster, 1, 1)

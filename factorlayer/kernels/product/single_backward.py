@@ -19,7 +19,7 @@ SPANS = (16, 32, 64, 128)
 
 
 class OfOneFactor(Pass):
-    """What passes have in common that make both gradients of one factor."""
+    """A pass that makes both gradients of one factor."""
 
     contraction: Contraction
 

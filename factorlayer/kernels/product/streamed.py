@@ -442,7 +442,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
 
 
 def _shapes(m: int, n: int, mt: int, nt: int, warps: int) -> list[int]:
-    """How many of the warps lie along m: the two ways that read least."""
+    """Warps that lie along m: the two numbers that read least."""
 
     def read(wm: int) -> int:
         bm, bn = 16 * mt * wm, 8 * nt * (warps // wm)
@@ -526,7 +526,7 @@ def time(plan: Streamed, batch: int) -> float:
 
 
 def _copied(plan: Streamed) -> tuple[float, float, float]:
-    """Of a chunk: bytes, instructions that copy them, and lines of memory that these touch, one and a piece of another
+    """Bytes of a chunk, instructions that copy them, and lines of memory that these touch, one and a piece of another
     each."""
     product, row = plan.product, plan.bk * plan.product.size
     x, weight, _ = plan._accesses()
@@ -546,7 +546,7 @@ def _copied(plan: Streamed) -> tuple[float, float, float]:
 
 
 def _stored(plan: Streamed) -> tuple[float, float]:
-    """Of a tile: bytes, and stores of a warp to sectors of L2 that they do not fill, at both ends of a run."""
+    """Bytes of a tile, and stores of a warp to sectors of L2 that they do not fill, at both ends of a run."""
     product, size, q = plan.product, plan.product.size, plan.product.contraction.q
     there = q / (-(-q // (plan.columns if product.by_rows else plan.bm)))  # of its columns, or rows
     if not product.by_rows:

@@ -84,7 +84,7 @@ class Wide(OfAnyBatch):
 
     @property
     def slab(self) -> int:
-        """Elements of k."""
+        """Elements of k in a slab."""
         return self.parts * 128 // self.product.size
 
     @property
@@ -98,7 +98,7 @@ class Wide(OfAnyBatch):
 
     @property
     def part(self) -> int:
-        """Elements of k"""
+        """Elements of k in a part."""
         return -(-self.product.contraction.p // (8 * self.chunks)) * 4
 
     @property
@@ -108,7 +108,7 @@ class Wide(OfAnyBatch):
 
     @property
     def summed(self) -> int:
-        """Terms"""
+        """Terms that it sums."""
         return self.product.terms if self.product.terms_out == 1 else 1
 
     @property
@@ -117,12 +117,12 @@ class Wide(OfAnyBatch):
 
     @property
     def stage_extra(self) -> int:
-        """Barriers, and the scale of each row of x."""
+        """Bytes of a slot's barriers, and of the scale of each row of x."""
         return 16 + 4 * self.n * (self.parts - 1)
 
     @property
     def exchange_bytes(self) -> int:
-        """What a block is given by the other one of two."""
+        """Bytes that a block is given by the other one of two."""
         return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Wide(OfAnyBatch):
 
     @property
     def copy(self) -> int:
-        """Bytes of one access to x"""
+        """Bytes of one access to x."""
         return math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property

@@ -63,7 +63,7 @@ class WideGradient(TileSums):
 
     @property
     def chunk(self) -> int:
-        """Rows."""
+        """Rows of a chunk."""
         return 128 // self.size
 
     @property
@@ -185,7 +185,7 @@ class WideGradient(TileSums):
 
     @property
     def units_per_sample(self) -> int:
-        """Rows."""
+        """Rows of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
 
     @property

@@ -42,7 +42,7 @@ class Dense(Pass):
 
     @functools.cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """p, q of each layer"""
+        """Sizes p, q of each layer."""
         return tuple((chain.in_features, chain.out_features) for chain in self.layers)
 
     def columns(self, i: int) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class Dense(Pass):
 
     @property
     def tensors(self) -> int:
-        """Weights, parameters of activations, and biases"""
+        """Weights, parameters of activations, and biases."""
         return sum(map(_tensors, self.layers))
 
     def first(self, i: int) -> int:
@@ -155,7 +155,7 @@ class Dense(Pass):
 
     @property
     def made(self) -> str:
-        """What it makes, in words for people."""
+        """The layers' sizes in words."""
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
@@ -224,7 +224,7 @@ class Dense(Pass):
 
 
 def _tensors(chain: Chain) -> int:
-    """A layer's: its weight, the parameters of its activation, and its bias."""
+    """Parameters of a layer: its weight, those of its activation, and its bias."""
     return 1 + chain.parameters + chain.bias
 
 

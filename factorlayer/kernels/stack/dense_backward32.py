@@ -155,7 +155,7 @@ class LayerBackward32(DenseBackward32):
     together = True
 
     def turned(self, i: int) -> bool:
-        """Each has 64 rows, so there have to be more than those of the first."""
+        """Whether its sums are turned: each warpgroup has 64 rows, so there have to be more than those of the first."""
         k, n = self.columns(i)
         return k > LEAST and (n <= LEAST or n < k)
 

@@ -51,7 +51,7 @@ class DenseStreamed(Dense):
 
     @property
     def slab(self) -> int:
-        """k's"""
+        """k's of a slab."""
         return 4 * self.step
 
     @functools.cached_property
