@@ -78,8 +78,7 @@ class PairBackward(OfTwoModes, Grouped):
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
-    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu)]
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu))
 
 
 def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:

@@ -122,8 +122,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         return None
     if not gpu.clusters:
         return None
-    plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu))
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairClusterBackward]:

@@ -9,16 +9,20 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.kronecker.pair_double import (
+    BARRIER_BYTES,
+    CHUNK_US,
+    DEPTH,
+    LARGEST,
+    LEAST,
+    LEAST_SLOTS,
+    REGISTERS,
+)
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
-DEPTH = 16  # k's of a chunk
-MOST_SLOTS, LEAST_SLOTS = 6, 3
-LEAST, LARGEST = 24, 128  # of a size: two tiles of 16 rows of four warps
+MOST_SLOTS = 6
 START_US = 6.0  # first chunks, last sums
-CHUNK_US = 0.1  # of waits
 PART_US = 0.3  # of what no product hides: a part of the middle state put down
-REGISTERS = 232, 40  # of threads who multiply, and who copy
-BARRIER_BYTES = 128
 
 
 @dataclass(frozen=True)

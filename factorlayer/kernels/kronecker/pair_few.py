@@ -86,8 +86,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> PairFew | None:
     """The fastest by prediction; None where this family has no kernel."""
     if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or most_samples(batch) > 64:
         return None
-    plans = [replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu)]
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu))
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:

@@ -105,8 +105,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
-    plans = (replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
 
 
 @functools.lru_cache(256)

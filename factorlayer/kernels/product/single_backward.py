@@ -109,8 +109,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu)]
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu))
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:
