@@ -8,24 +8,29 @@
 // What the warpgroups of a block have together, each of its threads, when it is launched: whoever takes more waits for ever.
 template <int WARPGROUPS> constexpr int kAllRegisters = 65536 / (WARPGROUPS * 128) / 8 * 8 * WARPGROUPS;
 
-template <int N> struct SplitSums {
-  float high[N / 2], low[N / 2];
+// Sums 64 x N of the products of first pieces, and of all others, which one piece has none of.
+template <int N, int PIECES = 2> struct SplitSums {
+  float high[N / 2], low[PIECES > 1 ? N / 2 : 1];
   DEVICE void arrived() {
     touch(high);
-    touch(low);
-    UNROLL for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
+    if constexpr (PIECES > 1) {
+      touch(low);
+      UNROLL for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
+    }
   }
 };
 
 // STEPS of k: multiply(sums, s, i, j, add) has the product made of the left operand's piece i and the right one's piece j. The
 // first product of each kind of sums sets them, unless they are continued.
-template <int PIECES, int STEPS, int N, class Multiply>
-DEVICE void multiply_pieces(SplitSums<N>& sums, bool continued, const Multiply& multiply) {
+template <int PIECES, int STEPS, class Sums, class Multiply>
+DEVICE void multiply_pieces(Sums& sums, bool continued, const Multiply& multiply) {
   open_products();
   UNROLL for (int s = 0; s < STEPS; ++s)
     UNROLL for (int i = 0; i < PIECES; ++i)
       UNROLL for (int j = 0; i + j < PIECES; ++j) {
-        if (i + j == 0)
+        if constexpr (PIECES == 1)
+          multiply(sums.high, s, i, j, continued || s > 0);
+        else if (i + j == 0)
           multiply(sums.high, s, i, j, continued || s > 0);
         else
           multiply(sums.low, s, i, j, continued || s > 0 || i > 0 || j > 1);

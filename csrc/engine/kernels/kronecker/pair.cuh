@@ -30,7 +30,7 @@
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
-#include "multiply/wgmma.cuh"
+#include "multiply/splits.cuh"
 #include "move/ring.cuh"
 
 struct Maps {
@@ -372,17 +372,7 @@ template <class Pass> struct TwoFactors {
     }
   }
 
-  // Sums of the products of first pieces, and of the others.
-  template <int N> struct Sums {
-    float high[N / 2], low[PIECES > 1 ? N / 2 : 1];
-    DEVICE void arrived() {
-      touch(high);
-      if constexpr (PIECES > 1) {
-        touch(low);
-        UNROLL for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
-      }
-    }
-  };
+  template <int N> using Sums = SplitSums<N, PIECES>;
   using Left = u32[PIECES][kStepsA][4];
 
   DEVICE void consume(float scale_a, float scale_b) const {
@@ -484,37 +474,20 @@ template <class Pass> struct TwoFactors {
   }
 
   DEVICE void multiply_b(Sums<CHUNK>& t, const u32 (&held)[HELD][kStepsB][4], u32 state, int part) const {
-    open_products();
-    UNROLL for (int s = 0; s < kStepsB; ++s)
-      UNROLL for (int i = 0; i < PIECES; ++i)
-        UNROLL for (int j = 0; i + j < PIECES; ++j) {
-          const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
-          const bool add = s > 0 || i > 0 || j > 1;
-          if (i < HELD)
-            multiply(t, i + j, held[i < HELD ? i : 0][s], x, add);
-          else
-            multiply(t, i + j, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
-        }
-    commit_products();
+    multiply_pieces<PIECES, kStepsB>(t, false, [&](float(&sums)[CHUNK / 2], int s, int i, int j, bool add) {
+      const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
+      if (i < HELD)
+        Wgmma<Part, CHUNK>::multiply(sums, held[i < HELD ? i : 0][s], x, add);
+      else
+        Wgmma<Part, CHUNK>::multiply(
+            sums, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
+    });
   }
   DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk) const {
-    open_products();
-    UNROLL for (int s = 0; s < kStepsA; ++s)
-      UNROLL for (int i = 0; i < PIECES; ++i)
-        UNROLL for (int j = 0; i + j < PIECES; ++j) {
-          const int k = chunk * kStepsA + s;
-          multiply(y, i + j, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2,
-                   k > 0 || i > 0 || j > 1);
-        }
-    commit_products();
-  }
-  // The first product of each kind of sums sets them.
-  template <int N, class Operand>
-  static DEVICE void multiply(Sums<N>& sums, int order, const Operand& left, u64 right, bool add) {
-    if constexpr (PIECES > 1) {
-      if (order > 0) return Wgmma<Part, N>::multiply(sums.low, left, right, add);
-    }
-    Wgmma<Part, N>::multiply(sums.high, left, right, add);
+    multiply_pieces<PIECES, kStepsA>(y, chunk > 0, [&](float(&sums)[kN / 2], int s, int i, int j, bool add) {
+      const int k = chunk * kStepsA + s;
+      Wgmma<Part, kN>::multiply(sums, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2, add);
+    });
   }
 
   static DEVICE void pack(Left& left, const float (&t)[CHUNK / 2]) {
