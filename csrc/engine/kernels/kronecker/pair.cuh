@@ -33,9 +33,7 @@
 #include "multiply/splits.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x;
-};
+struct Maps { TensorMap x; };
 
 template <class Pass> struct TwoFactors {
   using Element = typename Pass::Element;

@@ -22,9 +22,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, weight;
-};
+struct Maps { TensorMap x, weight; };
 
 template <class Pass> struct MonarchMapped {
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, N = Pass::N;

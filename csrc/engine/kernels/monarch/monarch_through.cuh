@@ -17,9 +17,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, first, second;
-};
+struct Maps { TensorMap x, first, second; };
 
 template <class Pass> struct MonarchThrough {
   using Element = typename Pass::Element;

@@ -20,9 +20,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, grad;
-};
+struct Maps { TensorMap x, grad; };
 
 template <class Pass> struct SlabBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, SLOTS = Pass::SLOTS;

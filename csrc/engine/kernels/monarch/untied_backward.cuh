@@ -26,9 +26,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, grad;
-};
+struct Maps { TensorMap x, grad; };
 
 template <class Pass> struct UntiedBackward {
   using Element = typename Pass::Element;

@@ -26,9 +26,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, weight;
-};
+struct Maps { TensorMap x, weight; };
 
 template <class Pass> struct Mapped {
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, B = Pass::B, FAST = Pass::FAST;
