@@ -129,7 +129,7 @@ class Pair(OfWork, TwoSizes):
         b = (self.pieces - self.held) * -(-p1 // row) * self.parts * 64 * 128
         state = self.pieces * -(-p1 // row) * self.chunk * 128
         slot = state * (mixed[1] if self.stages else max(mixed))
-        stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
+        stage = round_up(self.chunk * p1 * self.unit, 2048) * mixed[0] * self.size // self.unit
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
@@ -244,7 +244,7 @@ def _chunks(work: Work) -> list[int]:
     states = MOST_MIXED if size == 2 else max(work.states[0][0], work.states[-1][0])
     states = states if mixes else 1
     most = MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES
-    chunks = -(-p0 * -(-p1 * size // 128) * 128 * states // most)
+    chunks = -(-p0 * round_up(p1 * size, 128) * states // most)
     step = 8 if work.dtype == "tf32" else 16
     return [round_up(-(-p0 // (chunks * by)), step) for by in (1, 2)]
 

@@ -295,7 +295,7 @@ def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
     """Tilings, the best first. In tf32, where one buffer leaves tasks little to overlap, all warpgroups take both."""
     (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
     size, parts = ELEMENT_BYTES[work.dtype], -(-q1 // 64)
-    row = -(-p1 * size // 128) * 128
+    row = round_up(p1 * size, 128)
     for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
         if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
             continue

@@ -17,6 +17,7 @@ from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -72,7 +73,7 @@ class Monarch(OfMonarch):
 
     @property
     def padded(self) -> int:
-        return -(-self.chain.contractions[0].p // 8) * 8
+        return round_up(self.chain.contractions[0].p, 8)
 
     @property
     def samples(self) -> int:

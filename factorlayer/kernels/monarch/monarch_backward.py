@@ -16,6 +16,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.monarch.layer import OfMonarch
 from factorlayer.kernels.passes import OneSpread, fastest
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -97,7 +98,7 @@ class MonarchGradient(_Both, BlockSums):
         row = 128 if self.wgmma else self.row_bytes(second.q)
         weights = 16 * 4 * self.wk * self.wl * (self.row_bytes(first.p) + row)
         slot = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
-        return weights + self.slots * ((-(-slot // 1024) * 1024 if self.wgmma else slot) + 16)
+        return weights + self.slots * ((round_up(slot, 1024) if self.wgmma else slot) + 16)
 
     def __str__(self) -> str:
         first, second = self.both

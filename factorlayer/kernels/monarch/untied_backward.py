@@ -16,6 +16,7 @@ from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, AtOneVisit
 from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("bfloat16", "float16")
@@ -192,7 +193,7 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
-        further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
+        further = {96} if wm == 3 and height == 1 else {round_up(c.p, 32)} if wm * wn == 1 else set()
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
                 clusters = ((False, False), (True, False), (False, True)) if n * wn < c.p else ((False, False),)

@@ -41,19 +41,10 @@ GRAD = 2  # the parameter that grad_y is, behind both weights
 BY_COLUMNS, BY_TILES = 1.7, 3.5
 
 
-def is_pair(chain: Chain) -> bool:
-    """Whether it is two contractions of a Monarch layer, all groups of the first in each of the second."""
-    if len(chain.contractions) != 2 or chain.rank > 1:
-        return False
-    first, second = chain.contractions
-    untied = not first.tied and not second.tied and first.inner == second.outer == 1
-    return untied and first.q % second.inner == 0 and first.outer * first.q == second.p * second.inner
-
-
 def takes(chain: Chain) -> bool:
     """Whether it is a layer's chain, forward or back, of which nothing is turned."""
     turned = chain.x_turned or chain.turn or chain.mixed or chain.slabs
-    return is_pair(chain) and not turned and not chain.parameters
+    return chain.is_monarch and not turned and not chain.parameters
 
 
 def dense(chain: Chain) -> Chain:

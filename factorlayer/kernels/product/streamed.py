@@ -16,6 +16,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, OfAnyBatch
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -297,7 +298,7 @@ class Streamed(OfAnyBatch):
     @property
     def result(self) -> int:
         """The place of the result: that of the slots if they are not needed any more."""
-        return 0 if self.steps == 1 else -(-self.slots * self.slot_bytes // 128) * 128
+        return 0 if self.steps == 1 else round_up(self.slots * self.slot_bytes, 128)
 
     @functools.cached_property
     def shared(self) -> int:
@@ -456,7 +457,7 @@ def _chunks(product: Product) -> list[int]:
     """Chunks of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in
     pieces."""
     p, size = product.contraction.p, product.size
-    found = {bk for bk in (128 // size, 64 // size) if -(-p // bk) * bk < 1.3 * p}
+    found = {bk for bk in (128 // size, 64 // size) if round_up(p, bk) < 1.3 * p}
     if not found:
         found.add(min(max(8, 1 << (p - 1).bit_length()), 128 // size))
     if p * size % 16:
