@@ -44,10 +44,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   DEVICE void produce() const {

@@ -45,10 +45,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2)
-      give_registers<kCopyRegisters>(), produce();
-    else
-      take_registers<kRegisters>(), consume();
+    part_ways<2, kRegisters, kCopyRegisters>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
   DEVICE void produce() const {
     u32 position = 0;

@@ -148,9 +148,6 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
     for (int j = threadIdx.x; j < (kStateBytes + kTailBytes) / 16; j += kThreads + kCopiers)
       store_u32x4(state + j * 16, {});  // rows that no X has
     __syncthreads();
-    if (threadIdx.x < kThreads)
-      take_registers<Pass::REGISTERS>(), consume();
-    else
-      give_registers<Pass::COPY_REGISTERS>(), produce();
+    part_ways<kThreads, Pass::REGISTERS, Pass::COPY_REGISTERS>([&] { consume(); }, [&] { produce(); });
   }
 };

@@ -170,9 +170,6 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   DEVICE void run() const {
     Base::init();
     __syncthreads();
-    if (threadIdx.x < kThreads)
-      take_registers<Pass::REGISTERS>(), consume();
-    else
-      give_registers<Pass::COPY_REGISTERS>(), produce();
+    part_ways<kThreads, Pass::REGISTERS, Pass::COPY_REGISTERS>([&] { consume(); }, [&] { produce(); });
   }
 };

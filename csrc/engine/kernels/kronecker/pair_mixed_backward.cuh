@@ -62,10 +62,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
     ROLL for (int slot = 0; slot < SLOTS; ++slot) Products::template clear_padding<Q0, Q1, kThreads>(ring.at(slot));
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
   DEVICE void produce() const {
     if (threadIdx.x >= kConsumers + 32)

@@ -55,10 +55,7 @@ template <class Pass> struct PairSplitBackward {
       for (u32 at = a + threadIdx.x * 16; at < groups + GROUPS * kGroup; at += (kConsumers + 128) * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   // A state's fours on their way to a thread, and to their places

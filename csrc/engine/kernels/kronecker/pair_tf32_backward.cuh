@@ -64,10 +64,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       for (u32 at = a + threadIdx.x * 16; at < ring.at(2); at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2)
-      give_registers<kCopyRegisters>(), produce();
-    else
-      take_registers<kRegisters>(), consume();
+    part_ways<2, kRegisters, kCopyRegisters>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   static DEVICE float size_of(float x) { return fabsf(x) <= kLargestFloat ? fabsf(x) : 0.f; }

@@ -51,10 +51,7 @@ template <class Pass> struct SingleSplitBackward {
         store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<2, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   // Where a unit begins in a state whose contracted mode has N's, and from one row of it to the next

@@ -225,10 +225,7 @@ template <class Pass> struct MonarchThrough {
     fence_copy_engine();
     __syncthreads();
     sync_cluster();
-    if (threadIdx.x < kConsumers)
-      take_registers<Pass::MORE>(), consume();
-    else
-      give_registers<Pass::FEWER>(), produce();
+    part_ways<kConsumers, Pass::MORE, Pass::FEWER>([&] { consume(); }, [&] { produce(); });
     sync_cluster();  // the other block may still tell this one's producer, or write here
   }
 };

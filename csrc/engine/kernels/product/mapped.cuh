@@ -216,10 +216,7 @@ template <class Pass> struct Mapped {
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
-    if (threadIdx.x < kConsumers)
-      take_registers<Pass::MORE>(), consume();
-    else
-      give_registers<Pass::FEWER>(), produce();
+    part_ways<kConsumers, Pass::MORE, Pass::FEWER>([&] { consume(); }, [&] { produce(); });
     if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
 };
