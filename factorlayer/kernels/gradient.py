@@ -236,15 +236,13 @@ class Gradient(TileSums):
     def units_per_block(self) -> int:
         return LEAST_CHUNKS * (self.bk // self._inner_here)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         c = self.contraction
         kind = "columns" if c.inner == 1 else "inner" if c.tied else "groups"
-        return (
-            f"gradient: {c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums"
-            + ("" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups")
-            + f", {self.threads // 32} warps, chunks of {self.bk}, {self.for_a_tile}, "
-            f"{self.shared} bytes of shared memory"
-        )
+        groups = "" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups"
+        warps = f"{self.threads // 32} warps, chunks of {self.bk}"
+        return f"{c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums{groups}, {warps}, {self.for_a_tile}"
 
     @property
     def told(self) -> list[str]:

@@ -132,13 +132,12 @@ class Monarch(OfMonarch):
     def units_per_block(self) -> int:
         return self.samples
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         first, second = self.chain.contractions
-        return (
-            f"monarch: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.samples} samples and "
-            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.slots} slots of {self.k} of "
-            f"{first.outer}, {self.shared} bytes of shared memory"
-        )
+        tiles = f"tiles of {self.samples} samples and {self.groups} of {second.inner} groups"
+        slots = f"{self.slots} slots of {self.k} of {first.outer}"
+        return f"{first.p}→{first.q}, {second.p}→{second.q} at once, {tiles}, {self.warps} warps, {slots}"
 
     @property
     def told(self) -> list[str]:

@@ -100,13 +100,14 @@ class MonarchGradient(_Both, BlockSums):
         slot = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
         return weights + self.slots * ((round_up(slot, 1024) if self.wgmma else slot) + 16)
 
-    def __str__(self) -> str:
+    title = "monarch gradients"
+
+    @property
+    def details(self) -> str:
         first, second = self.both
-        return (
-            f"monarch gradients: {first.p}→{first.q}, {second.p}→{second.q} for {4 * self.wl} of {second.inner} groups "
-            f"and {16 * self.wk} of {second.p}, {self.groups} groups of {self.wk}×{self.wl} warps, "
-            f"{self.slots} slots of {self.samples} samples, {self.shared} bytes of shared memory"
-        )
+        parts = f"{4 * self.wl} of {second.inner} groups and {16 * self.wk} of {second.p}"
+        groups = f"{self.groups} groups of {self.wk}×{self.wl} warps, {self.slots} slots of {self.samples} samples"
+        return f"{first.p}→{first.q}, {second.p}→{second.q} for {parts}, {groups}"
 
     header = "monarch_gradient"
 
@@ -220,13 +221,12 @@ class MonarchBack(_Both):
         others = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
         return self.slots * (slot + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + others + 16 + 1024
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         first, second = self.both
-        return (
-            f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
-            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.slots} slots of {second.inner} "
-            f"groups, {self.shared} bytes of shared memory"
-        )
+        tiles = f"tiles of {self.units_per_block} samples and {4 * UNITS} of {second.p}"
+        back = f"{second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned"
+        return f"{back}, {tiles}, {self.slots} slots of {second.inner} groups"
 
     header = "monarch_back"
 

@@ -137,14 +137,14 @@ class UntiedBackward(AtOneVisit):
         grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
         return tensor_map("x", self.dtype, *x), tensor_map("1*", self.dtype, *grad)
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.slots} slots of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
-            f"{'rows for two blocks, ' if self.shared_rows else ''}"
-            f"{self.shared} bytes of shared memory"
-        )
+    title = "untied backward"
+
+    @property
+    def details(self) -> str:
+        c, slots = self.contraction, f"{self.slots} slots of {ROWS}"
+        held = f"{self.bp} of its columns for {self.together} of {self.groups} groups"
+        further = ", in pairs" * self.paired + ", rows for two blocks" * self.shared_rows
+        return f"{c.q}×{c.p} at one visit, {held}, {slots}, {self.for_a_tile}{further}"
 
     @property
     def cluster(self) -> int:

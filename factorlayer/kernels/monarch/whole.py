@@ -209,9 +209,12 @@ class WholeWeight(Whole):
         stored = self.elements * self.size / (self.gpu.l2_bytes * self.gpu.sms)
         return START_US + self._issued_us(BY_COLUMNS) + waits + stored
 
-    def __str__(self) -> str:
+    title = "weights as one"
+
+    @property
+    def details(self) -> str:
         p, q = self.features
-        return f"weights as one: {p}→{q}{', turned' if self.turned else ''}, {self.shared} bytes of shared memory"
+        return f"{p}→{q}{', turned' if self.turned else ''}"
 
     @property
     def told(self) -> list[str]:
@@ -336,9 +339,12 @@ class WholeGradients(Whole):
         rounds = max(of_first, of_second, ((1 - share) * of_first + share * of_second) * self._turns())
         return START_US + self._issued_us(BY_COLUMNS + BY_TILES) + read + ROUND_US * rounds
 
-    def __str__(self) -> str:
+    title = "gradients of both weights"
+
+    @property
+    def details(self) -> str:
         p, q = self.features
-        return f"gradients of both weights: {self.weights} sums, of {p}×{q}, {self.shared} bytes of shared memory"
+        return f"{self.weights} sums, of {p}×{q}"
 
     @property
     def told(self) -> list[str]:

@@ -349,15 +349,13 @@ class Streamed(OfAnyBatch):
     def us_of(self, batch: int) -> float:
         return time(self, batch)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
-        tile = f"{self.bm}×{self.columns}" if p.by_rows else f"{self.bm}×{self.bn}"
-        return (
-            f"streamed: {c.p}→{c.q} by {'rows' if p.by_rows else 'columns'}, tiles of {tile} sums"
-            + (f" for {self.groups} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.slots} slots of {self.bk}, "
-            f"{self.shared} bytes of shared memory"
-        )
+        how, columns = ("rows", self.columns) if p.by_rows else ("columns", self.bn)
+        groups = f" for {self.groups} of {p.groups} groups" if p.groups > 1 else ""
+        warps = f"{self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.slots} slots of {self.bk}"
+        return f"{c.p}→{c.q} by {how}, tiles of {self.bm}×{columns} sums{groups}, {warps}"
 
     @property
     def told(self) -> list[str]:

@@ -193,14 +193,12 @@ class WideGradient(TileSums):
     def units_per_block(self) -> int:
         return self.least * self.chunk
 
-    def __str__(self) -> str:
-        c = self.contraction
-        ahead = f" and pieces of {self.ahead} more" if self.ahead else ""
-        return (
-            f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
-            + ("" if c.tied else f" of {c.outer} groups")
-            + f", {self.slots} slots of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        c, bias = self.contraction, " and its bias" if self.bias else ""
+        groups = "" if c.tied else f" of {c.outer} groups"
+        slots = f"{self.slots} slots of {self.chunk}" + (f" and pieces of {self.ahead} more" if self.ahead else "")
+        return f"{c.q}×{c.p}{bias}, tiles of {self.bm}×{self.bn} sums{groups}, {slots}, {self.for_a_tile}"
 
     @property
     def products(self) -> str:

@@ -159,8 +159,11 @@ class Dense(Pass):
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
-    def __str__(self) -> str:
-        return f"dense layers: {self.made}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
+    title = "dense layers"
+
+    @property
+    def details(self) -> str:
+        return f"{self.made}, {self.groups} warpgroups"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         """What the kernel is told of layer i."""

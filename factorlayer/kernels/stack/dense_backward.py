@@ -97,8 +97,7 @@ class DenseBackward(BlockSums, Dense):
     def output_bytes(self) -> int:
         return self.sizes[0][0] * self.size
 
-    def __str__(self) -> str:
-        return super().__str__().replace("dense layers", "dense layers, backward")
+    title = "dense layers, backward"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         p, q = self.sizes[i]

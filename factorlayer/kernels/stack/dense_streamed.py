@@ -161,11 +161,11 @@ class DenseStreamed(Dense):
     def threads(self) -> int:
         return 128 * (self.groups + 1)
 
-    def __str__(self) -> str:
-        return (
-            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.slots} slots of "
-            f"{self.slot_rows} rows, {self.shared} bytes of shared memory"
-        )
+    title = "dense layers, weights streamed"
+
+    @property
+    def details(self) -> str:
+        return f"{self.made}, {self.groups} warpgroups, {self.slots} slots of {self.slot_rows} rows"
 
     @property
     def taken(self) -> tuple[int, ...]:
