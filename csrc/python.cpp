@@ -108,16 +108,15 @@ std::string call(const char* module_name, const char* function, const char* form
 
 std::string planner() { return call("factorlayer.autograd.runtime", "planner", ""); }
 
-std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
-                      int processors, int shared_bytes) {
-  return call("factorlayer.plan.planner", "plan_text", "ssiiii", chain.c_str(), dtype.c_str(), batch_class, capability,
-              processors, shared_bytes);
+std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, const Limits& gpu) {
+  return call("factorlayer.plan.planner", "plan_text", "ssiiiii", chain.c_str(), dtype.c_str(), batch_class, gpu.capability,
+              gpu.processors, gpu.shared_bytes, gpu.memory_rate);
 }
 
-std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype, int capability,
-                        int processors, int shared_bytes) {
-  return call("factorlayer.plan.planner", question.c_str(), "ssiii", chain.c_str(), dtype.c_str(), capability, processors,
-              shared_bytes);
+std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype,
+                        const Limits& gpu) {
+  return call("factorlayer.plan.planner", question.c_str(), "ssiiii", chain.c_str(), dtype.c_str(), gpu.capability,
+              gpu.processors, gpu.shared_bytes, gpu.memory_rate);
 }
 
 std::vector<std::string> nvrtc_paths() {

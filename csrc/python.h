@@ -8,7 +8,7 @@
 namespace factorlayer::python {
 
 // Of what the extension and the Python package call of each other: one higher with every change, as in autograd/build.py.
-constexpr int interface = 3;
+constexpr int interface = 4;
 
 // An exception that Python code raised; `lasting` if the same call would raise it again.
 struct Error : std::runtime_error {
@@ -19,13 +19,18 @@ struct Error : std::runtime_error {
 // factorlayer.autograd.runtime.planner: what tells one planner from another.
 std::string planner();
 
+// What a plan depends on of a GPU: compute capability, multiprocessors, bytes of shared memory for a block, and bytes that
+// memory moves in a microsecond by its clock and its bus, 0 where nobody says.
+struct Limits {
+  int capability, processors, shared_bytes, memory_rate;
+};
+
 // factorlayer.plan.planner.plan_text: the plan of a chain on a GPU.
-std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, int capability,
-                      int processors, int shared_bytes);
+std::string plan_text(const std::string& chain, const std::string& dtype, int batch_class, const Limits& gpu);
 
 // What another function of factorlayer.plan.planner says of a chain on a GPU.
-std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype, int capability,
-                        int processors, int shared_bytes);
+std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype,
+                        const Limits& gpu);
 
 // factorlayer.autograd.runtime.nvrtc_paths: where NVRTC may be among the Python packages.
 std::vector<std::string> nvrtc_paths();

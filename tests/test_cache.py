@@ -301,6 +301,7 @@ def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatc
     variants: list[tuple[object, ...]] = [(), (CHAIN.replace("; bias", ""),), (f"{CHAIN}; tf32",)]
     variants += [(CHAIN, torch.float64), (CHAIN, torch.float32, 65), (CHAIN, torch.float32, 2049)]
     variants += [(CHAIN, torch.float32, 5, *gpu) for gpu in ((80, 132, 232448), (90, 114, 232448), (90, 132, 101376))]
+    variants += [(CHAIN, torch.float32, 5, 90, 132, 232448, memory) for memory in (3352320, 4916736)]
     for i, arguments in enumerate(variants):
         planned(*arguments)  # type: ignore[arg-type]
         assert len(list(cache.iterdir())) == i + 1, arguments

@@ -209,9 +209,9 @@ def test_dtypes(dtype: str, nothing_kept: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 2**32 + 90, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", range(5))
 def test_numbers_beside_a_text(number: int, place: int, nothing_kept: Any) -> None:
-    numbers = [1, *HOPPER]
+    numbers = [1, *HOPPER, 3352320]
     numbers[place] = number
     with pytest.raises(REFUSED, match="should be from"):
         OPS.plan(LAYER, "float32", *numbers)
@@ -223,6 +223,8 @@ def test_numbers_beside_a_text(number: int, place: int, nothing_kept: Any) -> No
             op(LAYER, "float32", number, 0, *rest)
         with pytest.raises(REFUSED, match="a device should be"):
             op(LAYER, "float32", 1, number, *rest)
+    with pytest.raises(REFUSED, match="a device should be"):
+        OPS.limits(number)
 
 
 # Plans and sources

@@ -18,15 +18,23 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import Ops
 from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
-from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import LAUNCH_US
+from factorlayer.autograd.stack_ops import STATES, texts_of_run
+from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
+from factorlayer.kernels.kronecker.pair_few import PairFew
+from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
+from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, library_us
-from factorlayer.plan.planner import BEHIND_US, _functions, plan_of, times_of_few, times_of_many, times_of_some
+from factorlayer.plan.plan import ASKED, BATCHES, PlanError
+from factorlayer.plan.planner import LEAST_ROWS, _functions, _rows, plan_of, times_of_few, times_of_many, times_of_some
+from factorlayer.plan.registry import families
 from factorlayer.tuning import predicted
 
 LIMITS = 90, 132, 232448  # an H200's
+# What the driver says of their memory, by the seeds of sweeps on an H200 and an H100
+MEMORY = {4711: 4916736, 27182: 4916736, 7001: 3352320, 50321: 3352320}
 TEXT = "untied 0 64 88 384 1; untied 1 1 384 64 64"
 
 
@@ -46,7 +54,8 @@ def ratios(seed: int, training: bool) -> Iterator[float]:
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         measured = rows[workload.name].get("forward_backward" if training else "forward")
         if measured:
-            us = sum(library_us(chain, dtype, workload.batch, Gpu(*LIMITS), training) for chain in chains(workload))
+            gpu = Gpu(*LIMITS, MEMORY[seed])
+            us = sum(library_us(chain, dtype, workload.batch, gpu, training) for chain in chains(workload))
             yield us / measured["us"]
 
 
@@ -57,6 +66,20 @@ def test_pytorchs_times_are_predicted(seed: int, share: float, training: bool) -
     assert len(found) >= 100
     assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= share
     assert 0.85 < math.exp(sum(map(math.log, found)) / len(found)) < 1.15
+
+
+@pytest.mark.parametrize("seed", MEMORY)
+def test_memory_moves_what_was_measured(seed: int) -> None:
+    (path,) = FOLDER.glob(f"*/cuda-{seed}.json")
+    gpu = Gpu(*LIMITS, MEMORY[seed])
+    for measured in json.loads(path.read_text())["ceilings"].values():
+        assert gpu.memory_bytes * gpu.sms == pytest.approx(measured["copy_bytes_per_second"] / 1e6, rel=0.05)
+
+
+def test_memory_is_that_of_a_typical_gpu_where_nobody_knows() -> None:
+    unknown, slow = Gpu(*LIMITS), Gpu(*LIMITS, 3352320)
+    assert unknown.memory_bytes == 32e3 and 20e3 < slow.memory_bytes < 25e3
+    assert slow.l2_bytes == unknown.l2_bytes > 50e3
 
 
 def test_products_are_those_of_the_definition() -> None:
@@ -74,10 +97,15 @@ def test_large_products_run_at_the_rate_of_the_library() -> None:
     assert 550e12 < chain.forward_flops(8192) / us * 1e6 < 800e12
 
 
+def same(us: float, batch_class: int = 1) -> str:
+    """The planner's answer where all numbers of samples of a class take as long."""
+    return " ".join([str(us)] * len(ASKED[batch_class]))
+
+
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the planner says, by its questions."""
-    told = {question: "0.01 2.0 3.0" for question in predicted.QUESTIONS}
+    told = {question: same(3.0, i) for i, question in enumerate(layer_ops.QUESTIONS)}
     monkeypatch.setattr(predicted, "gpu_limits", lambda _: LIMITS)
     monkeypatch.setattr(layer_ops, "ask_planner", lambda question, *_: told[question])
     predicted._predicted.cache_clear()
@@ -94,10 +122,10 @@ def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) 
         (1.2, "batched"),
         (math.inf, "fused"),
     ):  # of what cannot be had, fused says why
-        answers["times_of_some"] = f"0 {batched_us * factor} 0"
+        answers["times_of_some"] = same(batched_us * factor)
         predicted._predicted.cache_clear()
         assert predicted.predicted(*asked).implementation == chosen
-    answers["times_of_some"] = f"0 {batched_us * 2} 0"
+    answers["times_of_some"] = same(batched_us * 2)
     predicted._predicted.cache_clear()
     assert str(predicted.why_batched(*asked)).startswith("it is predicted: batched ")
     assert str(predicted.why_batched(*asked)).endswith(" us, for inference with 65 to 128 samples")
@@ -112,25 +140,61 @@ def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[str, str]
     assert {64, 2048} <= {found.samples[1] for found in by_batch}  # no class of batch is left inside
 
 
-def test_the_planner_tells_what_grows_with_the_samples() -> None:
-    few, many = (
-        tuple(map(float, asked(TEXT, "float32", *LIMITS).split(" "))) for asked in (times_of_few, times_of_many)
-    )
-    assert few[0] > 0 and many[0] > 0 and few[2] > 2 and many[2] > 2
+def test_between_numbers_that_the_planner_is_asked_for_times_lie_on_a_line(answers: dict[str, str]) -> None:
+    us = [7.0, 7.0, 11.0, 19.0, 35.0]  # of 96, 192, 384, 768 and 1536 samples
+    answers["times_of_some"] = " ".join(map(str, us))
+    asked = [layer_ops.predicted_us(TEXT, batch, torch.float32, 0) for batch in (65, 96, 288, 384, 1536, 2048)]
+    assert asked == pytest.approx([7.0, 7.0, 9.0, 11.0, 35.0, 35.0 + 512 / 48])
+    answers["times_of_some"] = same(math.inf)
+    assert layer_ops.predicted_us(TEXT, 100, torch.float32, 0) == math.inf
+    answers["times_of_some"] = "1.0 2.0"
+    with pytest.raises(ValueError, match="zip"):
+        layer_ops.predicted_us(TEXT, 100, torch.float32, 0)
+
+
+def test_what_has_no_plan_takes_infinitely_long() -> None:
     impossible = replace(Chain.parse(TEXT), backward=True, x_turned=True).text
-    assert times_of_few(impossible, "float32", *LIMITS) == "0 inf 0"
+    assert times_of_few(impossible, "float32", *LIMITS) == same(math.inf, 0)
 
 
-@pytest.mark.parametrize("text", ["tied 1 16 24 24 1; tied 0 1 16 16 24", "tied 0 1 240 240 1", TEXT])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_told_is_the_plans_time_for_its_own_batch(text: str, dtype: str) -> None:
-    """And with fewer samples less, but never less than a kernel's start."""
-    for batch_class, asked in enumerate((times_of_few, times_of_some, times_of_many)):
-        found = plan_of(text, dtype, batch_class, Gpu(*LIMITS))
-        of_sample, beside, least = map(float, asked(text, dtype, *LIMITS).split(" "))
-        us = [max(beside + of_sample * n, least) for n in (1, found.batch // 2, found.batch, 4 * found.batch)]
-        in_a_graph = found.us - len(found.passes) * (LAUNCH_US - BEHIND_US)
-        assert us == sorted(us) and us[2] == pytest.approx(max(in_a_graph, least)) and us[0] >= BEHIND_US
+def test_each_family_predicts_its_time_for_any_number_of_samples() -> None:
+    assert [kind for family in families() for kind in family.makes if kind.us_of is Pass.us_of] == []
+
+
+CHAINS = [
+    *("tied 0 1 240 240 1", "tied 0 1 40 200 1; bias; gelu", TEXT, "untied 0 32 24 96 1; untied 1 1 96 24 32"),
+    *("tied 1 16 24 24 1; tied 0 1 16 16 24", "tied 2 64 8 8 1; tied 1 8 8 8 8; tied 0 1 8 8 64"),
+    *("tied 1 64 64 64 1; tied 0 1 64 64 64", "rank 2; tied 1 33 17 33 1; tied 0 1 33 17 33", "tied 1 7 5 5 9"),
+]
+ASKED_OF_THEM = ["", "; backward", "; gradient"]
+AVERAGED = (PairFew, PairFewBackward, PairClusterBackward)  # chosen by their time for several numbers of samples
+
+
+@pytest.mark.parametrize("text", CHAINS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_passs_time_is_that_of_its_choice_for_the_same_batch(text: str, dtype: str) -> None:
+    """And with fewer samples no more, with more no less."""
+    for batch_class, asked in itertools.product(range(len(BATCHES)), ASKED_OF_THEM):
+        if asked == "; gradient" and text.count("tied") > 1:
+            continue
+        try:
+            found = plan_of(text + asked, dtype, batch_class, Gpu(*LIMITS))
+        except PlanError:
+            continue
+        for made in found.passes:
+            us = [made.us_of(n) for n in (1, found.batch // 2, found.batch, 4 * found.batch)]
+            assert us == sorted(us) and us[0] >= 0, made
+            if not isinstance(made, AVERAGED) and not getattr(made, "stays", False):  # sums, not the gradient itself
+                assert us[2] == pytest.approx(made.us), made
+
+
+@pytest.mark.parametrize("batch_class", range(len(BATCHES)))
+def test_what_is_told_are_the_plans_times_in_a_graph(batch_class: int) -> None:
+    found = plan_of(TEXT, "float32", batch_class, Gpu(*LIMITS))
+    told = (times_of_few, times_of_some, times_of_many)[batch_class](TEXT, "float32", *LIMITS).split(" ")
+    saved = sum(made.saved_us for made in found.passes)
+    expected = [sum(made.us_of(n) for made in found.passes) - saved for n in ASKED[batch_class]]
+    assert list(map(float, told)) == pytest.approx(expected)
 
 
 def test_functions_in_double_take_time() -> None:
@@ -138,6 +202,11 @@ def test_functions_in_double_take_time() -> None:
     for kinds, dtype, grows in ((("tanh", "relu"), "float64", True), (("tanh", "relu"), "float32", False)):
         slow, fast = (float(times_of_many(f"{text}; {kind}", dtype, *LIMITS).split(" ")[0]) for kind in kinds)
         assert (slow > 1.2 * fast) == grows
+    dense, layered = (Chain.parse(each) for each in (text, "tied 1 16 16 16 1; tied 0 1 16 16 16"))
+    round_of_tiles = LEAST_ROWS * LIMITS[1]
+    for samples, rows in ((7, 7), (round_of_tiles, round_of_tiles), (round_of_tiles + 1, 2 * round_of_tiles)):
+        assert _rows((dense,), samples, Gpu(*LIMITS)) == rows
+        assert _rows((dense, layered), samples, Gpu(*LIMITS)) == samples
     slope = "tied 0 1 256 256 1; bias; tanh; slope 256"
     assert _functions((Chain.parse(slope),), False) == 0  # 1 - y * y
     assert _functions((Chain.parse(text + "; gelu"),), True) == 256 * (of_value("gelu") + of_slope("gelu"))
@@ -163,7 +232,7 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
         for us, chosen in ((0.1, "fused"), (1e4, "batched")):
             predicted._predicted_stack.cache_clear()
             predicted._predicted.cache_clear()
-            answers["times_of_some"] = f"0 {us} 0"
+            answers["times_of_some"] = same(us)
             seen.clear()
             found = predicted.predicted_stack(STACK, torch.float32, 0, 100, training)
             assert found.implementation == chosen
@@ -177,6 +246,12 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
         alone = predicted.predicted(STACK.split(" | ")[0], torch.float32, 0, 100, training)
         assert found.fused_us == pytest.approx(1e4 * len(asked) + alone.batched_us)
     predicted._predicted_stack.cache_clear()
+
+
+def test_layers_that_are_alike_are_counted_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ops, "gpu_limits", lambda _: LIMITS)
+    asked = [text for text, _ in texts_of_run(STACK + STATES, 100, torch.float32, 7, True)]
+    assert asked.count("tied 0 1 64 64 1; gradient") == asked.count("sums 64") == 3
 
 
 def test_on_a_cpu_nothing_has_to_be_taken() -> None:

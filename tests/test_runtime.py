@@ -404,6 +404,23 @@ def test_a_device_that_is_not_there(native: Path) -> None:
     )
 
 
+LIMITS = """
+import torch, factorlayer
+print(*torch.ops.factorlayer.limits(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("clock", "bus", "rate"), [("3201000", "6144", 4916736), ("2619000", "5120", 3352320), ("0", "0", 0)]
+)
+def test_what_a_driver_says_of_a_gpu(native: Path, clock: str, bus: str, rate: int) -> None:
+    """Of an H200, of an H100, and of one whose memory nobody knows."""
+    answers = {"LD_LIBRARY_PATH": str(native), "MEMORY_CLOCK": clock, "MEMORY_BUS": bus}
+    command = [sys.executable, "-c", LIMITS]
+    done = subprocess.run(command, env=os.environ | answers, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["90", "132", "232448", str(rate)]
+
+
 def test_the_extension_loads_without_python(native: Path) -> None:
     """As an exported package does it: every symbol is resolved at once, in a process that has no Python."""
     libraries = [Path(torch.__file__).parent / "lib" / "libtorch.so", factorlayer._C.__file__]

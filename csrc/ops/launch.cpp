@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "../python.h"
 #include "../runtime/cache.h"
 #include "../runtime/nvrtc.h"
 
@@ -32,18 +31,21 @@ void locate_compiler() {
   if (!cuda::find_compiler()) cuda::locate_compiler(python::nvrtc_paths());
 }
 
-std::string limits_of(int capability, int processors, int shared_bytes) {
-  return "sm_" + std::to_string(capability) + " with " + std::to_string(processors) + " SMs of " +
-         std::to_string(shared_bytes) + " bytes";
+python::Limits limits_of(const cuda::Device& device) {
+  return {device.capability, device.processors, device.shared_bytes, device.memory_rate};
 }
 
-std::string plan_of(const std::string& chain, DType dtype, int batch_class, int capability, int processors,
-                    int shared_bytes) {
+std::string shown(const python::Limits& gpu) {
+  return "sm_" + std::to_string(gpu.capability) + " with " + std::to_string(gpu.processors) + " SMs of " +
+         std::to_string(gpu.shared_bytes) + " bytes" +
+         (gpu.memory_rate ? " and " + std::to_string(gpu.memory_rate) + " MB/s" : "");
+}
+
+std::string plan_of(const std::string& chain, DType dtype, int batch_class, const python::Limits& gpu) {
   const std::string name = chain + " in " + name_of(dtype) + ", batch class " + std::to_string(batch_class);
-  const cache::Key key{"plan", name, limits_of(capability, processors, shared_bytes), "", "", python::planner()};
+  const cache::Key key{"plan", name, shown(gpu), "", "", python::planner()};
   if (std::optional<std::string> plan = cache::load(key)) return *plan;
-  const std::string plan =
-      python::plan_text(chain, name_of(dtype), batch_class, capability, processors, shared_bytes);
+  const std::string plan = python::plan_text(chain, name_of(dtype), batch_class, gpu);
   cache::store(key, plan);
   return plan;
 }
@@ -54,7 +56,7 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
   const cuda::Device& device = cuda::find_device(key.device);
   std::string plan;
   try {
-    plan = plan_of(chain, key.dtype, key.batch_class, device.capability, device.processors, device.shared_bytes);
+    plan = plan_of(chain, key.dtype, key.batch_class, limits_of(device));
   } catch (const python::Error& error) {
     const cuda::Failure failure("factorlayer: chain \"" + chain + "\" has no plan: " + error.what(), "", "", "");
     if (error.lasting) cuda::remember_failure(key, failure);

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "../python.h"
 #include "../runtime/kernels.h"
 #include "tensors.h"
 
@@ -18,13 +19,13 @@ inline Tensor aligned(const Tensor& t) {
 
 void locate_compiler();
 
-// Of a GPU, as the cache has them.
-std::string limits_of(int capability, int processors, int shared_bytes);
+// A GPU's limits, and as the cache has them.
+python::Limits limits_of(const cuda::Device& device);
+std::string shown(const python::Limits& gpu);
 
 // The plan from the cache or from the planner, which takes longer than all the rest of a first call does. A plan that
 // cannot be kept is made again by the next process, and that is all.
-std::string plan_of(const std::string& chain, DType dtype, int batch_class, int capability, int processors,
-                    int shared_bytes);
+std::string plan_of(const std::string& chain, DType dtype, int batch_class, const python::Limits& gpu);
 
 const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& chain);
 

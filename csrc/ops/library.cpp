@@ -18,8 +18,11 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, int wanted) -> Tensor[]");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
-  m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes) -> str");
-  m.def("ask_planner(str question, str chain, str dtype, int capability, int processors, int shared_bytes) -> str");
+  m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes, int memory_rate=0) "
+        "-> str");
+  m.def("ask_planner(str question, str chain, str dtype, int capability, int processors, int shared_bytes, "
+        "int memory_rate=0) -> str");
+  m.def("limits(int device) -> (int, int, int, int)");
   m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");
   m.def("install(str chain, str dtype, int batch_class, int device, str plan) -> str[]");
   m.def("failure(str chain, str dtype, int batch_class, int device) -> str[]");

@@ -20,8 +20,8 @@ namespace {
 std::string instruction_set() { return cpu::instruction_set(); }
 
 // The planner, or what the cache keeps of it, is asked nothing but this.
-void check_question(const std::string& chain, const std::string& dtype, int64_t batch_class, int64_t capability,
-                    int64_t processors, int64_t shared_bytes) {
+python::Limits check_question(const std::string& chain, const std::string& dtype, int64_t batch_class,
+                              int64_t capability, int64_t processors, int64_t shared_bytes, int64_t memory_rate) {
   check_words(chain);
   dtype_named(dtype);
   auto check_number = [](const char* what, int64_t number, int64_t least, int64_t most) {
@@ -32,24 +32,25 @@ void check_question(const std::string& chain, const std::string& dtype, int64_t 
   check_number("a compute capability", capability, 10, 999);
   check_number("the number of multiprocessors", processors, 1, 1 << 16);
   check_number("the bytes of shared memory", shared_bytes, 0, 1 << 24);
+  check_number("the bytes that memory moves in a microsecond", memory_rate, 0, 1 << 30);
+  return {int(capability), int(processors), int(shared_bytes), int(memory_rate)};
 }
 
 // What else the planner is asked, has_plan for one: it may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
-                        int64_t shared_bytes) {
+                        int64_t shared_bytes, int64_t memory_rate) {
   const char* const questions[] = {"has_plan", "has_plan_of_few", "predicted",    "times_of_few", "times_of_some",
                                    "times_of_many", "cut",          "cut_backward"};
   STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
                   "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, times_of_few, times_of_some, "
                   "times_of_many, cut or cut_backward, not \"",
                   shown(question.value), "\"");
-  check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes);
+  const python::Limits gpu =
+      check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes, memory_rate);
   const std::string name = question.value + " of " + chain.value + " in " + dtype.value;
-  const std::string gpu = limits_of(int(capability), int(processors), int(shared_bytes));
-  const cache::Key key{"plan", name, gpu, "", "", python::planner()};
+  const cache::Key key{"plan", name, shown(gpu), "", "", python::planner()};
   if (std::optional<std::string> answer = cache::load(key)) return *answer;
-  const std::string answer = python::ask_planner(question.value, chain.value, dtype.value, int(capability),
-                                                 int(processors), int(shared_bytes));
+  const std::string answer = python::ask_planner(question.value, chain.value, dtype.value, gpu);
   cache::store(key, answer);
   return answer;
 }
@@ -70,10 +71,17 @@ cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, 
 int64_t batch_class(int64_t batch) { return cuda::batch_class(batch); }
 
 std::string plan(const Text& chain, const Text& dtype, int64_t batch_class, int64_t capability, int64_t processors,
-                 int64_t shared_bytes) {
-  check_question(chain.value, dtype.value, batch_class, capability, processors, shared_bytes);
-  return plan_of(chain.value, dtype_named(dtype.value), int(batch_class), int(capability), int(processors),
-                 int(shared_bytes));
+                 int64_t shared_bytes, int64_t memory_rate) {
+  const python::Limits gpu =
+      check_question(chain.value, dtype.value, batch_class, capability, processors, shared_bytes, memory_rate);
+  return plan_of(chain.value, dtype_named(dtype.value), int(batch_class), gpu);
+}
+
+// A GPU's limits: what plans are asked for.
+std::tuple<int64_t, int64_t, int64_t, int64_t> limits(int64_t device) {
+  STD_TORCH_CHECK(device >= 0 && device < 1 << 16, "factorlayer: a device should be its index, from 0 on, it is ", device);
+  const python::Limits gpu = limits_of(cuda::find_device(int(device)));
+  return {gpu.capability, gpu.processors, gpu.shared_bytes, gpu.memory_rate};
 }
 
 std::vector<std::string> prepare(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
@@ -182,6 +190,7 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CompositeExplicitAutograd, m) {
   m.impl("batch_class", TORCH_BOX(&factorlayer::batch_class));
   m.impl("plan", TORCH_BOX(&factorlayer::plan));
   m.impl("ask_planner", TORCH_BOX(&factorlayer::ask_planner));
+  m.impl("limits", TORCH_BOX(&factorlayer::limits));
   m.impl("prepare", TORCH_BOX(&factorlayer::prepare));
   m.impl("install", TORCH_BOX(&factorlayer::install));
   m.impl("failure", TORCH_BOX(&factorlayer::failure));

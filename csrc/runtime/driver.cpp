@@ -10,7 +10,7 @@
 namespace factorlayer::cuda {
 namespace {
 
-constexpr int MULTIPROCESSOR_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MAX_SHARED_BYTES_OPTIN = 97;
+constexpr int MULTIPROCESSOR_COUNT = 16, MEMORY_CLOCK_RATE = 36, MEMORY_BUS_WIDTH = 37, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MAX_SHARED_BYTES_OPTIN = 97;
 constexpr int MAX_DYNAMIC_SHARED_BYTES = 8;  // an attribute of a function
 constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
@@ -125,6 +125,8 @@ Device describe_device(int index) {
   device.capability = 10 * attribute(CAPABILITY_MAJOR) + attribute(CAPABILITY_MINOR);
   device.processors = attribute(MULTIPROCESSOR_COUNT);
   device.shared_bytes = attribute(MAX_SHARED_BYTES_OPTIN);
+  const int64_t kilohertz = attribute(MEMORY_CLOCK_RATE), bits = attribute(MEMORY_BUS_WIDTH);
+  device.memory_rate = int(2 * kilohertz * (bits / 8) / 1000);  // at both edges of its clock
   check(driver().retain_primary_context(&device.context, handle), "use device " + std::to_string(index));
   return device;
 }

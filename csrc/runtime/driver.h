@@ -23,6 +23,7 @@ struct Device {
   int capability;      // 90 for 9.0
   int processors;      // streaming multiprocessors
   int shared_bytes;    // that one block may ask for at most
+  int memory_rate;     // bytes in a microsecond by memory's clock and the width of its bus; 0 where the driver does not say
   Context context;     // the primary one, which is PyTorch's
 };
 

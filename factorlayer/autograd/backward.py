@@ -53,8 +53,8 @@ def _before_activation(
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
     gradients at once, in all_gradients (which returns those of x and of a bias if their bits are set), or a product and
-    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. `us` predicts what each of
-    so many samples takes of a text's kernels. What learns in an activation has PyTorch's."""
+    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. `us` predicts what a text's
+    kernels take for so many samples. What learns in an activation has PyTorch's."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]

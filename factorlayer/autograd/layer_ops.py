@@ -8,6 +8,7 @@ can differentiate again.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import importlib
 import math
@@ -36,6 +37,7 @@ from factorlayer.autograd.runtime import (
 from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
+from factorlayer.plan.plan import ASKED, BATCHES
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
 QUESTIONS = ("times_of_few", "times_of_some", "times_of_many")  # of the planner, for each class of batch
@@ -145,17 +147,24 @@ def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> st
     return answer
 
 
-def predicted_times(question: str, text: str, dtype: torch.dtype, device: int) -> tuple[float, float, float]:
-    """The planner's answer to one of QUESTIONS: microseconds of a sample, beside that, and at least."""
-    of_sample, beside, least = map(float, ask_planner(question, text, dtype, device).split(" "))
-    return of_sample, beside, least
+def predicted_us(text: str, batch: int, dtype: torch.dtype, device: int) -> float:
+    """Microseconds of a text's kernels, as the planner predicts them."""
+    batch_class = class_of_batch(batch)
+    answers = ask_planner(QUESTIONS[batch_class], text, dtype, device).split(" ")
+    points = list(zip(ASKED[batch_class], map(float, answers), strict=True))
+    at = min(max(1, bisect.bisect_left(ASKED[batch_class], batch)), len(points) - 1)
+    (before, us_before), (behind, us_behind) = points[at - 1], points[at]
+    if us_behind == math.inf:
+        return math.inf
+    return us_before + (us_behind - us_before) / (behind - before) * (batch - before)
 
 
-def gpu_limits(device: int) -> tuple[int, int, int]:
-    """What a plan depends on: compute capability, multiprocessors, and shared memory for a block."""
-    gpu = torch.cuda.get_device_properties(device)
-    shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return gpu.major * 10 + gpu.minor, gpu.multi_processor_count, shared
+@functools.cache
+def gpu_limits(device: int) -> tuple[int, int, int, int]:
+    """What a plan depends on, as the engine has it of the driver: compute capability, multiprocessors, bytes of shared
+    memory for a block, and bytes that memory moves in a microsecond by its clock and bus."""
+    arch, sms, shared, memory = untraced(torch.ops.factorlayer.limits, device)
+    return arch, sms, shared, memory
 
 
 def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
@@ -480,14 +489,10 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     def fits_few(chain: Chain) -> bool:
         return has_kernel(chain.text, dtype, device, few=True)
 
-    def us_of(question: str) -> Callable[[str], float]:
-        def us(text: str) -> float:
-            of_sample, beside, _ = predicted_times(question, text, dtype, device)
-            return of_sample if beside < math.inf else math.inf
+    def us_of(batch: int) -> Callable[[str], float]:
+        return lambda text: predicted_us(text, batch, dtype, device)
 
-        return us
-
-    of_classes = [us_of(question) for question in QUESTIONS]
+    of_classes = [us_of(batch) for batch in BATCHES]
     ops = torch.ops.factorlayer
     return Ops(
         _explaining(ops.forward.default._op),

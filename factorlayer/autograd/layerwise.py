@@ -96,7 +96,7 @@ def prepare_layers(
 def texts_by_layers(
     text: str, wanted: Sequence[int], batch: int, dtype: torch.dtype, device: int
 ) -> list[tuple[str, int]]:
-    """What makes the gradients, and of how many samples each."""
+    """What makes the gradients, as often as it runs, and of how many samples each."""
     on_cuda = cuda_ops(device, dtype)
     ops, asked = recording(on_cuda.fits_of(batch), on_cuda.us)
 
@@ -108,7 +108,7 @@ def texts_by_layers(
     x, *states, y = (hollow(batch, n) for n in (layers[0].in_features, *(layer.out_features for layer in layers)))
     tensors = [t for weights, bias in map(hollow_layer, layers) for t in (*weights, bias) if t is not None]
     _Layers(ops, at_once, dtype, device).gradients(y, x, states, tensors, text, wanted)
-    return list(dict.fromkeys(asked))
+    return asked
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,9 @@ def untraced(op: Callable[..., Any], *args: Any) -> Any:
         return op(*args)
 
 
-def plan_text(chain: str, dtype: torch.dtype, batch: int, capability: int, processors: int, shared_bytes: int) -> str:
-    """The plan from the cache or from the planner; needs no GPU."""
-    ops = torch.ops.factorlayer
-    return str(ops.plan(chain, dtype_name(dtype), class_of_batch(batch), capability, processors, shared_bytes))
+def plan_text(chain: str, dtype: torch.dtype, batch: int, *limits: int) -> str:
+    """The plan from the cache or from the planner, for a GPU of such limits; needs no GPU."""
+    return str(torch.ops.factorlayer.plan(chain, dtype_name(dtype), class_of_batch(batch), *limits))
 
 
 @functools.lru_cache(4096)

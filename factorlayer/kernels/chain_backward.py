@@ -18,7 +18,7 @@ from factorlayer.device.code import Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
-from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, together
+from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, TileUs, together
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,
@@ -110,13 +110,12 @@ class ChainBackward(BlockSums):
     places: Places
     gpu: Gpu
     us: float
-    first_us: float = 0.0  # of that, until each group has had a tile
-    further_us: float = 0.0  # of each further one
+    tile_us: TileUs = NO_TILES
 
     # What a pass says of itself
 
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.first_us, self.further_us * self.units_per_sample / (self.units * self.groups * self.most)
+    def us_of(self, batch: int) -> float:
+        return self.tile_us.of(-(-batch * self.units_per_sample // self.units), self.groups, self.most)
 
     @property
     def dtype(self) -> str:
@@ -389,10 +388,11 @@ def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | No
 def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
     """The fastest tiling of these sizes and places, whatever the weights' numbers are."""
     found = min(_tilings(work, places, batch, gpu), key=lambda candidate: candidate[0], default=None)
-    return ChainBackward(*found[1]) if found else None
+    return replace(ChainBackward(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
-Candidate = tuple[float, tuple[Any, ...]]  # predicted microseconds, and a ChainBackward's fields
+# Predicted microseconds, and fields of a ChainBackward and of its TileUs
+Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
 def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[Candidate]:
@@ -479,12 +479,12 @@ def _grouped(
         busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) + 4
-        us, first, further = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
+        us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
         begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end
-        yield us, (*fields, groups, slots, parts, places, gpu, us, first + begin + end, further)
+        yield us, (*fields, groups, slots, parts, places, gpu, us), (*of_tile, begin + end)
 
 
 def _moving(plan: ChainBackward) -> float:

@@ -236,6 +236,9 @@ class Gradient(TileSums):
     def units_per_block(self) -> int:
         return LEAST_CHUNKS * (self.bk // self._inner_here)
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     @property
     def details(self) -> str:
         c = self.contraction

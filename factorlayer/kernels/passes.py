@@ -15,6 +15,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
 LAUNCH_US = 2.0  # to start a kernel, by itself
+BEHIND_US = 1.0  # until a small kernel behind another in a CUDA graph has run
 WAIT_US = 0.8  # for what L2 or memory has been asked for
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
@@ -89,10 +90,15 @@ class Pass:
         def starts(self) -> bool:
             """Whether it starts the next kernel early, though it asks for nothing."""
 
+        @property
+        def saved_us(self) -> float:
+            """Microseconds of its time that it does not take behind another kernel in a CUDA graph."""
+
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
         products = template = header = title = ""
         asks, waits, starts = (), True, False
+        saved_us = LAUNCH_US - BEHIND_US
 
     def __str__(self) -> str:
         words = re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower().replace(" backward", ", backward")
@@ -180,13 +186,8 @@ class Pass:
         return self
 
     def us_of(self, batch: int) -> float:
-        """Predicted microseconds for another number of samples, where families are compared at several."""
+        """Predicted microseconds for another number of samples than its tiling was chosen for."""
         raise NotImplementedError
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        """Microseconds that it takes however few samples there are, and of each further one where they are many; `us`
-        is predicted for a `batch`."""
-        return LAUNCH_US, max(0.0, self.us - LAUNCH_US) / batch
 
     def with_bias(self) -> Pass | None:
         """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""
@@ -241,18 +242,14 @@ class Pass:
         return False
 
 
-class OfAnyBatch(Pass):
-    """A pass that predicts its time for any number of samples."""
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us_of(1), (self.us_of(4 * batch) - self.us_of(batch)) / (3 * batch)
-
-
 class OneSpread(Pass):
     """A pass whose blocks, along y of the grid, share all there is, however many samples there are."""
 
     units_per_sample = 1
     units_per_block = 1 << 40
+
+    def us_of(self, batch: int) -> float:
+        return self.us
 
 
 class Preparing(OneSpread):

@@ -16,7 +16,7 @@ import numpy as np
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stages import Layout, Sandwich, Stage, Stages, last_of, memory_of
+from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
@@ -38,14 +38,13 @@ class Resident(OfWork):
     in_place: bool
     gpu: Gpu
     us: float
-    first_us: float = 0.0  # of that, until each group has had a tile
-    further_us: float = 0.0  # of each further one
+    tile_us: TileUs = NO_TILES
     takes: str = ""  # what it reads and gives, buffers of a plan, where that is not the state before and behind it
     gives: str = ""
 
-    def growth(self, batch: int) -> tuple[float, float]:
-        blocks = max(1, self.gpu.sms // self.split)
-        return self.first_us, self.further_us * self.units_per_sample / (self.units_per_block * blocks)
+    def us_of(self, batch: int) -> float:
+        tiles = -(-batch * self.units_per_sample // self.units)
+        return self.tile_us.of(tiles, self.groups, max(1, self.gpu.sms // self.split))
 
     @property
     def reads(self) -> str:

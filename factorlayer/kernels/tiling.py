@@ -16,10 +16,12 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import LAUNCH_US, WAIT_US
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stages import (
+    RAMP_US,
     SUM_REGISTERS,
     Sandwich,
     Stage,
     Stages,
+    TileUs,
     last_of,
     memory_of,
     stage_us,
@@ -28,7 +30,6 @@ from factorlayer.kernels.stages import (
 )
 from factorlayer.kernels.work import Work, round_up
 
-RAMP_US = 4.1  # until all of memory's bandwidth is in use, and at the end
 SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
@@ -64,10 +65,11 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
 def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     """The fastest tiling of these sizes, whatever the weights' numbers are."""
     found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
-    return Resident(*found[1]) if found else None
+    return replace(Resident(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
-Candidate = tuple[float, tuple[Any, ...]]  # predicted microseconds, and a Resident's fields
+# Predicted microseconds, and fields of a Resident and of its TileUs
+Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
 def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
@@ -173,10 +175,10 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                     if odd:
                         busy = work.rank * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
                     many = warps, groups, ahead, tiles, blocks, gpu
-                    us, first, further = predict(units * memory, busy, barriers, *many, waits=odd)
+                    us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
                     begin = weight_bytes / 59e3 + waits_for_weights(work, 32 * warps * groups)
                     us += begin
-                    yield us, (*fields, groups, slots, in_place, gpu, us, first + begin, further)
+                    yield us, (*fields, groups, slots, in_place, gpu, us), (*of_tile, begin)
                     if slots == 2 and groups * warps >= fit:
                         break
 
@@ -357,10 +359,10 @@ def predict(
     split: int,
     gpu: Gpu,
     waits: bool = False,
-) -> tuple[float, float, float]:
-    """Microseconds, those of them until each group has had a tile, and of each further tile, from those of a tile's
-    traffic and of its work in a multiprocessor that has nothing else to do. The work may have the `waits` of few
-    warps in it already."""
+) -> tuple[float, tuple[float, float, float]]:
+    """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
+    its work in a multiprocessor that has nothing else to do. The work may have the `waits` of few warps in it
+    already."""
     blocks = max(gpu.sms // split, 1)
     each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
     alone = memory + busy * (1.0 if waits else (1 + 2 / (groups * warps)) * max(1.0, 4 / warps)) + barriers * SYNC_US
@@ -368,4 +370,4 @@ def predict(
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
     start = LAUNCH_US + min(RAMP_US, memory * tiles / blocks)
     further = max(overlapped, alone - (memory if ahead else 0))
-    return start + alone + further * (each - 1), start + alone, further
+    return start + alone + further * (each - 1), (memory, alone, further)

@@ -37,7 +37,7 @@ class Product:
         rates, size = gpu.library, ELEMENT_BYTES[dtype]
         odd = sum(n * size % 16 != 0 for n in (self.m, self.n, self.k)) > 1  # pieces of less than 16 bytes
         moved = self.count * (self.m * self.k + self.k * self.n + self.m * self.n) * size
-        memory = moved / (gpu.memory_bytes * gpu.sms * rates.product_bytes * (rates.odd_bytes if odd else 1))
+        memory = moved / (gpu.sms * (rates.odd_bytes if odd else rates.product_bytes))
         steps, way = -(-self.k // STEP), math.inf
         for tile in TILES[:-1] if odd else TILES:
             blocks = self.count * -(-self.m // tile) * -(-self.n // tile)
@@ -61,8 +61,8 @@ class Pointwise:
 
     def us(self, dtype: str, gpu: Gpu) -> float:
         rates = gpu.library
-        share = rates.turned_bytes if self.turns else rates.pointwise_bytes
-        return rates.kernel_us + self.elements * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms * share)
+        each = rates.turned_bytes if self.turns else rates.pointwise_bytes
+        return rates.kernel_us + self.elements * ELEMENT_BYTES[dtype] / (gpu.sms * each)
 
 
 @dataclass(frozen=True)

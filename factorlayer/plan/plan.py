@@ -12,6 +12,9 @@ from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.maths.chain import Chain
 
 BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
+# Numbers of samples that times are asked for, in each class of batch sizes: three quarters of each power of two that a
+# number may round up to. Between two of them, and beyond the last ones, times lie on a line.
+ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
 
 

@@ -12,11 +12,10 @@ import math
 from collections.abc import Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import LAUNCH_US
+from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, Plan, PlanError
+from factorlayer.plan.plan import ASKED, BATCHES, Plan, PlanError
 from factorlayer.plan.stacks import plan_stack
 
 __all__ = [
@@ -39,70 +38,71 @@ __all__ = [
 
 BACKWARD = "backward"
 WORDS = (BACKWARD, "states", "frozen")  # behind the layers of a stack
-BEHIND_US = 1.0  # until a small kernel behind another in a CUDA graph has run
+LEAST_ROWS = 16  # samples of a tile
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 
 
-def plan_text(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
+def plan_text(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int, memory: int = 0) -> str:
     """For csrc/runtime; PlanError says why there is none."""
-    return plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).text()
+    return plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)).text()
 
 
-def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int) -> str:
+def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int, memory: int = 0) -> str:
     """The same plan for people."""
-    return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)))
+    return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)))
 
 
-def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int = 1) -> bool:
+def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = 1) -> bool:
     try:
-        return bool(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared)).passes)
+        return bool(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)).passes)
     except PlanError:
         return False
 
 
-def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int) -> bool:
+def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> bool:
     """The same of as many samples as the first class of batches has."""
-    return has_plan(chain, dtype, arch, sms, shared, 0)
+    return has_plan(chain, dtype, arch, sms, shared, memory, 0)
 
 
-def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int) -> float:
+def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> float:
     """Microseconds with many samples; infinitely many where there is no kernel."""
     try:
-        return plan_of(chain, dtype, len(BATCHES) - 1, Gpu(arch, sms, shared)).us
+        return plan_of(chain, dtype, len(BATCHES) - 1, Gpu(arch, sms, shared, memory)).us
     except PlanError:
         return math.inf
 
 
-def times_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int) -> str:
-    return times(chain, dtype, arch, sms, shared, 0)
+def times_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    return times(chain, dtype, Gpu(arch, sms, shared, memory), 0)
 
 
-def times_of_some(chain: str, dtype: str, arch: int, sms: int, shared: int) -> str:
-    return times(chain, dtype, arch, sms, shared, 1)
+def times_of_some(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    return times(chain, dtype, Gpu(arch, sms, shared, memory), 1)
 
 
-def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int) -> str:
-    return times(chain, dtype, arch, sms, shared, 2)
+def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    return times(chain, dtype, Gpu(arch, sms, shared, memory), 2)
 
 
-def times(chain: str, dtype: str, arch: int, sms: int, shared: int, batch_class: int) -> str:
-    """Microseconds that a plan is predicted to take for a sample, beside that whatever their number, and however few
-    there are: what is longer counts."""
+def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
+    """Microseconds that a plan is predicted to take in a CUDA graph, for each of ASKED numbers of samples; infinitely
+    many where there is none."""
     try:
-        found = plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared))
+        found = plan_of(chain, dtype, batch_class, gpu)
     except PlanError:
-        return f"0 {math.inf} 0"
-    kernels, (layers, _, word) = len(found.passes), _read(chain, dtype)
-    weights = sum(layer.rank * c.weight_size for layer in layers for c in layer.contractions) * ELEMENT_BYTES[dtype]
-    grown = [p.growth(found.batch) for p in found.passes]
-    least, of_sample = sum(us for us, _ in grown), sum(us for _, us in grown)
-    beside = found.us - of_sample * found.batch
-    if dtype == "float64":
-        functions = _functions(layers, word == BACKWARD)
-        of_sample += functions / (found.gpu.double_functions * found.gpu.sms)
-    saved = kernels * (LAUNCH_US - BEHIND_US)
-    least = max(least, kernels * LAUNCH_US + weights / (found.gpu.memory_bytes * found.gpu.sms))
-    return f"{of_sample!r} {beside - saved!r} {least - saved!r}"
+        return " ".join([str(math.inf)] * len(ASKED[batch_class]))
+    layers, _, word = _read(chain, dtype)
+    functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
+    us = (sum(p.us_of(n) - p.saved_us for p in found.passes) for n in ASKED[batch_class])
+    of_functions = (functions * _rows(layers, n, gpu) / (gpu.double_functions * gpu.sms) for n in ASKED[batch_class])
+    return " ".join(map(repr, map(sum, zip(us, of_functions, strict=True))))
+
+
+def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:
+    """Samples that functions in double take as long for: dense layers' tiles are dealt to multiprocessors, of which
+    some have one more."""
+    each = LEAST_ROWS * gpu.sms
+    return -(-samples // each) * each if samples > each and all(layer.is_dense for layer in layers) else samples
 
 
 def _functions(layers: Sequence[Chain], backward: bool) -> int:
@@ -115,16 +115,18 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
     return count
 
 
-def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int) -> tuple[tuple[int, int], ...]:
-    return cut(stack, dtype, arch, sms, shared, backward=True)
+def cut_backward(
+    stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0
+) -> tuple[tuple[int, int], ...]:
+    return cut(stack, dtype, arch, sms, shared, memory, backward=True)
 
 
 def cut(
-    stack: str, dtype: str, arch: int, sms: int, shared: int, backward: bool = False
+    stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, backward: bool = False
 ) -> tuple[tuple[int, int], ...]:
     """Runs of a stack's layers, from one number up to another, each of which one pass takes. Backward, it makes all
     gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
-    layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared)
+    layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared, memory)
     runs: dict[tuple[int, int], float] = {}
     for begin, end in itertools.combinations(range(len(layers) + 1), 2):
         if not backward and end == begin + 1:

@@ -33,9 +33,7 @@ def class_us(passes: Sequence[Pass], batch: int) -> float:
     """What passes are predicted to take for the class of batches that a number of samples stands for: the largest has
     no end, and counts for that number and for MANY_MORE times as many."""
     us = sum_us(passes)
-    if batch < BATCHES[-1]:
-        return us
-    return math.sqrt(us * (us + (MANY_MORE - 1) * batch * sum(p.growth(batch)[1] for p in passes)))
+    return us if batch < BATCHES[-1] else math.sqrt(us * sum_us(passes, MANY_MORE * batch))
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -7,7 +7,7 @@ whether the weights stay in shared memory, and how many samples a tile has.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from factorlayer.device.gpu import Gpu
@@ -25,7 +25,7 @@ from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_streamed
-from factorlayer.kernels.stages import Sandwich
+from factorlayer.kernels.stages import Sandwich, TileUs
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
@@ -96,8 +96,8 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         for few in (family.tile(work, batch, gpu) for family in (small_float, eights, small_double)):
             if few:
                 yield of(SHARED, RESIDENT, _samples(few), few)
-        for _, fields in tiling.candidates(work, batch, gpu):
-            tiled = Resident(*fields)
+        for _, fields, made in tiling.candidates(work, batch, gpu):
+            tiled = replace(Resident(*fields), tile_us=TileUs(*made))
             stays = any(isinstance(stage, Sandwich) for stage in tiled.stages)
             yield of(REGISTERS if stays else SHARED + ", in place" * tiled.in_place, RESIDENT, _samples(tiled), tiled)
     if chain.is_dense:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from factorlayer.autograd.backward import runs
-from factorlayer.autograd.layer_ops import QUESTIONS, cuda_ops, gpu_limits, predicted_times
-from factorlayer.autograd.runtime import class_of_batch, dtype_name
+from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
+from factorlayer.autograd.runtime import dtype_name
 from factorlayer.autograd.stack_ops import runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
@@ -65,7 +65,7 @@ def _predicted(text: str, dtype: torch.dtype, device: int, bits: int, training: 
     if training:
         ops = cuda_ops(device, dtype)
         asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
-    fused_us = sum(_kernels_us(*each, dtype, device) for each in asked)
+    fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
     batched_us = _library_us(text, samples, dtype, device, training)
     return Prediction(fused_us, batched_us, training, (most // 2 + 1 if bits > 1 else 1, most))
 
@@ -93,7 +93,7 @@ def _predicted_stack(text: str, dtype: torch.dtype, device: int, bits: int, trai
         fused_us += sum(min(layer.fused_us, layer.batched_us) for layer in alone[at:begin])
         if run:
             asked = texts_of_run(run, samples, dtype, device, training)
-            fused_us += sum(_kernels_us(*each, dtype, device) for each in asked)
+            fused_us += sum(predicted_us(*each, dtype, device) for each in asked)
         at = end
     return Prediction(fused_us, sum(layer.batched_us for layer in alone), training, alone[0].samples)
 
@@ -112,10 +112,3 @@ def _library_us(text: str, samples: int, dtype: torch.dtype, device: int, traini
     chain = Chain.parse(text)
     computed = "tf32" if chain.tf32 and dtype == torch.float32 else dtype_name(dtype)
     return library_us(chain, computed, samples, Gpu(*gpu_limits(device)), training)
-
-
-def _kernels_us(text: str, samples: int, dtype: torch.dtype, device: int) -> float:
-    """Of a plan, which is made for one number of samples of each class: all but the starts of its kernels grows with
-    them."""
-    of_sample, beside, least = predicted_times(QUESTIONS[class_of_batch(samples)], text, dtype, device)
-    return max(beside + of_sample * samples, least)

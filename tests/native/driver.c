@@ -27,6 +27,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   *value = attribute == 75   ? capability / 10
            : attribute == 76 ? capability % 10
            : attribute == 16 ? 132
+           : attribute == 36 ? number("MEMORY_CLOCK", 0)
+           : attribute == 37 ? number("MEMORY_BUS", 0)
            : attribute == 97 ? number("SHARED", 232448)
                              : -1;
   return 0;

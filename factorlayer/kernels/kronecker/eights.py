@@ -45,6 +45,9 @@ class Eights(OfWork):
     def output_bytes(self) -> int:
         return 4 * self.work.outer * SIZES.size
 
+    def us_of(self, batch: int) -> float:
+        return time_of(SIZES, MULTIPLY_ADDS, 2, 1, batch * self.work.outer, self.gpu)
+
     @property
     def details(self) -> str:
         return f"{SIZES}, {self.staged} of {ROWS} rows staged"

@@ -34,6 +34,9 @@ class EightsBackward(BlockSums):
     def output_bytes(self) -> int:
         return 4 * self.units_per_sample * SIZES.size
 
+    def us_of(self, batch: int) -> float:
+        return time_of(SIZES, MULTIPLY_ADDS, 3, 1, batch * self.units_per_sample, self.gpu)
+
     @property
     def details(self) -> str:
         return f"{SIZES}, {WARPS} warps"

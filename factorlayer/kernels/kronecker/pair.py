@@ -143,6 +143,9 @@ class Pair(OfWork, TwoSizes):
         _, _, q0, q1 = self.sizes
         return self.work.outer * self.mixed[1] * q0 * q1 * self.size
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         p, q = self.mixed

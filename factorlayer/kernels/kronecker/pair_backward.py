@@ -65,6 +65,9 @@ class PairBackward(OfTwoModes, Grouped):
         a = q0 * of_a
         return (q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))) * self.size
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         return f"{self.contracted}, {self.groups} groups of {self.rows}×{self.parts} warps, {self.slots} slots"

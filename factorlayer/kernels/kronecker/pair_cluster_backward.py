@@ -101,6 +101,9 @@ class PairClusterBackward(OfTwoModes):
     def fits(self) -> bool:
         return self.shared <= self.gpu.shared and self.threads * self.registers <= 65536 and self.registers <= 255
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         groups = f"{self.cluster} blocks of {self.groups} groups of {self.warps} warps"
@@ -122,7 +125,11 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         return None
     if not gpu.clusters:
         return None
-    return fastest(replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu))
+    plans = [
+        replace(plan, us=_time(plan, batch, 2 * batch))
+        for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
+    ]
+    return fastest(plans)
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairClusterBackward]:
@@ -139,8 +146,8 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
                 break
 
 
-def _time(plan: PairClusterBackward) -> float:
-    """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
+def _time(plan: PairClusterBackward, *batches: int) -> float:
+    """Predicted microseconds, on average of several numbers of samples."""
     p0, p1, q0, q1 = plan.sizes
     gpu, size = plan.gpu, plan.size
     products = plan.span * max(q1 * (p1 + q0), q0 * (p0 + p1))  # of a group's unit
@@ -151,5 +158,5 @@ def _time(plan: PairClusterBackward) -> float:
     load = (weights + plan.groups * max(plan.span * p1 + q0 * q1, p0 * p1 + q0 * plan.span) * size) / gpu.l2_bytes
     exchange = EXCHANGE_US + 2 * plan.groups * plan.sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes
     waves = -(-plan.split // gpu.sms)
-    rounds = [math.ceil(n * plan.batch * plan.units_per_sample / plan.parts) for n in (1, 2)]
-    return START_US + exchange + waves * (load + (UNIT_US + unit) * sum(rounds) / 2)
+    rounds = sum(math.ceil(batch * plan.units_per_sample / plan.parts) for batch in batches)
+    return START_US + exchange + waves * (load + (UNIT_US + unit) * rounds / len(batches))

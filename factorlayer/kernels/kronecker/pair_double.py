@@ -55,6 +55,9 @@ class PairDouble(TakesTwoModes):
     def shared(self) -> int:
         return self._rest_bytes + self.slots * self._slot_bytes
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         return f"{self.contracted}, weights streamed, {self.slots} slots"

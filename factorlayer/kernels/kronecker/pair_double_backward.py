@@ -99,6 +99,9 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
     def shared(self) -> int:
         return self._rest_bytes + self.slots * self._slot_bytes
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         made = "the last weight's and x’s" if self.returns else "the first weight's"

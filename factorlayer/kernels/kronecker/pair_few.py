@@ -68,6 +68,9 @@ class PairFew(TakesTwoModes):
         used = (self.span * (p1 + padding) + p0 * (self.span + padding) + chunks + staged) * self.size
         return max(used, self.gpu.shared // 32 * 16 + 16) if used > ALONE_BYTES else used
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         strips = f"{self.split} strips, chunks of {self.rows} rows"
@@ -86,7 +89,8 @@ def tile(work: Work, batch: int, gpu: Gpu) -> PairFew | None:
     """The fastest by prediction; None where this family has no kernel."""
     if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or most_samples(batch) > 64:
         return None
-    return fastest(replace(plan, us=_time(plan, batch)) for plan in tilings(work, gpu))
+    plans = [replace(plan, us=_time(plan, batch, 2 * batch)) for plan in tilings(work, gpu)]
+    return fastest(plans)
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
@@ -102,8 +106,8 @@ def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
                 yield plan
 
 
-def _time(plan: PairFew, batch: int) -> float:
-    """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
+def _time(plan: PairFew, *batches: int) -> float:
+    """Predicted microseconds, on average of several numbers of samples."""
     p0, p1, q0, _ = plan.sizes
     gpu, dtype = plan.gpu, plan.work.dtype
     load = (p0 * (p1 + q0) + plan.span * p1) * plan.size / gpu.l2_bytes
@@ -115,5 +119,6 @@ def _time(plan: PairFew, batch: int) -> float:
     read = products * (1 / (16 * high) + 1 / (8 * wide)) * plan.size / gpu.shared_bytes
     busy = max(multiply, read) + CHUNK_US * plan.chunks
     block = max(load, busy) + min(load, busy) / plan.chunks
-    units = [n * batch * plan.units_per_sample for n in (1, 2)]
-    return START_US + LONGER * block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / 2
+    units = [batch * plan.units_per_sample for batch in batches]
+    waves = sum(math.ceil(n * plan.split / gpu.sms) for n in units)
+    return START_US + LONGER * block * waves / len(batches)

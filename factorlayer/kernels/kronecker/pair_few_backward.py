@@ -90,6 +90,9 @@ class PairFewBackward(OfTwoModes, BlockSums):
     def fits(self) -> bool:
         return self.shared <= self.gpu.shared and self.registers <= 65536 // self.threads
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         strips = f"{self.split} strips, chunks of {self.width}"
@@ -105,7 +108,10 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
-    plans = [replace(plan, us=_time(plan)) for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)]
+    plans = [
+        replace(plan, us=_time(plan, batch, 2 * batch))
+        for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
+    ]
     return fastest(plan for plan in plans if plan.part_bytes <= MOST_BYTES)
 
 
@@ -123,8 +129,8 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
                 yield plan
 
 
-def _time(plan: PairFewBackward) -> float:
-    """Predicted microseconds, for as many samples as the class is planned for and for twice as many."""
+def _time(plan: PairFewBackward, *batches: int) -> float:
+    """Predicted microseconds, on average of several numbers of samples."""
     _, p1, q0, q1 = plan.sizes
     chunks, gpu = q1 // plan.width, plan.gpu
     load = (q1 + plan.span) * (p1 + q0) * plan.size / gpu.l2_bytes
@@ -134,5 +140,5 @@ def _time(plan: PairFewBackward) -> float:
     sums = 2 * plan.unit_sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes / plan.split
     busy = max(multiply, read) + CHUNK_US * chunks
     block = max(load, busy) + min(load, busy) / chunks + sums
-    units = [n * plan.batch * plan.units_per_sample for n in (1, 2)]
-    return START_US + block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / 2
+    units = [batch * plan.units_per_sample for batch in batches]
+    return START_US + block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / len(batches)

@@ -88,6 +88,9 @@ class PairMixedBackward(BlockSums):
     def shared(self) -> int:
         return self.fixed + self.chunks * self.chunk_bytes
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         p, p0, p1, q, q0, q1 = self.sizes

@@ -51,6 +51,9 @@ class SingleSplitBackward(OfOneFactor, BlockSums):
         groups = 2 // self.parts
         return BARRIER_BYTES + (self.parts**2 + groups * 2 * self.parts) * self.pieces * SLAB
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         return f"{self.contracted}, {self.pieces} pieces"

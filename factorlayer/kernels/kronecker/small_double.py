@@ -204,6 +204,9 @@ class SmallDouble(OfSmallDouble, OfWork):
         weights = sum(8 * step.q * round_up(step.p, 2) for step in self.steps)
         return weights + self.groups * (self.group_bytes + BARRIER_BYTES)
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def told(self) -> list[str]:
         work, modes = self.work, dict(self.work.steps)

@@ -73,6 +73,9 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
     def shared(self) -> int:
         return self.weight_bytes + self.groups * (self.group_bytes + BARRIER_BYTES)
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def told(self) -> list[str]:
         loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)

@@ -120,6 +120,9 @@ class SmallFloat(OfWork):
     def output_bytes(self) -> int:
         return 4 * self.work.outer * self.sizes.size
 
+    def us_of(self, batch: int) -> float:
+        return time_of(self.sizes, sum(self.sizes.modes), 2, self.blocks_per_sm, batch * self.work.outer, self.gpu)
+
     def __str__(self) -> str:
         return f"small float: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
 

@@ -43,6 +43,9 @@ class SmallFloatBackward(BlockSums):
     def output_bytes(self) -> int:
         return 4 * self.units_per_sample * self.sizes.size
 
+    def us_of(self, batch: int) -> float:
+        return time_of(self.sizes, MULTIPLY_ADDS * sum(self.sizes.modes), 3, 1, batch * self.units_per_sample, self.gpu)
+
     @property
     def details(self) -> str:
         return f"{self.sizes}, {self.threads // 32} warps"

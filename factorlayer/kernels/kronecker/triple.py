@@ -131,6 +131,9 @@ class Triple(OfWork):
         _, _, q0, q1 = self.pair.sizes
         return self.work.outer * self.mode.q * q0 * q1 * self.size
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     title = "triple"
 
     @property
@@ -213,6 +216,9 @@ class TripleBackward(Triple, BlockSums):
     def output_bytes(self) -> int:
         _, _, q0, q1 = self.pair.sizes
         return self.work.outer * self.mode.p * q0 * q1 * self.size
+
+    def us_of(self, batch: int) -> float:
+        return _time_backward(self, batch)
 
     def __str__(self) -> str:
         return f"{super().__str__()}: the state made again, and back through {self.mode.p}→{self.mode.q}"

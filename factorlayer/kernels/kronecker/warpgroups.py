@@ -85,7 +85,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         p0, p1, q0, q1 = self.sizes
         return (2 * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
 
-    def time(self, batch: int) -> float:
+    def us_of(self, batch: int) -> float:
         """Predicted microseconds: of units, with the start and what blocks write in the end."""
         units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
         ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes
@@ -107,4 +107,4 @@ def ways(
         for both in as_two(modes):
             plan = family(both, dtype, outer, gpu)
             if plan.fits:
-                yield replace(plan, us=plan.time(batch))
+                yield replace(plan, us=plan.us_of(batch))

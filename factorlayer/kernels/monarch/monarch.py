@@ -132,6 +132,9 @@ class Monarch(OfMonarch):
     def units_per_block(self) -> int:
         return self.samples
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     @property
     def details(self) -> str:
         first, second = self.chain.contractions

@@ -100,6 +100,9 @@ class MonarchGradient(_Both, BlockSums):
         slot = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
         return weights + self.slots * ((round_up(slot, 1024) if self.wgmma else slot) + 16)
 
+    def us_of(self, batch: int) -> float:
+        return _gradient_time(replace(self, batch=batch))
+
     title = "monarch gradients"
 
     @property
@@ -220,6 +223,9 @@ class MonarchBack(_Both):
         slot = 2 * _slabs(second.q * self.size) * 64 * 128
         others = self.turners * self.depth * (self.chain.out_features * 2 + 8) if self.size == 2 else 0
         return self.slots * (slot + 16) + self.firsts * (UNITS * first.p * 16 * self.size + 16) + others + 16 + 1024
+
+    def us_of(self, batch: int) -> float:
+        return _back_time(replace(self, batch=batch))
 
     @property
     def details(self) -> str:

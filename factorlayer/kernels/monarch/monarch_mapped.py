@@ -101,6 +101,9 @@ class MonarchMapped(OfMonarch):
         weights = sizes, strides, (SLAB, 2, 4, pairs, each)
         return tensor_map("x", "tf32", *x), tensor_map(first.weight, "tf32", *weights)
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     @property
     def details(self) -> str:
         first, second = self.chain.contractions

@@ -107,6 +107,9 @@ class MonarchThrough(OfMonarch):
             tensor_map(second.weight, self.dtype, *columns),
         )
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     @property
     def details(self) -> str:
         first, second = self.chain.contractions

@@ -70,6 +70,9 @@ class SlabBackward(AtOneVisit):
         grad = (32, c.q, c.inner, c.outer, MOST_SLABS), tuple(32 * n for n in rows), (32, c.q, 1, 1, 1)
         return tensor_map("x", "tf32", *x), tensor_map(1, "tf32", *grad)
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     title = "slab backward"
 
     @property

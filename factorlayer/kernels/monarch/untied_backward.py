@@ -137,6 +137,9 @@ class UntiedBackward(AtOneVisit):
         grad = (c.q, self.groups, 1, 1, 1), (c.q, row, row, row), (64, 1, rows, 1, 1)
         return tensor_map("x", self.dtype, *x), tensor_map("1*", self.dtype, *grad)
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     title = "untied backward"
 
     @property

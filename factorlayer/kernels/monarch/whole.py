@@ -121,9 +121,6 @@ class Whole(OneSpread):
     def blocks(self) -> int:
         return AT_ONCE_OF_DOUBLES if self.dtype == "float64" else AT_ONCE
 
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us, 0.0
-
     def _turns(self) -> float:
         """Rounds of as many blocks as the multiprocessors have at once."""
         return self.split / (self.blocks * self.gpu.sms)
@@ -237,9 +234,6 @@ class WholeLargest(Preparing):
     @property
     def prepared_at(self) -> int:
         return self.of.end
-
-    def growth(self, batch: int) -> tuple[float, float]:
-        return self.us, 0.0
 
     @property
     def us(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -66,6 +66,9 @@ class ColumnSums(TileSums):
         """Predicted microseconds."""
         bytes_read = self.batch * self.features * ELEMENT_BYTES[self.dtype]
         return 2.5 + bytes_read / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
+
+    def us_of(self, batch: int) -> float:
+        return replace(self, batch=batch).us
 
     def __str__(self) -> str:
         return f"sums: of {self.features} features, {self.folds} samples a row, {self.ways} rows at once"

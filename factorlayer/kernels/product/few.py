@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, WAIT_US, OfAnyBatch, Pass
+from factorlayer.kernels.passes import BEHIND_US, LAUNCH_US, MOST_BLOCKS, WAIT_US, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_SAMPLES = 64
+TILE = 16  # samples that a block's warps multiply at once
 SAMPLES = (16, 32, 64)  # of a block, where there are more
-START_US, NEXT_US = 2.0, 1.0  # of a first kernel, and of one whose weights are on their way when the one before ends
+# Of a first kernel, and of one whose weights are on their way when the one before ends, in a graph or not
+START_US, NEXT_US = LAUNCH_US, BEHIND_US
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
 SECTOR = 32  # bytes that L2 stores at once
@@ -43,7 +45,7 @@ def _registers(held: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Few(OfAnyBatch):
+class Few(Pass):
     """A pass of one contraction, tiled. `us` is the time predicted."""
 
     product: Product
@@ -136,6 +138,10 @@ class Few(OfAnyBatch):
         return f"{c.p}→{c.q}, {columns}, {self.wg * self.ways} warps"
 
     waits = False
+
+    @property
+    def saved_us(self) -> float:
+        return START_US - NEXT_US if self.first else 0.0
 
     @property
     def asks(self) -> Asks:
@@ -253,6 +259,13 @@ class FewPass(Pass):
 
     reads_prepared = True
 
+    @property
+    def saved_us(self) -> float:
+        return START_US - NEXT_US if self.part == "FewStates" else 0.0
+
+    def us_of(self, batch: int) -> float:
+        return _backward_time(self, batch)
+
     def outputs(self, batch: int) -> tuple[int, ...]:
         first, second = self.both
         if self.part == "FewLast":
@@ -310,6 +323,23 @@ class FewPass(Pass):
         """Tiles of a weight's gradient, by warps."""
         c = self.both[which]
         return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (STRIPS * _chunk(self.size)))
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of a sample."""
+        first, second = (c.weight_size for c in self.both)
+        return {"FewStates": first, "FewBack": second, "FewLast": 2 * first + second}[self.part]
+
+    @property
+    def states_read(self) -> int:
+        """Elements that blocks read of a sample's states; of those that gradients are summed of, by warps."""
+        first, second = self.both
+        if self.part == "FewStates":
+            return first.outer * -(-first.q // 16) * first.p
+        if self.part == "FewBack":
+            return self._column_tiles(1) * second.q
+        outer = sum(self._outer_tiles(which) for which in (0, 1))
+        return self._column_tiles(0) * first.q + outer * (16 * self.tall + STRIPS * _chunk(self.size))
 
     @property
     def turns(self) -> int:
@@ -438,20 +468,27 @@ def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPa
                 break
 
 
-def _backward_time(plan: FewPass) -> float:
-    """Microseconds, counted as time() does: multiprocessors without a block cost, too, and blocks of many warps that
-    write."""
+def _backward_time(plan: FewPass, batch: int = TILE) -> float:
+    """Microseconds, as above: multiprocessors without a block cost, too, and blocks of many warps that write. Blocks of
+    every wave wait for further tiles of samples, where a weight that has several rounds comes again, unless what they
+    read of states, or multiply, takes longer."""
     first, second = plan.both
     gpu, size = plan.gpu, plan.size
-    waves = -(-plan.split // (gpu.sms * plan.blocks))
+    waves, further = -(-plan.split // (gpu.sms * plan.blocks)), -(-batch // TILE) - 1
+    states, products = (
+        plan.states_read * TILE * size / gpu.l2_bytes,
+        2 * plan.multiply_adds * TILE / gpu.flops[plan.dtype],
+    )
+    again = further * max(waves * plan.rounds * WAIT_US, states / gpu.sms, products / gpu.sms)
     if plan.template == "FewStates":
         held = 0.014 if plan.dtype == "float32" else 0.008
         us = START_US + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
-        return us + 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * WAIT_US
+        us += 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * WAIT_US
+        return us + again
     if plan.template == "FewBack":
         moved, tiles, of_warps = second.weight_size, plan.split, 0.03
     else:
-        moved, tiles, of_warps = first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
+        moved, tiles, of_warps = 2 * first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
     us = NEXT_US + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
     us += (plan.rounds - 1) * WAIT_US
-    return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways
+    return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways + again

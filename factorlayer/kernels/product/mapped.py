@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import CHUNK_BYTES, OfAnyBatch, tensor_map
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
 from factorlayer.kernels.product.streamed import Product
 
 ROWS = 128  # of a tile
@@ -29,7 +29,7 @@ SPAN = 2  # tiles of rows whose blocks run side by side
 
 
 @dataclass(frozen=True)
-class Mapped(OfAnyBatch):
+class Mapped(Pass):
     """A pass, tiled: products of 128 by n for `held` groups, by clusters of `cluster` blocks that share rows of x.
     `us` is the time predicted."""
 

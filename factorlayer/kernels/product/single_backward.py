@@ -95,6 +95,9 @@ class SingleBackward(OfOneFactor, Grouped):
         weight = q * ((rows if self.by_columns else self.columns) + pad)
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     @property
     def details(self) -> str:
         groups = f"{self.groups} groups of {self.rows}×{self.parts} warps"

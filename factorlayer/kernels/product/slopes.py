@@ -3,7 +3,7 @@ slopes.cuh."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, constants
@@ -44,6 +44,9 @@ class Slopes(Pass):
     def us(self) -> float:
         """Predicted microseconds."""
         return 2.5 + 3 * self.batch * self.output_bytes / (0.9 * self.gpu.memory_bytes * self.gpu.sms)
+
+    def us_of(self, batch: int) -> float:
+        return replace(self, batch=batch).us
 
     def __str__(self) -> str:
         return f"slopes: of {self.features} activations{', from their results' if self.through else ''}, times grad_y"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, OfAnyBatch
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -224,7 +224,7 @@ def _turned(c: Contraction, following: Contraction) -> tuple[int, int, int] | No
 
 
 @dataclass(frozen=True)
-class Streamed(OfAnyBatch):
+class Streamed(Pass):
     """A pass, tiled. `us` is the time predicted."""
 
     product: Product

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import CHUNK_BYTES, OfAnyBatch
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -36,7 +36,7 @@ NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, 
 
 
 @dataclass(frozen=True)
-class Wide(OfAnyBatch):
+class Wide(Pass):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
 
     With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.

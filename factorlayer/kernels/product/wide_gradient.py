@@ -193,6 +193,9 @@ class WideGradient(TileSums):
     def units_per_block(self) -> int:
         return self.least * self.chunk
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     @property
     def details(self) -> str:
         c, bias = self.contraction, " and its bias" if self.bias else ""

@@ -55,6 +55,9 @@ class WideResident(Wide):
     def units_per_block(self) -> int:
         return ROWS
 
+    def us_of(self, batch: int) -> float:
+        return _time(replace(self, batch=batch))
+
     title = "wide"
 
     @property

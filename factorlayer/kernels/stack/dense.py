@@ -9,15 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from factorlayer.activations.functions import of_value
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import LAUNCH_US, WAIT_US, Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # of the matrix unit's sums
-START_US = 3.0
+LOADED_AT_ONCE = 64  # elements of weights that a thread has asked for, before it waits
+OF_ELEMENT = 6  # instructions of a warp for one of each lane on its way from a weight to shared memory
+# From a warpgroup's products to the operands of the next layer: blocks of 2 to 6 layers of 8 to 32, of one tile, took
+# 2.3 to 2.8 us on one H100 and one H200
+PRODUCT_US = 0.17
 WRITE_US = 0.85e-3  # of 2 or 4 bytes: a sector's for L2, which takes 5 TB/s
 OTHER_REGISTERS = 34
 MOST_TENSORS = 61  # that a kernel is given, and one more for the gradient behind them
@@ -159,6 +164,9 @@ class Dense(Pass):
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
     title = "dense layers"
 
     @property
@@ -178,18 +186,37 @@ class Dense(Pass):
     def loading(self) -> list[str]:
         """Calls that bring weights to shared memory, those of several layers at once as far as registers have them."""
         calls: list[str] = []
-        ends: list[str] = []
+        for layers in self._loaded_together:
+            for i in layers:
+                calls += [f"typename C::template Coming<L{i}> w{i};", f"c.template begin_layer<L{i}>(w{i});"]
+            calls += [f"c.template end_layer<L{i}>(w{i});" for i in layers]
+        return calls
+
+    def _elements(self, i: int) -> int:
+        """Elements of a layer's weight that a thread brings."""
+        k, n = self.columns(i)
+        return -(-n // (self.threads // self.step)) * (k // self.step)
+
+    @property
+    def _loaded_together(self) -> list[list[int]]:
+        """Layers whose weights, or first parts of them, are on their way at once."""
+        found: list[list[int]] = [[]]
         coming = 0
         for i in range(len(self.layers)):
-            k, n = self.columns(i)
-            steps = k // self.step
-            elements = min(-(-n // (self.threads // self.step)) * steps, 64)
-            if coming + elements > 64:
-                calls, ends, coming = calls + ends, [], 0
-            calls += [f"typename C::template Coming<L{i}> w{i};", f"c.template begin_layer<L{i}>(w{i});"]
-            ends += [f"c.template end_layer<L{i}>(w{i});"]
+            elements = min(self._elements(i), LOADED_AT_ONCE)
+            if coming + elements > LOADED_AT_ONCE and found[-1]:
+                found.append([])
+                coming = 0
+            found[-1].append(i)
             coming += elements
-        return calls + ends
+        return found
+
+    @property
+    def loading_us(self) -> float:
+        """Microseconds of it: waits, of a weight that registers do not have at once for each part, and instructions."""
+        each = [self._elements(i) for i in range(len(self.layers))]
+        waits = len(self._loaded_together) + sum(-(-elements // LOADED_AT_ONCE) - 1 for elements in each)
+        return waits * WAIT_US + sum(each) * self.threads / 32 * OF_ELEMENT / self.gpu.instructions
 
     @property
     def widths(self) -> set[int]:
@@ -265,5 +292,7 @@ def _time(plan: Dense, batch: int) -> float:
     sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions + plan.packing_us
     moved = plan.sizes[0][0] + (sum(q for _, q in plan.sizes) if plan.states else plan.sizes[-1][1])
     memory = 64 * moved * plan.size / (0.9 * plan.gpu.memory_bytes)
-    alone = 0.35 * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
-    return START_US + max(tiles * max(products + sums, memory), alone * math.ceil(tiles / plan.groups))
+    alone = PRODUCT_US * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
+    functions = 64 * sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, plan.layers, strict=True))
+    busy = max(products + sums, memory, functions / plan.gpu.special_functions)
+    return LAUNCH_US + plan.loading_us + max(tiles * busy, alone * math.ceil(tiles / plan.groups))

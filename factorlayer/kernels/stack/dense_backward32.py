@@ -13,13 +13,14 @@ from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import function
 from factorlayer.kernels.stack.dense import tile as tile_forward
-from factorlayer.kernels.stack.dense_backward import START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 SAMPLES_BYTES = 64 * 4  # of a feature
 OTHER_REGISTERS = 34
 LEAST, MOST = 64, 128  # inputs or outputs of a layer whose sums are shared: beyond the first; both, up to the second
+START_US = 6.0
 WAIT_US = 1.0  # of 64 samples that nothing runs beside: for them to load, and for each layer
 
 
@@ -95,6 +96,9 @@ class DenseBackward32(DenseBackward):
         forward = max(k // 2 + n // 2 for k, n in columns) + last // 2
         ending = first + last // 2  # what x gets, and the next samples
         return kept + max(forward, ending) + OTHER_REGISTERS
+
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
 
     def __str__(self) -> str:
         return super().__str__() + ", tf32"

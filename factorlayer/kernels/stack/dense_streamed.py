@@ -13,13 +13,14 @@ from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Preparing, fastest
 from factorlayer.kernels.product.streamed import LOADED_US, PART_US
-from factorlayer.kernels.stack.dense import MOST_TENSORS, START_US, Dense, function
+from factorlayer.kernels.stack.dense import MOST_TENSORS, Dense, function
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_SLOTS, LEAST_SLOTS = 8, 3
 CYCLES = 1.65e3  # in a microsecond
+START_US = 3.0
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
 OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
 REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
@@ -160,6 +161,9 @@ class DenseStreamed(Dense):
     @property
     def threads(self) -> int:
         return 128 * (self.groups + 1)
+
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
 
     title = "dense layers, weights streamed"
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stack.dense_backward import SLAB, START_US, DenseBackward
+from factorlayer.kernels.stack.dense_backward import SLAB, DenseBackward
 from factorlayer.maths.chain import Chain
 
+START_US = 6.0
 LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inputs up to the second
 
 
@@ -41,6 +42,9 @@ class LayerBackward(DenseBackward):
     @property
     def units_per_block(self) -> int:
         return 128
+
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
 
     title = "dense layer, backward"
 
