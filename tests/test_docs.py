@@ -15,12 +15,12 @@ ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
 def families() -> list[Path]:
-    """The modules with passes: they name themselves, and tell a kernel something, or a device header has their stem."""
+    """Modules with passes, which they tile or name: they tell a kernel something, or a device header has their stem."""
     found, room = [], ROOT / "factorlayer" / "kernels"
     for module in sorted(room.rglob("*.py")):
         header = (ROOT / "csrc" / "engine" / "kernels" / module.relative_to(room)).with_suffix(".cuh")
         tells = header.exists() or re.search(r"^    def told\(", module.read_text(), re.M)
-        if tells and re.search(r"^    def __str__\(", module.read_text(), re.M):
+        if tells and re.search(r"^def tile\(|^    (def __str__\(|title = )", module.read_text(), re.M):
             found.append(module)
     return found
 

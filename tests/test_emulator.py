@@ -2183,7 +2183,7 @@ def check_that_it_finds(p: int, dtype: str, changes: dict[str, str], said: str, 
 @pytest.mark.parametrize(
     ("dtype", "width", "old", "new", "said"),
     [
-        ("bfloat16", 192, "ring.wait_until_empty(cursor);\n#pragma", "\n#pragma", "race"),
+        ("bfloat16", 192, "ring.wait_until_empty(cursor);\n            ROLL", "ROLL", "race"),
         ("bfloat16", 192, "ring.wait_until_full(cursor);\n    if", "if", "has not landed"),
         ("bfloat16", 64, "of_x.wait_until_empty({0, u32(round & 1 ^ 1)});", "", "race"),
         ("bfloat16", 192, "fence_copy_engine(), meet();", "fence_copy_engine();", "race: a matrix unit"),

@@ -118,7 +118,7 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
         ("wait_for_products<1>();", "", "race"),
         ("fence_copy_engine();\n    __syncthreads();", "__syncthreads();", "no fence: the copy engine"),
         ("if (lane < BLOCKS) free", "if (lane == blockIdx.y) free", "nobody goes on"),
-        ("if constexpr (BLOCKS > 1) sync_cluster();\n    if", "if", "race"),
+        ("if constexpr (BLOCKS > 1) sync_cluster();\n    part", "part", "race"),
     ],
 )
 def test_finds_what_is_planted(old: str, new: str, said: str, emulator: Emulator) -> None:

@@ -108,7 +108,7 @@ def by_products(sizes: Sequence[int], strides: Int, mode: int, order: Order) -> 
 
 
 def dense(sizes: tuple[int, ...]) -> State:
-    """As memory has it."""
+    """The state as memory has it."""
     return State(sizes, tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes))))
 
 

@@ -231,7 +231,7 @@ class ChainBackward(BlockSums):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages that are made."""
+        """The stages that its kernel makes, forward and back."""
         return (*self.forward[:-1], *(self.back if self.places.y else self.back[1:]))
 
     @property
@@ -386,7 +386,7 @@ def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | No
 
 @functools.lru_cache(512)
 def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
-    """The same of any weights, in places like these."""
+    """The fastest tiling of these sizes and places, whatever the weights' numbers are."""
     found = min(_tilings(work, places, batch, gpu), key=lambda candidate: candidate[0], default=None)
     return replace(ChainBackward(*found[1]), tile_us=TileUs(*found[2])) if found else None
 

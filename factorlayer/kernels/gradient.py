@@ -116,7 +116,7 @@ class TileSums(Sums):
 
     @property
     def result(self) -> str:
-        """What is written, in C++."""
+        """The type of what it writes, in C++."""
         return "Element" if self.is_whole else "Sum<Element>"
 
     @property
@@ -239,15 +239,13 @@ class Gradient(TileSums):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         c = self.contraction
         kind = "columns" if c.inner == 1 else "inner" if c.tied else "groups"
-        return (
-            f"gradient: {c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums"
-            + ("" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups")
-            + f", {self.threads // 32} warps, chunks of {self.bk}, {self.for_a_tile}, "
-            f"{self.shared} bytes of shared memory"
-        )
+        groups = "" if c.tied else f" for {self.wg} of {c.outer * c.inner} groups"
+        warps = f"{self.threads // 32} warps, chunks of {self.bk}"
+        return f"{c.q}×{c.p} by {kind}, tiles of {self.bm}×{self.bn} sums{groups}, {warps}, {self.for_a_tile}"
 
     @property
     def told(self) -> list[str]:
@@ -363,7 +361,7 @@ class Reduction(OneSpread):
 
     @property
     def starts(self) -> bool:
-        """The next kernel early, where that is worth it: not of tiles, and not behind long passes."""
+        """Whether the next kernel starts early, where that is worth it: not of tiles, and not behind long passes."""
         return isinstance(self.of, BlockSums) and self.of.us < SHORT_US
 
     def __str__(self) -> str:

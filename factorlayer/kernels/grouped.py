@@ -63,7 +63,7 @@ class Grouped(BlockSums):
         return bool(self.registers <= 255 and self.warps <= most and self.shared <= self.gpu.shared)
 
     def constants(self, numbers: dict[str, int]) -> list[str]:
-        """A struct's first lines."""
+        """The first lines of its kernel's constants."""
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "ROWS": self.rows, "PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "SLOTS": self.slots, "AT_ONCE": self.at_once}
         types = kinds(self.dtype)

@@ -6,6 +6,7 @@ family it is of.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -20,7 +21,7 @@ CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long e
 
 
 class Pass:
-    """What is the same of most passes. `units` are what blocks take one after another."""
+    """A kernel of a plan, with what is the same of most. `units` are what blocks take one after another."""
 
     dtype: Any
 
@@ -61,6 +62,12 @@ class Pass:
         def template(self) -> str:
             """The template of its kernel, where that has another name than the family itself."""
 
+        @property
+        def details(self) -> str:
+            """What a plan says of it in words, beside its title and its shared memory."""
+
+        title: ClassVar[str]  # in a plan in words, where that is not the family's name
+
         header: ClassVar[str]  # that has the template, without its ending, where its stem is not this module's
 
         @property
@@ -81,7 +88,7 @@ class Pass:
 
         @property
         def starts(self) -> bool:
-            """The next kernel early, though it asks for nothing."""
+            """Whether it starts the next kernel early, though it asks for nothing."""
 
         @property
         def saved_us(self) -> float:
@@ -89,9 +96,13 @@ class Pass:
 
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
-        products = template = header = ""
+        products = template = header = title = ""
         asks, waits, starts = (), True, False
         saved_us = LAUNCH_US - BEHIND_US
+
+    def __str__(self) -> str:
+        words = re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower().replace(" backward", ", backward")
+        return f"{self.title or words}: {self.details}, {self.shared} bytes of shared memory"
 
     @property
     def size(self) -> int:
@@ -189,7 +200,7 @@ class Pass:
         return (batch * self.output_bytes,)
 
     def written(self, batch: int) -> int:
-        """Bytes of these without padding."""
+        """Bytes of its outputs without padding."""
         return sum(self.outputs(batch))
 
     def sum_bytes(self, blocks: int) -> int:

@@ -136,7 +136,7 @@ class Stage:
 
     @functools.cached_property
     def registers(self) -> int:
-        """A thread's, about: sums, operands, and what the loops need. Split floats take two of each."""
+        """Registers of a thread, about: sums, operands, and what the loops need. Split floats take two of each."""
         words = 2 if self.dtype in ("float32", "float64") else 1
         places = 12 if self.is_odd else 0
         if not self.mt:
@@ -170,7 +170,7 @@ def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str
 def stage_parts(
     p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
-    """What multiplying, moving and issuing take of that."""
+    """Microseconds of multiplying, moving and issuing among those."""
     if not mt:
         return _parts_of_threads(p, q, inner, rows, dtype, warps, gpu)
     tiles = -(-(rows if inner == 1 else q) // (16 * mt)) * tiles_across(q, inner, rows, nt)
@@ -187,7 +187,7 @@ def stage_parts(
 def _parts_of_threads(
     p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
-    """The same of a stage by threads: two columns at a time where they are pairs of 16 bits."""
+    """Microseconds of a stage by threads likewise: two columns at a time where they are pairs of 16 bits."""
     size = ELEMENT_BYTES[dtype]
     wide = 2 if size == 2 and inner % 2 == 0 else 1
     rounds = -(-(rows * inner // wide) // (32 * warps)) * warps
@@ -232,7 +232,7 @@ class Sandwich:
 
     @property
     def sums(self) -> int:
-        """As of a stage, of both; it may have a quarter more than those."""
+        """Sums of a warp for both, which may be a quarter more than a stage's."""
         return -(-(self.first.nt + self.second.nt) * self.first.mt * SUM_REGISTERS[self.first.dtype] * 4 // 5)
 
     @property

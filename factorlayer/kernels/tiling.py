@@ -63,7 +63,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
 
 @functools.lru_cache(512)
 def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
-    """The same of any weights."""
+    """The fastest tiling of these sizes, whatever the weights' numbers are."""
     found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
     return replace(Resident(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
@@ -80,7 +80,8 @@ def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
 
 
 def _orders(work: Work) -> Iterator[Work]:
-    """As given, with the last two modes in the order that a sandwich takes them, and with the first mode first."""
+    """Orders of contractions: as given, with the last two modes as a sandwich takes them, and with the first mode
+    first."""
     seen = [work.steps]
     yield work
     last = len(work.sizes) - 1

@@ -10,7 +10,7 @@ LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp
 
 
 def normals(mode: Mode) -> str:
-    """What a product of half-precision weights is multiplied by."""
+    """The factor that a product of half-precision weights is multiplied by."""
     return f"if_needed(normals({', '.join(f'w{j}, {q * p}' for j, (_, q, p) in enumerate(mode.parts))}))"
 
 
@@ -50,7 +50,7 @@ def weight_functions(mode: Mode, letter: str, dtype: str) -> list[str]:
 
 
 def told_weights(modes: Sequence[Mode], letters: str, dtype: str) -> list[str]:
-    """What weight_functions() says, of several modes."""
+    """Lines of weight_functions() for several modes."""
     return [line for mode, letter in zip(modes, letters, strict=True) for line in weight_functions(mode, letter, dtype)]
 
 

@@ -1,4 +1,4 @@
-"""What a pass has to do: modes of a Kronecker product, some taken as one, that it contracts in some order."""
+"""The work of a pass: modes of a Kronecker product, some taken as one, that it contracts in some order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants
@@ -38,29 +39,44 @@ def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
 
 
 def merged(modes: tuple[Mode, ...]) -> tuple[Mode, ...]:
-    """The modes, if any is several taken as one."""
+    """The modes, if any of them is several taken as one; else none."""
     return modes if any(len(mode.parts) > 1 for mode in modes) else ()
 
 
-class OfTwoModes(Pass):
-    """What passes have in common that make all gradients of two modes."""
+class TwoSizes(Pass):
+    """A pass of two modes, by their sizes."""
 
-    modes: tuple[Mode, Mode]
-    dtype: str
+    if TYPE_CHECKING:
 
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
-        first, second = self.modes
-        return first.p, second.p, first.q, second.q
+        @property
+        def sizes(self) -> tuple[int, int, int, int]:
+            """Sizes p0, p1, q0, q1."""
 
     @property
     def told_sizes(self) -> dict[str, int]:
         return dict(zip(SIZES, self.sizes, strict=True))
 
     @property
+    def contracted(self) -> str:
+        """Its contractions in words."""
+        p0, p1, q0, q1 = self.sizes
+        return f"{p1}→{q1}, {p0}→{q0}"
+
+
+class OfTwoModes(TwoSizes):
+    """A pass that makes all gradients of two modes."""
+
+    modes: tuple[Mode, Mode]
+    dtype: str
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        first, second = self.modes
+        return first.p, second.p, first.q, second.q
+
+    @property
     def weights(self) -> int:
-        """Elements of both."""
+        """Elements of both weights."""
         p0, p1, q0, q1 = self.sizes
         return p0 * q0 + p1 * q1
 
@@ -75,7 +91,7 @@ class OfTwoModes(Pass):
 
     @property
     def asks(self) -> Asks:
-        """What a backward pass reads first: x, weights, and grad_y behind them."""
+        """Tensors that a backward pass reads first: x, weights, and grad_y behind them."""
         p0, p1, q0, q1 = self.sizes
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for mode in self.modes for part in mode.parts]
@@ -114,13 +130,13 @@ class Work:
 
     @functools.cached_property
     def unnumbered(self) -> Work:
-        """The same of any weights: what has its sizes is tiled as it is."""
+        """The same work without the weights' numbers: all of its sizes are tiled as it is."""
         steps = tuple((at, Mode(tuple((0, q, p) for _, q, p in mode.parts))) for at, mode in self.steps)
         return replace(self, steps=steps, scalars=0)
 
     @property
     def asks(self) -> Asks:
-        """What a kernel reads first: x, and weights."""
+        """Tensors that a kernel reads first: x, and weights."""
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for _, mode in self.steps for part in mode.parts]
         weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
@@ -128,7 +144,7 @@ class Work:
 
     @property
     def finish(self) -> list[str]:
-        """Lines of a kernel's constants: what stands behind the contractions."""
+        """Lines of a kernel's constants for what stands behind the contractions."""
         return [activation_type(self.activation, self.dtype, self.scalars), *constants({"BIAS": self.bias})]
 
     def states_of(self, split: int) -> list[tuple[int, ...]]:
@@ -142,7 +158,7 @@ class Work:
 
 
 class OfWork(Pass):
-    """What passes have in common that do such work."""
+    """A pass that does such work."""
 
     work: Work
 
@@ -159,18 +175,13 @@ class OfWork(Pass):
         return self.work.asks
 
 
-class TakesTwoModes(OfWork):
-    """What passes have in common that take a work's only two modes at once."""
+class TakesTwoModes(OfWork, TwoSizes):
+    """A pass that takes a work's only two modes at once."""
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int]:
-        """p0, p1, q0, q1"""
         (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
         return p0, p1, q0, q1
-
-    @property
-    def told_sizes(self) -> dict[str, int]:
-        return dict(zip(SIZES, self.sizes, strict=True))
 
     @property
     def output_bytes(self) -> int:

@@ -14,6 +14,9 @@
 #define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define DEVICE inline
+#define UNROLL
+#define UNROLL_BY(times)
+#define ROLL
 
 using u16 = unsigned short;
 using u32 = unsigned int;

@@ -31,8 +31,7 @@ template <bool COSINE> __device__ __noinline__ float angle_of_large(float x) {
   if (exponent == 255) return x - x;
   const u32 mantissa = (bits & 0x7fffff) | 0x800000, at = exponent - 118, shift = at % 32;
   u32 word[3];
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
+  UNROLL for (int i = 0; i < 3; ++i)
     word[i] = u32(((u64(kTurns[at / 32 + i]) << 32 | kTurns[at / 32 + i + 1]) << shift) >> 32);
   u64 turns = u64(mantissa) * word[1] + (u64(mantissa) * word[2] >> 32) + (u64(mantissa * word[0]) << 32);  // times 2^64
   if (bits >> 31) turns = 0 - turns;

@@ -23,8 +23,7 @@ DEVICE void put_sums(u32 to, const double (&sum)[4]) {
 DEVICE void get_sums(u32 from, float (&sum)[4]) {
   u32 x[4];
   load_u32x4(from, x);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(x[i]);
+  UNROLL for (int i = 0; i < 4; ++i) sum[i] = __uint_as_float(x[i]);
 }
 DEVICE void get_sums(u32 from, double (&sum)[4]) {
   load_f64x2(from, sum[0], sum[1]);
@@ -42,26 +41,20 @@ DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sy
   constexpr int kFour = 4 * sizeof(Real), kFit = BYTES / (THREADS * kFour), kAtOnce = kFit < N ? kFit : N;
   static_assert(kFit > 0 && THREADS % MEMBERS == 0);
   if constexpr (THREADS == MEMBERS) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) place(n, threadIdx.x, sum_of(n));
+    UNROLL for (int n = 0; n < N; ++n) place(n, threadIdx.x, sum_of(n));
   } else {
-#pragma unroll
-    for (int first = 0; first < N; first += kAtOnce) {
+    UNROLL for (int first = 0; first < N; first += kAtOnce) {
       sync();
-#pragma unroll
-      for (int n = first; n < first + kAtOnce && n < N; ++n)
+      UNROLL for (int n = first; n < first + kAtOnce && n < N; ++n)
         put_sums(memory + ((n - first) * THREADS + threadIdx.x) * kFour, sum_of(n));
       sync();
-#pragma unroll 1
-      for (int j = threadIdx.x; j < (N - first < kAtOnce ? N - first : kAtOnce) * MEMBERS; j += THREADS) {
+      ROLL for (int j = threadIdx.x; j < (N - first < kAtOnce ? N - first : kAtOnce) * MEMBERS; j += THREADS) {
         const u32 from = memory + (j / MEMBERS * THREADS + j % MEMBERS) * kFour;
         Real sum[4] = {};
-#pragma unroll
-        for (int group = 0; group < THREADS / MEMBERS; ++group) {
+        UNROLL for (int group = 0; group < THREADS / MEMBERS; ++group) {
           Real more[4];
           get_sums(from + group * MEMBERS * kFour, more);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[i] += more[i];
+          UNROLL for (int i = 0; i < 4; ++i) sum[i] += more[i];
         }
         place(first + j / MEMBERS, j % MEMBERS, sum);
       }
@@ -73,13 +66,11 @@ DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sy
 // where this block's belong. P1 is even.
 template <int P0, int P1, int Q0, int Q1, int A, int B>
 DEVICE void store_rows(float* to, int first, const Lane& lane, const float (&d_a)[A], const float (&d_b)[B]) {
-#pragma unroll
-  for (int j = 0; j < A; ++j) {
+  UNROLL for (int j = 0; j < A; ++j) {
     const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
     if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
   }
-#pragma unroll
-  for (int j = 0; j < B; j += 2) {
+  UNROLL for (int j = 0; j < B; j += 2) {
     const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
     if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
   }
@@ -97,8 +88,7 @@ DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float
       },
       [&](int n, int member, const float(&sum)[4]) {
         const Lane at(member % 32);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           const int row = member / 32 * 16 + at.g + i / 2 * 8, column = at.t * 2 + i % 2;
           if (n < kFoursA) {
             const int q = n * 8 + column;

@@ -118,8 +118,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     }
   }
   template <int COUNT> static DEVICE void zeros(u32 to) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) store_shared(to + i * kSize, Element{});
+    UNROLL for (int i = 0; i < COUNT; ++i) store_shared(to + i * kSize, Element{});
   }
 
   // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros.
@@ -131,8 +130,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const u32 to = weight_address<S>(term);
     const auto place = [&](int q, int p) { return to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize; };
     if constexpr (kEach * kSize >= 4) {
-#pragma unroll 4
-      for (int j = threadIdx.x; j < kCount; j += kBlock) {
+      UNROLL_BY(4) for (int j = threadIdx.x; j < kCount; j += kBlock) {
         const int q = j / kRow, p = j % kRow * kEach;
         const bool present = q < S::Q && p < S::P;
         copy_async<kEach * kSize>(place(q, p), weight + (present ? q * S::P + p : 0), present);
@@ -199,8 +197,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     } else {
       a = weight + row * S::W_STRIDE * kSize + Math::template lane_row_a<S::W_STRIDE>(lane);
       const u32 from = state + (o * S::In::ROW + i) * kSize + Math::template lane_b_by_n<S::In::STEP>(lane);
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n)
+      UNROLL for (int n = 0; n < S::NT; ++n)
         b[n] = from + (S::DOWN > 1 ? n * 8 / S::IP * S::In::ROW + n * 8 % S::IP : n * 8) * kSize;
     }
     all_steps<S, kStepA>(y, a, b);
@@ -210,17 +207,15 @@ template <class Pass> struct Chain : Tiles<Pass> {
     constexpr int kSteps = ceil_div(S::PP, Math::kStep);
     constexpr int kWhole = S::PP / Math::kStep;
     if constexpr (Math::kFlush > 0) {
-#pragma unroll 2
-      for (int k = 0; k < kSteps; k += Math::kFlush) {
+      UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
         Sums<S> part = {};
-#pragma unroll
-        for (int j = 0; j < Math::kFlush; ++j)
+        UNROLL for (int j = 0; j < Math::kFlush; ++j)
           if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<S, Math::kStep, STEP_A>(part, a, b, (k + j) * Math::kStep);
         add_sums(y, part);
       }
     } else {
-#pragma unroll(kSteps <= 8 ? kSteps : 4)
-      for (int k = 0; k < kWhole; ++k) step<S, Math::kStep, STEP_A>(y, a, b, k * Math::kStep);
+      UNROLL_BY(kSteps <= 8 ? kSteps : 4) for (int k = 0; k < kWhole; ++k)
+        step<S, Math::kStep, STEP_A>(y, a, b, k * Math::kStep);
       if constexpr (kWhole < kSteps) step<S, 8, STEP_A>(y, a, b, kWhole * Math::kStep);
     }
   }
@@ -232,48 +227,38 @@ template <class Pass> struct Chain : Tiles<Pass> {
   template <class S, int K, int STEP_A> DEVICE void step(Sums<S>& y, u32 a_from, const u32 (&b_from)[S::NT], int k) const {
     typename Math::A a[S::MT];
     typename Math::B b[S::NT];
-#pragma unroll
-    for (int m = 0; m < S::MT; ++m) Math::template load_row_a<K, STEP_A, S::BY_ROWS && kRaw<S>>(a[m], a_from + (m * 16 * STEP_A + k) * kSize);
+    UNROLL for (int m = 0; m < S::MT; ++m)
+      Math::template load_row_a<K, STEP_A, S::BY_ROWS && kRaw<S>>(a[m], a_from + (m * 16 * STEP_A + k) * kSize);
     if constexpr (S::BY_ROWS) {
       Math::template load_row_b<K, S::W_STRIDE, S::NT, false>(b, b_from[0] + k * kSize);
     } else {
       u32 from[S::NT];
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n) from[n] = b_from[n] + k * S::In::STEP * kSize;
+      UNROLL for (int n = 0; n < S::NT; ++n) from[n] = b_from[n] + k * S::In::STEP * kSize;
       // Pairs of tiles are read at once where the second's columns lie at one distance from the first's.
       constexpr int kPairStep = S::DOWN == 1 || S::IP % 16 == 0 ? 8 : S::IP == 8 ? S::In::ROW : 0;
       Math::template load_b_by_n<K, S::In::STEP, S::NT, kPairStep, kRaw<S>>(b, from, lane.index);
     }
-#pragma unroll
-    for (int m = 0; m < S::MT; ++m)
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n) Math::template multiply<K>(y[m][n], a[m], b[n]);
+    UNROLL for (int m = 0; m < S::MT; ++m)
+      UNROLL for (int n = 0; n < S::NT; ++n) Math::template multiply<K>(y[m][n], a[m], b[n]);
   }
 
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, one by one.
   template <class S> DEVICE void repair(Sums<S>& y, int tile, u32 state, u32 weight) const {
     bool finite = true;
-#pragma unroll
-    for (auto& row : y)
-#pragma unroll
-      for (auto& four : row)
-#pragma unroll
-        for (float value : four) finite &= is_finite(value);
+    UNROLL for (auto& row : y)
+      UNROLL for (auto& four : row)
+        UNROLL for (float value : four) finite &= is_finite(value);
     if (__all_sync(~0u, finite)) return;
     const auto [row, o, column] = corner<S>(tile);
-#pragma unroll
-    for (int m = 0; m < S::MT; ++m)
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLL for (int m = 0; m < S::MT; ++m)
+      UNROLL for (int n = 0; n < S::NT; ++n)
+        UNROLL for (int i = 0; i < 4; ++i) {
           if (is_finite(y[m][n][i])) continue;
           const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
           const int q = S::BY_ROWS ? c : r;
           const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
           float sum = 0;
-#pragma unroll 1
-          for (int p = 0; p < S::P; ++p)
+          ROLL for (int p = 0; p < S::P; ++p)
             sum += __uint_as_float(load_u32(state + (x + p * S::In::STEP) * kSize)) *
                    __uint_as_float(load_u32(weight + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
           y[m][n][i] = sum;
@@ -299,23 +284,17 @@ template <class Pass> struct Chain : Tiles<Pass> {
     Real w[TERMS][S::Q][S::P];
     Real scale = 1;
     if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
-#pragma unroll
-    for (int t = 0; t < TERMS; ++t)
-#pragma unroll
-      for (int q = 0; q < S::Q; ++q)
-#pragma unroll
-        for (int p = 0; p < S::P; ++p)
+    UNROLL for (int t = 0; t < TERMS; ++t)
+      UNROLL for (int q = 0; q < S::Q; ++q)
+        UNROLL for (int p = 0; p < S::P; ++p)
           w[t][q][p] = scale * number(weight_address<S>(term + t) + (q * S::W_STRIDE + Math::place_of(p, false)) * kSize);
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
-#pragma unroll 2
-    for (int j = thread; j < kCount; j += kThreads) {
+    UNROLL_BY(2) for (int j = thread; j < kCount; j += kThreads) {
       const int o = j / kOfRow, i = j % kOfRow * kWide;
       const u32 from = state + (o * S::In::ROW + i) * kSize;
       Real y[S::Q][kWide] = {};
-#pragma unroll
-      for (int t = 0; t < TERMS; ++t)
-#pragma unroll
-        for (int p = 0; p < S::P; ++p) {
+      UNROLL for (int t = 0; t < TERMS; ++t)
+        UNROLL for (int p = 0; p < S::P; ++p) {
           const u32 at = from + t * APART + p * kFrom * kSize;
           Real x[kWide];
           if constexpr (kWide == 2) {
@@ -324,17 +303,13 @@ template <class Pass> struct Chain : Tiles<Pass> {
           } else {
             x[0] = number(at);
           }
-#pragma unroll
-          for (int q = 0; q < S::Q; ++q)
-#pragma unroll
-            for (int k = 0; k < kWide; ++k) y[q][k] += w[t][q][p] * x[k];
+          UNROLL for (int q = 0; q < S::Q; ++q)
+            UNROLL for (int k = 0; k < kWide; ++k) y[q][k] += w[t][q][p] * x[k];
         }
       const u32 place = to + (Out::at(o * S::Q * S::I) + Out::at(i)) * kSize;
       const Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
-#pragma unroll
-      for (int q = 0; q < S::Q; ++q) {
-#pragma unroll
-        for (int k = 0; k < kWide; ++k)
+      UNROLL for (int q = 0; q < S::Q; ++q) {
+        UNROLL for (int k = 0; k < kWide; ++k)
           y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true) : Math::rounded(y[q][k]);
         if constexpr (kWide == 2)
           store_shared(place + q * S::TO * kSize, Pair<Element>(y[q][0], y[q][1]));
@@ -377,15 +352,11 @@ template <class Pass> struct Chain : Tiles<Pass> {
   };
   // Each lane's tile n becomes that of n ^ `which`.
   template <class S, int TILES> static DEVICE void exchange(Sums<S>& y, int which) {
-#pragma unroll
-    for (int bit = 1; bit < TILES; bit *= 2) {
+    UNROLL for (int bit = 1; bit < TILES; bit *= 2) {
       const bool other = which & bit;
-#pragma unroll
-      for (int m = 0; m < S::MT; ++m)
-#pragma unroll
-        for (int n = 0; n < S::NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
+      UNROLL for (int m = 0; m < S::MT; ++m)
+        UNROLL for (int n = 0; n < S::NT; ++n)
+          UNROLL for (int i = 0; i < 4; ++i) {
             if (n & bit) continue;
             const auto here = y[m][n][i], there = y[m][n + bit][i];
             y[m][n][i] = other ? there : here, y[m][n + bit][i] = other ? here : there;
@@ -422,14 +393,12 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
     if constexpr (S::BY_ROWS) {
       const u32 first = to + (Out::at(row * S::Q) + i * S::TO) * kSize;
-#pragma unroll
-      for (int h = 0; h < 2 * S::MT; ++h) {
+      UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
         const int r = row + h * 8;
         if (S::M % (S::MT * 16) && r >= S::M) continue;
         const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * S::TO) * kSize;
         const Finish<LAST> finish(params, of_sample, r * S::Q);
-#pragma unroll
-        for (int n = 0; n < S::NT; ++n) {
+        UNROLL for (int n = 0; n < S::NT; ++n) {
           const int c = i + n * 8;
           if (S::Q % S::WIDE == 0 || c < S::Q)
             put(h / 2, n, h % 2, mine + n * 8 * S::TO * kSize, S::TO, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
@@ -443,8 +412,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
       Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
       const int first = of_row.place;
       Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
-#pragma unroll
-      for (int n = 0; n < S::NT; ++n) {
+      UNROLL for (int n = 0; n < S::NT; ++n) {
         const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = i + behind;
         if (n > 0 && S::DOWN > 1 && behind == 0) {
           if constexpr (!S::SPLITS) of_row.template advance<S::Q * S::I>();
@@ -464,8 +432,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
           of_column.template advance<8>();
         }
         if ((S::I < S::ACROSS * S::WIDE / S::DOWN && c >= S::I) || (S::ROWS % S::DOWN && o + down >= S::ROWS)) continue;
-#pragma unroll
-        for (int h = 0; h < 2 * S::MT; ++h)
+        UNROLL for (int h = 0; h < 2 * S::MT; ++h)
           if (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M)
             put(h / 2, n, h % 2, mine + h * 8 * S::TO * kSize, further, finish, (row + h * 8) * S::I, c,
                 S::I % 2 == 0 || c + 1 < S::I);
@@ -506,8 +473,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
       sync();
       if (warp < S::TILES) write<S, is_void<NEXT>>(y, warp, to, tile_index * Pass::UNITS);
     } else {
-#pragma unroll 1
-      for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
+      ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
         accumulate<S>(y, tile, term, slot);
         write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
@@ -520,41 +486,31 @@ template <class Pass> struct Chain : Tiles<Pass> {
     using A = typename S::First;
     using B = typename S::Second;
     const u32 state = in_address<A>(slot), to = out_address<B>(slot);
-#pragma unroll 1
-    for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
+    ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
       constexpr int kTiles = A::Q / (A::MT * 16);  // of one row
       const u32 a = weight_address<A>(0) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
                     Math::template lane_row_a<A::W_STRIDE>(lane);
       const u32 x = state + tile / kTiles * A::In::ROW * kSize + Math::template lane_b_by_n<A::In::STEP>(lane);
       const u32 b = weight_address<B>(0) + Math::template lane_row_b<B::W_STRIDE>(lane);
       Sums<B> y = {};
-#pragma unroll 1
-      for (int column = 0; column < A::I; column += A::NT * 8) {
+      ROLL for (int column = 0; column < A::I; column += A::NT * 8) {
         Sums<A> t = {};
         u32 from[A::NT];
-#pragma unroll
-        for (int n = 0; n < A::NT; ++n) from[n] = x + (column + n * 8) * kSize;
+        UNROLL for (int n = 0; n < A::NT; ++n) from[n] = x + (column + n * 8) * kSize;
         all_steps<A, A::W_STRIDE>(t, a, from);
         if constexpr (A::SCALE >= 0) {
           const float scale = kept_scale<A>();
-#pragma unroll
-          for (auto& row : t)
-#pragma unroll
-            for (auto& four : row)
-#pragma unroll
-              for (auto& sum : four) sum *= scale;
+          UNROLL for (auto& row : t)
+            UNROLL for (auto& four : row)
+              UNROLL for (auto& sum : four) sum *= scale;
         }
-#pragma unroll
-        for (int k = 0; k < A::NT * 8; k += Math::kStep) {
+        UNROLL for (int k = 0; k < A::NT * 8; k += Math::kStep) {
           typename Math::A left[A::MT];
           typename Math::B right[B::NT];
-#pragma unroll
-          for (int m = 0; m < A::MT; ++m) Math::as_a(left[m], &t[m][k / 8]);
+          UNROLL for (int m = 0; m < A::MT; ++m) Math::as_a(left[m], &t[m][k / 8]);
           Math::template load_row_b<Math::kStep, B::W_STRIDE, B::NT, false>(right, b + (column + k) * kSize);
-#pragma unroll
-          for (int m = 0; m < A::MT; ++m)
-#pragma unroll
-            for (int n = 0; n < B::NT; ++n) Math::template multiply<Math::kStep>(y[m][n], left[m], right[n]);
+          UNROLL for (int m = 0; m < A::MT; ++m)
+            UNROLL for (int n = 0; n < B::NT; ++n) Math::template multiply<Math::kStep>(y[m][n], left[m], right[n]);
         }
       }
       write<B, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
@@ -601,8 +557,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
     const i64 first = i64(blockIdx.x) * Pass::GROUPS + group;
     begin();
-#pragma unroll
-    for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
+    UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
     hold_weights(*this);
     int slot = 0, last = 0;
     u32 phase = 0;

@@ -72,8 +72,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     if constexpr (S::BY_THREADS) {
       Base::template by_threads<S, is_void<NEXT>>(0, from, to, tile_index * Pass::UNITS);
     } else {
-#pragma unroll 1
-      for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
+      ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         typename Base::template Sums<S> y = {};
         Base::template accumulate<S>(y, tile, 0, from);
         Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
@@ -86,8 +85,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   // What a tile of units adds to a weight's gradient.
   template <class D> DEVICE void learn(Tiles<D>& sums, u32 x, u32 g) const {
     const int share = warp % D::SHARE, fold = warp / D::SHARE;
-#pragma unroll
-    for (int j = 0; j < D::COUNT; ++j) {
+    UNROLL for (int j = 0; j < D::COUNT; ++j) {
       const int tile = share + (part() * D::COUNT + j) * D::SHARE;
       if (tile < D::TILES) {
         const int q = tile % D::M_TILES * D::MT * 16, p = tile / D::M_TILES * D::NT * 8;
@@ -105,31 +103,23 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   template <class D, class Step> static DEVICE void over_steps(Tile<D>& y, int steps, int fold, Step step) {
     constexpr int kFolds = Pass::WARPS / D::SHARE;
     if constexpr (kSplit) {
-#pragma unroll 1
-      for (int at = fold * kFlush; at < steps; at += kFolds * kFlush) {
+      ROLL for (int at = fold * kFlush; at < steps; at += kFolds * kFlush) {
         Tile<D> high = {}, low = {};
-#pragma unroll
-        for (int j = 0; j < kFlush; ++j)
+        UNROLL for (int j = 0; j < kFlush; ++j)
           if (at + j < steps) step(at + j, high, low);
-#pragma unroll
-        for (int m = 0; m < D::MT; ++m)
-#pragma unroll
-          for (int n = 0; n < D::NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
+        UNROLL for (int m = 0; m < D::MT; ++m)
+          UNROLL for (int n = 0; n < D::NT; ++n)
+            UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
       }
     } else {
-#pragma unroll 2
-      for (int at = fold; at < steps; at += kFolds) step(at, y, y);
+      UNROLL_BY(2) for (int at = fold; at < steps; at += kFolds) step(at, y, y);
     }
   }
 
   template <class D, int K>
   static DEVICE void multiply(Tile<D>& y, Tile<D>& low, const typename Math::A (&a)[D::MT], const typename Math::B (&b)[D::NT]) {
-#pragma unroll
-    for (int m = 0; m < D::MT; ++m)
-#pragma unroll
-      for (int n = 0; n < D::NT; ++n) {
+    UNROLL for (int m = 0; m < D::MT; ++m)
+      UNROLL for (int n = 0; n < D::NT; ++n) {
         if constexpr (kSplit)
           Math::multiply_apart(y[m][n], low[m][n], a[m], b[n]);
         else
@@ -145,11 +135,9 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       typename Math::A a[D::MT];
       typename Math::B b[D::NT];
       u32 from[D::NT];
-#pragma unroll
-      for (int m = 0; m < D::MT; ++m)
+      UNROLL for (int m = 0; m < D::MT; ++m)
         Math::template load_a_by_m<kG, kPairs, D::RAW_G>(a[m], g + (step * kStep * kG + m * 16) * kSize);
-#pragma unroll
-      for (int n = 0; n < D::NT; ++n) from[n] = x + (step * kStep * kX + n * 8) * kSize;
+      UNROLL for (int n = 0; n < D::NT; ++n) from[n] = x + (step * kStep * kX + n * 8) * kSize;
       Math::template load_b_by_n<kStep, kX, D::NT, 8, D::RAW_X, kPairs>(b, from, lane.index);
       multiply<D, kStep>(high, low, a, b);
     });
@@ -171,8 +159,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   template <class D, int K> DEVICE void inner_step(Tile<D>& high, Tile<D>& low, u32 left, u32 right) const {
     typename Math::A a[D::MT];
     typename Math::B b[D::NT];
-#pragma unroll
-    for (int m = 0; m < D::MT; ++m) Math::template load_row_a<K, D::G::STEP, D::RAW_G>(a[m], left + m * 16 * D::G::STEP * kSize);
+    UNROLL for (int m = 0; m < D::MT; ++m)
+      Math::template load_row_a<K, D::G::STEP, D::RAW_G>(a[m], left + m * 16 * D::G::STEP * kSize);
     Math::template load_row_b<K, D::X::STEP, D::NT, D::RAW_X>(b, right);
     multiply<D, K>(high, low, a, b);
   }
@@ -189,8 +177,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
           const int tile = member / 32 + (part() * D::COUNT + n / kOf) * D::SHARE;
           const int q = (tile % D::M_TILES * D::MT + n % kOf / D::NT) * 16 + at.g;
           const int p = (tile / D::M_TILES * D::NT + n % D::NT) * 8 + at.t * 2;
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
+          UNROLL for (int i = 0; i < 4; ++i)
             if (tile < D::TILES && q + i / 2 * 8 < D::Q && p + i % 2 < D::P)
               store_global(to + (q + i / 2 * 8) * D::P + p + i % 2, sum[i]);
         });
@@ -221,13 +208,11 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   DEVICE void run() const {
     const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
     const i64 first = i64(group) * gridDim.x + blockIdx.x;  // few tiles are one for each block
-#pragma unroll
-    for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
+    UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
     Base::hold_weights(*this);
     typename Pass::template Sums<ChainBackward> sums;
     int slot = 0, last = 0;
-#pragma unroll 1
-    for (i64 tile = first; tile < tiles; tile += step) {
+    ROLL for (i64 tile = first; tile < tiles; tile += step) {
       if (tile != first) {
         sync();  // the last tile's result has left
         load(tile + (Pass::SLOTS - 1) * step, tiles, last);

@@ -30,8 +30,7 @@ template <class Math, class Element, int SLOTS, int SLOT_BYTES> struct DoubleRin
   template <int ROWS, int COLUMNS, int STRIDE, int FROM>
   static DEVICE void copy(u32 to, const Element* from, int rows, int columns) {
     constexpr int kBytes = FROM % 2 ? 8 : 16, kEach = kBytes / kSize, kRow = COLUMNS / kEach;
-#pragma unroll 4
-    for (int j = threadIdx.x % kCopiers; j < ROWS * kRow; j += kCopiers) {
+    UNROLL_BY(4) for (int j = threadIdx.x % kCopiers; j < ROWS * kRow; j += kCopiers) {
       const int row = j / kRow, column = j % kRow * kEach;
       const bool present = row < rows && column < columns;
       copy_async<kBytes>(to + (row * STRIDE + column) * kSize, present ? from + row * FROM + column : from, present);

@@ -23,8 +23,7 @@ template <class Pass> struct FactorGradients {
     constexpr int kColumns = ALL_P / P, kTerms = ALL_Q / Q * kColumns;
     const Real* x = static_cast<const Real*>(params.x) + FROM;
     Real sum = 0;
-#pragma unroll 4
-    for (int j = lane; j < kTerms; j += 32) {
+    UNROLL_BY(4) for (int j = lane; j < kTerms; j += 32) {
       const int q = whole<Q, BEHIND_Q>(j / kColumns, (at - TO) / P), p = whole<P, BEHIND_P>(j % kColumns, (at - TO) % P);
       sum += x[q * ALL_P + p] * others(q, p);
     }

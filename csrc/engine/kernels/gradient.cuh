@@ -72,8 +72,7 @@ template <class Pass> struct Gradient {
   DEVICE void fetch(Run (&to)[COUNT], const Element* from, i64 row_step, int first, int length, i64 chunk) const {
     const i64 first_row = chunk / kChunksOfRow * kRowsHere;
     const int first_inner = kInner ? int(chunk % kChunksOfRow) * kInnerHere : inner;
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
+    UNROLL for (int n = 0; n < COUNT; ++n) {
       const int j = n * kThreads + thread;
       const Place at = place<WIDTH>(j);
       const i64 r = first_row + at.k / kInnerHere;
@@ -84,8 +83,7 @@ template <class Pass> struct Gradient {
     }
   }
   template <int WIDTH, int COUNT> DEVICE void put(const Run (&from)[COUNT], u32 to) const {
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
+    UNROLL for (int n = 0; n < COUNT; ++n) {
       const int j = n * kThreads + thread;
       if (WG * BK * WIDTH / RUN % kThreads && j >= WG * BK * WIDTH / RUN) break;
       const Place at = place<WIDTH>(j);
@@ -94,8 +92,7 @@ template <class Pass> struct Gradient {
         store_words<RUN * kSize>(here, from[n]);
       } else {
         const Element* element = reinterpret_cast<const Element*>(&from[n]);
-#pragma unroll
-        for (int e = 0; e < RUN; ++e)
+        UNROLL for (int e = 0; e < RUN; ++e)
           store_shared(here + e * (kGroups ? BK : 1) * stride(WIDTH) * kSize, element[e]);
       }
     }
@@ -107,28 +104,22 @@ template <class Pass> struct Gradient {
     const u32 from_a = slot + (part * BK * kStrideA + row) * kSize + Math::template lane_a_by_m<kStrideA>(lane);
     const u32 from_b = slot + kLeft + (part * BK * kStrideB + column) * kSize + Math::template lane_b_by_n<kStrideB>(lane);
     Sums high, low;
-#pragma unroll
-    for (int k = 0; k < BK; k += Math::kStep) {
+    UNROLL for (int k = 0; k < BK; k += Math::kStep) {
       typename Math::A a[MT];
       typename Math::B b[NT];
-#pragma unroll
-      for (int m = 0; m < MT; ++m) Math::template load_a_by_m<kStrideA>(a[m], from_a + (k * kStrideA + m * 16) * kSize);
+      UNROLL for (int m = 0; m < MT; ++m)
+        Math::template load_a_by_m<kStrideA>(a[m], from_a + (k * kStrideA + m * 16) * kSize);
       u32 columns[NT];
-#pragma unroll
-      for (int n = 0; n < NT; ++n) columns[n] = from_b + (k * kStrideB + n * 8) * kSize;
+      UNROLL for (int n = 0; n < NT; ++n) columns[n] = from_b + (k * kStrideB + n * 8) * kSize;
       Math::template load_b_by_n<Math::kStep, kStrideB, NT, 8>(b, columns, lane.index);
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int n = 0; n < NT; ++n) {
           if constexpr (kSplit) {
             if (k % kFlush == 0)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) high[m][n][i] = low[m][n][i] = 0;
+              UNROLL for (int i = 0; i < 4; ++i) high[m][n][i] = low[m][n][i] = 0;
             Math::multiply_apart(high[m][n], low[m][n], a[m], b[n]);
             if ((k + Math::kStep) % kFlush == 0)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
+              UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
           } else {
             Math::template multiply<Math::kStep>(y[m][n], a[m], b[n]);
           }
@@ -141,12 +132,9 @@ template <class Pass> struct Gradient {
     Result* to = static_cast<Result*>(params.y) + blockIdx.x * kWeights;
     const int group = Pass::TIED ? 0 : outer * INNER + inner + part;
     if (kGroups && INNER % WG && inner + part >= INNER) return;
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
+    UNROLL for (int m = 0; m < MT; ++m)
+      UNROLL for (int n = 0; n < NT; ++n)
+        UNROLL for (int i = 0; i < 4; i += 2) {
           const int r = q + row + m * 16 + lane.g + i / 2 * 8, c = p + column + n * 8 + lane.t * 2;
           Result* here = to + (i64(group) * Q + r) * P + c;
           if constexpr (P % 2 == 0) {
@@ -174,8 +162,7 @@ template <class Pass> struct Gradient {
     fetch_both(blockIdx.x);
     put_both(slot);
     __syncthreads();
-#pragma unroll 1
-    for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    ROLL for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const bool more = chunk + gridDim.x < chunks;
       if (more) fetch_both(chunk + gridDim.x);
       multiply(y, slot);
@@ -204,17 +191,13 @@ template <class Pass> struct Reduction {
   // All that there are, or 16 of them, on their way at once
   static constexpr int kParts = int((Pass::MOST * Pass::FOLDS + WAYS - 1) / WAYS), kAtOnce = kParts < 16 ? kParts : 16;
   static DEVICE void add(Some<Part>& sum, const Some<Part>* from, i64 step, int first, int parts) {
-#pragma unroll 1
-    for (int part = first; part < parts; part += WAYS * kAtOnce) {
+    ROLL for (int part = first; part < parts; part += WAYS * kAtOnce) {
       using Loaded = Words<sizeof(Some<Part>)>;
       Loaded more[kAtOnce] = {};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
         if (part + i * WAYS < parts) more[i] = *reinterpret_cast<const Loaded*>(from + (part + i * WAYS) * step);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int e = 0; e < VECTOR; ++e) sum.x[e] += reinterpret_cast<const Part*>(&more[i])[e];
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
+        UNROLL for (int e = 0; e < VECTOR; ++e) sum.x[e] += reinterpret_cast<const Part*>(&more[i])[e];
     }
   }
   DEVICE void run() const {
@@ -232,18 +215,15 @@ template <class Pass> struct Reduction {
       const int parts = single ? present : int(present * Pass::FOLDS);
       if (at < kCount) add(sum, from, step, way, parts);
       if constexpr (WAYS > 1) {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) store_shared(sums + (i * 256 + threadIdx.x) * sizeof(Part), sum.x[i]);
+        UNROLL for (int i = 0; i < VECTOR; ++i) store_shared(sums + (i * 256 + threadIdx.x) * sizeof(Part), sum.x[i]);
         __syncthreads();
         for (int other = 1; way == 0 && other < WAYS; ++other)
-#pragma unroll
-          for (int i = 0; i < VECTOR; ++i)
+          UNROLL for (int i = 0; i < VECTOR; ++i)
             sum.x[i] += load_sum(sums + (i * 256 + other * kLanes + lane) * sizeof(Part), sum.x[i]);
       }
       if (way == 0 && at < kCount) {
         Some<Result> result;
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) result.x[i] = narrow<Result>(sum.x[i]);
+        UNROLL for (int i = 0; i < VECTOR; ++i) result.x[i] = narrow<Result>(sum.x[i]);
         store_global(y + at, result);
       }
       if constexpr (WAYS > 1) __syncthreads();

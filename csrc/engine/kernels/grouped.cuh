@@ -27,14 +27,12 @@ template <class Pass> struct Grouped : Operands<typename Pass::Math, typename Pa
   // The group's units from `unit` on, in slots of BYTES at `memory`: load(unit, slot) asks for one, ready(slot) does to a thread's
   // own copies what has to be done, make(unit, slot) makes it.
   template <int BYTES, class Load> DEVICE void begin(i64 unit, i64 step, u32 memory, const Load& load) const {
-#pragma unroll
-    for (int s = 0; s < kFirst; ++s) load(unit + s * step, memory + s * BYTES);
+    UNROLL for (int s = 0; s < kFirst; ++s) load(unit + s * step, memory + s * BYTES);
   }
   template <int BYTES, class Load, class Ready, class Make>
   DEVICE void each_unit(i64 unit, i64 step, u32 memory, const Load& load, const Ready& ready, const Make& make) {
     int slot = 0;
-#pragma unroll 1
-    for (; unit < units; unit += step) {
+    ROLL for (; unit < units; unit += step) {
       stay_here(lane.index, first);  // or the places of all operands are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();

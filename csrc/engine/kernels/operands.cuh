@@ -23,8 +23,7 @@ template <class Math, class T, int THREADS> struct Operands {
   template <int LENGTH, int COLUMNS, int STRIDE, int EACH = THREADS, int FROM_STEP = COLUMNS>
   static DEVICE void copy(const Element* from, u32 to) {
     constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
-#pragma unroll 4
-    for (int j = threadIdx.x % EACH; j < LENGTH * kRow; j += EACH) {
+    UNROLL_BY(4) for (int j = threadIdx.x % EACH; j < LENGTH * kRow; j += EACH) {
       const i64 at = FROM_STEP == COLUMNS ? j * kEach : i64(j / kRow) * FROM_STEP + j % kRow * kEach;
       copy_async<kBytes>(to + (j / kRow * STRIDE + j % kRow * kEach) * kSize, from + at, true);
     }
@@ -42,90 +41,70 @@ template <class Math, class T, int THREADS> struct Operands {
   // To tf32, where a thread's own copies have landed.
   template <int LENGTH, int COLUMNS, int STRIDE, int EACH = THREADS> static DEVICE void round_copies(u32 at) {
     constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
-#pragma unroll 4
-    for (int j = threadIdx.x % EACH; j < LENGTH * kRow; j += EACH) {
+    UNROLL_BY(4) for (int j = threadIdx.x % EACH; j < LENGTH * kRow; j += EACH) {
       const u32 here = at + (j / kRow * STRIDE + j % kRow * kEach) * kSize;
       if constexpr (kEach == 4) {
         u32 x[4];
         load_u32x4(here, x);
-#pragma unroll
-        for (u32& word : x) word = tf32_of(word);
+        UNROLL for (u32& word : x) word = tf32_of(word);
         store_u32x4(here, x);
       } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) store_shared(here + i * 4, tf32_of(load_u32(here + i * 4)));
+        UNROLL for (int i = 0; i < kEach; ++i) store_shared(here + i * 4, tf32_of(load_u32(here + i * 4)));
       }
     }
   }
   // sum_of(m, n) += left x right, MT tiles of 16 rows by NT of 8 columns: operand A of a tile and a step, and B of some tiles of a
   // step, MOST at once. float: products of high parts start from zero every few steps; the others, which infinities make NaN, do
   // not count then.
-  template <int MT, int NT, int STEPS, int UNROLL, int MOST = Math::kRepairs ? 2 : 4, class SumOf, class Left, class Right>
+  template <int MT, int NT, int STEPS, int TIMES, int MOST = Math::kRepairs ? 2 : 4, class SumOf, class Left, class Right>
   static DEVICE void multiply_tiles(const SumOf& sum_of, const Left& left, const Right& right) {
     constexpr int kTogether = NT % MOST == 0 ? MOST : NT % 2 == 0 ? 2 : 1;
     if constexpr (Math::kRepairs) {
       constexpr int kFlush = Math::kFlush;
       float low[MT][NT][4] = {};
-#pragma unroll(UNROLL)
-      for (int s = 0; s < STEPS; s += kFlush) {
+      UNROLL_BY(TIMES) for (int s = 0; s < STEPS; s += kFlush) {
         A a[kFlush][MT];
-#pragma unroll
-        for (int j = 0; j < kFlush; ++j)
-#pragma unroll
-          for (int m = 0; m < MT; ++m)
+        UNROLL for (int j = 0; j < kFlush; ++j)
+          UNROLL for (int m = 0; m < MT; ++m)
             if (s + j < STEPS) left(a[j][m], m, s + j);
-#pragma unroll
-        for (int n = 0; n < NT; n += kTogether) {
+        UNROLL for (int n = 0; n < NT; n += kTogether) {
           float high[MT][kTogether][4] = {};
-#pragma unroll
-          for (int j = 0; j < kFlush; ++j) {
+          UNROLL for (int j = 0; j < kFlush; ++j) {
             if (s + j >= STEPS) break;
             B some[kTogether];
             right(some, n, s + j);
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-              for (int i = 0; i < kTogether; ++i)
+            UNROLL for (int m = 0; m < MT; ++m)
+              UNROLL for (int i = 0; i < kTogether; ++i)
                 Math::multiply_apart(high[m][i], low[m][n + i], a[j][m], some[i]);
           }
-#pragma unroll
-          for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) add_sums(sum_of(m, n + i), high[m][i]);
+          UNROLL for (int m = 0; m < MT; ++m)
+            UNROLL for (int i = 0; i < kTogether; ++i) add_sums(sum_of(m, n + i), high[m][i]);
         }
       }
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += or_zero(low[m][n][j]);
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int n = 0; n < NT; ++n)
+          UNROLL for (int j = 0; j < 4; ++j) sum_of(m, n)[j] += or_zero(low[m][n][j]);
     } else {
-#pragma unroll(UNROLL)
-      for (int s = 0; s < STEPS; ++s) {
+      UNROLL_BY(TIMES) for (int s = 0; s < STEPS; ++s) {
         A a[MT];
-#pragma unroll
-        for (int m = 0; m < MT; ++m) left(a[m], m, s);
-#pragma unroll
-        for (int n = 0; n < NT; n += kTogether) {
+        UNROLL for (int m = 0; m < MT; ++m) left(a[m], m, s);
+        UNROLL for (int n = 0; n < NT; n += kTogether) {
           B some[kTogether];
           right(some, n, s);
-#pragma unroll
-          for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) Math::template multiply<kStep>(sum_of(m, n + i), a[m], some[i]);
+          UNROLL for (int m = 0; m < MT; ++m)
+            UNROLL for (int i = 0; i < kTogether; ++i) Math::template multiply<kStep>(sum_of(m, n + i), a[m], some[i]);
         }
       }
     }
   }
-  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
+  template <int NT, int STEPS, int TIMES = kUnroll, class Left, class Right>
   static DEVICE void multiply(Real (&sums)[NT][4], const Left& left, const Right& right) {
-    multiply_tiles<1, NT, STEPS, UNROLL>([&](int, int n) -> Real(&)[4] { return sums[n]; },
+    multiply_tiles<1, NT, STEPS, TIMES>([&](int, int n) -> Real(&)[4] { return sums[n]; },
                                          [&](A& a, int, int s) { left(a, s); }, right);
   }
-  template <int STEPS, int UNROLL = kUnroll, int MT, int NT, class Left, class Right>
+  template <int STEPS, int TIMES = kUnroll, int MT, int NT, class Left, class Right>
   static DEVICE void multiply(Real (&sums)[MT][NT][4], const Left& left, const Right& right) {
-    multiply_tiles<MT, NT, STEPS, UNROLL>([&](int m, int n) -> Real(&)[4] { return sums[m][n]; }, left, right);
+    multiply_tiles<MT, NT, STEPS, TIMES>([&](int m, int n) -> Real(&)[4] { return sums[m][n]; }, left, right);
   }
   // Operands in shared memory, from a lane's place in their first tile on: rows of 16 with k or m contiguous, columns with k
   // or n contiguous.
@@ -161,30 +140,26 @@ template <class Math, class T, int THREADS> struct Operands {
   }
   template <int STRIDE, bool ROUND, int NT> static DEVICE void load_by_n(B (&some)[NT], u32 from, int index) {
     u32 columns[NT];
-#pragma unroll
-    for (int i = 0; i < NT; ++i) columns[i] = from + i * 8 * kSize;
+    UNROLL for (int i = 0; i < NT; ++i) columns[i] = from + i * 8 * kSize;
     Math::template load_b_by_n<kStep, STRIDE, NT, 8, ROUND, kPairs>(some, columns, index);
   }
   // The same for sums over units
-  template <int NT, int STEPS, int UNROLL = kUnroll, class Left, class Right>
+  template <int NT, int STEPS, int TIMES = kUnroll, class Left, class Right>
   static DEVICE void accumulate(Real (&sums)[NT][4], const Left& left, const Right& right) {
     if constexpr (kSize == 8) {
-      multiply<NT, STEPS, UNROLL>(sums, left, right);
+      multiply<NT, STEPS, TIMES>(sums, left, right);
     } else {
       Real more[NT][4] = {};
-      multiply<NT, STEPS, UNROLL>(more, left, right);
+      multiply<NT, STEPS, TIMES>(more, left, right);
       add_sums(sums, more);
     }
   }
 
   // Sums, rounded, as an operand in shared memory: a lane's two of a row go to places that are `apart`.
   template <int STRIDE, int MT, int NT> static DEVICE void put_rounded(const Real (&sums)[MT][NT][4], u32 to, int apart) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+    UNROLL for (int m = 0; m < MT; ++m)
+      UNROLL for (int n = 0; n < NT; ++n)
+        UNROLL for (int i = 0; i < 2; ++i) {
           const u32 here = to + ((m * 16 + i * 8) * STRIDE + n * 8) * kSize;
           const Real first = Math::rounded(sums[m][n][i * 2]), second = Math::rounded(sums[m][n][i * 2 + 1]);
           if (apart == 1)
@@ -197,10 +172,8 @@ template <class Math, class T, int THREADS> struct Operands {
   // 16 rows of sums to rows that are STEP apart; of a tile that is not WHOLE, those before ROWS, and columns before COLUMNS.
   template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT>
   static DEVICE void store_sums(const Real (&sums)[NT][4], int first, int column, Element* to, Lane lane) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int row = first + lane.g + i * 8, c = column + n * 8 + lane.t * 2;
         if (WHOLE || (row < ROWS && c < COLUMNS))
           store_two<COLUMNS % 2 == 0>(to + i64(row) * STEP + c, sums[n][i * 2], sums[n][i * 2 + 1], c + 1 < COLUMNS);
@@ -210,16 +183,13 @@ template <class Math, class T, int THREADS> struct Operands {
   template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT>
   static DEVICE void store_pieces(const Real (&sums)[NT][4], int first, int column, Element* to, u32 staged, Lane lane) {
     constexpr int kStaged = NT * 8 + 8;
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 2; ++i)
         store_shared(staged + ((lane.g + i * 8) * kStaged + n * 8 + lane.t * 2) * kSize,
                      Pair<Element>(sums[n][i * 2], sums[n][i * 2 + 1]));
     __syncwarp();
     constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = NT * 8 / kEach;
-#pragma unroll 4
-    for (int j = lane.index; j < 16 * kRow; j += 32) {
+    UNROLL_BY(4) for (int j = lane.index; j < 16 * kRow; j += 32) {
       const int row = j / kRow, c = j % kRow * kEach;
       if (WHOLE || (first + row < ROWS && column + c < COLUMNS))
         store_words<kBytes>(to + i64(first + row) * STEP + column + c,

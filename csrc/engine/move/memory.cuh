@@ -16,13 +16,10 @@ DEVICE double load_sum(u32 from, double) { return load_f64(from); }
 
 // Things 0, 1, ... ALL - 1 by THREADS of a block, TOGETHER of a thread on their way at once: get(j) is one, put(j, x) where it goes.
 template <int ALL, int THREADS, int TOGETHER, class Get, class Put> DEVICE void move_together(const Get& get, const Put& put) {
-#pragma unroll 1
-  for (int from = threadIdx.x; from < ALL; from += TOGETHER * THREADS) {
+  ROLL for (int from = threadIdx.x; from < ALL; from += TOGETHER * THREADS) {
     decltype(get(0)) x[TOGETHER];
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) x[i] = get(from + i * THREADS);
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) put(from + i * THREADS, x[i]);
+    UNROLL for (int i = 0; i < TOGETHER; ++i) x[i] = get(from + i * THREADS);
+    UNROLL for (int i = 0; i < TOGETHER; ++i) put(from + i * THREADS, x[i]);
   }
 }
 

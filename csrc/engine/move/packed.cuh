@@ -9,15 +9,13 @@ template <int BYTES, int THREADS> DEVICE void fetch_run(u32 to, const void* from
   static_assert(BYTES % 16 == 0);
   const char* place = static_cast<const char*>(from);
   if (left >= BYTES) {
-#pragma unroll
-    for (int i = 0; i < ceil_div(BYTES / 16, THREADS); ++i) {
+    UNROLL for (int i = 0; i < ceil_div(BYTES / 16, THREADS); ++i) {
       const int at = (i * THREADS + thread) * 16;
       if (BYTES / 16 % THREADS == 0 || at < BYTES) copy_async<16>(to + at, place + at, true);
     }
   } else {
     const int whole = left > 0 ? left / 16 * 16 : 0;
-#pragma unroll 1
-    for (int at = thread * 16; at < BYTES; at += THREADS * 16)
+    ROLL for (int at = thread * 16; at < BYTES; at += THREADS * 16)
       if (at != whole) copy_async<16>(to + at, at < whole ? place + at : from, at < whole);
     if (thread < 8)  // nothing is read behind the tensor, not even of a piece that begins in it
       store_shared(to + whole + thread * 2,
@@ -27,8 +25,7 @@ template <int BYTES, int THREADS> DEVICE void fetch_run(u32 to, const void* from
 // The other way
 template <int BYTES, int THREADS> DEVICE void send_run(void* to, u32 from, int left, int thread) {
   static_assert(BYTES % 16 == 0);
-#pragma unroll
-  for (int i = 0; i < ceil_div(BYTES / 16, THREADS); ++i) {
+  UNROLL for (int i = 0; i < ceil_div(BYTES / 16, THREADS); ++i) {
     const int at = (i * THREADS + thread) * 16;
     if (at < BYTES && at + 16 <= left) store_words<16>(static_cast<char*>(to) + at, load_words<16>(from + at));
   }
@@ -42,17 +39,14 @@ DEVICE void take_words(u32 row, int feature, bool inside, int words, u32 (&word)
   constexpr int kEach = 4 / sizeof(Element);
   const u32 at = row + feature * int(sizeof(Element));
   if constexpr (FEATURES * sizeof(Element) % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < words; ++i)
+    UNROLL for (int i = 0; i < words; ++i)
       if (inside || feature + i * kEach < FEATURES) word[i] = load_u32(at + i * 4);
   } else {
     const u32 shift = at % 4 * 8;
     u32 w[5] = {};  // from the one on in which the first element lies
-#pragma unroll
-    for (int i = 0; i <= words; ++i)
+    UNROLL for (int i = 0; i <= words; ++i)
       if (inside || feature + i * 2 - 1 < FEATURES) w[i] = load_u32(at / 4 * 4 + i * 4);
-#pragma unroll
-    for (int i = 0; i < words; ++i) {
+    UNROLL for (int i = 0; i < words; ++i) {
       word[i] = u32((u64(w[i + 1]) << 32 | w[i]) >> shift);
       if (!inside && feature + i * 2 + 1 >= FEATURES) word[i] &= feature + i * 2 < FEATURES ? 0xffff : 0;
     }
@@ -64,19 +58,16 @@ DEVICE void put_words(u32 row, int feature, bool inside, int words, const u32 (&
   constexpr int kEach = 4 / sizeof(Element);
   const u32 at = row + feature * int(sizeof(Element));
   if constexpr (FEATURES * sizeof(Element) % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < words; ++i)
+    UNROLL for (int i = 0; i < words; ++i)
       if (inside || feature + i * kEach < FEATURES) store_shared(at + i * 4, word[i]);
   } else if (inside && words == 4) {  // three whole words, and half ones before or behind them
     const bool odd = at % 4;
-#pragma unroll
-    for (int i = 0; i < 3; ++i)
+    UNROLL for (int i = 0; i < 3; ++i)
       store_shared(at + odd * 2 + i * 4, u32((u64(word[i + 1]) << 32 | word[i]) >> odd * 16));
     store_shared(at + (odd ? 0 : 12), u16(odd ? word[0] : word[3]));
     store_shared(at + 14, u16(word[3] >> 16));
   } else {
-#pragma unroll
-    for (int i = 0; i < words * 2; ++i)
+    UNROLL for (int i = 0; i < words * 2; ++i)
       if (inside || feature + i < FEATURES) store_shared(at + i * 2, u16(word[i / 2] >> i % 2 * 16));
   }
 }

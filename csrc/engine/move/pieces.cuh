@@ -31,19 +31,16 @@ template <class Element, int FEATURES, i64 STEP, int SLABS, int ROWS> struct Pie
     static_assert(STEP * kSize * ROWS < i64(1) << 30);
     const int bytes = min(columns, kColumns) * kSize, whole = first.end & ~15;
     const int end = first.begin + (rows - 1) * kStepBytes + bytes;
-#pragma unroll
-    for (int i = 0; i < ceil_div(ROWS * kSlots, THREADS); ++i) {
+    UNROLL for (int i = 0; i < ceil_div(ROWS * kSlots, THREADS); ++i) {
       const int at = i * THREADS + thread, row = at / kSlots, begin = first.begin + row * kStepBytes;
       const int piece = (begin & ~15) + at % kSlots * 16;
       if (row < rows && piece < begin + bytes && piece < whole) copy_async<16>(to + at * 16, first.from + piece, true);
     }
     if (end <= whole) return;
-#pragma unroll 1
-    for (int at = thread; at < rows * kSlots; at += THREADS) {
+    ROLL for (int at = thread; at < rows * kSlots; at += THREADS) {
       const int begin = first.begin + at / kSlots * kStepBytes, piece = (begin & ~15) + at % kSlots * 16;
       if (piece != whole || piece >= begin + bytes) continue;
-#pragma unroll 1
-      for (int i = 0; i < first.end - piece; i += kSize)
+      ROLL for (int i = 0; i < first.end - piece; i += kSize)
         store_shared(to + at * 16 + i, *reinterpret_cast<const Element*>(first.from + piece + i));
     }
   }

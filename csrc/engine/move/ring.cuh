@@ -95,6 +95,23 @@ template <int SLOTS, int BYTES, int BLOCKS = 1> struct Stream : Ring<SLOTS, BYTE
   }
 };
 
+// Where the warps of a block part: CONSUMERS threads take REGISTERS each and multiply, the others bring, with FEWER.
+template <int CONSUMERS, int REGISTERS, int FEWER, class Consume, class Produce>
+DEVICE void part_ways(const Consume& consume, const Produce& produce) {
+  if (threadIdx.x < CONSUMERS)
+    take_registers<REGISTERS>(), consume();
+  else
+    give_registers<FEWER>(), produce();
+}
+// The same by warpgroups, of which the last one, number PRODUCER, brings.
+template <int PRODUCER, int REGISTERS, int FEWER, class Consume, class Produce>
+DEVICE void part_ways(int warpgroup, const Consume& consume, const Produce& produce) {
+  if (warpgroup == PRODUCER)
+    give_registers<FEWER>(), produce();
+  else
+    take_registers<REGISTERS>(), consume();
+}
+
 // A box to `to` in each of a cluster's BLOCKS: a part, which this one brings for all.
 template <int BLOCKS> DEVICE void load_box_of(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
   if constexpr (BLOCKS == 1)

@@ -40,8 +40,7 @@ template <class Pass> struct Tiles {
     if constexpr (R::kDense) return part(R::unit(first), present(first) * R::kSize, R::C, 0);
     const int present = this->present(first), chunk = R::chunk(first);
     const i64 slice = R::from(first);
-#pragma unroll 1
-    for (int unit = thread / M::THREADS; unit < Pass::UNITS; unit += M::kAtOnce) {
+    ROLL for (int unit = thread / M::THREADS; unit < Pass::UNITS; unit += M::kAtOnce) {
       if (M::kAtOnce * M::THREADS < kThreads && thread >= M::kAtOnce * M::THREADS) break;
       const int here = chunk + unit, column = here % R::CHUNKS * R::C;
       part(slice + here / R::CHUNKS * R::SLICE + column, unit < present ? R::kSize : 0,
@@ -83,14 +82,11 @@ template <class Pass> struct Tiles {
   // What is too small to be copied, to shared memory: the loads of several are on their way together.
   template <int COUNT, int STEP, class Value, class At> static DEVICE void by_registers(int begin, Value value, At at) {
     constexpr int kRounds = ceil_div(COUNT, STEP), kAtOnce = kRounds < 16 ? kRounds : 16;
-#pragma unroll 1
-    for (int j = begin; j < COUNT; j += STEP * kAtOnce) {
+    ROLL for (int j = begin; j < COUNT; j += STEP * kAtOnce) {
       Element some[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
         if (j + i * STEP < COUNT) some[i] = value(j + i * STEP);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
         if (j + i * STEP < COUNT) store_shared(at(j + i * STEP), some[i]);
     }
   }

@@ -9,12 +9,10 @@ template <class Element, class At> DEVICE u32 mixing_weights(const Lane& lane, c
 }
 // 32 columns
 template <class Element> DEVICE void mix_columns(u32 (&y)[4], const u32 (&x)[4], u32 weights, float scale) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
+  UNROLL for (int i = 0; i < 4; i += 2) {
     float sums[4] = {};
     const u32 left[4] = {x[i], x[i + 1]}, right[2] = {weights};
     multiply_8<Element>(sums, left, right);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) y[i + k] = Pair<Element>(sums[2 * k] * scale, sums[2 * k + 1] * scale).bits;
+    UNROLL for (int k = 0; k < 2; ++k) y[i + k] = Pair<Element>(sums[2 * k] * scale, sums[2 * k + 1] * scale).bits;
   }
 }

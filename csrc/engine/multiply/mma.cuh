@@ -25,8 +25,7 @@ template <int SIZE> struct Rows16 {
   }
   template <int STRIDE> static DEVICE void load_row_a(u32 (&a)[4], u32 from) { load_matrices<false>(a, from); }
   template <int STRIDE, int NT> static DEVICE void load_row_b(u32 (&b)[NT][2], u32 from) {
-#pragma unroll
-    for (int n = 0; n + 2 <= NT; n += 2) {
+    UNROLL for (int n = 0; n + 2 <= NT; n += 2) {
       u32 r[4];
       load_matrices<false>(r, from + n * 8 * STRIDE * SIZE);
       b[n][0] = r[0], b[n][1] = r[1], b[n + 1][0] = r[2], b[n + 1][1] = r[3];
@@ -67,42 +66,36 @@ template <class T> struct Half : Rows16<2> {
     if constexpr (K < 16) from -= (threadIdx.x & 8) * 2;  // the second 8 k's are not there: the first again
     u32 r[NT][2];
     Rows16<2>::load_row_b<STRIDE>(r, from);
-#pragma unroll
-    for (int n = 0; n < NT; ++n) b[n].r[0] = r[n][0], b[n].r[1] = r[n][1];
+    UNROLL for (int n = 0; n < NT; ++n) b[n].r[0] = r[n][0], b[n].r[1] = r[n][1];
   }
   // Lanes 16-31 name the rows of the second tile of a pair: STEP elements behind the first's.
   template <int K, int STRIDE, int NT, int STEP, bool = true, bool = false>
   static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int lane) {
     if constexpr (K < 16) {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
+      UNROLL for (int n = 0; n < NT; ++n) {
         u32 r[2];
         load_matrices<true>(r, column[n] - (lane & 8 ? 8 * STRIDE * 2 : 0));
         b[n].r[0] = r[0], b[n].r[1] = 0;
       }
     } else if constexpr (STEP > 0) {
-#pragma unroll
-      for (int n = 0; n + 2 <= NT; n += 2) {
+      UNROLL for (int n = 0; n + 2 <= NT; n += 2) {
         u32 r[4];
         load_matrices<true>(r, column[n] + (lane >> 4) * STEP * 2);
         b[n].r[0] = r[0], b[n].r[1] = r[1], b[n + 1].r[0] = r[2], b[n + 1].r[1] = r[3];
       }
       if constexpr (NT % 2) load_matrices<true>(b[NT - 1].r, column[NT - 1]);
     } else {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) load_matrices<true>(b[n].r, column[n]);
+      UNROLL for (int n = 0; n < NT; ++n) load_matrices<true>(b[n].r, column[n]);
     }
   }
 
   // Sums of 16 x 16 as operand A of the next product
   static DEVICE void as_a(A& a, const float (*y)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = Pair<T>(y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]).bits;
+    UNROLL for (int i = 0; i < 4; ++i) a.r[i] = Pair<T>(y[i / 2][i % 2 * 2], y[i / 2][i % 2 * 2 + 1]).bits;
   }
   // Their upper or lower 8 rows as operand B, whose columns these are
   static DEVICE void as_b(B& b, const float (*y)[4], int lower) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) b.r[i] = Pair<T>(y[i][lower * 2], y[i][lower * 2 + 1]).bits;
+    UNROLL for (int i = 0; i < 2; ++i) b.r[i] = Pair<T>(y[i][lower * 2], y[i][lower * 2 + 1]).bits;
   }
   template <int K> static DEVICE void multiply(float (&y)[4], const A& a, const B& b) {
     if constexpr (K >= 16)
@@ -143,25 +136,21 @@ template <class T, class Self> struct Words8 {
 
   template <int K, int STRIDE, int NT, int STEP, bool ROUND = true, bool PAIRS = false, class B>
   static DEVICE void load_b_by_n(B (&b)[NT], const u32 (&column)[NT], int) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    UNROLL for (int n = 0; n < NT; ++n) {
       Self::template put<ROUND>(b[n], 0, load(column[n]));
       Self::template put<ROUND>(b[n], 1, load(column[n] + kSecond<STRIDE, PAIRS>));
     }
   }
   template <int STRIDE, bool PAIRS = false, bool ROUND = true, class A> static DEVICE void load_a_by_m(A& a, u32 from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) Self::template put<ROUND>(a, i, load(from + behind_by_m<STRIDE, PAIRS>(i)));
+    UNROLL for (int i = 0; i < 4; ++i) Self::template put<ROUND>(a, i, load(from + behind_by_m<STRIDE, PAIRS>(i)));
   }
   // Sums of 16 x 8 as operand A: a lane's columns 2t, 2t + 1 are the k's that it is to have. And their upper or lower 8 rows as
   // operand B.
   template <class A> static DEVICE void as_a(A& a, const T (*y)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) Self::template put<true>(a, i, word(y[0][i % 2 * 2 + i / 2]));
+    UNROLL for (int i = 0; i < 4; ++i) Self::template put<true>(a, i, word(y[0][i % 2 * 2 + i / 2]));
   }
   template <class B> static DEVICE void as_b(B& b, const T (*y)[4], int lower) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) Self::template put<true>(b, i, word(y[0][lower * 2 + i]));
+    UNROLL for (int i = 0; i < 2; ++i) Self::template put<true>(b, i, word(y[0][lower * 2 + i]));
   }
 };
 
@@ -174,16 +163,13 @@ template <class Self> struct Floats : Words8<float, Self>, Rows16<4> {
   template <int K, int STRIDE, bool ROUND = true, class A> static DEVICE void load_row_a(A& a, u32 from) {
     u32 x[4];
     Rows16<4>::load_row_a<STRIDE>(x, from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) Self::template put<ROUND>(a, i, x[i]);
+    UNROLL for (int i = 0; i < 4; ++i) Self::template put<ROUND>(a, i, x[i]);
   }
   template <int K, int STRIDE, int NT, bool ROUND = true, class B> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
     u32 x[NT][2];
     Rows16<4>::load_row_b<STRIDE>(x, from);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) Self::template put<ROUND>(b[n], i, x[n][i]);
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 2; ++i) Self::template put<ROUND>(b[n], i, x[n][i]);
   }
 };
 
@@ -232,22 +218,18 @@ struct Fp64 : Words8<double, Fp64> {
     load_f64x2(from + 8 * STRIDE * 8, a.r[1], a.r[3]);
   }
   template <int K, int STRIDE, int NT, bool ROUND = true> static DEVICE void load_b_by_k(B (&b)[NT], u32 from) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) load_f64x2(from + n * 8 * STRIDE * 8, b[n].r[0], b[n].r[1]);
+    UNROLL for (int n = 0; n < NT; ++n) load_f64x2(from + n * 8 * STRIDE * 8, b[n].r[0], b[n].r[1]);
   }
   // In the order of k, each double by itself: rows are an odd multiple of 4 apart.
   static constexpr DEVICE int place_of(int k, bool from_sums) { return Tf32::place_of(k, from_sums); }
   template <int STRIDE> static DEVICE int lane_row_a(Lane l) { return (l.g * STRIDE + l.t) * 8; }
   template <int STRIDE> static DEVICE int lane_row_b(Lane l) { return (l.g * STRIDE + l.t) * 8; }
   template <int K, int STRIDE, bool = true> static DEVICE void load_row_a(A& a, u32 from) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + (i % 2 * 8 * STRIDE + i / 2 * 4) * 8);
+    UNROLL for (int i = 0; i < 4; ++i) a.r[i] = load_f64(from + (i % 2 * 8 * STRIDE + i / 2 * 4) * 8);
   }
   template <int K, int STRIDE, int NT, bool = true> static DEVICE void load_row_b(B (&b)[NT], u32 from) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) b[n].r[i] = load_f64(from + (n * 8 * STRIDE + i * 4) * 8);
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 2; ++i) b[n].r[i] = load_f64(from + (n * 8 * STRIDE + i * 4) * 8);
   }
   template <int K> static DEVICE void multiply(double (&y)[4], const A& a, const B& b) { multiply_f64(y, a.r, b.r); }
 };
@@ -256,6 +238,5 @@ struct Fp64 : Words8<double, Fp64> {
 DEVICE void add_sums(float& sum, float more) { sum += more; }
 DEVICE void add_sums(double& sum, double more) { sum += more; }
 template <class T, int N> DEVICE void add_sums(T (&sum)[N], const T (&more)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) add_sums(sum[i], more[i]);
+  UNROLL for (int i = 0; i < N; ++i) add_sums(sum[i], more[i]);
 }

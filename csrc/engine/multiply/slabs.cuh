@@ -17,8 +17,7 @@ template <class Element, int HEIGHT> struct Slabs {
   static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
   template <int ROWS, int COLUMNS, int THREADS> static DEVICE void copy(const Element* from, u32 to) {
-#pragma unroll 4
-    for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
+    UNROLL_BY(4) for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
       copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
   }
   // What copies leave of steps of 16; what lies behind these is multiplied, but not looked at.
@@ -39,8 +38,7 @@ template <class Element, int HEIGHT> struct Slabs {
   // A warp's 16 rows of sums so, from row `first` on: into slabs, of which ROWS are there; and as a left operand of products.
   template <int ROWS, int COLUMNS, int N>
   static DEVICE void put(u32 to, const float (&sums)[N], int first, const Lane& lane, float scale) {
-#pragma unroll
-    for (int j = 0; j < N; j += 2) {
+    UNROLL for (int j = 0; j < N; j += 2) {
       const int row = first + lane.g + j / 2 % 2 * 8;
       store_shared(to + place(row, j / 4 * 8 + lane.t * 2),
                    pair<COLUMNS>(sums, j, lane, scale, ROWS == HEIGHT || row < ROWS));
@@ -48,24 +46,20 @@ template <class Element, int HEIGHT> struct Slabs {
   }
   template <int COLUMNS, int STEPS, int N>
   static DEVICE void as_left(u32 (&left)[STEPS][4], const float (&sums)[N], const Lane& lane, const float (&scale)[2]) {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) left[s][i] = pair<COLUMNS>(sums, s * 8 + i * 2, lane, scale[i % 2], true);
+    UNROLL for (int s = 0; s < STEPS; ++s) {
+      UNROLL for (int i = 0; i < 4; ++i) left[s][i] = pair<COLUMNS>(sums, s * 8 + i * 2, lane, scale[i % 2], true);
       settle(left[s]);
     }
   }
   // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
   template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N>
   static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, Element* to) {
-#pragma unroll
-    for (int j = 0; j < N; j += 2)
+    UNROLL for (int j = 0; j < N; j += 2)
       store_shared(through + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
                    Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
     __syncwarp();
     constexpr int kRow = COLUMNS / 8;
-#pragma unroll 4
-    for (int j = lane.index; j < 16 * kRow; j += 32) {
+    UNROLL_BY(4) for (int j = lane.index; j < 16 * kRow; j += 32) {
       const int row = first + j / kRow, column = j % kRow * 8;
       if (ROWS == HEIGHT || row < ROWS)
         store_words<16>(to + row * STRIDE + column, load_words<16>(through + place(row, column)));

@@ -8,28 +8,29 @@
 // What the warpgroups of a block have together, each of its threads, when it is launched: whoever takes more waits for ever.
 template <int WARPGROUPS> constexpr int kAllRegisters = 65536 / (WARPGROUPS * 128) / 8 * 8 * WARPGROUPS;
 
-template <int N> struct SplitSums {
-  float high[N / 2], low[N / 2];
+// Sums 64 x N of the products of first pieces, and of all others, which one piece has none of.
+template <int N, int PIECES = 2> struct SplitSums {
+  float high[N / 2], low[PIECES > 1 ? N / 2 : 1];
   DEVICE void arrived() {
     touch(high);
-    touch(low);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
+    if constexpr (PIECES > 1) {
+      touch(low);
+      UNROLL for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
+    }
   }
 };
 
 // STEPS of k: multiply(sums, s, i, j, add) has the product made of the left operand's piece i and the right one's piece j. The
 // first product of each kind of sums sets them, unless they are continued.
-template <int PIECES, int STEPS, int N, class Multiply>
-DEVICE void multiply_pieces(SplitSums<N>& sums, bool continued, const Multiply& multiply) {
+template <int PIECES, int STEPS, class Sums, class Multiply>
+DEVICE void multiply_pieces(Sums& sums, bool continued, const Multiply& multiply) {
   open_products();
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i)
-#pragma unroll
-      for (int j = 0; i + j < PIECES; ++j) {
-        if (i + j == 0)
+  UNROLL for (int s = 0; s < STEPS; ++s)
+    UNROLL for (int i = 0; i < PIECES; ++i)
+      UNROLL for (int j = 0; i + j < PIECES; ++j) {
+        if constexpr (PIECES == 1)
+          multiply(sums.high, s, i, j, continued || s > 0);
+        else if (i + j == 0)
           multiply(sums.high, s, i, j, continued || s > 0);
         else
           multiply(sums.low, s, i, j, continued || s > 0 || i > 0 || j > 1);
@@ -49,23 +50,19 @@ DEVICE u64 by_column(u32 block, int piece, int s) {
 // A weight [q, p] to blocks, by rows of these; at(q, p) is an element.
 template <int PIECES, int Q, int P, int THREADS, class At> DEVICE void load_split_weight(u32 to, const At& at) {
   constexpr int kRow = ceil_div(P, 2), kTogether = 8;
-#pragma unroll 1
-  for (int from = threadIdx.x; from < Q * kRow; from += THREADS * kTogether) {
+  ROLL for (int from = threadIdx.x; from < Q * kRow; from += THREADS * kTogether) {
     float w[kTogether][2];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    UNROLL for (int i = 0; i < kTogether; ++i) {
       const int q = (from + i * THREADS) / kRow, p = (from + i * THREADS) % kRow * 2;
       w[i][0] = q < Q ? at(q, p) : 0.f;
       w[i][1] = q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f;
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
+    UNROLL for (int i = 0; i < kTogether; ++i) {
       const int q = (from + i * THREADS) / kRow, p = (from + i * THREADS) % kRow * 2;
       const u32 block = to + (q / 64 * ceil_div(P, 64) + p / 64) * (PIECES * kPieceBytes);
       u32 word[PIECES];
       split<bf16>(w[i][0], w[i][1], word);
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
+      UNROLL for (int piece = 0; piece < PIECES; ++piece)
         if (q < Q) store_shared(block + piece * kPieceBytes + place_in_block(q % 64, p % 64), word[piece]);
     }
   }
@@ -74,9 +71,7 @@ template <int PIECES, int Q, int P, int THREADS, class At> DEVICE void load_spli
 // Four neighbours of a row
 template <int PIECES> DEVICE void put_four(u32 to, const u32 (&x)[4]) {
   u32 word[2][PIECES];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) split<bf16>(__uint_as_float(x[i * 2]), __uint_as_float(x[i * 2 + 1]), word[i]);
-#pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
+  UNROLL for (int i = 0; i < 2; ++i) split<bf16>(__uint_as_float(x[i * 2]), __uint_as_float(x[i * 2 + 1]), word[i]);
+  UNROLL for (int piece = 0; piece < PIECES; ++piece)
     store_f32x2(to + piece * kPieceBytes, __uint_as_float(word[0][piece]), __uint_as_float(word[1][piece]));
 }

@@ -52,8 +52,8 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
       ask_for_products<kQ0 / 16>([&](int s) {
         Wgmma<Element, kQ1>::multiply_turned(of_d_t, by_column(a, 0, s), by_column(g, 0, s), s > 0);
       });
-#pragma unroll
-      for (int s = 0; s < kP1 / 16; ++s) Wgmma<Element, kQ1>::multiply(of_t, by_k(x, 0, s), by_k(b, 0, s), s > 0);
+      UNROLL for (int s = 0; s < kP1 / 16; ++s)
+        Wgmma<Element, kQ1>::multiply(of_t, by_k(x, 0, s), by_k(b, 0, s), s > 0);
       commit_products();
       wait_for_products<1>();
       touch(of_d_t);
@@ -67,11 +67,9 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
     }
     ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
     sync_threads<128>(2 + warpgroup);  // all of dT is there
-#pragma unroll
-    for (int s = 0; s < kQ1 / 16; ++s)
+    UNROLL for (int s = 0; s < kQ1 / 16; ++s)
       Wgmma<Element, kP1>::multiply_right_turned(d_x, by_k(d_t, 0, s), by_column(b, 0, s), s > 0);
-#pragma unroll
-    for (int s = 0; s < kP0 / 16; ++s)
+    UNROLL for (int s = 0; s < kP0 / 16; ++s)
       Wgmma<Element, kP1>::multiply_turned(d_b, by_column(d_t, 0, s), by_column(x, 0, s));
     commit_products();
     wait_for_products<0>();

@@ -11,6 +11,14 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 #define DEVICE __device__ __forceinline__
+// Before a loop: it is unrolled, as many times as it runs or so many times, or is not.
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL PRAGMA(unroll)
+#define UNROLL_BY(times) PRAGMA(unroll(times))
+#define ROLL PRAGMA(unroll 1)
+// Operands of an instruction: the first elements of an array
+#define TWO(kind, x) kind(x[0]), kind(x[1])
+#define FOUR(kind, x) TWO(kind, x), kind(x[2]), kind(x[3])
 
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
@@ -89,31 +97,17 @@ DEVICE void start_next_kernel() {
 // Special functions by the unit that has them. 2^x, off by 2^-22 of it at most, and 1/x, by 2^-23: what is smaller than normal
 // numbers is zero. Tanh, by 2^-11. The logarithm to base 2, by 2^-22, and by no more of it beyond 1/2 to 2. The root, by 2^-23,
 // and a quotient, by 2^-22, of all numbers that there are.
-DEVICE float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float fast_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float fast_log2(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float fast_root(float x) {
-  float y;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+#define SPECIAL_FUNCTION(name, instruction)            \
+  DEVICE float name(float x) {                         \
+    float y;                                           \
+    asm(instruction " %0, %1;" : "=f"(y) : "f"(x));    \
+    return y;                                          \
+  }
+SPECIAL_FUNCTION(fast_exp2, "ex2.approx.ftz.f32")
+SPECIAL_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
+SPECIAL_FUNCTION(fast_tanh, "tanh.approx.f32")
+SPECIAL_FUNCTION(fast_log2, "lg2.approx.f32")
+SPECIAL_FUNCTION(fast_root, "sqrt.approx.f32")
 DEVICE float fast_quotient(float x, float y) {
   float z;
   asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -128,11 +122,10 @@ DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 // loop, what it could compute from them before; makes operands here and not where they are used, where they may not be
 // written any more; and moves no use of sums across the wait for them.
 template <class Int> DEVICE void stay_here(Int& x, Int& y) { asm volatile("" : "+r"(x), "+r"(y)); }
-DEVICE void settle(u32 (&x)[4]) { asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory"); }
+DEVICE void settle(u32 (&x)[4]) { asm volatile("" : FOUR("+r", x)::"memory"); }
 DEVICE void touch(double& x) { asm volatile("" : "+d"(x)::"memory"); }
 template <int N> DEVICE void touch(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+  UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 // Shared memory
@@ -146,7 +139,7 @@ DEVICE void store_f64x2(u32 to, double x, double y) {
   asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(to), "d"(x), "d"(y) : "memory");
 }
 DEVICE void store_u32x4(u32 to, const u32 (&x)[4]) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), FOUR("r", x) : "memory");
 }
 DEVICE u16 load_u16(u32 from) {
   u16 x;
@@ -159,11 +152,10 @@ DEVICE u32 load_u32(u32 from) {
   return x;
 }
 DEVICE void load_u32x2(u32 from, u32 (&x)[2]) {
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : TWO("=r", x) : "r"(from) : "memory");
 }
 DEVICE void load_u32x4(u32 from, u32 (&x)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : FOUR("=r", x) : "r"(from) : "memory");
 }
 DEVICE double load_f64(u32 from) {
   double x;
@@ -199,14 +191,14 @@ template <> struct __align__(16) Words<16> { u64 word[2]; };
 template <int BYTES> DEVICE Words<BYTES> load_words(u32 from) {
   Words<BYTES> x;
   if constexpr (BYTES == 16)
-    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(x.word[0]), "=l"(x.word[1]) : "r"(from) : "memory");
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : TWO("=l", x.word) : "r"(from) : "memory");
   else
     x = *reinterpret_cast<const Words<BYTES>*>(__cvta_shared_to_generic(size_t(from)));
   return x;
 }
 template <int BYTES> DEVICE void store_words(u32 to, Words<BYTES> x) {
   if constexpr (BYTES == 16)
-    asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to), "l"(x.word[0]), "l"(x.word[1]) : "memory");
+    asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to), TWO("l", x.word) : "memory");
   else if constexpr (BYTES == 8)
     asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(x.word) : "memory");
   else
@@ -214,28 +206,26 @@ template <int BYTES> DEVICE void store_words(u32 to, Words<BYTES> x) {
 }
 template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
   if constexpr (BYTES == 16)
-    asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(x.word[0]), "l"(x.word[1]) : "memory");
+    asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(to), TWO("l", x.word) : "memory");
   else
     *static_cast<Words<BYTES>*>(to) = x;
 }
 
 // Memory
 DEVICE void load_global(const void* from, u32 (&x)[4]) {
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : FOUR("=r", x) : "l"(from));
 }
 // Zeros, and nothing is read, if it is not `present`: branches would part many loads, each with an address of its own.
 DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-               "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-               : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)));
+               "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }" : FOUR("=&r", x) : "l"(from), "r"(int(present)));
 }
 template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   if constexpr (BYTES == 16)
     load_global(from, x, present);
   else if constexpr (BYTES == 8)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
-                 : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)));
+                 "@p ld.global.nc.v2.u32 {%0, %1}, [%2]; }" : TWO("=&r", x) : "l"(from), "r"(int(present)));
   else if constexpr (BYTES == 4)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)));
@@ -248,11 +238,10 @@ template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 
   if constexpr (BYTES == 16)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
                  "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-                 : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]) : "l"(from), "r"(int(present)) : "memory");
+                 : FOUR("=&r", x) : "l"(from), "r"(int(present)) : "memory");
   else if constexpr (BYTES == 8)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.v2.u32 {%0, %1}, [%2]; }"
-                 : "=&r"(x[0]), "=&r"(x[1]) : "l"(from), "r"(int(present)) : "memory");
+                 "@p ld.global.v2.u32 {%0, %1}, [%2]; }" : TWO("=&r", x) : "l"(from), "r"(int(present)) : "memory");
   else if constexpr (BYTES == 4)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u32 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
@@ -265,16 +254,16 @@ DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];"
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
   if constexpr (BYTES == 16)
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), FOUR("r", x) : "memory");
   else if constexpr (BYTES == 8)
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), TWO("r", x) : "memory");
   else
     asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x[0]) : "memory");
 }
 
 // The same of what nobody is expected to read soon: of what L2 has, this goes first.
 DEVICE void store_global_once(void* to, const u32 (&x)[2]) {
-  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), TWO("r", x) : "memory");
 }
 
 // Asynchronous copies to shared memory. BYTES is 4, 8 or 16; with `present` false zeros are written and nothing is read.
@@ -349,14 +338,13 @@ DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensorma
 DEVICE void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
-               ::"r"(to), "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier) : "memory");
+               ::"r"(to), "l"(&map), FOUR("r", at), "r"(at[4]), "r"(barrier) : "memory");
 }
 // The same to those blocks of a cluster whose bits are set, at the same place, each of which counts the bytes.
 DEVICE void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier, u32 blocks) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;"
-               ::"r"(to), "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier),
-               "h"(u16(blocks)) : "memory");
+               ::"r"(to), "l"(&map), FOUR("r", at), "r"(at[4]), "r"(barrier), "h"(u16(blocks)) : "memory");
 }
 DEVICE void store_run(void* to, u32 from, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
@@ -372,23 +360,20 @@ DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" 
 template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&x)[4], u32 row) {
   if constexpr (TRANSPOSED)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+                 : FOUR("=r", x) : "r"(row) : "memory");
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+                 : FOUR("=r", x) : "r"(row) : "memory");
 }
 template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&x)[2], u32 row) {
   if constexpr (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : TWO("=r", x) : "r"(row) : "memory");
   else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(x[0]), "=r"(x[1]) : "r"(row) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : TWO("=r", x) : "r"(row) : "memory");
 }
 // Four of them written, columns as rows (sm_90)
 DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), FOUR("r", x) : "memory");
 }
 
 // Products of a warp: Y[16, 8] += A[16, k] B[k, 8] with k = 16 and 8 of Element, bf16 or f16, and k = 8 of 32 and 64 bits.
@@ -398,35 +383,30 @@ template <> constexpr bool kIsBf16<bf16> = true;
 template <class Element> DEVICE void multiply_16(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kIsBf16<Element>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
   else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
 }
 // Of the first halves of the operands
 template <class Element> DEVICE void multiply_8(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kIsBf16<Element>)
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+        : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
   else
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3]) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+        : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
 }
 DEVICE void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
 }
 DEVICE void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)[2]) {
 #if __CUDA_ARCH__ >= 900
   asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+d"(y[0]), "+d"(y[1]), "+d"(y[2]), "+d"(y[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+      : FOUR("+d", y) : FOUR("d", a), TWO("d", b));
 #else
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
+  UNROLL for (int i = 0; i < 4; ++i)
     asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
         : "+d"(y[i % 2 * 2]), "+d"(y[i % 2 * 2 + 1]) : "d"(a[i]), "d"(b[i / 2]));
 #endif
@@ -458,22 +438,20 @@ DEVICE u32 in_block(u32 address, int rank) {
 DEVICE u32 in_other_block(u32 address) {
   u32 there;
   asm volatile("{ .reg .b32 rank; mov.u32 rank, %%cluster_ctarank; xor.b32 rank, rank, 1;\n"
-               "mapa.shared::cluster.u32 %0, %1, rank; }"
-               : "=r"(there) : "r"(address));
+               "mapa.shared::cluster.u32 %0, %1, rank; }" : "=r"(there) : "r"(address));
   return there;
 }
 // 16 or 8 bytes on their way to one, which a barrier there counts
 DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
-               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier) : "memory");
+               ::"r"(to), FOUR("r", x), "r"(barrier) : "memory");
 }
 DEVICE void send_words(u32 to, const u32 (&x)[2], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
-               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(barrier) : "memory");
+               ::"r"(to), TWO("r", x), "r"(barrier) : "memory");
 }
 DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), FOUR("r", x) : "memory");
 }
 DEVICE void arrive_in_other_block(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");

@@ -14,8 +14,7 @@ struct Scale {
   }
   // Four elements of one part of a row and four of the other, side by side.
   DEVICE void split(const u32 (&x)[4], const u32 (&y)[4], u32 (&high)[4], u32 (&low)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       const float a = __uint_as_float(x[i]) * there, b = __uint_as_float(y[i]) * there;
       high[i] = Pair<f16>(a, b).bits;
       low[i] = Pair<f16>((a - widen(f16{u16(high[i])})) * 2048.f, (b - widen(f16{u16(high[i] >> 16)})) * 2048.f).bits;
@@ -23,18 +22,14 @@ struct Scale {
   }
 };
 DEVICE float larger_of(float most, const u32 (&x)[4]) {
-#pragma unroll
-  for (u32 word : x) most = fmaxf(most, fabsf(__uint_as_float(word)));
+  UNROLL for (u32 word : x) most = fmaxf(most, fabsf(__uint_as_float(word)));
   return most;
 }
 // Each of neighbouring threads
 template <int THREADS, int COUNT> DEVICE void most_of(float (&x)[COUNT]) {
-#pragma unroll
-  for (int by = 1; by < THREADS; by *= 2) {
+  UNROLL for (int by = 1; by < THREADS; by *= 2) {
     u32 given[COUNT];  // all on their way at once
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) given[i] = __shfl_xor_sync(0xffffffff, __float_as_uint(x[i]), by);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) x[i] = fmaxf(x[i], __uint_as_float(given[i]));
+    UNROLL for (int i = 0; i < COUNT; ++i) given[i] = __shfl_xor_sync(0xffffffff, __float_as_uint(x[i]), by);
+    UNROLL for (int i = 0; i < COUNT; ++i) x[i] = fmaxf(x[i], __uint_as_float(given[i]));
   }
 }

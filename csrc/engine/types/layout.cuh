@@ -49,18 +49,14 @@ template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct L
     Place<L> at(first + line * RUN + piece);
     i64 offset = line * STEP + piece;
     int element = line * RUN + piece;
-#pragma unroll 1
-    for (int step = 0; step < kSteps; step += kSome) {
-#pragma unroll 1
-      for (int round = 0; round < kRounds; round += kPart) {
+    ROLL for (int step = 0; step < kSteps; step += kSome) {
+      ROLL for (int round = 0; round < kRounds; round += kPart) {
         decltype(take(0, offset, 0)) taken[kSome][kPart];
         const auto go = [&](auto what) {
           Place<L> here = at;
-#pragma unroll
-          for (int i = 0; i < kSome; ++i) {
+          UNROLL for (int i = 0; i < kSome; ++i) {
             if ((kSteps % kSome == 0 || step + i < kSteps) && (kLines % kAtOnce == 0 || (step + i) * kAtOnce + line < kLines)) {
-#pragma unroll
-              for (int r = 0; r < kPart; ++r) {
+              UNROLL for (int r = 0; r < kPart; ++r) {
                 const int behind = (round + r) * THREADS * EACH;
                 if (kRounds == 1 || (kPieces % THREADS == 0 && kRounds % kPart == 0) || behind + piece < RUN)
                   what(here.place + behind, offset + i * kAtOnce * STEP + behind, element + i * kAtOnce * RUN + behind, taken[i][r]);

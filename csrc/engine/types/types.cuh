@@ -43,8 +43,7 @@ template <> struct __align__(16) Pair<double> {
 
 // Two neighbours as the words of their pieces, of 16 bits each, whose sums they are: of bf16, three hold all bits.
 template <class Part, int PIECES> DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
-#pragma unroll
-  for (int i = 0; i < PIECES; ++i) {
+  UNROLL for (int i = 0; i < PIECES; ++i) {
     word[i] = Pair<Part>(x, y).bits;
     if (i < PIECES - 1) x -= widen(Part{u16(word[i])}), y -= widen(Part{u16(word[i] >> 16)});
   }
@@ -63,8 +62,7 @@ template <class Element, class... More> DEVICE float normals(const Element* weig
   float most = 0;
   for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
   const float others = normals(more...);
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2)
+  UNROLL for (int by = 16; by > 0; by /= 2)
     most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(most), by)));
   const u32 exponent = __float_as_uint(most) >> 23;
   return others * (exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f);
@@ -75,8 +73,7 @@ DEVICE float if_needed(float scale) { return scale >= 1 / 64.f && scale <= 64 ? 
 // Without asking whether there is anything to do: with a branch here, ptxas 13.0 let other numbers into registers that hold
 // an operand of wgmma from unit to unit.
 template <int N> DEVICE void scale_sums(float (&sums)[N], float by) {
-#pragma unroll
-  for (float& sum : sums) sum *= by;
+  UNROLL for (float& sum : sums) sum *= by;
 }
 
 constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }

@@ -48,8 +48,9 @@ class Eights(OfWork):
     def us_of(self, batch: int) -> float:
         return time_of(SIZES, MULTIPLY_ADDS, 2, 1, batch * self.work.outer, self.gpu)
 
-    def __str__(self) -> str:
-        return f"eights: {SIZES}, {self.staged} of {ROWS} rows staged, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return f"{SIZES}, {self.staged} of {ROWS} rows staged"
 
     @property
     def told(self) -> list[str]:

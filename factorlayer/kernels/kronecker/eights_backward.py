@@ -37,8 +37,9 @@ class EightsBackward(BlockSums):
     def us_of(self, batch: int) -> float:
         return time_of(SIZES, MULTIPLY_ADDS, 3, 1, batch * self.units_per_sample, self.gpu)
 
-    def __str__(self) -> str:
-        return f"eights, backward: {SIZES}, {WARPS} warps, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return f"{SIZES}, {WARPS} warps"
 
     @property
     def told(self) -> list[str]:

@@ -11,7 +11,7 @@ from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import tensor_map
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, OfWork, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, TwoSizes, Work, round_up
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -25,7 +25,7 @@ PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy 
 
 
 @dataclass(frozen=True)
-class Pair(OfWork):
+class Pair(OfWork, TwoSizes):
     """A pass of two tied contractions, tiled. `us` is the time predicted."""
 
     work: Work
@@ -55,7 +55,7 @@ class Pair(OfWork):
 
     @property
     def mixed(self) -> tuple[int, int]:
-        """p, q of a mode before them"""
+        """Sizes p, q of a mode before them, or 1."""
         return (self.work.states[0][0], self.work.states[-1][0]) if len(self.work.sizes) == 3 else (1, 1)
 
     @property
@@ -69,7 +69,7 @@ class Pair(OfWork):
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads."""
+        """The map of x."""
         if not self.mapped:
             return ()
         p0, p1, _, _ = self.sizes
@@ -129,7 +129,7 @@ class Pair(OfWork):
         b = (self.pieces - self.held) * -(-p1 // row) * self.parts * 64 * 128
         state = self.pieces * -(-p1 // row) * self.chunk * 128
         slot = state * (mixed[1] if self.stages else max(mixed))
-        stage = -(-self.chunk * p1 * self.unit // 2048) * 2048 * mixed[0] * self.size // self.unit
+        stage = round_up(self.chunk * p1 * self.unit, 2048) * mixed[0] * self.size // self.unit
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
         return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
@@ -146,20 +146,18 @@ class Pair(OfWork):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
+    @property
+    def details(self) -> str:
         p, q = self.mixed
         first = "" if p == q == 1 else f"{p}→{q}, "
-        return (
-            f"pair: {first}{p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.parts} warpgroups, "
-            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
-        )
+        groups = f"{self.groups} groups of {self.parts} warpgroups"
+        return f"{first}{self.contracted}, {groups}, {self.slots} slots of {self.chunk} rows"
 
     def lines(self, registers: tuple[int, int], ahead: int, mapped: bool = False) -> list[str]:
         """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
-        numbers = dict(zip(("P0", "P1", "Q0", "Q1"), self.sizes, strict=True))
-        numbers |= {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots, "PARTS": self.parts}
+        numbers = self.told_sizes | {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots}
+        numbers |= {"PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"RESULTS": self.results}
@@ -188,7 +186,7 @@ class Pair(OfWork):
 
 
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
-    """Its elements; which parameter it is as it stands, or how a product is scaled in fp16."""
+    """Lines that say what a weight's elements are, which parameter it is, or how a product is scaled in fp16."""
     weights = [
         f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
         for j, (weight, _, _) in enumerate(mode.parts)
@@ -249,7 +247,7 @@ def _chunks(work: Work) -> list[int]:
     states = MOST_MIXED if size == 2 else max(work.states[0][0], work.states[-1][0])
     states = states if mixes else 1
     most = MIXED_SLOT_BYTES[size] if mixes else SLOT_BYTES
-    chunks = -(-p0 * -(-p1 * size // 128) * 128 * states // most)
+    chunks = -(-p0 * round_up(p1 * size, 128) * states // most)
     step = 8 if work.dtype == "tf32" else 16
     return [round_up(-(-p0 // (chunks * by)), step) for by in (1, 2)]
 

@@ -33,12 +33,9 @@ class Pair16Backward(ByWarpgroups):
     def shared(self) -> int:
         return BARRIER_BYTES + (2 + 2 * self.slots + self.groups) * SLAB
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair16, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} warpgroups, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, {self.groups} warpgroups, {self.slots} slots"
 
     @property
     def numbers(self) -> dict[str, int]:

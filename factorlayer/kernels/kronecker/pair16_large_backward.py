@@ -22,13 +22,13 @@ class Pair16LargeBackward(ByWarpgroups):
     threads = 384
     shared = BARRIER_BYTES + (3 + 2 * slots) * STATE_BYTES
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return f"pair16 large, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return self.contracted
 
     @property
     def fits(self) -> bool:
-        """Not where warps by themselves need no more products."""
+        """Whether its kernel takes these sizes, and warps by themselves would need more products."""
         p0, _, _, q1 = self.sizes
         return super().fits and min(p0, q1) > self.largest // 2
 

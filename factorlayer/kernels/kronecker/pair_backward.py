@@ -68,12 +68,9 @@ class PairBackward(OfTwoModes, Grouped):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} groups of {self.rows}×{self.parts} warps, "
-            f"{self.slots} slots, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, {self.groups} groups of {self.rows}×{self.parts} warps, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:
@@ -84,8 +81,7 @@ class PairBackward(OfTwoModes, Grouped):
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
-    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu)]
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu))
 
 
 def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:

@@ -94,7 +94,7 @@ class PairClusterBackward(OfTwoModes):
 
     @property
     def registers(self) -> int:
-        """A thread's, about."""
+        """Registers of a thread, about."""
         return self.sums // (32 * self.warps) * max(1, self.size // 4) + REGISTERS[self.size]
 
     @property
@@ -104,13 +104,13 @@ class PairClusterBackward(OfTwoModes):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
+    @property
+    def details(self) -> str:
+        groups = f"{self.cluster} blocks of {self.groups} groups of {self.warps} warps"
+        return f"{self.contracted}, strips of {self.span}, {groups}, {self.slots} slots"
+
     def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair cluster, backward: {p1}→{q1}, {p0}→{q0}, strips of {self.span}, {self.cluster} blocks of "
-            f"{self.groups} groups of {self.warps} warps, {self.slots} slots, {self.shared} bytes of shared memory"
-            + (", with the bias's" if self.bias else "")
-        )
+        return super().__str__() + (", with the bias's" if self.bias else "")
 
     @property
     def told(self) -> list[str]:

@@ -48,7 +48,7 @@ class PairDouble(TakesTwoModes):
 
     @property
     def slots(self) -> int:
-        """As many as there is room for."""
+        """Slots for chunks: as many as there is room for."""
         return min(MOST_SLOTS, (self.gpu.shared - self._rest_bytes) // self._slot_bytes)
 
     @property
@@ -58,12 +58,9 @@ class PairDouble(TakesTwoModes):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair double: {p1}→{q1}, {p0}→{q0}, weights streamed, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, weights streamed, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:

@@ -9,21 +9,25 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.kronecker.pair_double import (
+    BARRIER_BYTES,
+    CHUNK_US,
+    DEPTH,
+    LARGEST,
+    LEAST,
+    LEAST_SLOTS,
+    REGISTERS,
+)
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
-DEPTH = 16  # k's of a chunk
-MOST_SLOTS, LEAST_SLOTS = 6, 3
-LEAST, LARGEST = 24, 128  # of a size: two tiles of 16 rows of four warps
+MOST_SLOTS = 6
 START_US = 6.0  # first chunks, last sums
-CHUNK_US = 0.1  # of waits
 PART_US = 0.3  # of what no product hides: a part of the middle state put down
-REGISTERS = 232, 40  # of threads who multiply, and who copy
-BARRIER_BYTES = 128
 
 
 @dataclass(frozen=True)
 class PairDoubleBackward(OfTwoModes, BlockSums):
-    """One of the two. `us` is the time predicted."""
+    """A pass of the two. `us` is the time predicted."""
 
     modes: tuple[Mode, Mode]
     units_per_sample: int
@@ -71,7 +75,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def part(self) -> int:
-        """Columns of one."""
+        """Columns of a part."""
         return round_up(-(-self.shape[2] // self.parts), DEPTH)
 
     @property
@@ -88,7 +92,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
     @property
     def slots(self) -> int:
-        """As many as there is room for."""
+        """Slots for chunks: as many as there is room for."""
         return min(MOST_SLOTS, (self.gpu.shared - self._rest_bytes) // self._slot_bytes)
 
     @property
@@ -98,12 +102,10 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair double, backward: {p1}→{q1}, {p0}→{q0}, {'the last' if self.returns else 'the first'} weight's"
-            f"{' and x’s' if self.returns else ''}, {self.slots} slots, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        made = "the last weight's and x’s" if self.returns else "the first weight's"
+        return f"{self.contracted}, {made}, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:
@@ -114,7 +116,7 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
 
 
 def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[PairDoubleBackward, ...]:
-    """Both, or none where this family has no kernels."""
+    """Both passes; none where this family has no kernels."""
     if not gpu.moves_registers or dtype != "float64" or len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes):
         return ()
     first, last = modes

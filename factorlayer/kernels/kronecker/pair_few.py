@@ -60,7 +60,7 @@ class PairFew(TakesTwoModes):
 
     @functools.cached_property
     def shared(self) -> int:
-        """What it needs, or so much that early blocks, which go where there is room, do not gather."""
+        """Bytes that it needs, or so many that early blocks, which go where there is room, do not gather."""
         p0, p1, _, _ = self.sizes
         padding = 8 if self.size == 2 else 4
         chunks = self.slots * self.rows * (max(p0, p1) + padding)
@@ -71,12 +71,10 @@ class PairFew(TakesTwoModes):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair few: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.rows} rows, {self.slots} slots, "
-            f"{self.warps} warps, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        strips = f"{self.split} strips, chunks of {self.rows} rows"
+        return f"{self.contracted}, {strips}, {self.slots} slots, {self.warps} warps"
 
     @property
     def told(self) -> list[str]:

@@ -50,13 +50,13 @@ class PairFewBackward(OfTwoModes, BlockSums):
 
     @property
     def singles(self) -> int:
-        """The first weight's, of which a strip has columns of its own."""
+        """Sums of the first weight's gradient, of which a strip has columns of its own."""
         p0, _, q0, _ = self.sizes
         return p0 * q0
 
     @property
     def most(self) -> int:
-        """Units, each with sums of its own."""
+        """Units at most, each with sums of its own."""
         return most_samples(self.batch) * self.units_per_sample
 
     @property
@@ -82,7 +82,7 @@ class PairFewBackward(OfTwoModes, BlockSums):
 
     @property
     def registers(self) -> int:
-        """A thread's, about."""
+        """Registers of a thread, about."""
         _, p1, q0, _ = self.sizes
         return self.span * (p1 + q0) // self.threads * max(1, self.size // 4) + REGISTERS[self.size]
 
@@ -93,12 +93,10 @@ class PairFewBackward(OfTwoModes, BlockSums):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair few, backward: {p1}→{q1}, {p0}→{q0}, {self.split} strips, chunks of {self.width}, "
-            f"{self.slots} slots, {self.warps} warps, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        strips = f"{self.split} strips, chunks of {self.width}"
+        return f"{self.contracted}, {strips}, {self.slots} slots, {self.warps} warps"
 
     @property
     def told(self) -> list[str]:

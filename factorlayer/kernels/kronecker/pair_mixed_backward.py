@@ -42,13 +42,13 @@ class PairMixedBackward(BlockSums):
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """p, p0, p1, q, q0, q1"""
+        """Sizes p, p0, p1, q, q0, q1."""
         small, first, second = self.modes
         return small.p, first.p, second.p, small.q, first.q, second.q
 
     @property
     def weights(self) -> int:
-        """Elements of all three."""
+        """Elements of all three weights."""
         return sum(mode.p * mode.q for mode in self.modes)
 
     @property
@@ -65,7 +65,7 @@ class PairMixedBackward(BlockSums):
 
     @property
     def fixed(self) -> int:
-        """Bytes of shared memory beside X's."""
+        """Bytes of shared memory beside those of X's chunks."""
         return BARRIER_BYTES + (2 + self.groups + self.slots) * SLAB + MIXED_BYTES
 
     @property
@@ -91,16 +91,14 @@ class PairMixedBackward(BlockSums):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, p0, p1, q, q0, q1 = self.sizes
-        return (
-            f"pair mixed, backward: {p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks, "
-            f"{self.shared} bytes of shared memory"
-        )
+        return f"{p1}→{q1}, {p0}→{q0}, {p}→{q}, {self.groups} warpgroups, {self.chunks} chunks"
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Weights, each with its sizes"""
+        """The weights, each with its sizes."""
         return [part for mode in self.modes for part in mode.parts]
 
     @property

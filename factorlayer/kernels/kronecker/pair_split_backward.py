@@ -38,12 +38,9 @@ class PairSplitBackward(ByWarpgroups):
     def shared(self) -> int:
         return BARRIER_BYTES + (2 + 3 * self.groups) * self.pieces * SLAB
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return (
-            f"pair split, backward: {p1}→{q1}, {p0}→{q0}, {self.groups} warpgroups, {self.pieces} pieces, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, {self.groups} warpgroups, {self.pieces} pieces"
 
     @property
     def numbers(self) -> dict[str, int]:

@@ -24,9 +24,9 @@ class PairTf32Backward(ByWarpgroups):
     threads = 384
     shared = BARRIER_BYTES + 7 * STATE_BYTES  # two on their way
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.sizes
-        return f"pair tf32, backward: {p1}→{q1}, {p0}→{q0}, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return self.contracted
 
     @property
     def fits(self) -> bool:

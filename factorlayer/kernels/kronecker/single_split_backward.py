@@ -54,12 +54,9 @@ class SingleSplitBackward(OfOneFactor, BlockSums):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"single split, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.pieces} pieces, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        return f"{self.contracted}, {self.pieces} pieces"
 
     @property
     def told(self) -> list[str]:

@@ -65,7 +65,7 @@ class Step:
 
     @property
     def weight_reads(self) -> int:
-        """About, as a thread has up to three columns"""
+        """Reads of the weight by warps, about: a thread has up to three columns."""
         return -(-self.each(1) // 3) * self.p * self.q // 2
 
     def cuda(self, places: tuple[int, int], weight: tuple[int, int]) -> str:
@@ -108,7 +108,7 @@ def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
 
 
 class OfSmallDouble(Pass):
-    """What such passes have in common, forward and backward."""
+    """A pass of small factors in double, forward or backward."""
 
     gpu: Gpu
     steps: tuple[Step, ...]
@@ -122,8 +122,14 @@ class OfSmallDouble(Pass):
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 
+    @property
+    def details(self) -> str:
+        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
+        return f"{steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots"
+
     def weight_lines(self, weights: Sequence[int], turned: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-        """What loads the steps' weights, of these numbers, where they lie, as they are and turned, and their bytes."""
+        """Calls that load the steps' weights, which have these numbers; the places of each, as it is and turned; all
+        bytes."""
         at, places, lines = 0, [], []
         for step, number in zip(self.steps, weights, strict=True):
             place = []
@@ -200,13 +206,6 @@ class SmallDouble(OfSmallDouble, OfWork):
 
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
-
-    def __str__(self) -> str:
-        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
-        return (
-            f"small double: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
 
     @property
     def told(self) -> list[str]:

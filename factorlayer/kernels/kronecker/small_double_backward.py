@@ -44,7 +44,7 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     @property
     def weights(self) -> int:
-        """Elements of all."""
+        """Elements of all weights."""
         return sum(step.p * step.q for step in self.steps)
 
     @property
@@ -53,7 +53,7 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     @property
     def tiles(self) -> int:
-        """Tiles of sums."""
+        """Tiles of 8 rows of all sums."""
         return sum(-(-step.p // 8) for step in self.steps)
 
     @property
@@ -75,13 +75,6 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
 
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
-
-    def __str__(self) -> str:
-        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
-        return (
-            f"small double, backward: {steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
 
     @property
     def told(self) -> list[str]:
@@ -115,8 +108,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
-    plans = (replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
 
 
 @functools.lru_cache(256)

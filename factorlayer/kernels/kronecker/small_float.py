@@ -20,7 +20,7 @@ HIDDEN = 0.7  # of what takes less time, memory or instructions
 
 @dataclass(frozen=True)
 class Sizes:
-    """p = q of a, b, c (1: there is no such mode), d and e."""
+    """Sizes p = q of five modes; of four, c is 1."""
 
     a: int
     b: int
@@ -30,7 +30,7 @@ class Sizes:
 
     @property
     def modes(self) -> list[int]:
-        """The modes that there are."""
+        """Sizes of the modes that there are."""
         return [n for n in (self.a, self.b, self.c, self.d, self.e) if n > 1]
 
     @property
@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def weights(self) -> list[int]:
-        """Elements of each mode's."""
+        """Elements of each mode's weight."""
         return [n * n for n in self.modes]
 
     @property
@@ -71,7 +71,7 @@ class Sizes:
 
 
 def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
-    """None where there are other modes than such passes have."""
+    """The sizes of modes; None where there are others than such passes have."""
     square = all(len(mode.parts) == 1 and mode.p == mode.q and mode.p in SIZES for mode in modes)
     if not square or len(modes) not in (4, 5):
         return None
@@ -84,7 +84,7 @@ def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
 
 
 def sizes_in(work: Work) -> Sizes | None:
-    """None where a pass has others, or something else to do."""
+    """The sizes of a pass's modes; None where it has others, or something else to do."""
     if work.dtype != "float32" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
         return None
     modes = dict(work.steps)

@@ -46,8 +46,9 @@ class SmallFloatBackward(BlockSums):
     def us_of(self, batch: int) -> float:
         return time_of(self.sizes, MULTIPLY_ADDS * sum(self.sizes.modes), 3, 1, batch * self.units_per_sample, self.gpu)
 
-    def __str__(self) -> str:
-        return f"small float, backward: {self.sizes}, {self.threads // 32} warps, {self.shared} bytes of shared memory"
+    @property
+    def details(self) -> str:
+        return f"{self.sizes}, {self.threads // 32} warps"
 
     @property
     def told(self) -> list[str]:

@@ -60,7 +60,7 @@ class Triple(OfWork):
 
     @property
     def mode(self) -> Mode:
-        """The first one"""
+        """The first mode."""
         return next(mode for at, mode in self.work.steps if at == 0)
 
     @property
@@ -80,14 +80,14 @@ class Triple(OfWork):
 
     @property
     def registers(self) -> int:
-        """Registers of a thread that makes states: what is left."""
+        """Registers of a thread that makes states: those that are left."""
         makers, warpgroups = self.groups * self.pair.parts, self.threads // 128
         left = 65536 // self.threads // 8 * 8 * warpgroups - COPY_REGISTERS[self.size] - self.last_registers * self.last
         return min(240, left // makers // 8 * 8)
 
     @property
     def sent(self) -> int:
-        """Rows that a warpgroup sends together"""
+        """Rows that a warpgroup sends together."""
         return 64 if self.size == 2 else 32 if self.last else 16
 
     @property
@@ -97,7 +97,7 @@ class Triple(OfWork):
 
     @property
     def state_bytes(self) -> int:
-        """A block's part of all states of a sample"""
+        """Bytes of a block's part of all states of a sample."""
         columns = round_up(self.rows * self.pair.sizes[3], 64)
         return round_up(round_up(self.mode.p, 32 // self.size) * (columns * self.size + 16), 128)
 
@@ -119,7 +119,7 @@ class Triple(OfWork):
 
     @property
     def split(self) -> int:
-        """Blocks along y of the grid"""
+        """Blocks along y of the grid."""
         return self.cluster
 
     @property
@@ -134,13 +134,13 @@ class Triple(OfWork):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        p0, p1, q0, q1 = self.pair.sizes
-        return (
-            f"triple: {p1}→{q1}, {p0}→{q0}, {self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks, "
-            f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}, "
-            f"{self.slots} slots of {self.chunk} rows, {self.shared} bytes of shared memory"
-        )
+    title = "triple"
+
+    @property
+    def details(self) -> str:
+        first = f"{self.mode.p}→{self.mode.q}, states in clusters of {self.cluster} blocks"
+        groups = f"{self.groups} groups of {self.pair.parts} warpgroups and {self.last}"
+        return f"{self.pair.contracted}, {first}, {groups}, {self.slots} slots of {self.chunk} rows"
 
     @property
     def products(self) -> str:
@@ -205,7 +205,7 @@ class TripleBackward(Triple, BlockSums):
 
     @property
     def tiles(self) -> int:
-        """64 columns of a block each"""
+        """Tiles of a block, 64 columns each."""
         return self.rows * self.pair.sizes[3] // 64
 
     @property
@@ -236,7 +236,7 @@ class TripleBackward(Triple, BlockSums):
 def tile_backward(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
 ) -> tuple[TripleBackward, Behind] | tuple[()]:
-    """What makes all gradients of three large modes; nothing where these families have no kernels."""
+    """The passes that make all gradients of three large modes; none where these families have no kernels."""
     if len(modes) != 3 or not gpu.wgmma or dtype not in DTYPES or most_samples(batch) <= 64:
         return ()
     if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
@@ -256,7 +256,7 @@ def tile_backward(
 
 
 def _tilings_backward(work: Work, gpu: Gpu) -> Iterator[TripleBackward]:
-    """The best first. Slots for what is on its way are worth more than a second buffer."""
+    """Tilings, the best first. Slots for what is on its way are worth more than a second buffer."""
     (po, p0, _), (_, q0, q1) = work.states[0], work.states[-1]
     if q0 % CLUSTER or (CLUSTER - 1) * -(-po // CLUSTER) >= po:
         return
@@ -298,10 +298,10 @@ def _fits(plan: Triple) -> bool:
 
 
 def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
-    """The best first. In tf32, where one buffer leaves tasks little to overlap, all warpgroups take both."""
+    """Tilings, the best first. In tf32, where one buffer leaves tasks little to overlap, all warpgroups take both."""
     (po, p0, p1), (_, q0, q1) = work.states[0], work.states[-1]
     size, parts = ELEMENT_BYTES[work.dtype], -(-q1 // 64)
-    row = -(-p1 * size // 128) * 128
+    row = round_up(p1 * size, 128)
     for cluster, buffers in itertools.product((8, 4, 2), (2, 1)):
         if any((cluster - 1) * -(-n // cluster) >= n for n in (po, q0)):
             continue

@@ -54,7 +54,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What its kernel is told beside sizes."""
+        """Numbers that its kernel is told beside sizes."""
         return {}
 
     @property

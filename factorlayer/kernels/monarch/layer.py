@@ -9,7 +9,7 @@ from factorlayer.maths.spec import Contraction
 
 
 class OfMonarch(Pass):
-    """What passes of both contractions of a Monarch layer have in common."""
+    """A pass of both contractions of a Monarch layer."""
 
     chain: Chain
     gpu: Gpu

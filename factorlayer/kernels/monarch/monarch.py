@@ -17,6 +17,7 @@ from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -72,7 +73,7 @@ class Monarch(OfMonarch):
 
     @property
     def padded(self) -> int:
-        return -(-self.chain.contractions[0].p // 8) * 8
+        return round_up(self.chain.contractions[0].p, 8)
 
     @property
     def samples(self) -> int:
@@ -85,7 +86,7 @@ class Monarch(OfMonarch):
 
     @property
     def loaders(self) -> bool:
-        """Whether four more copy: where those that multiply need more registers than all would have."""
+        """Whether four more warps copy: where those that multiply need more registers than all would have."""
         return self.gpu.moves_registers and self.warps == 8
 
     @property
@@ -134,13 +135,12 @@ class Monarch(OfMonarch):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         first, second = self.chain.contractions
-        return (
-            f"monarch: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {self.samples} samples and "
-            f"{self.groups} of {second.inner} groups, {self.warps} warps, {self.slots} slots of {self.k} of "
-            f"{first.outer}, {self.shared} bytes of shared memory"
-        )
+        tiles = f"tiles of {self.samples} samples and {self.groups} of {second.inner} groups"
+        slots = f"{self.slots} slots of {self.k} of {first.outer}"
+        return f"{first.p}→{first.q}, {second.p}→{second.q} at once, {tiles}, {self.warps} warps, {slots}"
 
     @property
     def told(self) -> list[str]:

@@ -16,6 +16,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.monarch.layer import OfMonarch
 from factorlayer.kernels.passes import OneSpread, fastest
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -29,13 +30,13 @@ OWN_COPY_US = 0.1  # a chunk's start
 
 
 class _Both(OfMonarch):
-    """What the two passes have in common."""
+    """A pass of the two over samples."""
 
     output_bytes = 0  # outputs() of each says what it writes
 
     @property
     def step(self) -> int:
-        """What one product is summed over."""
+        """The size that one product is summed over."""
         return 32 // self.size
 
     @property
@@ -79,7 +80,7 @@ class MonarchGradient(_Both, BlockSums):
 
     @property
     def most(self) -> int:
-        """Blocks for one of them."""
+        """Blocks for a part of the weights."""
         return max(1, self.gpu.sms // self.split)
 
     @property
@@ -97,18 +98,19 @@ class MonarchGradient(_Both, BlockSums):
         row = 128 if self.wgmma else self.row_bytes(second.q)
         weights = 16 * 4 * self.wk * self.wl * (self.row_bytes(first.p) + row)
         slot = self.samples * (self.row_bytes(self.columns) + 4 * self.wl * row)
-        return weights + self.slots * ((-(-slot // 1024) * 1024 if self.wgmma else slot) + 16)
+        return weights + self.slots * ((round_up(slot, 1024) if self.wgmma else slot) + 16)
 
     def us_of(self, batch: int) -> float:
         return _gradient_time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    title = "monarch gradients"
+
+    @property
+    def details(self) -> str:
         first, second = self.both
-        return (
-            f"monarch gradients: {first.p}→{first.q}, {second.p}→{second.q} for {4 * self.wl} of {second.inner} groups "
-            f"and {16 * self.wk} of {second.p}, {self.groups} groups of {self.wk}×{self.wl} warps, "
-            f"{self.slots} slots of {self.samples} samples, {self.shared} bytes of shared memory"
-        )
+        parts = f"{4 * self.wl} of {second.inner} groups and {16 * self.wk} of {second.p}"
+        groups = f"{self.groups} groups of {self.wk}×{self.wl} warps, {self.slots} slots of {self.samples} samples"
+        return f"{first.p}→{first.q}, {second.p}→{second.q} for {parts}, {groups}"
 
     header = "monarch_gradient"
 
@@ -225,13 +227,12 @@ class MonarchBack(_Both):
     def us_of(self, batch: int) -> float:
         return _back_time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         first, second = self.both
-        return (
-            f"monarch back: {second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned, tiles of "
-            f"{self.units_per_block} samples and {4 * UNITS} of {second.p}, {self.slots} slots of {second.inner} "
-            f"groups, {self.shared} bytes of shared memory"
-        )
+        tiles = f"tiles of {self.units_per_block} samples and {4 * UNITS} of {second.p}"
+        back = f"{second.q}→{second.p}, {first.q}→{first.p} at once, and grad_y turned"
+        return f"{back}, {tiles}, {self.slots} slots of {second.inner} groups"
 
     header = "monarch_back"
 

@@ -104,15 +104,13 @@ class MonarchMapped(OfMonarch):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         first, second = self.chain.contractions
-        return (
-            f"monarch mapped: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {ROWS} samples and {self.n} "
-            f"columns of {HELD} of {second.inner} groups"
-            + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
-            + f", {self.slabs} slabs of {SLAB} and {self.slots * self.each} of {first.outer} groups on their way, "
-            f"{self.shared} bytes of shared memory"
-        )
+        tiles = f"tiles of {ROWS} samples and {self.n} columns of {HELD} of {second.inner} groups"
+        share = f", {self.cluster} blocks share x" if self.cluster > 1 else ""
+        slabs = f"{self.slabs} slabs of {SLAB} and {self.slots * self.each} of {first.outer} groups on their way"
+        return f"{first.p}→{first.q}, {second.p}→{second.q} at once, {tiles}{share}, {slabs}"
 
     @property
     def products(self) -> str:

@@ -110,13 +110,12 @@ class MonarchThrough(OfMonarch):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         first, second = self.chain.contractions
-        return (
-            f"monarch through: {first.p}→{first.q}, {second.p}→{second.q} at once, tiles of {ROWS} samples, "
-            f"{self.n} columns at a time, {self.slots[0]} slabs of x and {self.slots[1]} of weights on their way, "
-            f"{self.shared} bytes of shared memory"
-        )
+        slabs = f"{self.slots[0]} slabs of x and {self.slots[1]} of weights on their way"
+        both = f"{first.p}→{first.q}, {second.p}→{second.q} at once"
+        return f"{both}, tiles of {ROWS} samples, {self.n} columns at a time, {slabs}"
 
     @property
     def products(self) -> str:

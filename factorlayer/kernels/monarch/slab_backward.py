@@ -63,7 +63,7 @@ class SlabBackward(AtOneVisit):
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads, of x and of grad_y."""
+        """The maps of x and of grad_y."""
         c = self.contraction
         x = (c.p, self.groups, 1, 1, 1), (c.p, *(self.groups * c.p,) * 3), (32, 1, 32, 1, 1)
         rows = (c.inner, 1, c.q * c.inner, self.groups * c.q)
@@ -73,12 +73,12 @@ class SlabBackward(AtOneVisit):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"slab backward: {c.q}×{c.p} at one visit, {COLUMNS} of its columns for one of {self.groups} groups, "
-            f"{self.slots} slots of 32, {self.for_a_tile}, {self.shared} bytes of shared memory"
-        )
+    title = "slab backward"
+
+    @property
+    def details(self) -> str:
+        c, held = self.contraction, f"{COLUMNS} of its columns for one of {self.groups} groups"
+        return f"{c.q}×{c.p} at one visit, {held}, {self.slots} slots of 32, {self.for_a_tile}"
 
     @property
     def products(self) -> str:
@@ -92,7 +92,7 @@ class SlabBackward(AtOneVisit):
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
-    """None if this is nothing for it."""
+    """The pass; None if this contraction is nothing for it."""
     if not gpu.wgmma or batch <= UNIT or not _takes(chain, dtype):
         return None
     plan = SlabBackward(chain, gpu, batch)
@@ -101,7 +101,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
-    """One untied contraction, whose x lies by groups and grad_y by slabs."""
+    """Whether it is one untied contraction, whose x lies by groups and grad_y by slabs."""
     c, *more = chain.contractions
     if dtype != "tf32" or not chain.slabs or more or c.tied or chain.rank > 1 or chain.mixed:
         return False

@@ -16,6 +16,7 @@ from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, AtOneVisit
 from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("bfloat16", "float16")
@@ -61,7 +62,7 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def right(self) -> int:
-        """Slabs of its p's."""
+        """Slabs of a group's p's."""
         return -(-self.bp // 64)
 
     @property
@@ -124,7 +125,7 @@ class UntiedBackward(AtOneVisit):
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads, of x and of grad_y."""
+        """The maps of x and of grad_y."""
         c = self.contraction
         part, rows = c.p // self.parts, ROWS // (1 + self.shared_rows)
         x = (
@@ -139,14 +140,14 @@ class UntiedBackward(AtOneVisit):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"untied backward: {c.q}×{c.p} at one visit, {self.bp} of its columns for {self.together} of {self.groups} "
-            f"groups, {self.slots} slots of {ROWS}, {self.for_a_tile}, {'in pairs, ' if self.paired else ''}"
-            f"{'rows for two blocks, ' if self.shared_rows else ''}"
-            f"{self.shared} bytes of shared memory"
-        )
+    title = "untied backward"
+
+    @property
+    def details(self) -> str:
+        c, slots = self.contraction, f"{self.slots} slots of {ROWS}"
+        held = f"{self.bp} of its columns for {self.together} of {self.groups} groups"
+        further = ", in pairs" * self.paired + ", rows for two blocks" * self.shared_rows
+        return f"{c.q}×{c.p} at one visit, {held}, {slots}, {self.for_a_tile}{further}"
 
     @property
     def cluster(self) -> int:
@@ -170,12 +171,11 @@ class UntiedBackward(AtOneVisit):
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
     """The fastest tiling by prediction; None if this is nothing for it."""
-    timed = (replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
-    return fastest(timed)
+    return fastest(replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu))
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
-    """One untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
+    """Whether it is one untied contraction, whose states lie by groups, and x's gradient in runs of whole sectors."""
     c, *more = chain.contractions
     if dtype not in DTYPES or more or c.tied or c.p % 8 or c.q % 8 or chain.rank > 1:
         return False
@@ -196,7 +196,7 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
         if together * wm * wn not in REGISTERS or groups % together:
             continue
         height = -(-c.q // (64 * wm))
-        further = {96} if wm == 3 and height == 1 else {-(-c.p // 32) * 32} if wm * wn == 1 else set()
+        further = {96} if wm == 3 and height == 1 else {round_up(c.p, 32)} if wm * wn == 1 else set()
         for n in {64, 128, 192, 256} | further:
             if n <= 256 and n * wn < c.p + 64:
                 clusters = ((False, False), (True, False), (False, True)) if n * wn < c.p else ((False, False),)

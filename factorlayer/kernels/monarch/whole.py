@@ -41,36 +41,27 @@ GRAD = 2  # the parameter that grad_y is, behind both weights
 BY_COLUMNS, BY_TILES = 1.7, 3.5
 
 
-def is_pair(chain: Chain) -> bool:
-    """Whether it is two contractions of a Monarch layer, all groups of the first in each of the second."""
-    if len(chain.contractions) != 2 or chain.rank > 1:
-        return False
-    first, second = chain.contractions
-    untied = not first.tied and not second.tied and first.inner == second.outer == 1
-    return untied and first.q % second.inner == 0 and first.outer * first.q == second.p * second.inner
-
-
 def takes(chain: Chain) -> bool:
     """Whether it is a layer's chain, forward or back, of which nothing is turned."""
     turned = chain.x_turned or chain.turn or chain.mixed or chain.slabs
-    return is_pair(chain) and not turned and not chain.parameters
+    return chain.is_monarch and not turned and not chain.parameters
 
 
 def dense(chain: Chain) -> Chain:
-    """The layer that it is."""
+    """The dense layer that two contractions are."""
     contraction = Contraction(0, 1, chain.in_features, chain.out_features, 1, tied=True)
     return replace(chain, contractions=(contraction,), backward=False)
 
 
 def transposed(chain: Chain) -> Chain:
-    """Its way back."""
+    """The dense layer of x's gradient."""
     contraction = Contraction(0, 1, chain.out_features, chain.in_features, 1, tied=True)
     return replace(chain, contractions=(contraction,), backward=False)
 
 
 @dataclass(frozen=True)
 class Whole(OneSpread):
-    """What both passes have in common."""
+    """A pass between both weights and the dense one."""
 
     first: Contraction
     second: Contraction
@@ -131,7 +122,7 @@ class Whole(OneSpread):
         return AT_ONCE_OF_DOUBLES if self.dtype == "float64" else AT_ONCE
 
     def _turns(self) -> float:
-        """Of blocks that a multiprocessor has at once."""
+        """Rounds of as many blocks as the multiprocessors have at once."""
         return self.split / (self.blocks * self.gpu.sms)
 
     def _issued_us(self, each: float) -> float:
@@ -164,7 +155,7 @@ class WholeWeight(Whole):
 
     @property
     def end(self) -> int:
-        """The end of these, where other passes may begin."""
+        """The end of what it prepares, where other passes may begin."""
         return round_up(self.scaled_at + 8 if self.scaled else self.bytes, ALIGNED)
 
     @property
@@ -215,9 +206,12 @@ class WholeWeight(Whole):
         stored = self.elements * self.size / (self.gpu.l2_bytes * self.gpu.sms)
         return START_US + self._issued_us(BY_COLUMNS) + waits + stored
 
-    def __str__(self) -> str:
+    title = "weights as one"
+
+    @property
+    def details(self) -> str:
         p, q = self.features
-        return f"weights as one: {p}→{q}{', turned' if self.turned else ''}, {self.shared} bytes of shared memory"
+        return f"{p}→{q}{', turned' if self.turned else ''}"
 
     @property
     def told(self) -> list[str]:
@@ -273,7 +267,7 @@ class WholeGradients(Whole):
 
     @property
     def height(self) -> int:
-        """r's of a thread"""
+        """Numbers r of a thread."""
         return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
 
     @property
@@ -283,7 +277,7 @@ class WholeGradients(Whole):
 
     @property
     def across(self) -> int:
-        """Threads of neighbouring r's"""
+        """Threads of neighbouring r's."""
         return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
 
     @property
@@ -339,9 +333,12 @@ class WholeGradients(Whole):
         rounds = max(of_first, of_second, ((1 - share) * of_first + share * of_second) * self._turns())
         return START_US + self._issued_us(BY_COLUMNS + BY_TILES) + read + ROUND_US * rounds
 
-    def __str__(self) -> str:
+    title = "gradients of both weights"
+
+    @property
+    def details(self) -> str:
         p, q = self.features
-        return f"gradients of both weights: {self.weights} sums, of {p}×{q}, {self.shared} bytes of shared memory"
+        return f"{self.weights} sums, of {p}×{q}"
 
     @property
     def told(self) -> list[str]:

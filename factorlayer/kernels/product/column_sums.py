@@ -58,12 +58,12 @@ class ColumnSums(TileSums):
 
     @property
     def units_per_block(self) -> int:
-        """Few samples are one block's."""
+        """Units that are worth a block: few samples are one block's."""
         return max(64 if self.folds == 1 else 0, self.folds * self.ways * EACH)
 
     @property
     def us(self) -> float:
-        """Predicted."""
+        """Predicted microseconds."""
         bytes_read = self.batch * self.features * ELEMENT_BYTES[self.dtype]
         return 2.5 + bytes_read / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
 

@@ -16,6 +16,7 @@ from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import BEHIND_US, LAUNCH_US, MOST_BLOCKS, WAIT_US, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -130,12 +131,11 @@ class Few(Pass):
     def us_of(self, batch: int) -> float:
         return time(self, batch)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
-        return (
-            f"few: {c.p}→{c.q}, {16 * self.height} columns for {self.wg} of {p.groups} groups, "
-            f"{self.wg * self.ways} warps, {self.shared} bytes of shared memory"
-        )
+        columns = f"{16 * self.height} columns for {self.wg} of {p.groups} groups"
+        return f"{c.p}→{c.q}, {columns}, {self.wg * self.ways} warps"
 
     waits = False
 
@@ -280,8 +280,8 @@ class FewPass(Pass):
     def _bytes_of(self, batch: int, padded: bool) -> int:
         """Bytes of the states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples
         beyond."""
-        (first, second), samples, piece = self.both, -(-batch // 8) * 8, 16 // self.size
-        rows = [-(-c.q // piece) * piece for c in self.both]
+        (first, second), samples, piece = self.both, round_up(batch, 8), 16 // self.size
+        rows = [round_up(c.q, piece) for c in self.both]
         if self.part == "FewStates":
             turned = first.outer * first.p + second.inner * (second.p + second.q)
             return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
@@ -312,7 +312,7 @@ class FewPass(Pass):
 
     @property
     def tall(self) -> int:
-        """A warp's part of a gradient, in 16 rows."""
+        """Sixteens of rows in a warp's part of a gradient."""
         return 1 if self.dtype in ("float32", "float64") else 2
 
     def _column_tiles(self, which: int) -> int:
@@ -376,7 +376,7 @@ class FewPass(Pass):
 
     @property
     def _by_columns(self) -> int:
-        """Which weight is read by columns."""
+        """The weight that is read by columns."""
         return 1 if self.part == "FewBack" else 0
 
     @property
@@ -398,7 +398,7 @@ class FewPass(Pass):
     def states_bytes(self) -> int:
         """Bytes of what the first pass makes, for as many samples as there may be."""
         first, second = self.both
-        rows = -(-second.q * self.size // 16) * 16 // self.size
+        rows = round_up(second.q * self.size, 16) // self.size
         features = first.outer * first.p + second.inner * (second.p + second.q + rows)
         return MOST_SAMPLES * features * self.size
 
@@ -406,7 +406,7 @@ class FewPass(Pass):
     def back_bytes(self) -> int:
         """Bytes of what the second pass makes, for one sample, which is padded to eight."""
         first, _ = self.both
-        row = -(-first.q * self.size // 16) * 16 // self.size
+        row = round_up(first.q * self.size, 16) // self.size
         return 8 * first.outer * (first.q + row) * self.size
 
     def __str__(self) -> str:
@@ -443,8 +443,8 @@ class FewPass(Pass):
 
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:
-    """Three passes, if they take the chain."""
-    if not _is_pair(chain) or batch > MOST_SAMPLES or chain.rank > 1:
+    """The three passes; none where they do not take the chain."""
+    if not chain.is_monarch or batch > MOST_SAMPLES:
         return None
     found = []
     for template in ("FewStates", "FewBack", "FewLast"):
@@ -453,15 +453,6 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
             return None
         found.append(min(ways, key=lambda plan: plan.us))
     return tuple(found)
-
-
-def _is_pair(chain: Chain) -> bool:
-    """Whether it is two contractions of a Monarch layer, all groups of the first in each of the second."""
-    if len(chain.contractions) != 2:
-        return False
-    first, second = chain.contractions
-    untied = not first.tied and not second.tied and first.inner == second.outer == 1
-    return untied and first.q % second.inner == 0 and first.outer * first.q == second.p * second.inner
 
 
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:

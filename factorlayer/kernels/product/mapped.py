@@ -112,13 +112,13 @@ class Mapped(Pass):
 
     @property
     def box(self) -> int:
-        """Runs."""
+        """Runs of a box of the weights' map."""
         wanted, line = self.n // self.run, self.lines[2]
         return wanted if line * self.run == self.product.contraction.q else math.gcd(wanted, line)
 
     @property
     def maps(self) -> tuple[str, ...]:
-        """What csrc/runtime reads, of x and of the weights."""
+        """The maps of x and of the weights."""
         p, c = self.product, self.product.contraction
         row = p.x_features if p.outer == 1 else c.p
         x = (c.p, p.groups, p.outer, 1, 1), (c.p, row, c.p, c.p), (SLAB, 1, ROWS // self.cluster, 1, 1)
@@ -130,14 +130,12 @@ class Mapped(Pass):
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
-        return (
-            f"mapped: {c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums"
-            + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + (f", {self.cluster} blocks share x" if self.cluster > 1 else "")
-            + f", {self.slots} slots of {SLAB}, {self.shared} bytes of shared memory"
-        )
+        groups = f" for {self.held} of {p.groups} groups" if p.groups > 1 else ""
+        share = f", {self.cluster} blocks share x" if self.cluster > 1 else ""
+        return f"{c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums{groups}{share}, {self.slots} slots of {SLAB}"
 
     @property
     def products(self) -> str:

@@ -19,13 +19,18 @@ SPANS = (16, 32, 64, 128)
 
 
 class OfOneFactor(Pass):
-    """What passes have in common that make both gradients of one factor."""
+    """A pass that makes both gradients of one factor."""
 
     contraction: Contraction
 
     @property
     def by_columns(self) -> bool:
         return self.contraction.inner > 1
+
+    @property
+    def contracted(self) -> str:
+        """Its contraction in words."""
+        return f"{self.contraction.p}→{self.contraction.q} by {'columns' if self.by_columns else 'rows'}"
 
     @property
     def weights(self) -> int:
@@ -93,13 +98,10 @@ class SingleBackward(OfOneFactor, Grouped):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        c = self.contraction
-        return (
-            f"single, backward: {c.p}→{c.q} by {'columns' if self.by_columns else 'rows'}, {self.span} at once, "
-            f"{self.groups} groups of {self.rows}×{self.parts} warps, {self.slots} slots, "
-            f"{self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        groups = f"{self.groups} groups of {self.rows}×{self.parts} warps"
+        return f"{self.contracted}, {self.span} at once, {groups}, {self.slots} slots"
 
     @property
     def told(self) -> list[str]:
@@ -110,8 +112,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    plans = [replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu)]
-    return fastest(plans)
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu))
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:

@@ -16,6 +16,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -297,7 +298,7 @@ class Streamed(Pass):
     @property
     def result(self) -> int:
         """The place of the result: that of the slots if they are not needed any more."""
-        return 0 if self.steps == 1 else -(-self.slots * self.slot_bytes // 128) * 128
+        return 0 if self.steps == 1 else round_up(self.slots * self.slot_bytes, 128)
 
     @functools.cached_property
     def shared(self) -> int:
@@ -348,15 +349,13 @@ class Streamed(Pass):
     def us_of(self, batch: int) -> float:
         return time(self, batch)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
-        tile = f"{self.bm}×{self.columns}" if p.by_rows else f"{self.bm}×{self.bn}"
-        return (
-            f"streamed: {c.p}→{c.q} by {'rows' if p.by_rows else 'columns'}, tiles of {tile} sums"
-            + (f" for {self.groups} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.slots} slots of {self.bk}, "
-            f"{self.shared} bytes of shared memory"
-        )
+        how, columns = ("rows", self.columns) if p.by_rows else ("columns", self.bn)
+        groups = f" for {self.groups} of {p.groups} groups" if p.groups > 1 else ""
+        warps = f"{self.warps} warps of {16 * self.mt}×{8 * self.nt}, {self.slots} slots of {self.bk}"
+        return f"{c.p}→{c.q} by {how}, tiles of {self.bm}×{columns} sums{groups}, {warps}"
 
     @property
     def told(self) -> list[str]:
@@ -442,7 +441,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
 
 
 def _shapes(m: int, n: int, mt: int, nt: int, warps: int) -> list[int]:
-    """How many of the warps lie along m: the two ways that read least."""
+    """Warps that lie along m: the two numbers that read least."""
 
     def read(wm: int) -> int:
         bm, bn = 16 * mt * wm, 8 * nt * (warps // wm)
@@ -456,7 +455,7 @@ def _chunks(product: Product) -> list[int]:
     """Chunks of the contracted size: rows of 128 or 64 bytes that waste little; a small one for what is copied in
     pieces."""
     p, size = product.contraction.p, product.size
-    found = {bk for bk in (128 // size, 64 // size) if -(-p // bk) * bk < 1.3 * p}
+    found = {bk for bk in (128 // size, 64 // size) if round_up(p, bk) < 1.3 * p}
     if not found:
         found.add(min(max(8, 1 << (p - 1).bit_length()), 128 // size))
     if p * size % 16:
@@ -526,7 +525,7 @@ def time(plan: Streamed, batch: int) -> float:
 
 
 def _copied(plan: Streamed) -> tuple[float, float, float]:
-    """Of a chunk: bytes, instructions that copy them, and lines of memory that these touch, one and a piece of another
+    """Bytes of a chunk, instructions that copy them, and lines of memory that these touch, one and a piece of another
     each."""
     product, row = plan.product, plan.bk * plan.product.size
     x, weight, _ = plan._accesses()
@@ -546,7 +545,7 @@ def _copied(plan: Streamed) -> tuple[float, float, float]:
 
 
 def _stored(plan: Streamed) -> tuple[float, float]:
-    """Of a tile: bytes, and stores of a warp to sectors of L2 that they do not fill, at both ends of a run."""
+    """Bytes of a tile, and stores of a warp to sectors of L2 that they do not fill, at both ends of a run."""
     product, size, q = plan.product, plan.product.size, plan.product.contraction.q
     there = q / (-(-q // (plan.columns if product.by_rows else plan.bm)))  # of its columns, or rows
     if not product.by_rows:

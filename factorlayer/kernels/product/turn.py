@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.work import round_up
 
 ACCESSES = 4  # of a thread, on their way at once
 BLOCKS = 5  # on a multiprocessor: some read while others write
@@ -45,7 +46,7 @@ class Turn(Pass):
             rows = self.batch * self.matrices * self.rows // (2 * self.gpu.sms)
             return least * max(1, min(elements // (self.columns * least), -(-rows // least))), self.columns, 1
         if self.rows <= least:
-            rows = -(-self.rows // 8) * 8
+            rows = round_up(self.rows, 8)
             return rows, least, max(1, min(elements // (rows * least), -(-self.columns // least)))
         return least * max(1, min(elements // (least * least), -(-self.rows // least))), least, 1
 

@@ -84,7 +84,7 @@ class Wide(Pass):
 
     @property
     def slab(self) -> int:
-        """Elements of k."""
+        """Elements of k in a slab."""
         return self.parts * 128 // self.product.size
 
     @property
@@ -98,7 +98,7 @@ class Wide(Pass):
 
     @property
     def part(self) -> int:
-        """Elements of k"""
+        """Elements of k in a part."""
         return -(-self.product.contraction.p // (8 * self.chunks)) * 4
 
     @property
@@ -108,7 +108,7 @@ class Wide(Pass):
 
     @property
     def summed(self) -> int:
-        """Terms"""
+        """Terms that it sums."""
         return self.product.terms if self.product.terms_out == 1 else 1
 
     @property
@@ -117,12 +117,12 @@ class Wide(Pass):
 
     @property
     def stage_extra(self) -> int:
-        """Barriers, and the scale of each row of x."""
+        """Bytes of a slot's barriers, and of the scale of each row of x."""
         return 16 + 4 * self.n * (self.parts - 1)
 
     @property
     def exchange_bytes(self) -> int:
-        """What a block is given by the other one of two."""
+        """Bytes that a block is given by the other one of two."""
         return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Wide(Pass):
 
     @property
     def copy(self) -> int:
-        """Bytes of one access to x"""
+        """Bytes of one access to x."""
         return math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property
@@ -216,16 +216,14 @@ class Wide(Pass):
     def us_of(self, batch: int) -> float:
         return time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
         p, c = self.product, self.product.contraction
         done = "grad_y back through its activation, " if p.slope else "8→8 before, " if p.mixed >= 0 else ""
         done = "and back through the activation before, " if p.through else done
-        return (
-            f"wide: {c.p}→{c.q} by rows, {done}"
-            f"tiles of {self.rows}×{self.columns} sums"
-            + (f" for {self.held} of {p.groups} groups" if p.groups > 1 else "")
-            + f", {self.slots} slots of {self.slab}, {self.shared} bytes of shared memory"
-        )
+        groups = f" for {self.held} of {p.groups} groups" if p.groups > 1 else ""
+        tiles = f"tiles of {self.rows}×{self.columns} sums{groups}"
+        return f"{c.p}→{c.q} by rows, {done}{tiles}, {self.slots} slots of {self.slab}"
 
     @property
     def registers(self) -> tuple[int, int]:

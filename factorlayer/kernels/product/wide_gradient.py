@@ -15,6 +15,7 @@ from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -63,7 +64,7 @@ class WideGradient(TileSums):
 
     @property
     def chunk(self) -> int:
-        """Rows."""
+        """Rows of a chunk."""
         return 128 // self.size
 
     @property
@@ -85,7 +86,7 @@ class WideGradient(TileSums):
         if self.consumers == 1:
             return 0, 0, most
         left = 8 * self.height * (1 if self.height > 2 else 2)  # operands of two groups of products
-        more = -(-(self.sums + left + OTHER_REGISTERS) // 8) * 8
+        more = round_up(self.sums + left + OTHER_REGISTERS, 8)
         return (more, TOGETHER - 2 * more, most) if more > TOGETHER // 3 else (0, 0, most)
 
     @functools.cached_property
@@ -185,7 +186,7 @@ class WideGradient(TileSums):
 
     @property
     def units_per_sample(self) -> int:
-        """Rows."""
+        """Rows of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
 
     @property
@@ -195,14 +196,12 @@ class WideGradient(TileSums):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
-        c = self.contraction
-        ahead = f" and pieces of {self.ahead} more" if self.ahead else ""
-        return (
-            f"wide gradient: {c.q}×{c.p}{' and its bias' if self.bias else ''}, tiles of {self.bm}×{self.bn} sums"
-            + ("" if c.tied else f" of {c.outer} groups")
-            + f", {self.slots} slots of {self.chunk}{ahead}, {self.for_a_tile}, {self.shared} bytes of shared memory"
-        )
+    @property
+    def details(self) -> str:
+        c, bias = self.contraction, " and its bias" if self.bias else ""
+        groups = "" if c.tied else f" of {c.outer} groups"
+        slots = f"{self.slots} slots of {self.chunk}" + (f" and pieces of {self.ahead} more" if self.ahead else "")
+        return f"{c.q}×{c.p}{bias}, tiles of {self.bm}×{self.bn} sums{groups}, {slots}, {self.for_a_tile}"
 
     @property
     def products(self) -> str:
@@ -240,7 +239,7 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
     if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
         return
     registers, step = REGISTERS[ELEMENT_BYTES[dtype]], 16 if ELEMENT_BYTES[dtype] == 2 else 32
-    whole = -(-c.p // step) * step
+    whole = round_up(c.p, step)
     for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 3, 4), (1, 2, 4, 8, 16)):
         if wm * wn not in registers or (bias and height > 2):  # whose columns take too many registers
             continue

@@ -58,13 +58,13 @@ class WideResident(Wide):
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
 
-    def __str__(self) -> str:
-        c = self.product.contraction
-        before = "8→8 before, " if self.product.mixed >= 0 else ""
-        return (
-            f"wide: {c.p}→{c.q} by rows, {before}{self.n} columns of the weight resident, "
-            f"{self.warpgroups} warpgroups, {self.slots} slots of {ROWS} rows, {self.shared} bytes of shared memory"
-        )
+    title = "wide"
+
+    @property
+    def details(self) -> str:
+        c, before = self.product.contraction, "8→8 before, " if self.product.mixed >= 0 else ""
+        held = f"{self.n} columns of the weight resident, {self.warpgroups} warpgroups"
+        return f"{c.p}→{c.q} by rows, {before}{held}, {self.slots} slots of {ROWS} rows"
 
     @property
     def told(self) -> list[str]:

@@ -47,7 +47,7 @@ class Dense(Pass):
 
     @functools.cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """p, q of each layer"""
+        """Sizes p, q of each layer."""
         return tuple((chain.in_features, chain.out_features) for chain in self.layers)
 
     def columns(self, i: int) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class Dense(Pass):
 
     @property
     def tensors(self) -> int:
-        """Weights, parameters of activations, and biases"""
+        """Weights, parameters of activations, and biases."""
         return sum(map(_tensors, self.layers))
 
     def first(self, i: int) -> int:
@@ -160,15 +160,18 @@ class Dense(Pass):
 
     @property
     def made(self) -> str:
-        """What it makes, in words for people."""
+        """The layers' sizes in words."""
         widths = "→".join(map(str, [self.sizes[0][0], *(q for _, q in self.sizes)]))
         return widths + ", states between them stored" * self.states
 
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        return f"dense layers: {self.made}, {self.groups} warpgroups, {self.shared} bytes of shared memory"
+    title = "dense layers"
+
+    @property
+    def details(self) -> str:
+        return f"{self.made}, {self.groups} warpgroups"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         """What the kernel is told of layer i."""
@@ -251,7 +254,7 @@ class Dense(Pass):
 
 
 def _tensors(chain: Chain) -> int:
-    """A layer's: its weight, the parameters of its activation, and its bias."""
+    """Parameters of a layer: its weight, those of its activation, and its bias."""
     return 1 + chain.parameters + chain.bias
 
 

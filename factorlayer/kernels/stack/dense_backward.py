@@ -104,8 +104,7 @@ class DenseBackward(BlockSums, Dense):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        return super().__str__().replace("dense layers", "dense layers, backward")
+    title = "dense layers, backward"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         p, q = self.sizes[i]

@@ -159,7 +159,7 @@ class LayerBackward32(DenseBackward32):
     together = True
 
     def turned(self, i: int) -> bool:
-        """Each has 64 rows, so there have to be more than those of the first."""
+        """Whether its sums are turned: each warpgroup has 64 rows, so there have to be more than those of the first."""
         k, n = self.columns(i)
         return k > LEAST and (n <= LEAST or n < k)
 
@@ -182,9 +182,12 @@ class LayerBackward32(DenseBackward32):
         (_, right), *_ = self.tiles
         return right // 2 + 4 * self.layers[0].bias + max(k // 2 + n // 2, n) + OTHER_REGISTERS
 
-    def __str__(self) -> str:
+    title = "dense layer, backward"
+
+    @property
+    def details(self) -> str:
         p, q = self.sizes[0]
-        return f"dense layer, backward: {p}→{q}, 2 warpgroups together, {self.shared} bytes of shared memory, tf32"
+        return f"{p}→{q}, 2 warpgroups together"
 
     @property
     def numbers(self) -> dict[str, int]:

@@ -52,7 +52,7 @@ class DenseStreamed(Dense):
 
     @property
     def slab(self) -> int:
-        """k's"""
+        """k's of a slab."""
         return 4 * self.step
 
     @functools.cached_property
@@ -165,11 +165,11 @@ class DenseStreamed(Dense):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
-        return (
-            f"dense layers, weights streamed: {self.made}, {self.groups} warpgroups, {self.slots} slots of "
-            f"{self.slot_rows} rows, {self.shared} bytes of shared memory"
-        )
+    title = "dense layers, weights streamed"
+
+    @property
+    def details(self) -> str:
+        return f"{self.made}, {self.groups} warpgroups, {self.slots} slots of {self.slot_rows} rows"
 
     @property
     def taken(self) -> tuple[int, ...]:

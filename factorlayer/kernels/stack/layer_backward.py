@@ -46,9 +46,12 @@ class LayerBackward(DenseBackward):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    def __str__(self) -> str:
+    title = "dense layer, backward"
+
+    @property
+    def details(self) -> str:
         p, q = self.sizes[0]
-        return f"dense layer, backward: {p}→{q}, 2 warpgroups side by side, {self.shared} bytes of shared memory"
+        return f"{p}→{q}, 2 warpgroups side by side"
 
     def struct(self, i: int) -> dict[str, int | bool | str]:
         p, q = self.sizes[0]

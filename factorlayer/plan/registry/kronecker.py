@@ -256,7 +256,7 @@ OF_FACTORS = (
         pair_double_backward.tile,
         (pair_double_backward.PairDoubleBackward,),
         "pair-backward",
-        Takes(("float64",), ("moves_registers",), (2, 2), (pair_double_backward.LEAST, pair_double_backward.LARGEST)),
+        Takes(("float64",), ("moves_registers",), (2, 2), (pair_double.LEAST, pair_double.LARGEST)),
     ),
     Family(
         "triple backward",

@@ -48,8 +48,7 @@ template <class Pass> struct Eights {
     __syncthreads();
     const float largest = kLargestFloat / norm();
     u32 phase = 0;
-#pragma unroll 1
-    for (; unit < units; unit += gridDim.x, phase ^= 1) {
+    ROLL for (; unit < units; unit += gridDim.x, phase ^= 1) {
       wait_for_bytes(barrier, phase);
       put_rows(rest, largest, unit + gridDim.x);
       prefetch_rest(unit + gridDim.x);
@@ -75,8 +74,7 @@ template <class Pass> struct Eights {
     const float* from = static_cast<const float*>(params.weights[Pass::FIRST + mode]) + lane.index * 2;
     u32 words[4];
     float norm = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    UNROLL for (int i = 0; i < 2; ++i) {
       const float low = split_with_care(from[i], words[i * 2]);
       words[i * 2 + 1] = fabsf(low) <= kLargestFloat ? tf32_of(__float_as_uint(low)) : 0;
       norm += fabsf(from[i]);
@@ -90,8 +88,8 @@ template <class Pass> struct Eights {
   // By how much a state can be larger
   DEVICE float norm() const {
     float norm = 2;
-#pragma unroll
-    for (int mode = 0; mode < 5; ++mode) norm *= larger(1.f, __uint_as_float(load_u32(memory + kNorms + mode * 4)));
+    UNROLL for (int mode = 0; mode < 5; ++mode)
+      norm *= larger(1.f, __uint_as_float(load_u32(memory + kNorms + mode * 4)));
     return norm;
   }
   struct Weight { u32 rows[4]; };
@@ -112,8 +110,7 @@ template <class Pass> struct Eights {
   template <bool CAREFUL> static DEVICE void contract(float (&x)[2], const Weight& w) {
     u32 high[2], low[2];
     float y[4] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
+    UNROLL for (int i = 0; i < 2; ++i)
       if constexpr (CAREFUL)
         low[i] = __float_as_uint(split_with_care(x[i], high[i]));
       else
@@ -122,22 +119,19 @@ template <class Pass> struct Eights {
     if constexpr (CAREFUL) {
       float large[4] = {};
       multiply_tf32(large, w.rows, high);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      UNROLL for (int i = 0; i < 2; ++i) {
         const float small = y[i] + y[i + 2] + large[i + 2];
         x[i] = large[i] + (fabsf(small) <= kLargestFloat ? small : 0.f);
       }
     } else {
       multiply_tf32(y, w.rows, high);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) x[i] = y[i] + y[i + 2];
+      UNROLL for (int i = 0; i < 2; ++i) x[i] = y[i] + y[i + 2];
     }
   }
 
   // Four neighbours, of each k's 2t and 2t + 1, by one weight after the other
   template <bool CAREFUL, class... Weights> static DEVICE void contract_fours(u32 (&x)[2][4], const Weights&... weights) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       float two[2] = {__uint_as_float(x[0][i]), __uint_as_float(x[1][i])};
       (contract<CAREFUL>(two, weights), ...);
       x[0][i] = __float_as_uint(two[0]), x[1][i] = __float_as_uint(two[1]);
@@ -162,8 +156,7 @@ template <class Pass> struct Eights {
   }
   DEVICE void load_rest(float (&rest)[kRows - Pass::STAGED][2], i64 unit) const {
     const float* from = rows_of(unit) + Pass::STAGED * kRowSize + lane.index * 2;
-#pragma unroll
-    for (int row = 0; row < kRows - Pass::STAGED; ++row) {
+    UNROLL for (int row = 0; row < kRows - Pass::STAGED; ++row) {
       u32 words[2];
       load_global<8>(from + row * kRowSize, words, unit < units);
       rest[row][0] = __uint_as_float(words[0]), rest[row][1] = __uint_as_float(words[1]);
@@ -177,11 +170,9 @@ template <class Pass> struct Eights {
     const Weight e = weight(4), d = weight(3);
     const u32 to = slab + warp % 2 * (kRows * kRow) + lane.index * 8;
     bool sure = true;
-#pragma unroll
-    for (int first = 0; first < kRows; first += kAtOnce) {
+    UNROLL for (int first = 0; first < kRows; first += kAtOnce) {
       float x[kAtOnce][2], size = 0;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      UNROLL for (int i = 0; i < kAtOnce; ++i) {
         const int row = first + i;
         if (row < Pass::STAGED) {
           u32 words[2];
@@ -202,17 +193,14 @@ template <class Pass> struct Eights {
         contract_rows<true>(x, e, d);
         sure = false;
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
         store_f32x2(to + place_of(first / 8, i) * kRow, x[i][0], x[i][1]);
     }
     if (lane.index == 0) store_shared(memory + kUnsure + warp * 4, u32(!sure));
   }
   template <bool CAREFUL, int N> static DEVICE void contract_rows(float (&x)[N][2], const Weight& e, const Weight& d) {
-#pragma unroll
-    for (auto& row : x) contract<CAREFUL>(row, e);
-#pragma unroll
-    for (auto& row : x) contract<CAREFUL>(row, d);
+    UNROLL for (auto& row : x) contract<CAREFUL>(row, e);
+    UNROLL for (auto& row : x) contract<CAREFUL>(row, d);
   }
   // Where a slab's row lies: every other b's in another order, so that lanes of 8 rows do not meet in a bank.
   static constexpr DEVICE int place_of(int b, int c) { return b * 8 + (c ^ b % 2); }
@@ -222,8 +210,7 @@ template <class Pass> struct Eights {
     const Weight c = weight(2), b = weight(1);
     const u32 half = slab + warp % 2 * (kRowSize * 2);
     const u32 first = half + place_of(lane.g, lane.t * 2) * kRow, second = half + place_of(lane.g, lane.t * 2 + 1) * kRow;
-#pragma unroll(CAREFUL ? 1 : 2)
-    for (int at = 0; at < kRowSize * 2; at += 16) {
+    UNROLL_BY(CAREFUL ? 1 : 2) for (int at = 0; at < kRowSize * 2; at += 16) {
       u32 x[2][4];
       load_u32x4(first + at, x[0]), load_u32x4(second + at, x[1]);
       contract_fours<CAREFUL>(x, c, b);
@@ -240,19 +227,16 @@ template <class Pass> struct Eights {
     const i64 place = lane.g * kSlabSize + lane.t * 4;
     float* y = static_cast<float*>(params.y) + unit * kSize + place;
     const float* bias = static_cast<const float*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * kSize + place;
-#pragma unroll(CAREFUL ? 1 : 2)
-    for (int i = 0; i < 8; ++i) {
+    UNROLL_BY(CAREFUL ? 1 : 2) for (int i = 0; i < 8; ++i) {
       const int row = warp * 4 + i / 2, at = i % 2 * (kRowSize / 2);
       const int from = row * kRow + at * 4, to = place_of(row / 8, row % 8) * kRowSize + at;
       u32 x[2][4];
       load_u32x4(first + from, x[0]), load_u32x4(second + from, x[1]);
       contract_fours<CAREFUL>(x, a);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         u32 more[4] = {};
         if constexpr (Pass::BIAS) load_global(bias + to + half * 16, more);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        UNROLL for (int j = 0; j < 4; ++j) {
           const float sum = __uint_as_float(x[half][j]);
           x[half][j] = __float_as_uint(activation.of(Pass::BIAS ? sum + __uint_as_float(more[j]) : sum));
         }

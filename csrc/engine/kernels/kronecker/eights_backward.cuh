@@ -69,8 +69,7 @@ template <class Pass> struct EightsBackward {
     commit_copies();
     __syncthreads();
     u32 half = 0;  // of columns, which lies where the state will
-#pragma unroll 1
-    for (; unit < units; unit += gridDim.x, half ^= 1) {
+    ROLL for (; unit < units; unit += gridDim.x, half ^= 1) {
       forget();
       const u32 next = unit + gridDim.x;
       wait_for_copies<1>();
@@ -80,13 +79,11 @@ template <class Pass> struct EightsBackward {
       __syncwarp();
       bring_back<true>(half ^ 1);
       __syncthreads();
-#pragma unroll 1
-      for (u32 i = 0; i < kCubes; ++i)
+      ROLL for (u32 i = 0; i < kCubes; ++i)
         meet_in_cube(first_cube(unit) + i, i + 1 < kCubes ? first_cube(unit) + i + 1 : first_cube(next), sums);
       __syncthreads();
       Columns at(*this, half ^ 1);
-#pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
+      ROLL for (int i = 0; i < 4; ++i) {
         if (i >= 2) {
           wait_for_copies<1>();
           __syncwarp();
@@ -107,8 +104,7 @@ template <class Pass> struct EightsBackward {
 
   // In parts: all high ones, all low ones
   DEVICE void load_weights() const {
-#pragma unroll
-    for (int mode = 0; mode < kModes; ++mode)
+    UNROLL for (int mode = 0; mode < kModes; ++mode)
       if (threadIdx.x / kWeight == mode) {
         const int i = threadIdx.x % kWeight;
         u32 high, low;
@@ -121,8 +117,8 @@ template <class Pass> struct EightsBackward {
     const u32 from = memory + kWeights + mode * (2 * kWeight * 4) + (BACK ? t * 64 + g * 4 : lane() * 8);
     Pairs made;
     if constexpr (BACK) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) made.high[i] = load_u32(from + i * 32), made.low[i] = load_u32(from + kWeight * 4 + i * 32);
+      UNROLL for (int i = 0; i < 2; ++i)
+        made.high[i] = load_u32(from + i * 32), made.low[i] = load_u32(from + kWeight * 4 + i * 32);
     } else {
       load_u32x2(from, made.high), load_u32x2(from + kWeight * 4, made.low);
     }
@@ -141,47 +137,33 @@ template <class Pass> struct EightsBackward {
   static DEVICE void turn(Four& x, const Rows& weight) {
     Pairs b[4];
     float sums[4][4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = pairs(x[i]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) multiply_tf32(sums[i], weight.words, b[i].low);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) multiply_tf32(sums[i], weight.words, b[i].high);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) x[i][j] = __float_as_uint(sums[i][j] + sums[i][j + 2]);
+    UNROLL for (int i = 0; i < 4; ++i) b[i] = pairs(x[i]);
+    UNROLL for (int i = 0; i < 4; ++i) multiply_tf32(sums[i], weight.words, b[i].low);
+    UNROLL for (int i = 0; i < 4; ++i) multiply_tf32(sums[i], weight.words, b[i].high);
+    UNROLL for (int i = 0; i < 4; ++i)
+      UNROLL for (int j = 0; j < 2; ++j) x[i][j] = __float_as_uint(sums[i][j] + sums[i][j + 2]);
   }
   static DEVICE void contract(Four& x, const Pairs& weight) {
     Split3::A a[2];
     float sums[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) Split3::split(x[i / 4 * 2 + i % 2][i % 4 / 2], a[i / 4].high[i % 4], a[i / 4].low[i % 4]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) multiply_tf32(sums[i], a[i].low, weight.high);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) multiply_tf32(sums[i], a[i].high, weight.low);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) multiply_tf32(sums[i], a[i].high, weight.high);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = __float_as_uint(sums[i / 4][i % 4]);
+    UNROLL for (int i = 0; i < 8; ++i)
+      Split3::split(x[i / 4 * 2 + i % 2][i % 4 / 2], a[i / 4].high[i % 4], a[i / 4].low[i % 4]);
+    UNROLL for (int i = 0; i < 2; ++i) multiply_tf32(sums[i], a[i].low, weight.high);
+    UNROLL for (int i = 0; i < 2; ++i) multiply_tf32(sums[i], a[i].high, weight.low);
+    UNROLL for (int i = 0; i < 2; ++i) multiply_tf32(sums[i], a[i].high, weight.high);
+    UNROLL for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = __float_as_uint(sums[i / 4][i % 4]);
   }
   // Rows of sums are of x, columns of G. The matrix unit truncates what it adds to: sums of few products are added rounded.
   static DEVICE void add(float (&sums)[2], const Four& x, const Four& grad) {
     float more[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
+    UNROLL for (int i = 0; i < 4; i += 2) {
       Rows a[2];
       Pairs b[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) a[j] = rows(x[i + j]), b[j] = pairs(grad[i + j]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) multiply_tf32(more, a[j].words, b[j].low);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) multiply_tf32(more, a[j].words, b[j].high);
+      UNROLL for (int j = 0; j < 2; ++j) a[j] = rows(x[i + j]), b[j] = pairs(grad[i + j]);
+      UNROLL for (int j = 0; j < 2; ++j) multiply_tf32(more, a[j].words, b[j].low);
+      UNROLL for (int j = 0; j < 2; ++j) multiply_tf32(more, a[j].words, b[j].high);
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) sums[i] += more[i] + more[i + 2];
+    UNROLL for (int i = 0; i < 2; ++i) sums[i] += more[i] + more[i + 2];
   }
 
   // G's columns, 16 for a warp at once, to where the state will be; 8 of them beside it, or 16; and a cube of x. A few copies
@@ -195,31 +177,28 @@ template <class Pass> struct EightsBackward {
     const float* from = grad_of(unit) + g * 512 + warp * 32 + four * 4;
     const u32 to = memory + first * (8 * kRow) + g * kRow + warp / 2 * 256 +
                    (mixed(warp % 2 * 4 ^ warp / 2) ^ (g ^ four) * 16);
-#pragma unroll
-    for (u32 a = 0; a < COUNT; ++a) copy_async<16>((to ^ (first ^ a) * 16) + a * (8 * kRow), from + (first + a) * 4096, true);
+    UNROLL for (u32 a = 0; a < COUNT; ++a)
+      copy_async<16>((to ^ (first ^ a) * 16) + a * (8 * kRow), from + (first + a) * 4096, true);
   }
   DEVICE void hold_eight(u32 unit, u32 half, u32 first) const {
     if (unit >= units) return;
     const u32 odd = g / 4, b = g % 4 * 2 + t / 2, four = first + t % 2;  // of a
     const float* from = grad_of(unit) + odd * 4096 + b * 512 + warp * 32 + half * 16 + four * 4;
     const u32 to = held() + odd * 512 + b / 2 * 128 + ((odd ^ b) % 2 * 64 ^ b / 2 * 16 ^ four * 16);
-#pragma unroll
-    for (int a = 0; a < 8; a += 2) copy_async<16>((to ^ a * 8) + a * 512, from + a * 4096, true);
+    UNROLL for (int a = 0; a < 8; a += 2) copy_async<16>((to ^ a * 8) + a * 512, from + a * 4096, true);
   }
   DEVICE void hold_half(u32 unit, u32 half) const {
     if (unit >= units) return;
     const float* from = grad_of(unit) + g * 512 + warp * 32 + half * 16 + t * 4;
     const u32 to = held() + g / 2 * 128 + (g % 2 * 64 ^ g / 2 * 16 ^ t * 16);
-#pragma unroll
-    for (int a = 0; a < 8; ++a) copy_async<16>((to ^ a % 2 * 64 ^ a / 2 * 16) + a * 512, from + a * 4096, true);
+    UNROLL for (int a = 0; a < 8; ++a) copy_async<16>((to ^ a % 2 * 64 ^ a / 2 * 16) + a * 512, from + a * 4096, true);
   }
   DEVICE u32 first_cube(u32 unit) const { return unit * 64 + warp * kCubes; }
   DEVICE void copy_cube(u32 cube) const {
     if (cube >= units * 64) return;
     const char* from = static_cast<const char*>(params.x) + lane() * 16 + u64(cube) * kRow;
     const u32 to = copies() + g / 4 * 256 + (mixed(g % 4 * 2 ^ t / 2 ^ g / 4) ^ t % 2 * 16 ^ mix_of(cube));
-#pragma unroll
-    for (int c = 0; c < 8; c += 2) copy_async<16>((to ^ mixed(c)) + c * 256, from + c * 256, true);
+    UNROLL for (int c = 0; c < 8; c += 2) copy_async<16>((to ^ mixed(c)) + c * 256, from + c * 256, true);
   }
 
   // Places of four columns, in the state and where G is held: of a's 2t and 2t + 1 (b = g), or of two b's
@@ -247,8 +226,7 @@ template <class Pass> struct EightsBackward {
     const Pairs split = weight<kBack>(kA), b = weight<kBack>(kB);
     const Rows a = {split.high[0], split.low[0], split.high[1], split.low[1]};
     const Columns at(*this, half);
-#pragma unroll 2
-    for (int four = 0; four < 4; ++four) {
+    UNROLL_BY(2) for (int four = 0; four < 4; ++four) {
       Four x;
       load(x, HELD ? at.template held<false>(four, 0) : at.template state<false>(four, 0),
            HELD ? at.template held<false>(four, 1) : at.template state<false>(four, 1));
@@ -264,16 +242,14 @@ template <class Pass> struct EightsBackward {
   static DEVICE void load(Four& x, u32 first, u32 second) {
     u32 y[2][4];
     load_u32x4(first, y[0]), load_u32x4(second, y[1]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = y[i % 2][i / 2];
+    UNROLL for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = y[i % 2][i / 2];
   }
 
   // What came back to an (a, b), by x: c's of all d; c's gradient waits for x to pass d and e.
   DEVICE void meet_in_cube(u32 index, u32 next, Sums& sums) const {
     const u32 cube = memory + index % 64 * kRow, mix = mix_of(index), one_c = two_e() + g * 256;
     Four back[2];
-#pragma unroll
-    for (int d = 0; d < 8; ++d) load_u32x2(cube + (one_c ^ mix ^ mixed(d)), back[d / 4][d % 4]);
+    UNROLL for (int d = 0; d < 8; ++d) load_u32x2(cube + (one_c ^ mix ^ mixed(d)), back[d / 4][d % 4]);
     __syncwarp();
     through_c<kBack>(cube, mix);
     wait_for_copies<0>();
@@ -282,11 +258,9 @@ template <class Pass> struct EightsBackward {
     __syncwarp();
     copy_cube(next);
     commit_copies();
-#pragma unroll
-    for (int first = 0; first < 8; first += 4) {
+    UNROLL for (int first = 0; first < 8; first += 4) {
       Four x;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) load_u32x2(cube + (one_c ^ mix ^ mixed(first + j)), x[j]);
+      UNROLL for (int j = 0; j < 4; ++j) load_u32x2(cube + (one_c ^ mix ^ mixed(first + j)), x[j]);
       add(sums.of[kC], x, back[first / 4]);
     }
     __syncwarp();
@@ -296,19 +270,17 @@ template <class Pass> struct EightsBackward {
     const Pairs c = weight<BACK>(kC);
     const u32 from = four() + t * 512;
     Four x[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) load(x[i], cube + (from ^ mix ^ mixed(i * 4)), cube + (from ^ mix ^ mixed(i * 4) ^ 32) + 256);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) contract(x[i], c);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) store(x[i], cube + (from ^ mix ^ mixed(i * 4)), cube + (from ^ mix ^ mixed(i * 4) ^ 32) + 256);
+    UNROLL for (int i = 0; i < 2; ++i)
+      load(x[i], cube + (from ^ mix ^ mixed(i * 4)), cube + (from ^ mix ^ mixed(i * 4) ^ 32) + 256);
+    UNROLL for (int i = 0; i < 2; ++i) contract(x[i], c);
+    UNROLL for (int i = 0; i < 2; ++i)
+      store(x[i], cube + (from ^ mix ^ mixed(i * 4)), cube + (from ^ mix ^ mixed(i * 4) ^ 32) + 256);
   }
   // Four c's at a time
   DEVICE void through_d_and_e(u32 cube, u32 mix, char* to, Sums& sums) const {
     const Pairs d = weight(kD), e = weight(kE), d_back = weight<kBack>(kD), e_back = weight<kBack>(kE);
     u32 from = copies();
-#pragma unroll 1
-    for (int c = 0; c < 8; c += 4) {
+    ROLL for (int c = 0; c < 8; c += 4) {
       Four x, by_d, grad, grad_by_d;
       load_pairs(x, from, mix);
       load_pairs(grad, cube, mix);
@@ -317,11 +289,9 @@ template <class Pass> struct EightsBackward {
       __syncwarp();
       contract(x, e);
       contract(grad_by_d, d_back);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
+      UNROLL for (int i = 0; i < 4; ++i)
         store_f32x2(from + of_two_e(i, mix), __uint_as_float(x[i][0]), __uint_as_float(x[i][1]));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) store_shared(cube + of_two_d(i, mix), grad_by_d[i / 2][i % 2]);
+      UNROLL for (int i = 0; i < 8; ++i) store_shared(cube + of_two_d(i, mix), grad_by_d[i / 2][i % 2]);
       add(sums.of[kD], x, grad);
       add(sums.of[kE], by_d, grad_by_d);
       __syncwarp();
@@ -332,27 +302,23 @@ template <class Pass> struct EightsBackward {
       contract(x, d);
       store(x, cube + (fours ^ mix), cube + (fours ^ mix ^ 32));
       contract(grad, e_back);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) store_global_once(to + i * 256, grad[i]);
+      UNROLL for (int i = 0; i < 4; ++i) store_global_once(to + i * 256, grad[i]);
       to += 4 * 256, cube += 4 * 256, from += 4 * 256, mix ^= mixed(4);
     }
   }
   DEVICE u32 of_two_e(int i, u32 mix) const { return i * 256 + (two_e() ^ mix ^ mixed(i)); }
   DEVICE u32 of_two_d(int i, u32 mix) const { return i / 2 * 256 + (two_d() ^ mix ^ mixed(i / 2) ^ i % 2 * 32); }
   DEVICE void load_pairs(Four& x, u32 from, u32 mix) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_u32x2(from + of_two_e(i, mix), x[i]);
+    UNROLL for (int i = 0; i < 4; ++i) load_u32x2(from + of_two_e(i, mix), x[i]);
   }
   DEVICE void load_apart(Four& x, u32 from, u32 mix) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = load_u32(from + of_two_d(i, mix));
+    UNROLL for (int i = 0; i < 8; ++i) x[i / 2][i % 2] = load_u32(from + of_two_d(i, mix));
   }
 
   // Eight columns of what x came to, and of G, by fours; behind each, `then`
   template <class Then> DEVICE void meet_by_column(const Columns& at, u32 first, Sums& sums, const Then& then) const {
     const Pairs a = weight(kA), b = weight(kB);
-#pragma unroll 1
-    for (u32 four = 0; four < 2; ++four) {
+    ROLL for (u32 four = 0; four < 2; ++four) {
       meet<false>(a, at, first + four, sums.of[kB]);
       meet<true>(b, at, first + four, sums.of[kA]);
       then(four);
@@ -369,18 +335,16 @@ template <class Pass> struct EightsBackward {
   // All warps' sums, to where this block's belong
   DEVICE void store(const Sums& sums) const {
     __syncthreads();
-#pragma unroll
-    for (int mode = 0; mode < kModes; ++mode)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
+    UNROLL for (int mode = 0; mode < kModes; ++mode)
+      UNROLL for (int i = 0; i < 2; ++i)
         store_shared(memory + ((warp * kModes + mode) * kWeight + (t * 2 + i) * 8 + g) * 4,
                      __float_as_uint(sums.of[mode][i]));
     __syncthreads();
     const int i = threadIdx.x;
     if (i >= kModes * kWeight) return;
     float sum = 0;
-#pragma unroll
-    for (int from = 0; from < kWarps; ++from) sum += __uint_as_float(load_u32(memory + (from * kModes * kWeight + i) * 4));
+    UNROLL for (int from = 0; from < kWarps; ++from)
+      sum += __uint_as_float(load_u32(memory + (from * kModes * kWeight + i) * 4));
     store_global(static_cast<float*>(params.sums) + i64(blockIdx.x) * (kModes * kWeight) + i, sum);
   }
 };

@@ -30,12 +30,10 @@
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
-#include "multiply/wgmma.cuh"
+#include "multiply/splits.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x;
-};
+struct Maps { TensorMap x; };
 
 template <class Pass> struct TwoFactors {
   using Element = typename Pass::Element;
@@ -147,8 +145,7 @@ template <class Pass> struct TwoFactors {
       const int k = (kUnit == 4 ? Math::place_of(p, true) : p) * kUnit;
       return to + k / 128 * SLAB + swizzled(q, k % 128 / 16) + k % 16;
     };
-#pragma unroll(kUnit == 4 ? 16 : 8)
-    for (int j = threadIdx.x; j < ROWS * kRow; j += kConsumers * 128) {
+    UNROLL_BY(kUnit == 4 ? 16 : 8) for (int j = threadIdx.x; j < ROWS * kRow; j += kConsumers * 128) {
       constexpr bool kInSlabs = kUnit == 4 && kWords;  // a warp has four rows of one, which meet in no bank
       const int q = kInSlabs ? j / 8 % ROWS : j / kRow;
       const int p = kInSlabs ? j / (8 * ROWS) * kSlab + j % 8 * 4 : j % kRow * kTogether;
@@ -159,15 +156,13 @@ template <class Pass> struct TwoFactors {
         if constexpr (kSize == 2)
           store_u32x4(place(q, p), word);
         else if constexpr (kUnit == 4)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)  // every other one lies beside it
+          UNROLL for (int i = 0; i < 2; ++i)  // every other one lies beside it
             store_f32x2(place(q, p + i), __uint_as_float(tf32_of(word[i])), __uint_as_float(tf32_of(word[2 + i])));
         else
           store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       } else {
         u32 word[kTogether] = {};
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
+        UNROLL for (int i = 0; i < kTogether; ++i)
           if (present) word[i] = __float_as_uint(at(row_of(q), p + i));
         store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       }
@@ -176,15 +171,13 @@ template <class Pass> struct TwoFactors {
   // Neighbours, as floats, to their places: rounded or split.
   template <int FIRST, int BYTES, int N, class Place>
   static DEVICE void store_weight(const u32 (&x)[N], Place place) {
-#pragma unroll
-    for (int i = 0; i < N; i += kUnit == 4 || N == 1 ? 1 : 2) {
+    UNROLL for (int i = 0; i < N; i += kUnit == 4 || N == 1 ? 1 : 2) {
       if constexpr (kUnit == 4) {
         store_shared(place(i), tf32_of(x[i]));
       } else {
         u32 word[PIECES];
         split<Part>(__uint_as_float(x[i]), N > 1 ? __uint_as_float(x[(i + 1) % N]) : 0.f, word);
-#pragma unroll
-        for (int piece = FIRST; piece < PIECES; ++piece) {
+        UNROLL for (int piece = FIRST; piece < PIECES; ++piece) {
           if constexpr (N > 1)
             store_shared(place(i) + (piece - FIRST) * BYTES, word[piece]);
           else
@@ -200,18 +193,15 @@ template <class Pass> struct TwoFactors {
     const Element* x = static_cast<const Element*>(params.x) + unit * kElements;
     int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0, begun = 0, under_way = 0;
     u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
-#pragma unroll 1
-    while (true) {
+    ROLL while (true) {
       const bool more = unit < units;
       if (more) {
         if constexpr (!kStages) take(slot, phase);
         const u32 to = ring.at(slot ? slot - 1 : SLOTS - 1);
         const Element* from = x + chunk * (CHUNK * P1);
         each_piece(chunk, [&](int turn, int j, u32 place, bool present) {
-#pragma unroll
-          for (int p = 0; p < P; ++p)
-#pragma unroll
-            for (int i = 0; i < kCopies; ++i)
+          UNROLL for (int p = 0; p < P; ++p)
+            UNROLL for (int i = 0; i < kCopies; ++i)
               copy_async<16>(kStages ? stage_address(stage, turn) + (p * kCopies + i) * 2048 : to + place + p * kStateBytes,
                              present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
         });
@@ -247,8 +237,8 @@ template <class Pass> struct TwoFactors {
     constexpr int kFirst = 2;  // chunks before weights
     constexpr int kUnitBytes = P0 * P1 * 4, kRing = SLOTS * CHUNK * P1 * 4, kWhole = ceil_div(SLOTS, kChunks) * kUnitBytes;
     if (thread >= 32) {
-#pragma unroll 1
-      for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < (kRing < kWhole ? kRing : kWhole); at += 96 * 128) {
+      ROLL for (int at = kFirst * CHUNK * P1 * 4 + (thread - 32) * 128; at < (kRing < kWhole ? kRing : kWhole);
+                at += 96 * 128) {
         const i64 unit = blockIdx.x + i64(at / kUnitBytes) * gridDim.x;
         if (unit < units) prefetch(static_cast<const char*>(params.x) + unit * kUnitBytes + at % kUnitBytes);
       }
@@ -256,16 +246,13 @@ template <class Pass> struct TwoFactors {
     if (thread) return;
     int slot = 0, begun = 0;
     u32 phase = 1;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
-#pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+      ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
         if (begun++ == kFirst) wait_for_bytes(weights_there(), 0);
         const u32 to = ring.at(slot), arrives = ring.full(slot);
         take(slot, phase);
         expect_bytes(arrives, kBytesX);
-#pragma unroll
-        for (int slab = 0; slab < kBytesX / kSlabX; ++slab) {
+        UNROLL for (int slab = 0; slab < kBytesX / kSlabX; ++slab) {
           const int at[5] = {slab * kSlab, chunk * CHUNK, int(unit), 0, 0};
           load_box(to + slab * kSlabX, maps->x, at, arrives);
         }
@@ -282,8 +269,7 @@ template <class Pass> struct TwoFactors {
   // the last row of X, since what was there before may have been no number.
   template <class Do> DEVICE void each_piece(int chunk, Do act) const {
     const int count = P0 % CHUNK && chunk == kChunks - 1 ? P0 % CHUNK * kRowPieces : kPieces;
-#pragma unroll(kMixes || PIECES > 1 ? 1 : kTurns)
-    for (int turn = 0; turn < kTurns; ++turn) {
+    UNROLL_BY(kMixes || PIECES > 1 ? 1 : kTurns) for (int turn = 0; turn < kTurns; ++turn) {
       const int j = turn * 128 + thread, row = j / kRowPieces, piece = j % kRowPieces;
       if (kPieces % 128 == 0 || j < kPieces)
         act(turn, j, piece / 8 * kSlabX + swizzled(row, piece % 8), P0 % CHUNK == 0 || j < count);
@@ -292,27 +278,21 @@ template <class Pass> struct TwoFactors {
   // What was copied, mixed, rounded or split, as the matrix unit wants it.
   DEVICE void prepare(u32 from, u32 to) const {
     float x[P][kEach];
-#pragma unroll
-    for (int p = 0; p < P; ++p)
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
+    UNROLL for (int p = 0; p < P; ++p)
+      UNROLL for (int i = 0; i < kCopies; ++i) {
         u32 word[4];
         load_u32x4(from + (kStages ? (p * kCopies + i) * 2048 : p * kStateBytes), word);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[p][i * 4 + k] = __uint_as_float(word[k]);
+        UNROLL for (int k = 0; k < 4; ++k) x[p][i * 4 + k] = __uint_as_float(word[k]);
       }
     if constexpr (!kMixes) {
       put(x[0], to);
     } else {
-#pragma unroll 1
-      for (int q = 0; q < Q; ++q) {
+      ROLL for (int q = 0; q < Q; ++q) {
         float y[kEach] = {};
-#pragma unroll
-        for (int p = 0; p < P; p += 4) {
+        UNROLL for (int p = 0; p < P; p += 4) {
           u32 weight[4];
           load_u32x4(mixture(q) + p * 4, weight);
-#pragma unroll
-          for (int i = 0; i < 4 * kEach; ++i)
+          UNROLL for (int i = 0; i < 4 * kEach; ++i)
             if (p + i / kEach < P) y[i % kEach] += __uint_as_float(weight[i / kEach]) * x[p + i / kEach][i % kEach];
         }
         put(y, to + q * kStateBytes);
@@ -321,19 +301,16 @@ template <class Pass> struct TwoFactors {
   }
   static DEVICE void put(const float (&x)[kEach], u32 to) {
     u32 word[PIECES][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       if constexpr (kUnit == 4) {
         word[0][i] = tf32_of(__float_as_uint(x[i]));
       } else {
         u32 pieces[PIECES];
         split<Part>(x[2 * i], x[2 * i + 1], pieces);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) word[piece][i] = pieces[piece];
+        UNROLL for (int piece = 0; piece < PIECES; ++piece) word[piece][i] = pieces[piece];
       }
     }
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) store_u32x4(to + piece * kBytesX, word[piece]);
+    UNROLL for (int piece = 0; piece < PIECES; ++piece) store_u32x4(to + piece * kBytesX, word[piece]);
   }
 
   // The same by products: one thread asks the copy engine for a chunk as soon as its stage has been read.
@@ -346,14 +323,12 @@ template <class Pass> struct TwoFactors {
         const u32 bytes = rows_of(asked_chunk) * P1 * kSize;
         const Element* from = static_cast<const Element*>(params.x) + asked * (P * P0 * P1) + asked_chunk * (CHUNK * P1);
         expect_bytes(arrived(stage), P * bytes);
-#pragma unroll 1
-        for (int p = 0; p < P; ++p)
+        ROLL for (int p = 0; p < P; ++p)
           load_run(behind + stage * kStageBytes + p * kStagePitch, from + p * (P0 * P1), bytes, arrived(stage));
       }
       if (++asked_chunk == kChunks) asked_chunk = 0, asked += gridDim.x;
     };
-#pragma unroll 1
-    for (int stage = 0; stage < Pass::STAGES; ++stage) ask(stage);
+    ROLL for (int stage = 0; stage < Pass::STAGES; ++stage) ask(stage);
 
     constexpr bool kScales = Pass::FACTOR_M < 0 && is_same<Element, f16>;
     const float scale = kScales ? Pass::scale_m(params) : 1.f, unscale = kScales ? 1 / scale : 1.f;
@@ -361,10 +336,8 @@ template <class Pass> struct TwoFactors {
         lane, [&](int q, int p) { return q < Q && p < P ? scale * Pass::weight_m(params, q, p) : 0.f; });
     int slot = 0, stage = 0;
     u32 phase = 1, stage_phase = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
-#pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+      ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
         const u32 to = ring.at(slot);
         wait_for_bytes(arrived(stage), stage_phase);
         take(slot, phase);
@@ -382,18 +355,14 @@ template <class Pass> struct TwoFactors {
     static_assert(kPieces % 8 == 0 && P <= 8 && Q <= 8);
     const int row = lane.index % 8, matrix = lane.index / 8;
     const u32 x = from + row * kStagePitch + matrix * 16;
-#pragma unroll 2
-    for (int j = thread / 32 * 8; j < kPieces; j += 32) {
+    UNROLL_BY(2) for (int j = thread / 32 * 8; j < kPieces; j += 32) {
       u32 left[2][4], word[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
+      UNROLL for (int half = 0; half < 2; ++half)
         load_matrices<true>(left[half], P == 8 || row < P ? x + (j + half * 4) * 16 : memory + kMixture);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         mix_columns<Element>(word[half], left[half], weights, scale);
         if constexpr (P0 % CHUNK)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) word[half][i] = j + half * 4 + i < count ? word[half][i] : 0;
+          UNROLL for (int i = 0; i < 4; ++i) word[half][i] = j + half * 4 + i < count ? word[half][i] : 0;
         // A mixture begins as many rows of 128 bytes behind a multiple of 1024 as it has before it.
         const int at = j + half * 4 + matrix, behind = at / kRowPieces + row, piece = at % kRowPieces;
         store_matrices_transposed(to + row * kStateBytes + piece / 8 * kSlabX + swizzled(behind, piece % 8), word[half]);
@@ -401,18 +370,7 @@ template <class Pass> struct TwoFactors {
     }
   }
 
-  // Sums of the products of first pieces, and of the others.
-  template <int N> struct Sums {
-    float high[N / 2], low[PIECES > 1 ? N / 2 : 1];
-    DEVICE void arrived() {
-      touch(high);
-      if constexpr (PIECES > 1) {
-        touch(low);
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) high[i] += or_zero(low[i]);
-      }
-    }
-  };
+  template <int N> using Sums = SplitSums<N, PIECES>;
   using Left = u32[PIECES][kStepsA][4];
 
   DEVICE void consume(float scale_a, float scale_b) const {
@@ -427,28 +385,23 @@ template <class Pass> struct TwoFactors {
     if constexpr (kHoldsPieces)
       hold_pieces(held[0]);
     else
-#pragma unroll
-      for (int s = 0; s < kStepsB; ++s)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
+      UNROLL for (int s = 0; s < kStepsB; ++s)
+        UNROLL for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
     u32 position = kMixes ? 0 : group * kChunks;
     [[maybe_unused]] int buffer = 0;
     const i64 step = i64(gridDim.x) * (kMixes ? 1 : Pass::GROUPS);
     [[maybe_unused]] u32 turn = part;  // the first part waits for the second one's half of the unit before
-#pragma unroll 1
-    for (i64 unit = blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x); unit < units; unit += step) {
+    ROLL for (i64 unit = blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x); unit < units; unit += step) {
       if constexpr (Pass::MAPPED) wait_for_bytes(halfway(1 - part), ++turn & 1);
       Sums<kN> y[kShare];
-#pragma unroll 1
-      for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
+      ROLL for (int chunk = 0; chunk < kChunks; ++chunk, ++position) {
         if (Pass::MAPPED && chunk == kHalf) {  // each warp: none may still wait here for what is two phases ago by then
           __syncwarp();
           if (lane.index == 0) arrive(halfway(part));
         }
         const u32 slot = position % SLOTS;
         ring.wait_until_full(position);
-#pragma unroll
-        for (int share = 0; share < kShare; ++share) {
+        UNROLL for (int share = 0; share < kShare; ++share) {
           Sums<CHUNK> t;
           multiply_b(t, held, ring.at(slot) + (kMixes ? mixed(group, share) * kPitch : 0), part);
           wait_for_products<0>();
@@ -462,8 +415,7 @@ template <class Pass> struct TwoFactors {
       }
       wait_for_products<0>();
       if constexpr (!kMixes) position += (Pass::GROUPS - 1) * kChunks;
-#pragma unroll
-      for (int share = 0; share < kShare; ++share) {
+      UNROLL for (int share = 0; share < kShare; ++share) {
         y[share].arrived();
         if (kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share) break;
         if constexpr (kScalesA) scale_sums(y[share].high, unscale_a);
@@ -483,25 +435,20 @@ template <class Pass> struct TwoFactors {
   static constexpr bool kHoldsPieces = Pass::FACTOR_B >= 0 && PIECES == 1 && P1 * kSize % 64 == 0;
   DEVICE void ask_for_pieces(u32 (&held)[kStepsB][4], int q) const {
     const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + q * P1 + lane.t * (16 / kSize);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int s = 0; s < kStepsB; s += 2) {
+    UNROLL for (int half = 0; half < 2; ++half)
+      UNROLL for (int s = 0; s < kStepsB; s += 2) {
         u32 words[4];
         load_global(factor + half * 8 * P1 + s * (32 / kSize), words, Q1 % 64 == 0 || q + half * 8 < Q1);
         put_words(held, half, s, words);
       }
   }
   static DEVICE void hold_pieces(u32 (&held)[kStepsB][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int s = 0; s < kStepsB; s += 2) {
+    UNROLL for (int half = 0; half < 2; ++half)
+      UNROLL for (int s = 0; s < kStepsB; s += 2) {
         u32 words[4] = {held[s][half], held[s][half + 2], held[s + 1][half], held[s + 1][half + 2]};
         exchange_in_quad(words);
         if constexpr (kUnit == 4)
-#pragma unroll
-          for (u32& word : words) word = tf32_of(word);
+          UNROLL for (u32& word : words) word = tf32_of(word);
         put_words(held, half, s, words);
       }
   }
@@ -520,64 +467,37 @@ template <class Pass> struct TwoFactors {
     } else {
       u32 word[PIECES];
       split<Part>(at(p), at(p + 1), word);
-#pragma unroll
-      for (int piece = 0; piece < HELD; ++piece) held[piece][s][i] = word[piece];
+      UNROLL for (int piece = 0; piece < HELD; ++piece) held[piece][s][i] = word[piece];
     }
   }
 
   DEVICE void multiply_b(Sums<CHUNK>& t, const u32 (&held)[HELD][kStepsB][4], u32 state, int part) const {
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kStepsB; ++s)
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i)
-#pragma unroll
-        for (int j = 0; i + j < PIECES; ++j) {
-          const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
-          const bool add = s > 0 || i > 0 || j > 1;
-          if (i < HELD)
-            multiply(t, i + j, held[i < HELD ? i : 0][s], x, add);
-          else
-            multiply(t, i + j, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
-        }
-    commit_products();
+    multiply_pieces<PIECES, kStepsB>(t, false, [&](float(&sums)[CHUNK / 2], int s, int i, int j, bool add) {
+      const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
+      if (i < HELD)
+        Wgmma<Part, CHUNK>::multiply(sums, held[i < HELD ? i : 0][s], x, add);
+      else
+        Wgmma<Part, CHUNK>::multiply(
+            sums, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
+    });
   }
   DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk) const {
-    open_products();
-#pragma unroll
-    for (int s = 0; s < kStepsA; ++s)
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i)
-#pragma unroll
-        for (int j = 0; i + j < PIECES; ++j) {
-          const int k = chunk * kStepsA + s;
-          multiply(y, i + j, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2,
-                   k > 0 || i > 0 || j > 1);
-        }
-    commit_products();
-  }
-  // The first product of each kind of sums sets them.
-  template <int N, class Operand>
-  static DEVICE void multiply(Sums<N>& sums, int order, const Operand& left, u64 right, bool add) {
-    if constexpr (PIECES > 1) {
-      if (order > 0) return Wgmma<Part, N>::multiply(sums.low, left, right, add);
-    }
-    Wgmma<Part, N>::multiply(sums.high, left, right, add);
+    multiply_pieces<PIECES, kStepsA>(y, chunk > 0, [&](float(&sums)[kN / 2], int s, int i, int j, bool add) {
+      const int k = chunk * kStepsA + s;
+      Wgmma<Part, kN>::multiply(sums, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2, add);
+    });
   }
 
   static DEVICE void pack(Left& left, const float (&t)[CHUNK / 2]) {
-#pragma unroll
-    for (int s = 0; s < kStepsA; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+    UNROLL for (int s = 0; s < kStepsA; ++s)
+      UNROLL for (int i = 0; i < 4; ++i) {
         if constexpr (kUnit == 4) {
           left[0][s][i] = tf32_of(__float_as_uint(t[s * 4 + i % 2 * 2 + i / 2]));
         } else {
           const int at = (2 * s + i / 2) * 4 + i % 2 * 2;
           u32 word[PIECES];
           split<Part>(t[at], t[at + 1], word);
-#pragma unroll
-          for (int piece = 0; piece < PIECES; ++piece) left[piece][s][i] = word[piece];
+          UNROLL for (int piece = 0; piece < PIECES; ++piece) left[piece][s][i] = word[piece];
         }
       }
   }
@@ -587,8 +507,7 @@ template <class Pass> struct TwoFactors {
     const Element* bias = nullptr;
     if constexpr (Pass::BIAS)
       bias = static_cast<const Element*>(params.bias) + state % (Pass::UNITS_PER_SAMPLE * Q) * (Q0 * Q1) + first + lane.g;
-#pragma unroll
-    for (int j = 0; j < kN / 2; ++j) {
+    UNROLL for (int j = 0; j < kN / 2; ++j) {
       const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
       if (Pass::BIAS && q0 < Q0 && first + lane.g + behind < Q1) y[j] += widen(bias[q0 * Q1 + behind]);
       y[j] = activation.of(y[j]);
@@ -597,8 +516,7 @@ template <class Pass> struct TwoFactors {
   // 32 bits: eight lanes write a sector.
   DEVICE void store(const float (&y)[kN / 2], i64 state, int first) const {
     float* to = static_cast<float*>(params.y) + state * (Q0 * Q1) + first + lane.g;
-#pragma unroll
-    for (int j = 0; j < kN / 2; ++j) {
+    UNROLL for (int j = 0; j < kN / 2; ++j) {
       const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
       if ((kN == Q0 || q0 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1))
         store_global(to + (q0 * Q1 + behind), y[j]);
@@ -612,17 +530,14 @@ template <class Pass> struct TwoFactors {
     else
       sync_group<4, 16>(1 + warpgroup);  // the last state has left
     const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
-#pragma unroll
-    for (int n = 0; n < kN / 8; n += 2) {
+    UNROLL for (int n = 0; n < kN / 8; n += 2) {
       u32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n * 4 + i * 2], y[n * 4 + i * 2 + 1]).bits;
+      UNROLL for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n * 4 + i * 2], y[n * 4 + i * 2 + 1]).bits;
       store_matrices_transposed(staged + swizzled(n * 8 + row, piece), word);
     }
     sync_group<4, 16>(1 + warpgroup);
     Element* to = static_cast<Element*>(params.y) + state * (Q0 * Q1) + part * 64;
-#pragma unroll
-    for (int k = 0; k < kN / 16; ++k) {
+    UNROLL for (int k = 0; k < kN / 16; ++k) {
       const int row = k * 16 + thread / 8, piece = thread % 8;
       if ((kN == Q0 || row < Q0) && (Q1 % 64 == 0 || part * 64 + piece * 8 < Q1))
         store_words<16>(to + row * Q1 + piece * 8, load_words<16>(staged + swizzled(row, piece)));

@@ -38,24 +38,19 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
 
   DEVICE void run() {
     ring.init(128, 4);
-#pragma unroll 1
-    for (int slot = 0; slot < SLOTS; ++slot) {
+    ROLL for (int slot = 0; slot < SLOTS; ++slot) {
       Products::template clear_padding<P0, P1, kThreads>(ring.at(slot));
       Products::template clear_padding<Q0, Q1, kThreads>(ring.at(slot) + kSlab);
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   DEVICE void produce() const {
     const void* grad = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
     const auto *x = static_cast<const Element*>(params.x), *g = static_cast<const Element*>(grad);
-#pragma unroll 1
-    for (u32 position = 0; position < units + AHEAD; ++position) {
+    ROLL for (u32 position = 0; position < units + AHEAD; ++position) {
       if (position < units) {
         const u32 to = ring.at(position % SLOTS);
         ring.wait_until_empty(position);
@@ -77,8 +72,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
     const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     typename Products::SumsA d_a = {};
     typename Products::SumsB d_b = {};
-#pragma unroll 1
-    for (u32 position = warpgroup; position < units; position += GROUPS) {
+    ROLL for (u32 position = warpgroup; position < units; position += GROUPS) {
       stay_here(lane.index, first), stay_here(d_t, first);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 slot = position % SLOTS, x = ring.at(slot);

@@ -39,22 +39,17 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
 
   DEVICE void run() const {
     ring.init(128, 8);
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
+    UNROLL for (int slot = 0; slot < SLOTS; ++slot) {
       Base::template clear_padding<P0, P1, kThreads>(ring.at(slot));
       Base::template clear_padding<Q0, Q1, kThreads>(ring.at(slot) + kState);
     }
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2)
-      give_registers<kCopyRegisters>(), produce();
-    else
-      take_registers<kRegisters>(), consume();
+    part_ways<2, kRegisters, kCopyRegisters>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
   DEVICE void produce() const {
     u32 position = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
       const u32 slot = position % SLOTS, to = ring.at(slot);
       ring.wait_until_empty(position);
       Base::template copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
@@ -80,8 +75,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
     const int half = warpgroup * 64;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 position = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
       const u32 slot = position % SLOTS, x = ring.at(slot), g = x + kState;
       ring.wait_until_full(position);
       {
@@ -101,8 +95,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
       }
       ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
       sync_group<8, 2>(1);  // all of dT is there
-#pragma unroll
-      for (int s = 0; s < kP0 / 16; ++s)
+      UNROLL for (int s = 0; s < kP0 / 16; ++s)
         Wgmma<Element, kP1>::multiply_turned(d_b, by_column(d_t, warpgroup, s), by_column(x, 0, s));
       commit_products();
       wait_for_products<1>();

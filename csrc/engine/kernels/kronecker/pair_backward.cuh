@@ -112,8 +112,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
     __syncthreads();
     A transposed[kHolds ? kQ0 / kStep : 1];
     if constexpr (kHolds) {
-#pragma unroll
-      for (int s = 0; s < kQ0 / kStep; ++s) columns_of_a()(transposed[s], s);
+      UNROLL for (int s = 0; s < kQ0 / kStep; ++s) columns_of_a()(transposed[s], s);
       __syncthreads();
     }
     if constexpr (!kAhead) Base::template begin<kSlot>(unit, step, memory, load_unit);
@@ -136,8 +135,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
   }
 
   DEVICE void clear_slots() const {
-#pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
+    UNROLL for (int s = 0; s < SLOTS; ++s) {
       Base::template clear_padding<P0, P1, kP0, kP1, kX>(memory + s * kSlot);
       Base::template clear_padding<Q0, Q1, kQ0, kQ1, kG>(memory + s * kSlot + kBytesX);
     }
@@ -146,24 +144,18 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
   // T, and what it adds to dA
   DEVICE void forward(SumsA& d_a, u32 x, u32 g, Real scale) const {
     const auto rows = Base::template by_rows<kX>(x + first * kX * kSize + Math::template lane_row_a<kX>(lane));
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
+    ROLL for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real t[kTiles][4] = {};
       const auto columns = Base::template by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(turned));
       Base::template multiply<kTiles, kP1 / kStep>(t, rows, columns);
       B right[kTiles * 8 / kStep][2];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
+      UNROLL for (int n = 0; n < kTiles; ++n)
+        UNROLL for (int i = 0; i < 4; ++i)
           t[n][i] = kQ1 == Q1 || column + n * 8 + place(lane.t * 2 + i % 2) < Q1 ? t[n][i] * scale : 0;
-#pragma unroll
-      for (int s = 0; s < kTiles * 8 / kStep; ++s)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) Math::as_b(right[s][i], &t[s * kStep / 8], i);
-#pragma unroll
-      for (int m = 0; m < kQ0 / 16; ++m) {
+      UNROLL for (int s = 0; s < kTiles * 8 / kStep; ++s)
+        UNROLL for (int i = 0; i < 2; ++i) Math::as_b(right[s][i], &t[s * kStep / 8], i);
+      UNROLL for (int m = 0; m < kQ0 / 16; ++m) {
         Base::template accumulate<2, kTiles * 8 / kStep, kTiles>(
             d_a[m], Base::template by_rows<kG>(g + (m * 16 * kG + column) * kSize + Math::template lane_row_a<kG>(lane)),
             [&](B(&some)[2], int, int s) { some[0] = right[s][0], some[1] = right[s][1]; });
@@ -173,8 +165,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
 
   // dT, to shared memory
   DEVICE void back(const A (&transposed)[kHolds ? kQ0 / kStep : 1], u32 g, Real scale) const {
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
+    ROLL for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real sums[kTiles][4] = {};
       const auto right = Base::template by_n<kG>(g + column * kSize + Math::template lane_b_by_n<kG, kPairs>(lane), lane.index);
@@ -182,10 +173,8 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
         Base::template multiply<kTiles, kQ0 / kStep, kQ0>(sums, [&](A& a, int s) { a = transposed[s]; }, right);
       else
         Base::template multiply<kTiles, kQ0 / kStep>(sums, columns_of_a(), right);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+      UNROLL for (int n = 0; n < kTiles; ++n)
+        UNROLL for (int i = 0; i < 2; ++i) {
           const int row = first + lane.g + i * 8, c = column + n * 8, j = lane.t * 2;
           const auto at = [&](int k) {
             const bool there = (kP0 == P0 || row < P0) && (kQ1 == Q1 || c + j + k < Q1);
@@ -202,14 +191,12 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
 
   // What dT adds to dB
   DEVICE void second(SumsB& d_b, u32 x) const {
-#pragma unroll
-    for (int k = 0; k < kTurns; ++k) {
+    UNROLL for (int k = 0; k < kTurns; ++k) {
       const int m = k * 16 * ROWS + first;
       if (kQ1 / 16 % ROWS && m >= kQ1) break;
       const Lane by = kPairs ? turned : lane;
       const auto left = Base::template by_m<kG>(d_t + m * kSize + Math::template lane_a_by_m<kG, kPairs>(by));
-#pragma unroll
-      for (int piece = 0; piece < kPieces1; ++piece) {
+      UNROLL for (int piece = 0; piece < kPieces1; ++piece) {
         const int column = part * kPart1 + piece * kTiles1 * 8;
         const u32 right = x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane);
         Base::template accumulate<kTiles1, kP0 / kStep>(d_b[k][piece], left, Base::template by_n<kX>(right, lane.index));
@@ -220,16 +207,13 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
   // dX
   DEVICE void store(Element* to, Real scale) const {
     const auto left = Base::template by_rows<kG>(d_t + first * kG * kSize + Math::template lane_row_a<kG>(lane));
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces1; ++piece) {
+    ROLL for (int piece = 0; piece < kPieces1; ++piece) {
       const int column = part * kPart1 + piece * kTiles1 * 8;
       Real sums[kTiles1][4] = {};
       const u32 right = b + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane);
       Base::template multiply<kTiles1, kQ1 / kStep>(sums, left, Base::template by_n<kX>(right, lane.index));
-#pragma unroll
-      for (auto& four : sums)
-#pragma unroll
-        for (Real& sum : four) sum *= scale;
+      UNROLL for (auto& four : sums)
+        UNROLL for (Real& sum : four) sum *= scale;
       Base::template store_tile<P0, P1, P1, kP0 == P0 && kP1 == P1>(
           sums, first, column, to, d_t + kBytesT + thread / 32 * 16 * kStaged * kSize, lane);
     }
@@ -243,8 +227,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
         [&](int n, int index, const Real(&sum)[4]) {
           const Lane at(index % 32);
           const int p = index / 32 * 16 + n % 2 * 8 + at.t * 2;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          UNROLL for (int i = 0; i < 2; ++i) {
             const int q = n / 2 * 16 + at.g + i * 8;
             if (q < Q0 && p < P0) store_two<kPaired>(to + q * P0 + p, sum[i * 2], sum[i * 2 + 1], p + 1 < P0);
           }
@@ -256,8 +239,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
         [&](int n, int index, const Real(&sum)[4]) {
           const Lane at(index % 32);
           const int warp = index / 32, p = warp / ROWS * kPart1 + n % kTilesB * 8 + at.t * 2;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          UNROLL for (int i = 0; i < 2; ++i) {
             const int q = (n / kTilesB * ROWS + warp % ROWS) * 16 + at.g + i * 8;
             if (q < Q1 && p < P1) store_two<kPaired>(to + q * P1 + p, sum[i * 2], sum[i * 2 + 1], p + 1 < P1);
           }

@@ -87,13 +87,11 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
       if (unit < units) load(unit, slots + turn % SLOTS * kSlot);
       commit_copies();
     };
-#pragma unroll
-    for (int turn = 0; turn < SLOTS; ++turn) load_next(part + turn * PARTS, turn);
+    UNROLL for (int turn = 0; turn < SLOTS; ++turn) load_next(part + turn * PARTS, turn);
     wait_for_copies<SLOTS - 1>();
     __syncthreads();  // the weights are there, and the first unit
     int turn = 0;
-#pragma unroll 1
-    for (i64 unit = part; unit < units; unit += PARTS, ++turn) {
+    ROLL for (i64 unit = part; unit < units; unit += PARTS, ++turn) {
       if (turn > 0) {
         wait_for_copies<SLOTS - 2>();
         sync();  // the unit is there, and the last one and its state are read
@@ -107,8 +105,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
   template <int ROWS, int COLUMNS, int STEPS, int STRIDE, class Left, class Right>
   DEVICE void make_state(const Left& left, const Right& right, int second, int apart) const {
     using Task = Tiles<ROWS, COLUMNS>;
-#pragma unroll 1
-    for (int task = warp; task < Task::kCount; task += WARPS) {
+    ROLL for (int task = warp; task < Task::kCount; task += WARPS) {
       const int row = Task::row(task), column = Task::column(task);
       typename Task::Sums sums = {};
       Base::template multiply<STEPS, kUnroll>(sums, left(row), right(column));
@@ -124,8 +121,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
   template <int STEPS, int ROWS, int COLUMNS, class Left, class Right>
   DEVICE void add(Total<ROWS, COLUMNS>& total, const Left& left, const Right& right) const {
     using Task = Tiles<ROWS, COLUMNS>;
-#pragma unroll
-    for (int turn = 0; turn < Task::kTurns; ++turn) {
+    UNROLL for (int turn = 0; turn < Task::kTurns; ++turn) {
       const int task = turn * WARPS + warp;
       if (Task::kCount % WARPS && task >= Task::kCount) break;
       typename Task::Sums more = {};
@@ -141,14 +137,11 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
     static_assert(ROWS * COLUMNS % CLUSTER == 0 && kShare % 2 == 0);
     wait_at_cluster();  // all have begun
     if (part < units)
-#pragma unroll
-      for (int turn = 0; turn < Task::kTurns; ++turn) {
+      UNROLL for (int turn = 0; turn < Task::kTurns; ++turn) {
         const int task = turn * WARPS + warp;
         if (Task::kCount % WARPS && task >= Task::kCount) break;
-#pragma unroll
-        for (int n = 0; n < Task::NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
+        UNROLL for (int n = 0; n < Task::NT; ++n)
+          UNROLL for (int i = 0; i < 2; ++i) {
             const int at = (Task::row(task) + lane.g + i * 8) * COLUMNS + Task::column(task) + n * 8 + lane.t * 2;
             const u32 place = received + (part * kShare + at % kShare) * sizeof(Real);
             store_in_block(in_block(place, at / kShare), total.of[turn][n][i * 2], total.of[turn][n][i * 2 + 1]);
@@ -156,11 +149,10 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
       }
     sync_cluster();
     const int parts = units < PARTS ? int(units) : PARTS;
-#pragma unroll 1
-    for (int j = threadIdx.x; j < kShare; j += kThreads) {
+    ROLL for (int j = threadIdx.x; j < kShare; j += kThreads) {
       Real sum = 0;
-#pragma unroll 8
-      for (int from = 0; from < parts; ++from) sum += load_sum(received + (from * kShare + j) * sizeof(Real), sum);
+      UNROLL_BY(8) for (int from = 0; from < parts; ++from)
+        sum += load_sum(received + (from * kShare + j) * sizeof(Real), sum);
       const int at = rank * kShare + j;
       store_global(to + at / COLUMNS * STEP + at % COLUMNS, narrow<Element>(sum));
     }
@@ -248,8 +240,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
         return Base::template by_n<kG, true>(from, lane.index);
       }, place(lane.t * 2), place(1));
       Element* to = static_cast<Element*>(params.y) + (unit * P0 + first) * P1;
-#pragma unroll 1
-      for (int task = warp; task < Task::kCount; task += WARPS) {
+      ROLL for (int task = warp; task < Task::kCount; task += WARPS) {
         const int row = Task::row(task), column = Task::column(task);
         typename Task::Sums sums = {};
         const u32 left = state + row * kG * kSize + Math::template lane_row_a<kG>(lane);

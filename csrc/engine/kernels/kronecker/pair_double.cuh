@@ -68,14 +68,11 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
   }
 
   DEVICE void produce() const {
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunksA; ++chunk) load_x(blockIdx.x, chunk);
+    ROLL for (int chunk = 0; chunk < kChunksA; ++chunk) load_x(blockIdx.x, chunk);
     arrive_with_copies(x_full());
     int c = 0, read = -SLOTS;  // the chunk of a unit that was here before
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
-#pragma unroll 1
-      for (int at = 0; at < kChunks; ++at, ++c, ++read) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+      ROLL for (int at = 0; at < kChunks; ++at, ++c, ++read) {
         Base::wait_for_room(c);
         if (read == kChunks) read = 0;
         const i64 following = read < at ? unit + gridDim.x : unit;
@@ -94,15 +91,12 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
   // Who multiplies
 
   DEVICE void put_middle(const Sums<kMiddle>& sums) const {
-#pragma unroll
-    for (int m = 0; m < kMiddle; ++m)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+    UNROLL for (int m = 0; m < kMiddle; ++m)
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int row = (down * kMiddle + m) * 16 + lane.g + i * 8;
         const u32 to = (row < kTail ? state + row * kState * kSize : tail + (row - kTail) * kState * kSize) + (along * NT * 8 + lane.t * 2) * kSize;
         if (row >= kChunksA * kDepth) continue;
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
+        UNROLL for (int n = 0; n < NT; ++n) {
           const Element* two = sums[m][n] + i * 2;
           store_f64x2(to + n * 8 * kSize, row < P0 ? two[0] : 0, row < P0 ? two[1] : 0);
         }
@@ -111,13 +105,10 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
   DEVICE void put_last(Sums<kLast>& sums, i64 unit) const {
     const Element* bias = static_cast<const Element*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * (Q0 * Q1);
     Element* to = static_cast<Element*>(params.y) + unit * (Q0 * Q1);
-#pragma unroll
-    for (int m = 0; m < kLast; ++m) {
+    UNROLL for (int m = 0; m < kLast; ++m) {
       const int first = (down * kLast + m) * 16, column = along * NT * 8;
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+      UNROLL for (int n = 0; n < NT; ++n)
+        UNROLL for (int i = 0; i < 4; ++i) {
           const int row = first + lane.g + i / 2 * 8, c = column + n * 8 + lane.t * 2 + i % 2;
           if (Pass::BIAS && row < Q0 && c < Q1) sums[m][n][i] += bias[row * Q1 + c];
           sums[m][n][i] = activation.of(sums[m][n][i]);
@@ -129,14 +120,12 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
 
   DEVICE void consume() const {
     int c = 0, turn = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, turn ^= 1) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, turn ^= 1) {
       wait_for_bytes(x_full(), turn);
       {
         Sums<kMiddle> sums = {};
         const auto left = Base::template rows<kState>(state, kMiddle);
-#pragma unroll 1
-        for (int k = 0; k < kChunksB; ++k, ++c) {
+        ROLL for (int k = 0; k < kChunksB; ++k, ++c) {
           Base::multiply(sums, c, [&](A& a, int m, int s) { left(a, m, s + k * (kDepth / kStep)); },
                          Base::template columns<kChunk>(slot(c), NT));
         }
@@ -145,8 +134,7 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
         sync_threads<kThreads>(1);
       }
       Sums<kLast> sums = {};
-#pragma unroll 1
-      for (int k = 0; k < kChunksA; ++k, ++c) {
+      ROLL for (int k = 0; k < kChunksA; ++k, ++c) {
         const u32 middle = k == kChunksA - 1 ? tail : state + k * kTailBytes;
         Base::multiply(sums, c, Base::template rows<kChunk>(slot(c), kLast), Base::template columns_by_n<kState>(middle, NT));
       }
@@ -160,9 +148,6 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
     for (int j = threadIdx.x; j < (kStateBytes + kTailBytes) / 16; j += kThreads + kCopiers)
       store_u32x4(state + j * 16, {});  // rows that no X has
     __syncthreads();
-    if (threadIdx.x < kThreads)
-      take_registers<Pass::REGISTERS>(), consume();
-    else
-      give_registers<Pass::COPY_REGISTERS>(), produce();
+    part_ways<kThreads, Pass::REGISTERS, Pass::COPY_REGISTERS>([&] { consume(); }, [&] { produce(); });
   }
 };

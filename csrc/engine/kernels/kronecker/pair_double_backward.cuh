@@ -83,12 +83,9 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   }
   DEVICE void produce() const {
     int c = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
-#pragma unroll 1
-      for (int part = 0; part < kParts; ++part)
-#pragma unroll 1
-        for (int at = 0; at < kFirst + kThen + kLast; ++at, ++c) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+      ROLL for (int part = 0; part < kParts; ++part)
+        ROLL for (int at = 0; at < kFirst + kThen + kLast; ++at, ++c) {
           Base::wait_for_room(c);
           if (at < kFirst)
             load_first(c, unit, part * kPart, at * kDepth);
@@ -105,13 +102,10 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   DEVICE void consume() const {
     Element sums[kTiles][kWide][4] = {};
     int c = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
-#pragma unroll 1
-      for (int part = 0; part < kParts; ++part) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x)
+      ROLL for (int part = 0; part < kParts; ++part) {
         make_state(c, part * kPart);
-#pragma unroll 1
-        for (int k = 0; k < kThen; ++k, ++c) {
+        ROLL for (int k = 0; k < kThen; ++k, ++c) {
           const auto left = Base::template rows<kState>(state + k * kDepth * kSize, kTiles);
           if constexpr (RETURNS)
             Base::multiply(sums, c, left, Base::template columns_by_n<kColumns + 4>(slot(c), kWide));
@@ -124,8 +118,7 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   }
   DEVICE void make_state(int& c, int n) const {
     Element sums[kTiles][kNarrow][4] = {};
-#pragma unroll 1
-    for (int k = 0; k < kFirst; ++k, ++c) {
+    ROLL for (int k = 0; k < kFirst; ++k, ++c) {
       const u32 left = slot(c), right = left + Sizes::kLeft * kSize;
       if constexpr (RETURNS)
         Base::multiply(sums, c, Base::template rows_by_m<kRows + 4>(left, kTiles),
@@ -135,13 +128,10 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
     }
     // All have read the part before: who has seen more chunks than there are slots knows that the first one is free.
     if constexpr (kFirst <= SLOTS) sync_threads<kThreads>(1);
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+    UNROLL for (int m = 0; m < kTiles; ++m)
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int row = (down * kTiles + m) * 16 + lane.g + i * 8;
-#pragma unroll
-        for (int j = 0; j < kNarrow; ++j) {
+        UNROLL for (int j = 0; j < kNarrow; ++j) {
           const int column = (along * kNarrow + j) * 8 + lane.t * 2;
           // Zeros for padding, which infinities would make NaN
           const auto at = [&](int k) {
@@ -158,8 +148,7 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
     Element sums[1][kWide][4] = {};
     Element* to = static_cast<Element*>(params.y) + unit * (P0 * P1);
     const int first = kPart == 64 || down * 16 < kPart ? down * 16 : 0;  // the others make the first rows in vain
-#pragma unroll 1
-    for (int m = 0; m < kLast; ++m, ++c) {
+    ROLL for (int m = 0; m < kLast; ++m, ++c) {
       const u32 from = state + (m * kDepth * kState + first) * kSize + Pass::Math::template lane_a_by_m<kState>(lane);
       Base::multiply(sums, c, Tensors::template tiles_by_m<kState, false>(from),
                      Base::template columns_by_n<kColumns + 4>(slot(c), kWide));
@@ -170,12 +159,9 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   }
   DEVICE void store(const Element (&sums)[kTiles][kWide][4]) const {
     Element* to = static_cast<Element*>(params.sums) + i64(blockIdx.x) * kSums + (RETURNS ? Q0 * P0 : 0);
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int j = 0; j < kWide; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLL for (int m = 0; m < kTiles; ++m)
+      UNROLL for (int j = 0; j < kWide; ++j)
+        UNROLL for (int i = 0; i < 4; ++i) {
           const int row = (down * kTiles + m) * 16 + lane.g + i / 2 * 8, column = (along * kWide + j) * 8 + lane.t * 2 + i % 2;
           if (row < M && column < N2) store_global(to + (RETURNS ? row * P1 + column : column * P0 + row), sums[m][j][i]);
         }
@@ -184,9 +170,6 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
   DEVICE void run() const {
     Base::init();
     __syncthreads();
-    if (threadIdx.x < kThreads)
-      take_registers<Pass::REGISTERS>(), consume();
-    else
-      give_registers<Pass::COPY_REGISTERS>(), produce();
+    part_ways<kThreads, Pass::REGISTERS, Pass::COPY_REGISTERS>([&] { consume(); }, [&] { produce(); });
   }
 };

@@ -69,10 +69,8 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
     const Element* a = static_cast<const Element*>(params.weights[Pass::FACTOR_A]);
     const Element* of_b = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + blockIdx.y * SPAN * P1;
     Base::template copy<SPAN, P1, kX>(of_b, b);
-#pragma unroll
-    for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, x, a);
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    UNROLL for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, x, a);
+    ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 here = slots + behind(chunk);
       if (chunk == 0)
         wait_for_copies<SLOTS - 1>();
@@ -90,8 +88,7 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   }
 
   DEVICE void make_t(u32 x, int first) const {
-#pragma unroll 1
-    for (int task = warp; task < kTasks; task += WARPS) {
+    ROLL for (int task = warp; task < kTasks; task += WARPS) {
       const int row = row_of(task), column = column_of(task);
       Sums sums = {};
       Base::template multiply<P1 / kStep, kUnroll>(
@@ -106,16 +103,14 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   DEVICE void make_y(u32 a, int first) const {
     const u32 staged = slots + SLOTS * kSlot + warp * (16 * (NT * 8 + 8) * kSize);
     Element* to = static_cast<Element*>(params.y) + i64(blockIdx.x) * (Q0 * Q1) + blockIdx.y * SPAN;
-#pragma unroll 1
-    for (int task = warp; task < kTasks; task += WARPS) {
+    ROLL for (int task = warp; task < kTasks; task += WARPS) {
       const int row = row_of(task), column = column_of(task);
       Sums sums = {};
       Base::template multiply<P0 / kStep, kUnroll>(
           sums, Base::template tiles_by_rows<kA, true>(a + row * kA * kSize + Math::template lane_row_a<kA>(lane)),
           Base::template by_n<kT>(t + column * kSize + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
       finish(sums, first + row + lane.g, blockIdx.y * SPAN + column + lane.t * 2);
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
+      UNROLL for (int m = 0; m < MT; ++m)
         Base::template store_tile<Q0, SPAN, Q1, true>(sums[m], first + row + m * 16, column, to, staged, lane);
     }
   }
@@ -123,12 +118,9 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   DEVICE void finish(Sums& sums, int row, int column) const {
     const Element* bias = static_cast<const Element*>(params.bias);
     if constexpr (Pass::BIAS) bias += (blockIdx.x % Pass::UNITS_PER_SAMPLE * Q0 + row) * Q1 + column;
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLL for (int m = 0; m < MT; ++m)
+      UNROLL for (int n = 0; n < NT; ++n)
+        UNROLL for (int i = 0; i < 4; ++i) {
           if constexpr (Pass::BIAS) sums[m][n][i] += widen(bias[(m * 16 + i / 2 * 8) * Q1 + n * 8 + i % 2]);
           sums[m][n][i] = activation.of(sums[m][n][i]);
         }

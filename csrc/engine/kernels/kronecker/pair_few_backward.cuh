@@ -89,13 +89,11 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
     const Element* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1);
     Base::template copy<SPAN, P1, kX>(static_cast<const Element*>(params.x) + (unit * P0 + first) * P1, x);
     Base::template copy<Q0, SPAN, kA, kThreads, P0>(static_cast<const Element*>(params.weights[0]) + first, a);
-#pragma unroll
-    for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, b, g);
+    UNROLL for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, b, g);
     Real* of_a = static_cast<Real*>(params.sums) + unit * (Q0 * P0) + first;
     Real* of_b = static_cast<Real*>(params.sums) + gridDim.x * i64(Q0 * P0) + (unit * kStrips + blockIdx.y) * (Q1 * P1);
     Sums sums = {};
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 here = slots + behind(chunk);
       if (chunk == 0)
         wait_for_copies<SLOTS - 1>();
@@ -113,8 +111,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
 
   // T and dT
   DEVICE void make_states(u32 chunk) const {
-#pragma unroll 1
-    for (int task = warp; task < 2 * TasksT::kCount; task += WARPS) {
+    ROLL for (int task = warp; task < 2 * TasksT::kCount; task += WARPS) {
       const int row = TasksT::row(task % TasksT::kCount), column = TasksT::column(task % TasksT::kCount);
       typename TasksT::Sums sums = {};
       if (task < TasksT::kCount) {
@@ -149,8 +146,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
   }
   // The warp's tasks of dA or dX, and in which turn it has them.
   template <class OfA, class OfX> DEVICE void each(const OfA& of_a, const OfX& of_x) const {
-#pragma unroll
-    for (int turn = 0; turn < ceil_div(kTasks, WARPS); ++turn) {
+    UNROLL for (int turn = 0; turn < ceil_div(kTasks, WARPS); ++turn) {
       const int task = turn * WARPS + warp;
       if (task < TasksA::kCount)
         of_a(turn, task);
@@ -160,15 +156,14 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
   }
 
   DEVICE void make_b(Real* to) const {
-#pragma unroll 1
-    for (int task = warp; task < TasksB::kCount; task += WARPS) {
+    ROLL for (int task = warp; task < TasksB::kCount; task += WARPS) {
       const int row = TasksB::row(task), column = TasksB::column(task);
       typename TasksB::Sums sums = {};
       Base::template multiply<SPAN / kStep, kUnroll>(
           sums, Base::template tiles_by_m<kT, false>(d_t + row * kSize + Math::template lane_a_by_m<kT, kPairs>(lane)),
           Base::template by_n<kX, true>(x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
-#pragma unroll
-      for (int m = 0; m < TasksB::MT; ++m) put<P1>(sums[m], to + (row + m * 16 + column_at(lane.g)) * P1 + column);
+      UNROLL for (int m = 0; m < TasksB::MT; ++m)
+        put<P1>(sums[m], to + (row + m * 16 + column_at(lane.g)) * P1 + column);
     }
   }
 
@@ -176,22 +171,18 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
     const u32 staged = slots + warp * (16 * (kWide * 8 + 8) * kSize);
     if constexpr (kSize == 2) __syncthreads();  // chunks are read
     each([&](int turn, int task) {
-#pragma unroll
-      for (int m = 0; m < kHigh; ++m)
+      UNROLL for (int m = 0; m < kHigh; ++m)
         put<P0>(sums[turn][m], of_a + (TasksA::row(task) + m * 16 + lane.g) * P0 + TasksA::column(task));
     }, [&](int turn, int task) {
-#pragma unroll
-      for (int m = 0; m < kHigh; ++m)
+      UNROLL for (int m = 0; m < kHigh; ++m)
         Base::template store_tile<SPAN, P1, P1, true>(
             sums[turn][m], TasksX::row(task) + m * 16, TasksX::column(task), of_x, staged, lane);
     });
   }
   // Sums as they are, STEP from row to row; the lane's first row begins at `to`.
   template <int STEP, int NT> DEVICE void put(const Real (&y)[NT][4], Real* to) const {
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 2; ++i)
         store_two<true>(to + i * 8 * STEP + n * 8 + lane.t * 2, y[n][i * 2], y[n][i * 2 + 1], true);
   }
 };

@@ -59,14 +59,10 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
     chunks.init(1, kWarps);
     if (threadIdx.x < 4) store_shared(memory + kZeros + threadIdx.x * 4, 0u);
     for (int at = threadIdx.x * 16; at < kMixed; at += kThreads * 16) store_u32x4(mixed + at, {});
-#pragma unroll 1
-    for (int slot = 0; slot < SLOTS; ++slot) Products::template clear_padding<Q0, Q1, kThreads>(ring.at(slot));
+    ROLL for (int slot = 0; slot < SLOTS; ++slot) Products::template clear_padding<Q0, Q1, kThreads>(ring.at(slot));
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
   DEVICE void produce() const {
     if (threadIdx.x >= kConsumers + 32)
@@ -76,21 +72,18 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
   }
 
   DEVICE void copy_x() const {
-#pragma unroll 1
-    for (u32 number = 0; number < units * kChunks; ++number) {
+    ROLL for (u32 number = 0; number < units * kChunks; ++number) {
       const int chunk = number % kChunks, at = number % Pass::CHUNKS;
       const u32 bytes = rows_of(chunk) * P1 * 2;
       const Element* from = static_cast<const Element*>(params.x) + unit(number / kChunks) * kX + chunk * (kChunk * P1);
       chunks.wait_until_empty(number);
       expect_bytes(chunks.full(at), P * bytes);
-#pragma unroll 1
-      for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, chunks.full(at));
+      ROLL for (int p = 0; p < P; ++p) load_run(place_of_x(at, p, 0, 0), from + p * (P0 * P1), bytes, chunks.full(at));
     }
   }
   DEVICE void copy_g() const {
     const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]);
-#pragma unroll 1
-    for (u32 position = 0; position < units * Q; ++position) {
+    ROLL for (u32 position = 0; position < units * Q; ++position) {
       const u32 slot = position % SLOTS;
       ring.wait_until_empty(position);
       Products::template copy<Q0, Q1, kCopiers>(
@@ -106,14 +99,12 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
     typename Products::SumsA d_a = {};
     typename Products::SumsB d_b = {};
     float d_m[1][4] = {};
-#pragma unroll 1
-    for (u32 position = 0; position < units; ++position) {
+    ROLL for (u32 position = 0; position < units; ++position) {
       settle_places();
       mix(position, normal_m);
       fence_copy_engine();
       sync_threads<kConsumers>(1);
-#pragma unroll 1
-      for (int q = warpgroup; q < Q; q += GROUPS) {
+      ROLL for (int q = warpgroup; q < Q; q += GROUPS) {
         settle_places();
         const u32 number = position * Q + q, slot = number % SLOTS;
         ring.wait_until_full(number);
@@ -122,8 +113,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
         Products::visit(mixed + q * (kSlab + 128), ring.at(slot), scale_a, scale_b, d_a, d_b, d_z);
         ring.release(slot, lane.index);
         sync_threads<128>(2 + warpgroup);  // dT and Z have been read
-#pragma unroll
-        for (int j = 0; j < Products::kP1 / 2; j += 2) {
+        UNROLL for (int j = 0; j < Products::kP1 / 2; j += 2) {
           const int row = first + lane.g + j / 2 % 2 * 8;
           if ((P0 == 64 || row < P0) && j / 4 < kRow)
             store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j], d_z[j + 1]).bits);
@@ -138,8 +128,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
         mixed, [&](int n) -> const float(&)[4] { return d_m[n]; },
         [&](int, int index, const float(&sum)[4]) {
           const Lane at(index);
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
+          UNROLL for (int i = 0; i < 2; ++i)
             if (at.g < Q && at.t * 2 + i < P) store_global(sums + at.g * P + at.t * 2 + i, sum[i]);
         },
         [] { sync_threads<kConsumers>(1); });
@@ -168,21 +157,16 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
   DEVICE void mix(u32 position, float normal_m) const {
     const u32 weights = mixing_weights<Element>(lane, [&](int q, int p) { return weight(q, p, normal_m); });
     const int warp = threadIdx.x / 32;
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 number = position * kChunks + chunk, at = number % Pass::CHUNKS;
       chunks.wait_until_full(number);
       u32 columns[kRows][2][4], mixtures[4];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+      UNROLL for (int i = 0; i < kRows; ++i)
+        UNROLL for (int half = 0; half < 2; ++half)
           if (has(chunk, warp + i * kWarps))
             load_matrices<true>(columns[i][half], x_or_zeros(at, warp + i * kWarps, half * 4 + lane.index / 8));
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+      UNROLL for (int i = 0; i < kRows; ++i)
+        UNROLL for (int half = 0; half < 2; ++half)
           if (has(chunk, warp + i * kWarps)) {
             mix_columns<Element>(mixtures, columns[i][half], weights, 1 / normal_m);
             store_matrices_transposed(
@@ -195,16 +179,13 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
     const u32 weights = mixing_weights<Element>(lane, [&](int p, int q) { return weight(q, p, normal_m); });
     const int warp = threadIdx.x / 32, state = lane.index % 8;
     Element* to = static_cast<Element*>(params.y) + unit(position) * kX;
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 at = (position * kChunks + chunk) % Pass::CHUNKS;
       u32 columns[kRows][2][4], mixtures[4];
       float sums[kRows][4] = {};
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
+      UNROLL for (int i = 0; i < kRows; ++i)
         if (has(chunk, warp + i * kWarps))
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          UNROLL for (int half = 0; half < 2; ++half) {
             const int piece = half * 4 + lane.index / 8;
             const bool here = (Q == 8 || state < Q) && (kRow == 8 || piece < kRow);
             const u32 from = here ? place_of_z(state, chunk * kChunk + warp + i * kWarps, piece) : memory + kZeros;
@@ -212,31 +193,26 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
             load_matrices<false>(left, from);
             load_matrices<false>(right, x_or_zeros(at, warp + i * kWarps, piece));
             load_matrices<true>(columns[i][half], from);
-#pragma unroll
-            for (int k = 0; k < 4; k += 2) {
+            UNROLL for (int k = 0; k < 4; k += 2) {
               const u32 rows[4] = {left[k], 0, left[k + 1], 0}, with[2] = {right[k], right[k + 1]};
               multiply_16<Element>(sums[i], rows, with);
             }
           }
       __syncwarp();
       chunks.release(at, lane.index);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
+      UNROLL for (int i = 0; i < kRows; ++i)
         if (has(chunk, warp + i * kWarps))
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          UNROLL for (int half = 0; half < 2; ++half) {
             mix_columns<Element>(mixtures, columns[i][half], weights, 1 / normal_m);
             store_matrices_transposed(
                 place_of_z(state, chunk * kChunk + warp + i * kWarps, half * 4 + lane.index / 8), mixtures);
           }
       __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
+      UNROLL for (int i = 0; i < kRows; ++i) {
         const int row = chunk * kChunk + warp + i * kWarps;
         d_m[0] += sums[i][0], d_m[1] += sums[i][1];
         if (has(chunk, warp + i * kWarps))
-#pragma unroll
-          for (int j = lane.index; j < P * kRow; j += 32)
+          UNROLL for (int j = lane.index; j < P * kRow; j += 32)
             store_words<16>(to + j / kRow * (P0 * P1) + row * P1 + j % kRow * 8,
                             load_words<16>(place_of_z(j / kRow, row, j % kRow)));
       }

@@ -55,10 +55,7 @@ template <class Pass> struct PairSplitBackward {
       for (u32 at = a + threadIdx.x * 16; at < groups + GROUPS * kGroup; at += (kConsumers + 128) * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == GROUPS)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   // A state's fours on their way to a thread, and to their places
@@ -66,8 +63,7 @@ template <class Pass> struct PairSplitBackward {
   template <int ROWS, int COLUMNS, bool MADE = false>
   DEVICE void load(const void* from, i64 unit, u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
     const float* state = static_cast<const float*>(from) + unit * (ROWS * COLUMNS);
-#pragma unroll
-    for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
+    UNROLL for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
       const int j = i * 128 + threadIdx.x % 128;
       const bool present = unit < units && (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4);
       if constexpr (MADE)
@@ -77,8 +73,7 @@ template <class Pass> struct PairSplitBackward {
     }
   }
   template <int ROWS, int COLUMNS> DEVICE void put(u32 to, const u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
-#pragma unroll
-    for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
+    UNROLL for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
       const int j = i * 128 + threadIdx.x % 128;
       if (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4)
         put_four<PIECES>(to + place_in_block(j / (COLUMNS / 4), j % (COLUMNS / 4) * 4), x[i]);
@@ -92,8 +87,7 @@ template <class Pass> struct PairSplitBackward {
     load<P0, P1>(params.x, unit, x);
     int group = 0;
     u32 phase = 1;
-#pragma unroll 1
-    while (unit < units) {
+    ROLL while (unit < units) {
       unit += gridDim.x;
       states.wait_until_empty({g_state(group), phase});
       put<Q0, Q1>(g_of(group), g);
@@ -115,8 +109,8 @@ template <class Pass> struct PairSplitBackward {
     int own = x_of(warpgroup), weights = a;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x + i64(warpgroup) * gridDim.x; unit < units; unit += i64(gridDim.x) * GROUPS, phase ^= 1) {
+    ROLL for (i64 unit = blockIdx.x + i64(warpgroup) * gridDim.x; unit < units;
+              unit += i64(gridDim.x) * GROUPS, phase ^= 1) {
       stay_here(lane.index, first), stay_here(own, weights);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 x = own, g = x + kState, d_t = g + kState, a = weights, b = a + kState;
@@ -128,13 +122,12 @@ template <class Pass> struct PairSplitBackward {
         });
         wait_for_products<0>();
         sums.arrived();
-#pragma unroll
-        for (int j = 0; j < kQ1 / 2; j += 2) {
+        UNROLL for (int j = 0; j < kQ1 / 2; j += 2) {
           const int row = first + lane.g + j / 2 % 2 * 8;
           u32 word[PIECES];
           split_pair(sums.high, j, P0 == 64 || row < P0, word);
-#pragma unroll
-          for (int i = 0; i < PIECES; ++i) store_shared(d_t + i * kPieceBytes + place_in_block(row, j / 4 * 8 + lane.t * 2), word[i]);
+          UNROLL for (int i = 0; i < PIECES; ++i)
+            store_shared(d_t + i * kPieceBytes + place_in_block(row, j / 4 * 8 + lane.t * 2), word[i]);
         }
       }
       fence_copy_engine();
@@ -147,17 +140,13 @@ template <class Pass> struct PairSplitBackward {
         });
         wait_for_products<0>();
         sums.arrived();
-#pragma unroll
-        for (int s = 0; s < kQ1 / 16; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
+        UNROLL for (int s = 0; s < kQ1 / 16; ++s) {
+          UNROLL for (int i = 0; i < 4; ++i) {
             u32 word[PIECES];
             split_pair(sums.high, s * 8 + i * 2, true, word);
-#pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) t[s][piece][i] = word[piece];
+            UNROLL for (int piece = 0; piece < PIECES; ++piece) t[s][piece][i] = word[piece];
           }
-#pragma unroll
-          for (int piece = 0; piece < PIECES; ++piece) settle(t[s][piece]);
+          UNROLL for (int piece = 0; piece < PIECES; ++piece) settle(t[s][piece]);
         }
       }
       {
@@ -197,8 +186,7 @@ template <class Pass> struct PairSplitBackward {
   }
 
   DEVICE void store(const float (&d_x)[kP1 / 2], float* to) const {
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 2) {
+    UNROLL for (int j = 0; j < kP1 / 2; j += 2) {
       const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
       if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) store_two<true>(to + row * P1 + column, d_x[j], d_x[j + 1], true);
     }

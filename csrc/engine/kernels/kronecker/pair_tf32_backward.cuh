@@ -64,10 +64,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       for (u32 at = a + threadIdx.x * 16; at < ring.at(2); at += kThreads * 16) store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2)
-      give_registers<kCopyRegisters>(), produce();
-    else
-      take_registers<kRegisters>(), consume();
+    part_ways<2, kRegisters, kCopyRegisters>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   static DEVICE float size_of(float x) { return fabsf(x) <= kLargestFloat ? fabsf(x) : 0.f; }
@@ -77,8 +74,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     most_of<32>(mosts);
     if (lane.index == 0) store_shared(most_at(which) + threadIdx.x / 32 % WARPS * 4, mosts[0]);
     sync_threads<WARPS * 32>(barrier);
-#pragma unroll
-    for (int i = 0; i < WARPS; i += 4) {
+    UNROLL for (int i = 0; i < WARPS; i += 4) {
       u32 x[4];
       load_u32x4(most_at(which) + i * 4, x);
       mosts[0] = larger_of(mosts[0], x);
@@ -90,17 +86,14 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   template <int Q, int P, class At> DEVICE float load_scaled(u32 to, int which, const At& at) const {
     constexpr int kRow = ceil_div(P, 2), kEach = ceil_div(Q * kRow, kConsumers);
     float w[kEach][2], most = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    UNROLL for (int i = 0; i < kEach; ++i) {
       const int q = (i * kConsumers + threadIdx.x) / kRow, p = (i * kConsumers + threadIdx.x) % kRow * 2;
       w[i][0] = q < Q ? at(q, p) : 0.f;
       w[i][1] = q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f;
     }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) most = fmaxf(most, fmaxf(size_of(w[i][0]), size_of(w[i][1])));
+    UNROLL for (int i = 0; i < kEach; ++i) most = fmaxf(most, fmaxf(size_of(w[i][0]), size_of(w[i][1])));
     const Scale scale(most_of_warps<8>(most, which, 1));
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    UNROLL for (int i = 0; i < kEach; ++i) {
       const int q = (i * kConsumers + threadIdx.x) / kRow, p = (i * kConsumers + threadIdx.x) % kRow * 2;
       if (q < Q) store_shared(to + place(q, p), Pair<f16>(w[i][0] * scale.there, w[i][1] * scale.there));
     }
@@ -127,32 +120,26 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     constexpr int kAll = kTogether * COLUMNS / 4, kAtOnce = 4;
     constexpr bool kWhole = ROWS == kLoaders * kTogether * kTimes && kAll % (32 * kAtOnce) == 0;
     const int count = rows_at<ROWS>(time) * (COLUMNS / 4);
-#pragma unroll
-    for (int turn = 0; turn < ceil_div(kAll, 32 * kAtOnce); ++turn) {
+    UNROLL for (int turn = 0; turn < ceil_div(kAll, 32 * kAtOnce); ++turn) {
       const int from = turn * 32 * kAtOnce + lane.index;
       u32 x[kAtOnce][4];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
         if (kWhole || from + i * 32 < count) load_u32x4(landing_at(time) + (from + i * 32) * 16, x[i]);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
         if (kWhole || from + i * 32 < count) act(from + i * 32, x[i]);
     }
   }
   // The largest that is finite, once it has arrived
   template <int WHICH, int ROWS, int COLUMNS> DEVICE float most_of_rows() const {
     float most = 0;
-#pragma unroll
-    for (int time = 0; time < kTimes; ++time) {
+    UNROLL for (int time = 0; time < kTimes; ++time) {
       wait_for_bytes(arrived(time), WHICH == X);  // G's is the first of two
       each_four<ROWS, COLUMNS>(time, [&](int, const u32(&x)[4]) { most = fmaxf(most, larger_of(0.f, x)); });
     }
     if (most <= kLargestFloat) return most;
     most = 0;
-#pragma unroll 1
-    for (int time = 0; time < kTimes; ++time)
-#pragma unroll 1
-      for (int j = lane.index; j < rows_at<ROWS>(time) * COLUMNS; j += 32)
+    ROLL for (int time = 0; time < kTimes; ++time)
+      ROLL for (int j = lane.index; j < rows_at<ROWS>(time) * COLUMNS; j += 32)
         most = fmaxf(most, size_of(__uint_as_float(load_u32(landing_at(time) + j * 4))));
     return most;
   }
@@ -163,8 +150,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     const Scale scale(most_of_warps<kLoaders>(most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, 4));
     ring.wait_until_empty({WHICH, phase});
     if (threadIdx.x == kConsumers) store_shared(back_of(WHICH), scale.back);
-#pragma unroll
-    for (int time = 0; time < kTimes; ++time) {
+    UNROLL for (int time = 0; time < kTimes; ++time) {
       each_four<ROWS, COLUMNS>(time, [&](int j, const u32(&x)[4]) {
         const auto two = [&](int i) {
           return Pair<f16>(__uint_as_float(x[i]) * scale.there, __uint_as_float(x[i + 1]) * scale.there).bits;
@@ -181,10 +167,8 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   DEVICE void produce() const {
     const void* grad = params.weights[Pass::GRAD];
     u32 phase = 1;
-#pragma unroll
-    for (int time = 0; time < kTimes; ++time) ask<Q0, Q1>(grad, blockIdx.x, time);
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
+    UNROLL for (int time = 0; time < kTimes; ++time) ask<Q0, Q1>(grad, blockIdx.x, time);
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
       bring<G, Q0, Q1, P0, P1>(phase, params.x, unit);
       bring<X, P0, P1, Q0, Q1>(phase, grad, unit + gridDim.x);
     }
@@ -198,8 +182,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     sync_threads<kConsumers>(1);
     float d_a[kParts * 32] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
+    ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
       stay_here(lane.index, first);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 x = ring.at(X), g = ring.at(G);
@@ -211,18 +194,15 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       u32 t[kQ1 / 16][4];
       float scale[2] = {back_x * back_b, back_x * back_b};
       make_state(t, scale, x);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
+      UNROLL for (int part = 0; part < kParts; ++part) {
         float sums[32];
         make_products<kQ1 / 16>(
             sums, [&](int s) { Wgmma<f16, 64>::multiply(sums, t[s], by_k(g, part * 64, s), s > 0); });
-#pragma unroll
-        for (int j = 0; j < 32; ++j) d_a[part * 32 + j] += sums[j] * (scale[j / 2 % 2] * back_g);
+        UNROLL for (int j = 0; j < 32; ++j) d_a[part * 32 + j] += sums[j] * (scale[j / 2 % 2] * back_g);
       }
       __syncwarp();
       ring.release(G, lane.index);
-#pragma unroll 1
-      for (int half = 0; half < ceil_div(kP0, 64); ++half) {
+      ROLL for (int half = 0; half < ceil_div(kP0, 64); ++half) {
         float sums[kP1 / 2];
         const int rows = kP0 > 64 ? half ^ warpgroup : 0, from = rows * 64 * 128;  // its own ones first
         wait_for_bytes(rows_full(rows), phase);
@@ -232,8 +212,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
         const float back = load_sum(back_of_rows(rows), 0.f) * back_x;
         wait_for_products<0>();
         touch(sums);
-#pragma unroll
-        for (int j = 0; j < kP1 / 2; ++j) d_b[j] += sums[j] * back;
+        UNROLL for (int j = 0; j < kP1 / 2; ++j) d_b[j] += sums[j] * back;
       }
       __syncwarp();
       if (lane.index == 0) arrive(ring.empty(X)), arrive(rows_empty());
@@ -255,13 +234,11 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       Wgmma<f16, kQ1>::multiply_turned(sums, by_column(a, warpgroup, s), by_column(g, 0, s), s > 0);
     });
     float mosts[4] = {};
-#pragma unroll
-    for (int j = 0; j < kQ1 / 2; ++j) mosts[j % 4] = fmaxf(mosts[j % 4], fabsf(sums[j]));
+    UNROLL for (int j = 0; j < kQ1 / 2; ++j) mosts[j % 4] = fmaxf(mosts[j % 4], fabsf(sums[j]));
     float most = fmaxf(fmaxf(mosts[0], mosts[1]), fmaxf(mosts[2], mosts[3]));
     if (most > kLargestFloat) {
       most = 0;
-#pragma unroll
-      for (float sum : sums) most = fmaxf(most, size_of(sum));
+      UNROLL for (float sum : sums) most = fmaxf(most, size_of(sum));
     }
     const Scale scale(most_of_warps<4>(most, 4 + warpgroup, 2 + warpgroup));
     wait_for_bytes(rows_empty(), phase);
@@ -275,22 +252,17 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     float sums[kQ1 / 2], most[2] = {};
     make_products<kP1 / 16>(
         sums, [&](int s) { Wgmma<f16, kQ1>::multiply(sums, by_k(x, warpgroup * 64, s), by_k(b, 0, s), s > 0); });
-#pragma unroll
-    for (int j = 0; j < kQ1 / 2; ++j) most[j / 2 % 2] = fmaxf(most[j / 2 % 2], fabsf(sums[j]));
+    UNROLL for (int j = 0; j < kQ1 / 2; ++j) most[j / 2 % 2] = fmaxf(most[j / 2 % 2], fabsf(sums[j]));
     most_of<4>(most);
     const Scale scales[2] = {Scale(most[0]), Scale(most[1])};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) back[i] *= scales[i].back;
+    UNROLL for (int i = 0; i < 2; ++i) back[i] *= scales[i].back;
     as_left<Q1>(t, sums, lane, {scales[0].there, scales[1].there});
   }
 
   DEVICE void store(float (&d_x)[kP1 / 2], float scale, float* to) const {
-#pragma unroll
-    for (float& x : d_x) x *= scale;
-#pragma unroll
-    for (int j = 0; j < kP1 / 2; j += 8)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+    UNROLL for (float& x : d_x) x *= scale;
+    UNROLL for (int j = 0; j < kP1 / 2; j += 8)
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int row = first + lane.g + i * 8, column = j * 2 + lane.t % 2 * 8 + lane.t / 2 * 4;
         u32 word[4];
         four_columns(d_x + j + i * 2, word);

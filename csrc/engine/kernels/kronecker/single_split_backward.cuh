@@ -51,10 +51,7 @@ template <class Pass> struct SingleSplitBackward {
         store_u32x4(at, {});
     fence_copy_engine();
     __syncthreads();
-    if (warpgroup == 2)
-      give_registers<Pass::COPY_REGISTERS>(), produce();
-    else
-      take_registers<Pass::REGISTERS>(), consume();
+    part_ways<2, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
   // Where a unit begins in a state whose contracted mode has N's, and from one row of it to the next
@@ -72,14 +69,12 @@ template <class Pass> struct SingleSplitBackward {
     const int row = threadIdx.x % 128 / 16, column = threadIdx.x % 16 * 4;
     const float* from = static_cast<const float*>(state) + place_of<N>(unit) + row * i64(kStep<N>) + column +
                         block * (kByColumns ? i64(64) * INNER : i64(64));
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
+    UNROLL for (int i = 0; i < 8; ++i)
       load_global(from + i64(i * 8) * kStep<N>, x[i], unit < units && inside<N>(block, row + i * 8, column));
   }
   template <int N> DEVICE void put(u32 to, int block, const Fours& x) const {
     const int row = threadIdx.x % 128 / 16, column = threadIdx.x % 16 * 4;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
+    UNROLL for (int i = 0; i < 8; ++i)
       if (inside<N>(block, row + i * 8, column)) put_four<PIECES>(to + block * kBlock + place_in_block(row + i * 8, column), x[i]);
   }
   // Blocks in the order in which they are needed and free: two are on their way while one is put.
@@ -91,8 +86,7 @@ template <class Pass> struct SingleSplitBackward {
     load<P>(params.x, unit, 0, other);
     int group = 0;
     u32 phase = 1;
-#pragma unroll 1
-    for (; unit < units; unit += gridDim.x) {
+    ROLL for (; unit < units; unit += gridDim.x) {
       const i64 next = unit + gridDim.x;
       const u32 x = x_of(group), g = g_of(group);
       states.wait_until_empty({state(group, 1), phase});
@@ -131,14 +125,13 @@ template <class Pass> struct SingleSplitBackward {
     int own = x_of(group), weights = weight + part * kBlock;
     float d_w[kParts][32] = {};  // 64 q's each
     u32 phase = 0;
-#pragma unroll 1
-    for (i64 unit = blockIdx.x + i64(group) * gridDim.x; unit < units; unit += i64(gridDim.x) * kGroups, phase ^= 1) {
+    ROLL for (i64 unit = blockIdx.x + i64(group) * gridDim.x; unit < units;
+              unit += i64(gridDim.x) * kGroups, phase ^= 1) {
       stay_here(lane.index, first), stay_here(own, weights);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 x = own + part * kBlock, all_g = own + kParts * kBlock;
       Sums d_x;
-#pragma unroll
-      for (int h = 0; h < kParts; ++h) {
+      UNROLL for (int h = 0; h < kParts; ++h) {
         const u32 g = all_g + h * kBlock, w = weights + h * kParts * kBlock;
         states.wait_until_full({state(group, 1 + h), phase});
         if (h == 0) states.wait_until_full({state(group, 0), phase});
@@ -170,8 +163,7 @@ template <class Pass> struct SingleSplitBackward {
 
   DEVICE void store(const float (&d_x)[32], float* to, int part) const {
     to += part * (kByColumns ? i64(64) * INNER : i64(64));
-#pragma unroll
-    for (int j = 0; j < 32; j += 2) {
+    UNROLL for (int j = 0; j < 32; j += 2) {
       const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
       if (inside<P>(part, row, column)) store_two<true>(to + i64(row) * kStep<P> + column, d_x[j], d_x[j + 1], true);
     }
@@ -183,8 +175,7 @@ template <class Pass> struct SingleSplitBackward {
         groups, [&](int n) -> const float(&)[4] { return reinterpret_cast<const float(&)[4]>(d_w[n / 8][n % 8 * 4]); },
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
+          UNROLL for (int i = 0; i < 4; ++i) {
             const int p = member / 32 * 16 + at.g + i / 2 * 8, q = n * 8 + at.t * 2 + i % 2;
             if (q < Q && p < P) store_global(to + q * P + p, sum[i]);
           }

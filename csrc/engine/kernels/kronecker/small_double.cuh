@@ -87,8 +87,7 @@ template <class Pass> struct SmallDoubleBase {
   // A weight [Q, P] in rows of whole pieces of 16 bytes, or turned.
   template <int Q, int P, bool TURNED> DEVICE void load_weight(int parameter, u32 to) const {
     const double* from = static_cast<const double*>(params.weights[parameter]);
-#pragma unroll 1
-    for (int j = threadIdx.x; j < Q * P; j += kBlock) {
+    ROLL for (int j = threadIdx.x; j < Q * P; j += kBlock) {
       const int row = TURNED ? j % P : j / P, column = TURNED ? j / P : j % P;
       store_shared(weights + to + (row * round_up(TURNED ? Q : P, 2) + column) * 8, from[j]);
     }
@@ -116,39 +115,31 @@ template <class Pass> struct SmallDoubleBase {
   // All p of the thread's columns. Those behind the last one are it again, for nothing.
   template <class S, class State, int EACH>
   DEVICE void load_columns(double (&x)[EACH][State::size(S::MODE)], u32 from) const {
-#pragma unroll
-    for (int c = 0; c < EACH; ++c) {
+    UNROLL for (int c = 0; c < EACH; ++c) {
       const u32 at = from + State::template column<S::MODE, S::REVERSED>(min(thread + c * kThreads, S::COLUMNS - 1)) * 8;
-#pragma unroll
-      for (int p = 0; p < State::size(S::MODE); ++p) x[c][p] = load_f64(at + p * State::step(S::MODE) * 8);
+      UNROLL for (int p = 0; p < State::size(S::MODE); ++p) x[c][p] = load_f64(at + p * State::step(S::MODE) * 8);
     }
   }
 
-  // put(c, q, y) of all sums of the thread's columns, some q's at once: as many sums as hide an FMA's latency. UNROLL: how
+  // put(c, q, y) of all sums of the thread's columns, some q's at once: as many sums as hide an FMA's latency. TIMES: how
   // many times that is written out.
-  template <int Q, int UNROLL = Q, int P, int EACH, class Put>
+  template <int Q, int TIMES = Q, int P, int EACH, class Put>
   DEVICE void multiply(const double (&x)[EACH][P], u32 weight, const Put& put) const {
     constexpr int kAtOnce = EACH < 6 ? 6 / EACH : 1;
-#pragma unroll UNROLL
-    for (int first = 0; first < Q; first += kAtOnce) {
+    UNROLL_BY(TIMES) for (int first = 0; first < Q; first += kAtOnce) {
       double y[kAtOnce][EACH];
-#pragma unroll
-      for (int p = 0; p < P; p += 2)
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+      UNROLL for (int p = 0; p < P; p += 2)
+        UNROLL for (int i = 0; i < kAtOnce; ++i) {
           if (Q % kAtOnce && first + i >= Q) continue;
           double w[2];
           load_f64x2(weight + ((first + i) * round_up(P, 2) + p) * 8, w[0], w[1]);
-#pragma unroll
-          for (int c = 0; c < EACH; ++c) {
+          UNROLL for (int c = 0; c < EACH; ++c) {
             y[i][c] = p ? y[i][c] + w[0] * x[c][p] : w[0] * x[c][0];
             if (p + 1 < P) y[i][c] += w[1] * x[c][p + 1];
           }
         }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int c = 0; c < EACH; ++c)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
+        UNROLL for (int c = 0; c < EACH; ++c)
           if (Q % kAtOnce == 0 || first + i < Q) put(c, first + i, y[i][c]);
     }
   }
@@ -156,8 +147,8 @@ template <class Pass> struct SmallDoubleBase {
   template <class S, class State, int P, int EACH>
   DEVICE void put_columns(const double (&x)[EACH][P], u32 weight, u32 to) const {
     u32 at[EACH];
-#pragma unroll
-    for (int c = 0; c < EACH; ++c) at[c] = to + State::template column<S::MODE, S::REVERSED>(thread + c * kThreads) * 8;
+    UNROLL for (int c = 0; c < EACH; ++c)
+      at[c] = to + State::template column<S::MODE, S::REVERSED>(thread + c * kThreads) * 8;
     multiply<State::size(S::MODE)>(x, weight, [&](int c, int q, double y) {
       const bool there = (c + 1) * kThreads <= S::COLUMNS || thread + c * kThreads < S::COLUMNS;
       store_shared(at[c] + q * State::step(S::MODE) * 8, y, there);
@@ -191,8 +182,7 @@ template <class Pass> struct SmallDouble : SmallDoubleBase<Pass> {
     __syncthreads();
     int slot = 0;
     u32 phase = 0;
-#pragma unroll 1
-    for (; unit < units; unit += step) {
+    ROLL for (; unit < units; unit += step) {
       stay_here(thread, slot);  // or the places of all columns are kept from unit to unit, and spilled
       wait_for_bytes(barriers + slot * 8, phase);
       {

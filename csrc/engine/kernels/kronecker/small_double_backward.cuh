@@ -55,8 +55,7 @@ template <class Pass> struct SmallDoubleBackward : SmallDoubleBase<Pass> {
     Pass::load_weights(*this);
     __syncthreads();
     Sums sums = {};
-#pragma unroll 1
-    for (; unit < units; unit += step) {
+    ROLL for (; unit < units; unit += step) {
       if constexpr (WARPS > 1) {  // or the places of many columns are kept from unit to unit, and spilled
         stay_here(thread, lane.index);
         lane = Lane(lane.index);
@@ -110,26 +109,22 @@ template <class Pass> struct SmallDoubleBackward : SmallDoubleBase<Pass> {
     constexpr bool kWhole = S::COLUMNS % 8 == 0;
     const u32 left = behind<S>() + lane.g * Out::step(S::MODE) * 8, right = before<S>() + lane.g * In::step(S::MODE) * 8;
     constexpr int kTurns = ceil_div(kEights, WARPS);
-#pragma unroll (kTurns <= 16 ? kTurns : 4)
-    for (int turn = 0; turn < kTurns; ++turn) {
+    UNROLL_BY(kTurns <= 16 ? kTurns : 4) for (int turn = 0; turn < kTurns; ++turn) {
       const int eight = WARPS == 1 ? turn : turn * WARPS + thread / 32;
       if (kEights % WARPS && eight >= kEights) break;
       double a[4] = {}, b[S::TILES][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int column = S::SPREAD ? lane.t * (2 * kEights) + eight * 2 + i : eight * 8 + i * 4 + lane.t;
         const bool there = kWhole || column < S::COLUMNS;
         const u32 from = left + Out::template column<S::MODE, S::PRODUCT_REVERSED>(column) * 8;
         a[i * 2] = load_f64(from, there && (S::Q >= 8 || lane.g < S::Q));
         if constexpr (S::Q > 8)
           a[i * 2 + 1] = load_f64(from + 8 * Out::step(S::MODE) * 8, there && (S::Q == 16 || lane.g + 8 < S::Q));
-#pragma unroll
-        for (int n = 0; n < S::TILES; ++n)
+        UNROLL for (int n = 0; n < S::TILES; ++n)
           b[n][i] = load_f64(right + (In::template column<S::MODE, S::PRODUCT_REVERSED>(column) + n * 8 * In::step(S::MODE)) * 8,
                              there && (n * 8 + 8 <= S::P || lane.g + n * 8 < S::P));
       }
-#pragma unroll
-      for (int n = 0; n < S::TILES; ++n) multiply_f64(sums[S::FOURS + n], a, b[n]);
+      UNROLL for (int n = 0; n < S::TILES; ++n) multiply_f64(sums[S::FOURS + n], a, b[n]);
     }
   }
 
@@ -143,8 +138,7 @@ template <class Pass> struct SmallDoubleBackward : SmallDoubleBase<Pass> {
   // Tile n of all, if it is of this step's
   template <class S> DEVICE void place(int n, Lane at, const double (&sum)[4], double* to) const {
     if (n < S::FOURS || n >= S::FOURS + S::TILES) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       const int q = at.g + i / 2 * 8, p = (n - S::FOURS) * 8 + at.t * 2 + i % 2;
       if (q < S::Q && p < S::P) store_global(to + S::TO + q * S::P + p, sum[i]);
     }

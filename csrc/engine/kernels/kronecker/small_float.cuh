@@ -13,43 +13,32 @@
 #include "finish/sums.cuh"
 
 template <int N> DEVICE void load_row(u32 from, float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 4) {
+  UNROLL for (int i = 0; i < N; i += 4) {
     u32 word[4];
     load_u32x4(from + i * 4, word);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[i + j] = __uint_as_float(word[j]);
+    UNROLL for (int j = 0; j < 4; ++j) x[i + j] = __uint_as_float(word[j]);
   }
 }
 template <int N> DEVICE void store_row(u32 to, const float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 4)
+  UNROLL for (int i = 0; i < N; i += 4)
     store_u32x4(to + i * 4, {__float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
                              __float_as_uint(x[i + 3])});
 }
 
 // Y += w x', y = w X and y = X w of what registers hold.
 template <int M, int N> DEVICE void add_outer(float (&y)[M][N], const float (&w)[M], const float (&x)[N]) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int n = 0; n < N; ++n) y[m][n] += w[m] * x[n];
+  UNROLL for (int m = 0; m < M; ++m)
+    UNROLL for (int n = 0; n < N; ++n) y[m][n] += w[m] * x[n];
 }
 template <int M, int N> DEVICE void left_times(float (&y)[N], const float (&w)[M], const float (&x)[M][N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) y[n] = w[0] * x[0][n];
-#pragma unroll
-  for (int m = 1; m < M; ++m)
-#pragma unroll
-    for (int n = 0; n < N; ++n) y[n] += w[m] * x[m][n];
+  UNROLL for (int n = 0; n < N; ++n) y[n] = w[0] * x[0][n];
+  UNROLL for (int m = 1; m < M; ++m)
+    UNROLL for (int n = 0; n < N; ++n) y[n] += w[m] * x[m][n];
 }
 template <int M, int N> DEVICE void times_right(float (&y)[M], const float (&x)[M][N], const float (&w)[N]) {
-#pragma unroll
-  for (int m = 0; m < M; ++m) y[m] = x[m][0] * w[0];
-#pragma unroll
-  for (int n = 1; n < N; ++n)
-#pragma unroll
-    for (int m = 0; m < M; ++m) y[m] += x[m][n] * w[n];
+  UNROLL for (int m = 0; m < M; ++m) y[m] = x[m][0] * w[0];
+  UNROLL for (int n = 1; n < N; ++n)
+    UNROLL for (int m = 0; m < M; ++m) y[m] += x[m][n] * w[n];
 }
 
 // What the passes forward and backward have in common: where weights and states lie, and what makes the states.
@@ -85,8 +74,7 @@ template <class Pass> struct SmallFloatState {
   }
   template <int N, u32 AT> DEVICE void load_weight(int parameter) const {
     const float* from = static_cast<const float*>(params.weights[parameter]);
-#pragma unroll 1
-    for (int j = threadIdx.x; j < N * N; j += Pass::THREADS) {
+    ROLL for (int j = threadIdx.x; j < N * N; j += Pass::THREADS) {
       const float x = from[j];
       store_shared(weights + AT + j * 4, x);
       store_shared(weights + AT + (N * N + j % N * N + j / N) * 4, x);
@@ -96,34 +84,27 @@ template <class Pass> struct SmallFloatState {
   // [a, b] of a column (c, d, e). Behind the last unit zeros: what x was before must not stay in registers until here.
   DEVICE void load(float (&x)[A][B], i64 unit, int column) const {
     const float* from = static_cast<const float*>(params.x) + unit * kSize + column;
-#pragma unroll
-    for (int i = 0; i < kOuter; ++i) x[i / B][i % B] = 0;
+    UNROLL for (int i = 0; i < kOuter; ++i) x[i / B][i % B] = 0;
     if (unit < units)
-#pragma unroll
-      for (int i = 0; i < kOuter; ++i) x[i / B][i % B] = from[i * kColumns];
+      UNROLL for (int i = 0; i < kOuter; ++i) x[i / B][i % B] = from[i * kColumns];
   }
   static DEVICE u32 place(int column) { return column / kInner * kRow + column % kInner * 4; }  // of its first element
   // b of a column, to shared memory
   DEVICE void put_column(const float (&x)[A][B], int column) const {
     const u32 to = state + place(column);
-#pragma unroll 2
-    for (int q = 0; q < B; ++q) {
+    UNROLL_BY(2) for (int q = 0; q < B; ++q) {
       float w[B], y[A];
       weight<B, kB>(q, w);
       times_right(y, x, w);
-#pragma unroll
-      for (int a = 0; a < A; ++a) store_shared(to + (a * B + q) * kSlab, y[a]);
+      UNROLL for (int a = 0; a < A; ++a) store_shared(to + (a * B + q) * kSlab, y[a]);
     }
   }
 
   // d of a row, of shared memory
   DEVICE void contract_d(float (&y)[D][E], u32 row) const {
-#pragma unroll
-    for (int q = 0; q < D; ++q)
-#pragma unroll
-      for (int e = 0; e < E; ++e) y[q][e] = 0;
-#pragma unroll 2
-    for (int p = 0; p < D; ++p) {
+    UNROLL for (int q = 0; q < D; ++q)
+      UNROLL for (int e = 0; e < E; ++e) y[q][e] = 0;
+    UNROLL_BY(2) for (int p = 0; p < D; ++p) {
       float w[D], x[E];
       turned<D, kD>(p, w);
       load_row(row + p * E * 4, x);
@@ -132,17 +113,14 @@ template <class Pass> struct SmallFloatState {
   }
   // e of a row, to shared memory
   DEVICE void put_row(const float (&x)[D][E], u32 row) const {
-#pragma unroll 1
-    for (int first = 0; first < E; first += 4) {
+    ROLL for (int first = 0; first < E; first += 4) {
       float y[4][D];
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
+      UNROLL for (int q = 0; q < 4; ++q) {
         float w[E];
         weight<E, kE>(first + q, w);
         times_right(y[q], x, w);
       }
-#pragma unroll
-      for (int d = 0; d < D; ++d) store_row(row + (d * E + first) * 4, {y[0][d], y[1][d], y[2][d], y[3][d]});
+      UNROLL for (int d = 0; d < D; ++d) store_row(row + (d * E + first) * 4, {y[0][d], y[1][d], y[2][d], y[3][d]});
     }
   }
 };
@@ -161,8 +139,7 @@ template <class Pass> struct SmallFloat : SmallFloatState<Pass> {
     Base::load(x, unit, threadIdx.x);
     Base::load_weights();
     __syncthreads();
-#pragma unroll 1
-    for (; unit < units; unit += gridDim.x) {
+    ROLL for (; unit < units; unit += gridDim.x) {
       contract_a(x);
       Base::put_column(x, threadIdx.x);
       __syncthreads();
@@ -180,24 +157,18 @@ template <class Pass> struct SmallFloat : SmallFloatState<Pass> {
 
   // Where it lies, four columns at a time. Registers have no room for the whole weight: behind a barrier it is read again.
   DEVICE void contract_a(float (&x)[A][B]) const {
-#pragma unroll
-    for (int first = 0; first < B; first += 4) {
+    UNROLL for (int first = 0; first < B; first += 4) {
       if (first + 4 == B) __syncthreads();  // the last unit has been read
       float some[A][4], y[A][4];
-#pragma unroll
-      for (int a = 0; a < A; ++a)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) some[a][i] = x[a][first + i];
-#pragma unroll
-      for (int q = 0; q < A; ++q) {
+      UNROLL for (int a = 0; a < A; ++a)
+        UNROLL for (int i = 0; i < 4; ++i) some[a][i] = x[a][first + i];
+      UNROLL for (int q = 0; q < A; ++q) {
         float w[A];
         Base::template weight<A, Base::kA>(q, w);
         left_times(y[q], w, some);
       }
-#pragma unroll
-      for (int a = 0; a < A; ++a)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[a][first + i] = y[a][i];
+      UNROLL for (int a = 0; a < A; ++a)
+        UNROLL for (int i = 0; i < 4; ++i) x[a][first + i] = y[a][i];
     }
   }
 
@@ -207,15 +178,13 @@ template <class Pass> struct SmallFloat : SmallFloatState<Pass> {
     const int column = lane % kLanes * 4;
     const float* biases = static_cast<const float*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * kSize + column;
     float* y_of_unit = static_cast<float*>(params.y) + unit * kSize + column;
-#pragma unroll 1
-    for (int slab = warp * kSlabs + lane / kLanes; slab < (warp + 1) * kSlabs; slab += 32 / kLanes) {
+    ROLL for (int slab = warp * kSlabs + lane / kLanes; slab < (warp + 1) * kSlabs; slab += 32 / kLanes) {
       const u32 from = state + slab * kSlab + column * 4;
       float y[C][4] = {};
       if constexpr (C == 1) {
         load_row(from, y[0]);
       } else {
-#pragma unroll 2
-        for (int p = 0; p < C; ++p) {
+        UNROLL_BY(2) for (int p = 0; p < C; ++p) {
           float w[C], x[4];
           Base::template turned<C, Base::kC>(p, w);
           load_row(from + p * kRow, x);
@@ -224,12 +193,10 @@ template <class Pass> struct SmallFloat : SmallFloatState<Pass> {
       }
       const float* bias = biases + i64(slab) * kColumns;
       float* to = y_of_unit + i64(slab) * kColumns;
-#pragma unroll
-      for (int q = 0; q < C; ++q) {
+      UNROLL for (int q = 0; q < C; ++q) {
         u32 word[4], more[4] = {};
         if constexpr (Pass::BIAS) load_global(bias + q * kInner, more);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
+        UNROLL for (int i = 0; i < 4; ++i)
           word[i] = __float_as_uint(activation.of(Pass::BIAS ? y[q][i] + __uint_as_float(more[i]) : y[q][i]));
         store_global<16>(to + q * kInner, word);
       }

@@ -34,10 +34,8 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
     Base::load(x, unit, column_of(0));
     Base::load_weights();
     __syncthreads();
-#pragma unroll 1
-    for (; unit < units; unit += gridDim.x) {
-#pragma unroll 1
-      for (int item = 0; item < kItems; ++item) {
+    ROLL for (; unit < units; unit += gridDim.x) {
+      ROLL for (int item = 0; item < kItems; ++item) {
         float y[A][B];
         contract_a(y, x);
         if (item + 1 < kItems) Base::load(x, unit, column_of(item + 1));
@@ -45,12 +43,10 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
       }
       ask_for(unit + gridDim.x);
       __syncthreads();
-#pragma unroll 1
-      for (int item = 0; item < kItems; ++item) back_by_row(unit, item * kThreads + warp * 32, sums);
+      ROLL for (int item = 0; item < kItems; ++item) back_by_row(unit, item * kThreads + warp * 32, sums);
       Base::load(x, unit, column_of(0));
       __syncthreads();
-#pragma unroll 1
-      for (int item = 0; item < kItems; ++item) {
+      ROLL for (int item = 0; item < kItems; ++item) {
         const bool more = item + 1 < kItems;
         back_by_column(x, unit, column_of(item), more ? unit : unit + gridDim.x, column_of(more ? item + 1 : 0), sums);
       }
@@ -66,17 +62,13 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
     if (unit >= units) return;
     const float* x = static_cast<const float*>(params.x) + unit * kSize;
     const float* grad = static_cast<const float*>(params.weights[Pass::GRAD]) + unit * kSize;
-#pragma unroll 1
-    for (int at = threadIdx.x * 32; at < kSize; at += kThreads * 32) prefetch(x + at), prefetch(grad + at);
+    ROLL for (int at = threadIdx.x * 32; at < kSize; at += kThreads * 32) prefetch(x + at), prefetch(grad + at);
   }
 
   DEVICE void contract_a(float (&y)[A][B], const float (&x)[A][B]) const {
-#pragma unroll
-    for (int q = 0; q < A; ++q)
-#pragma unroll
-      for (int b = 0; b < B; ++b) y[q][b] = 0;
-#pragma unroll
-    for (int p = 0; p < A; ++p) {
+    UNROLL for (int q = 0; q < A; ++q)
+      UNROLL for (int b = 0; b < B; ++b) y[q][b] = 0;
+    UNROLL for (int p = 0; p < A; ++p) {
       float w[A];
       Base::template turned<A, kA>(p, w);
       add_outer(y, w, x[p]);
@@ -88,15 +80,12 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
     __syncwarp();
     constexpr int kFours = N * N / 4;
     float sum[4] = {};
-#pragma unroll 8
-    for (int i = 0; i < kFours; ++i) {
+    UNROLL_BY(8) for (int i = 0; i < kFours; ++i) {
       float more[4];
       load_row(scratch + (lane / kFours + i * (32 / kFours)) * kRow + lane % kFours * 16, more);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] += more[j];
+      UNROLL for (int j = 0; j < 4; ++j) sum[j] += more[j];
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] += sum[i];
+    UNROLL for (int i = 0; i < 4; ++i) sums[i] += sum[i];
     __syncwarp();
   }
 
@@ -115,18 +104,14 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
       __syncwarp();
       float d_c[C][C] = {};
       const u32 from = scratch + lane / kLanes * kSlab + column * 4;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int p = 0; p < C; ++p) {
+      UNROLL for (int step = 0; step < kSteps; ++step) {
+        UNROLL for (int p = 0; p < C; ++p) {
           const u32 at = from + step * kAtOnce * kSlab + p * kRow;
           float x[4], w[C], y[4];
           load_row(at, x);
           Base::template turned<C, kC>(p, w);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-#pragma unroll
-            for (int q = 0; q < C; ++q) d_c[q][p] += g[step][q][i] * x[i];
+          UNROLL for (int i = 0; i < 4; ++i)
+            UNROLL for (int q = 0; q < C; ++q) d_c[q][p] += g[step][q][i] * x[i];
           left_times(y, w, g[step]);
           store_row(at, y);
         }
@@ -135,56 +120,45 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
       float u[D][E];
       load_rows(u, own);
       __syncwarp();
-#pragma unroll
-      for (int q = 0; q < C; ++q) store_row(own + q * C * 4, d_c[q]);
+      UNROLL for (int q = 0; q < C; ++q) store_row(own + q * C * 4, d_c[q]);
       add_up<C>(sums[2]);
       back_by_row(u, t, row, sums);
     } else {
       float u[D][E];
       const float* from = static_cast<const float*>(params.weights[Pass::GRAD]) + unit * kSize + i64(first + lane) * kInner;
-#pragma unroll
-      for (int d = 0; d < D; ++d)
-#pragma unroll
-        for (int e = 0; e < E; e += 4) {
+      UNROLL for (int d = 0; d < D; ++d)
+        UNROLL for (int e = 0; e < E; e += 4) {
           u32 word[4];
           load_global(from + d * E + e, word);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) u[d][e + i] = __uint_as_float(word[i]);
+          UNROLL for (int i = 0; i < 4; ++i) u[d][e + i] = __uint_as_float(word[i]);
         }
       back_by_row(u, t, row, sums);
     }
   }
   DEVICE void load_grad(float (&g)[kSteps][C][4], const float* from) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int c = 0; c < C; ++c) {
+    UNROLL for (int step = 0; step < kSteps; ++step)
+      UNROLL for (int c = 0; c < C; ++c) {
         u32 word[4];
         load_global(from + step * kAtOnce * kColumns + c * kInner, word);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) g[step][c][i] = __uint_as_float(word[i]);
+        UNROLL for (int i = 0; i < 4; ++i) g[step][c][i] = __uint_as_float(word[i]);
       }
   }
   static DEVICE void load_rows(float (&x)[D][E], u32 from) {
-#pragma unroll
-    for (int d = 0; d < D; ++d) load_row(from + d * E * 4, x[d]);
+    UNROLL for (int d = 0; d < D; ++d) load_row(from + d * E * 4, x[d]);
   }
   // e and d: from what d has made, `t`, and the gradient behind e, `u`.
   DEVICE void back_by_row(const float (&u)[D][E], const float (&t)[D][E], u32 row, float (&sums)[kModes][4]) const {
     float h[D][E] = {};
-#pragma unroll
-    for (int q = 0; q < E; ++q) {
+    UNROLL for (int q = 0; q < E; ++q) {
       float g[D], w[E], sum[E];
-#pragma unroll
-      for (int d = 0; d < D; ++d) g[d] = u[d][q];
+      UNROLL for (int d = 0; d < D; ++d) g[d] = u[d][q];
       Base::template weight<E, kE>(q, w);
       add_outer(h, g, w);
       left_times(sum, g, t);
       store_row(own + q * E * 4, sum);
     }
     add_up<E>(sums[kModes - 1]);
-#pragma unroll 2
-    for (int p = 0; p < D; ++p) {
+    UNROLL_BY(2) for (int p = 0; p < D; ++p) {
       float x[E], w[D], y[E], sum[D];
       load_row(row + p * E * 4, x);
       Base::template turned<D, kD>(p, w);
@@ -201,11 +175,9 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
     float t[A][B], h[A][B] = {};
     contract_a(t, x);
     const u32 from = state + Base::place(column);
-#pragma unroll 2
-    for (int q = 0; q < B; ++q) {
+    UNROLL_BY(2) for (int q = 0; q < B; ++q) {
       float g[A], w[B], sum[B];
-#pragma unroll
-      for (int a = 0; a < A; ++a) g[a] = __uint_as_float(load_u32(from + (a * B + q) * kSlab));
+      UNROLL for (int a = 0; a < A; ++a) g[a] = __uint_as_float(load_u32(from + (a * B + q) * kSlab));
       Base::template weight<B, kB>(q, w);
       add_outer(h, g, w);
       left_times(sum, g, t);
@@ -214,17 +186,14 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
     add_up<B>(sums[1]);
     float* to = static_cast<float*>(params.y) + unit * kSize + column;
     const float* ahead = static_cast<const float*>(params.x) + next_unit * kSize + next;
-#pragma unroll
-    for (int p = 0; p < A; ++p) {
+    UNROLL for (int p = 0; p < A; ++p) {
       float w[A], y[B], sum[A];
       Base::template turned<A, kA>(p, w);
       left_times(y, w, h);
-#pragma unroll
-      for (int b = 0; b < B; ++b) store_global(to + (p * B + b) * kColumns, y[b]);
+      UNROLL for (int b = 0; b < B; ++b) store_global(to + (p * B + b) * kColumns, y[b]);
       times_right(sum, h, x[p]);
       store_row(own + p * A * 4, sum);
-#pragma unroll
-      for (int b = 0; b < B; ++b) {
+      UNROLL for (int b = 0; b < B; ++b) {
         u32 word[1];
         load_global<4>(ahead + (p * B + b) * kColumns, word, next_unit < units);
         x[p][b] = __uint_as_float(word[0]);
@@ -235,8 +204,8 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
 
   // All warps' sums, to where this block's belong. Those of a and d are turned.
   DEVICE void store(const float (&sums)[kModes][4]) const {
-#pragma unroll
-    for (int mode = 0; mode < kModes; ++mode) store_row(state + (mode * kThreads + threadIdx.x) * 16, sums[mode]);
+    UNROLL for (int mode = 0; mode < kModes; ++mode)
+      store_row(state + (mode * kThreads + threadIdx.x) * 16, sums[mode]);
     __syncthreads();
     store_weight<A, 0, 0, true>(), store_weight<B, 1, A * A, false>();
     if constexpr (C > 1) store_weight<C, 2, A * A + B * B, false>();
@@ -246,16 +215,13 @@ template <class Pass> struct SmallFloatBackward : SmallFloatState<Pass> {
     constexpr int kFours = N * N / 4;
     if (threadIdx.x >= kFours) return;
     float sum[4] = {};
-#pragma unroll 4
-    for (int thread = threadIdx.x; thread < kThreads; thread += kFours) {
+    UNROLL_BY(4) for (int thread = threadIdx.x; thread < kThreads; thread += kFours) {
       float more[4];
       load_row(state + (MODE * kThreads + thread) * 16, more);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += more[i];
+      UNROLL for (int i = 0; i < 4; ++i) sum[i] += more[i];
     }
     float* to = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums + AT;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       const int at = threadIdx.x * 4 + i;
       store_global(to + (TURNED ? at % N * N + at / N : at), sum[i]);
     }

@@ -113,15 +113,12 @@ template <class Pass> struct Triple {
   DEVICE void make_middles() const {
     const int group = warpgroup / PARTS, part = warpgroup % PARTS;
     u32 held[1][Two::kStepsB][4];
-#pragma unroll
-    for (int s = 0; s < Two::kStepsB; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) two.hold(held, s, i, part * 64 + column(i % 2), 1.f);
+    UNROLL for (int s = 0; s < Two::kStepsB; ++s)
+      UNROLL for (int i = 0; i < 4; ++i) two.hold(held, s, i, part * 64 + column(i % 2), 1.f);
     u32 position = group * Two::kChunks, turn = 0;
     int slice = group;
     if constexpr (LAST == 0) expect_first(warpgroup);
-#pragma unroll 1
-    for (i64 sample = blockIdx.x;; slice += GROUPS, position += (GROUPS - 1) * Two::kChunks) {
+    ROLL for (i64 sample = blockIdx.x;; slice += GROUPS, position += (GROUPS - 1) * Two::kChunks) {
       for (; slice >= share(); slice -= share(), ++turn, sample += gridDim.x)
         if constexpr (LAST == 0) {
           const i64 done = sample - i64(BUFFERS - 1) * gridDim.x;  // what nobody waits for any more
@@ -133,8 +130,7 @@ template <class Pass> struct Triple {
         continue;
       }
       typename Two::template Sums<kN> y;
-#pragma unroll 1
-      for (int chunk = 0; chunk < Two::kChunks; ++chunk, ++position) {
+      ROLL for (int chunk = 0; chunk < Two::kChunks; ++chunk, ++position) {
         const u32 slot = position % Pass::SLOTS;
         two.ring.wait_until_full(position);
         typename Two::template Sums<Pass::CHUNK> t;
@@ -165,11 +161,9 @@ template <class Pass> struct Triple {
   // Rows of T, two of 32 bits from a thread's sums, or by pieces of 16 bytes
   DEVICE void send_sums(const float (&y)[kN / 2], u32 buffer, u32 phase, int slice, int part) const {
     const u32 to = middle + buffer * kMiddleBytes;
-#pragma unroll
-    for (int n = 0; n < kN; n += 8) {
+    UNROLL for (int n = 0; n < kN; n += 8) {
       wait_for_room(n, buffer, phase);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int q0 = in_order(n + lane.t * 2 + i), at = (q0 % kRows * Q1 + part * 64 + column(0)) * kSize;
         if ((Q0 % 16 == 0 || q0 < Q0) && (Q1 % 64 == 0 || part * 64 + column(0) < Q1))
           send_words(in_block(to + place_of_middle(slice, at / 16) + at % 16, q0 / kRows),
@@ -182,14 +176,11 @@ template <class Pass> struct Triple {
     constexpr int kPieces = kRow / 16;
     const u32 own = staged + warpgroup * kStagedBytes;
     const u32 to = middle + buffer * kMiddleBytes;
-#pragma unroll
-    for (int round = 0; round < kN; round += kRound) {
+    UNROLL for (int round = 0; round < kN; round += kRound) {
       sync_group<4, 16>(1 + warpgroup);  // the last rows have left
-#pragma unroll
-      for (int n = round; n < kN && n < round + kRound; n += kSize == 2 ? 16 : 8) put(y, own, n, n - round);
+      UNROLL for (int n = round; n < kN && n < round + kRound; n += kSize == 2 ? 16 : 8) put(y, own, n, n - round);
       sync_group<4, 16>(1 + warpgroup);
-#pragma unroll
-      for (int j = 0; j < kRound * kPieces; j += 128) {
+      UNROLL for (int j = 0; j < kRound * kPieces; j += 128) {
         const int row = (j + thread) / kPieces, piece = (j + thread) % kPieces, q0 = in_order(round + row);
         if (round + j / kPieces >= kN) break;
         wait_for_room(round + j / kPieces, buffer, phase);
@@ -218,8 +209,7 @@ template <class Pass> struct Triple {
     if constexpr (kSize == 2) {
       put_columns(y, own, n, row);
     } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
+      UNROLL for (int i = 0; i < 2; ++i)
         store_f32x2(own + place(row + lane.t * 2 + i, column(0) / 4) + column(0) % 4 * 4, y[n / 2 + i],
                     y[n / 2 + 2 + i]);
     }
@@ -227,8 +217,7 @@ template <class Pass> struct Triple {
   // Sixteen rows of 16 bits, which are columns of the sums
   template <int N> DEVICE void put_columns(const float (&y)[N], u32 own, int n, int row) const {
     u32 word[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n / 2 + i * 2], y[n / 2 + i * 2 + 1]).bits;
+    UNROLL for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n / 2 + i * 2], y[n / 2 + i * 2 + 1]).bits;
     store_matrices_transposed(place_of_columns(own, row), word);
   }
   DEVICE u32 place_of_columns(u32 own, int row) const {
@@ -239,8 +228,7 @@ template <class Pass> struct Triple {
   DEVICE void make_results(int group) const {
     u32 turn = 0;
     expect_first(group);
-#pragma unroll 1
-    for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) make_result(group, sample, turn);
+    ROLL for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) make_result(group, sample, turn);
   }
   DEVICE void expect_first(int group) const {
     if (group == 0 && thread == 0)
@@ -256,19 +244,15 @@ template <class Pass> struct Triple {
     wait_for_bytes(full(buffer), turn / BUFFERS & 1);
     if (group == 0 && thread == 0 && sample + i64(BUFFERS) * gridDim.x < samples) expect_bytes(full(buffer), bytes());
     if (group >= tiles) release(buffer);
-#pragma unroll 1
-    for (int tile = group; tile < tiles; tile += TILERS) {
+    ROLL for (int tile = group; tile < tiles; tile += TILERS) {
       if constexpr (Pass::BIAS && kSize == 2) copy_bias(sample, tile, group);
       float y[kNO / 2];
-#pragma unroll
-      for (int first = 0; first < kSteps; first += 4) {
+      UNROLL for (int first = 0; first < kSteps; first += 4) {
         u32 left[4][4];
-#pragma unroll
-        for (int s = first; s < kSteps && s < first + 4; ++s)
+        UNROLL for (int s = first; s < kSteps && s < first + 4; ++s)
           load_left(left[s - first], mine + tile * (64 * kSize) + s * kStep * kPitch);
         open_products();
-#pragma unroll
-        for (int s = first; s < kSteps && s < first + 4; ++s)
+        UNROLL for (int s = first; s < kSteps && s < first + 4; ++s)
           Wgmma<Part, kNO>::multiply(y, left[s - first], operand(o) + (s / 4 * kSlabO >> 4) + s % 4 * 2, s > 0);
         commit_products();
         wait_for_products<0>();
@@ -284,8 +268,7 @@ template <class Pass> struct Triple {
     if constexpr (kSize == 2) {
       load_matrices<true>(a, from);
     } else {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
+      UNROLL for (int k = 0; k < 2; ++k) {
         u32 two[2];
         load_u32x2(from + k * kPitch, two);
         a[2 * k] = tf32_of(two[0]), a[2 * k + 1] = tf32_of(two[1]);
@@ -307,8 +290,7 @@ template <class Pass> struct Triple {
   DEVICE void copy_bias(i64 sample, int tile, int group) const {
     const Element* bias = bias_of(sample, tile);
     sync_group<4, 16>(1 + warpgroup);  // the last results have left
-#pragma unroll
-    for (int k = 0; k < kNO; k += 16) {
+    UNROLL for (int k = 0; k < kNO; k += 16) {
       const int q = k + thread / 8, piece = thread % 8;
       const bool present = (QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns();
       copy_async<16>(results_of(group) + swizzled(q, piece), present ? bias + q * (Q0 * Q1) + piece * 8 : bias, present);
@@ -319,35 +301,29 @@ template <class Pass> struct Triple {
     if constexpr (Pass::BIAS && kSize == 2) {
       wait_for_copies<0>();
       sync_group<4, 16>(1 + warpgroup);
-#pragma unroll
-      for (int n = 0; n < kNO; n += 16) {
+      UNROLL for (int n = 0; n < kNO; n += 16) {
         u32 word[4];
         load_matrices<true>(word, place_of_columns(results_of(group), n));
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[n / 2 + i] += widen(Element{u16(word[i / 2] >> i % 2 * 16)});
+        UNROLL for (int i = 0; i < 8; ++i) y[n / 2 + i] += widen(Element{u16(word[i / 2] >> i % 2 * 16)});
       }
     } else if constexpr (Pass::BIAS) {
       const float* bias = bias_of(sample, tile) + lane.t * (2 * Q0 * Q1) + column(0);
       const bool present = tile * 64 + column(0) < columns();
-#pragma unroll
-      for (int j = 0; j < kNO / 4; ++j) {
+      UNROLL for (int j = 0; j < kNO / 4; ++j) {
         const int q = j / 2 * 8 + j % 2;
         u32 two[2];
         load_global<8>(bias + q * (Q0 * Q1), two, present && (QO % 16 == 0 || q + lane.t * 2 < QO));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) y[j / 2 * 4 + j % 2 + 2 * h] += __uint_as_float(two[h]);
+        UNROLL for (int h = 0; h < 2; ++h) y[j / 2 * 4 + j % 2 + 2 * h] += __uint_as_float(two[h]);
       }
     }
-#pragma unroll
-    for (float& sum : y) sum = activation.of(sum);
+    UNROLL for (float& sum : y) sum = activation.of(sum);
   }
   DEVICE void store(const float (&y)[kNO / 2], i64 sample, int tile, int group) const {
     Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
     if constexpr (kSize == 4) {  // eight lanes write two sectors
       to += lane.t * (2 * Q0 * Q1) + column(0);
       const bool present = Q0 % CLUSTER == 0 && kRows * Q1 % 64 == 0 || tile * 64 + column(0) < columns();
-#pragma unroll
-      for (int j = 0; j < kNO / 4; ++j) {
+      UNROLL for (int j = 0; j < kNO / 4; ++j) {
         const int q = j / 2 * 8 + j % 2;
         const u32 two[2] = {__float_as_uint(y[j / 2 * 4 + j % 2]), __float_as_uint(y[j / 2 * 4 + j % 2 + 2])};
         if (present && (QO % 16 == 0 || q + lane.t * 2 < QO)) store_global<8>(to + q * (Q0 * Q1), two);
@@ -355,11 +331,9 @@ template <class Pass> struct Triple {
     } else {
       const u32 own = results_of(group);
       sync_group<4, 16>(1 + warpgroup);
-#pragma unroll
-      for (int n = 0; n < kNO; n += 16) put_columns(y, own, n, n);
+      UNROLL for (int n = 0; n < kNO; n += 16) put_columns(y, own, n, n);
       sync_group<4, 16>(1 + warpgroup);
-#pragma unroll
-      for (int k = 0; k < kNO; k += 16) {
+      UNROLL for (int k = 0; k < kNO; k += 16) {
         const int q = k + thread / 8, piece = thread % 8;
         if ((QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns())
           store_words<16>(to + q * (Q0 * Q1) + piece * 8, load_words<16>(own + swizzled(q, piece)));

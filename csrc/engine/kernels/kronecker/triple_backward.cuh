@@ -50,8 +50,7 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
   }
   DEVICE void copy(u32 slot, i64 sample, int tile, int group) const {
     const Element* from = static_cast<const Element*>(params.weights[Pass::GRAD]) + place_of(sample, QO, rank, tile);
-#pragma unroll
-    for (int j = 0; j < QO * kRow; j += 128 * kSharing) {
+    UNROLL for (int j = 0; j < QO * kRow; j += 128 * kSharing) {
       const int row = (j + (kSharing > 1 ? group * 128 : 0) + thread) / kRow, piece = thread % kRow;
       copy_async<16>(slot + piece / 8 * kSlab + swizzled(row, piece % 8), from + row * (Q0 * Q1) + piece * (16 / kSize), true);
     }
@@ -73,11 +72,9 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
     };
     Base::expect_first(group);
     for (int i = 0; i < DEPTH - 1; ++i) copy_next();
-#pragma unroll 1
-    for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
+    ROLL for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
       const u32 buffer = turn % BUFFERS;
-#pragma unroll 1
-      for (int tile = first; tile < kTiles; tile += kStep) {
+      ROLL for (int tile = first; tile < kTiles; tile += kStep) {
         if (tile == first && group < kStep) {
           wait_for_bytes(Base::full(buffer), turn / BUFFERS & 1);
           if (group == 0 && thread == 0 && sample + i64(BUFFERS) * gridDim.x < samples)
@@ -117,8 +114,7 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
     ask_for_products<QO / 16>([&](int s) {
       Wgmma<Part, 64>::multiply_turned(d_t, by_column(o, 0, s), by_column(g, 0, s), s > 0);
     });
-#pragma unroll
-    for (int s = 0; s < 4; ++s) Wgmma<Part, PO>::multiply(d_o, by_k(g, 0, s), by_k(t, 0, s));
+    UNROLL for (int s = 0; s < 4; ++s) Wgmma<Part, PO>::multiply(d_o, by_k(g, 0, s), by_k(t, 0, s));
     commit_products();
     wait_for_products<0>();
     touch(d_t), touch(d_o);
@@ -131,49 +127,40 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
   DEVICE void add(float (&d_o)[PO / 2], u32 g, u32 t) const {
     const int row = thread / 32 * 16 + lane.index % 16;
     float sums[PO / 2];
-#pragma unroll
-    for (int first = 0; first < 2; ++first) {
+    UNROLL for (int first = 0; first < 2; ++first) {
       u32 left[4][4];
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
+      UNROLL for (int s = 0; s < 4; ++s) {
         load_matrices<false>(left[s], g + first * kSlab + swizzled(row, s * 2 + lane.index / 16));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) left[s][i] = tf32_of(left[s][i]);
+        UNROLL for (int i = 0; i < 4; ++i) left[s][i] = tf32_of(left[s][i]);
       }
       make_products<4>(sums, [&](int s) {
         Wgmma<Part, PO>::multiply(sums, left[s], operand(t + first * kSlab) + s * 2, first > 0 || s > 0);
       });
     }
-#pragma unroll
-    for (int i = 0; i < PO / 2; ++i) d_o[i] += sums[i];
+    UNROLL for (int i = 0; i < PO / 2; ++i) d_o[i] += sums[i];
   }
   // A lane's k's are 2t and 2t + 1, its rows, columns of G, neighbours.
   DEVICE void give_back(u32 g, Element* to) const {
     const int column = Base::column(0);
     const u32 from = g + column / 32 * kSlab + column % 4 * 4;
     float d_t[PO / 2];
-#pragma unroll
-    for (int first = 0; first < QO / 8; first += 4) {
+    UNROLL for (int first = 0; first < QO / 8; first += 4) {
       u32 left[4][4];
-#pragma unroll
-      for (int s = first; s < QO / 8 && s < first + 4; ++s)
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
+      UNROLL for (int s = first; s < QO / 8 && s < first + 4; ++s)
+        UNROLL for (int k = 0; k < 2; ++k) {
           u32 two[2];
           load_u32x2(from + swizzled(s * 8 + lane.t * 2 + k, column % 32 / 4), two);
           left[s - first][2 * k] = tf32_of(two[0]), left[s - first][2 * k + 1] = tf32_of(two[1]);
         }
       open_products();
-#pragma unroll
-      for (int s = first; s < QO / 8 && s < first + 4; ++s)
+      UNROLL for (int s = first; s < QO / 8 && s < first + 4; ++s)
         Wgmma<Part, PO>::multiply(d_t, left[s - first], operand(o) + (s / 4 * Base::kSlabO >> 4) + s % 4 * 2, s > 0);
       commit_products();
       wait_for_products<0>();
       touch(d_t);
     }
     to += lane.t * (2 * Q0 * Q1) + column;
-#pragma unroll
-    for (int j = 0; j < PO / 4; ++j) {
+    UNROLL for (int j = 0; j < PO / 4; ++j) {
       const u32 two[2] = {__float_as_uint(d_t[j / 2 * 4 + j % 2]), __float_as_uint(d_t[j / 2 * 4 + j % 2 + 2])};
       store_global<8>(to + (j / 2 * 8 + j % 2) * (Q0 * Q1), two);
     }
@@ -185,24 +172,20 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
     const auto four = [&](int other, int n) { return results + other * kResultBytes + (n * 128 + thread) * 16; };
     sync_group<4, 16>(1 + warpgroup);  // the last dT has left
     if (group > 0 && group < kStep)
-#pragma unroll
-      for (int n = 0; n < kFours; ++n) put_sums(four(group, n), {d_o[n * 4], d_o[n * 4 + 1], d_o[n * 4 + 2], d_o[n * 4 + 3]});
+      UNROLL for (int n = 0; n < kFours; ++n)
+        put_sums(four(group, n), {d_o[n * 4], d_o[n * 4 + 1], d_o[n * 4 + 2], d_o[n * 4 + 3]});
     sync_threads<LAST * 128>(1 + kMakers / 128);
     if (group > 0) return;
     const int blocks = gridDim.x * CLUSTER, block = blockIdx.x * CLUSTER + rank;
     const int present = int(min(params.batch * Pass::UNITS, i64(Pass::MOST)));
     float* to = static_cast<float*>(params.sums);
-#pragma unroll
-    for (int n = 0; n < kFours; ++n) {
-#pragma unroll
-      for (int other = 1; other < kStep; ++other) {
+    UNROLL for (int n = 0; n < kFours; ++n) {
+      UNROLL for (int other = 1; other < kStep; ++other) {
         float more[4];
         get_sums(four(other, n), more);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) d_o[n * 4 + i] += more[i];
+        UNROLL for (int i = 0; i < 4; ++i) d_o[n * 4 + i] += more[i];
       }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      UNROLL for (int h = 0; h < 2; ++h) {
         const int row = thread / 32 * 16 + lane.g + h * 8;
         if (QO == 64 || row < QO)
           store_two<true>(to + i64(block) * kSums + row * PO + n * 8 + lane.t * 2, d_o[n * 4 + h * 2], d_o[n * 4 + h * 2 + 1], true);

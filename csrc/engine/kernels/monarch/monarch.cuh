@@ -96,14 +96,12 @@ template <class Pass> struct Monarch {
   }
   DEVICE void copy_second() const {
     if constexpr (kInPlace) {
-#pragma unroll 4
-      for (int j = threadIdx.x; j < kPieces; j += kThreads) {
+      UNROLL_BY(4) for (int j = threadIdx.x; j < kPieces; j += kThreads) {
         const int row = j / kRowPieces, piece = j % kRowPieces;
         copy_async<16>(place_of(row, piece), second(row) + piece * kPiece, piece * kPiece < kRow && has_second(row));
       }
     } else {
-#pragma unroll 4
-      for (int j = threadIdx.x; j < GROUPS * NT * 8 * kDepth; j += kThreads) {
+      UNROLL_BY(4) for (int j = threadIdx.x; j < GROUPS * NT * 8 * kDepth; j += kThreads) {
         const int row = j / kDepth, unit = j % kDepth / 4, number = j % 4, r = unit % kTiles * 4 + number;
         const bool here = unit / kTiles < K && r < RHO && has_second(row);
         const Element x = here ? second(row)[unit / kTiles * RHO + r] : narrow<Element>(0.f);
@@ -113,8 +111,7 @@ template <class Pass> struct Monarch {
   }
   DEVICE void order_second() const {
     if constexpr (kInPlace) {
-#pragma unroll 4
-      for (int j = threadIdx.x; j < kPieces; j += kThreads) {
+      UNROLL_BY(4) for (int j = threadIdx.x; j < kPieces; j += kThreads) {
         const u32 here = place_of(j / kRowPieces, j % kRowPieces);
         u32 x[4];
         load_u32x4(here, x);
@@ -165,11 +162,9 @@ template <class Pass> struct Monarch {
   }
   DEVICE void copy_chunk(const Cursor& at, u32 to, int place) const {
     const int left_k = K - at.chunk * CK;
-#pragma unroll
-    for (int down = 0; down < kSamples; down += kDownX) {
+    UNROLL for (int down = 0; down < kSamples; down += kDownX) {
       const bool is_row = kSamples % kDownX == 0 || member / kTogetherX + down < kSamples;
-#pragma unroll
-      for (int i = 0; i < kXPieces; i += kTogetherX) {
+      UNROLL for (int i = 0; i < kXPieces; i += kTogetherX) {
         const int j = i + member % kTogetherX, k = j / kRun;
         const int piece = kPadded == P ? i * kEach : k * kPadded + j % kRun * kEach;
         copy_async_if<kBytes>(to + place + (down * kXStride + piece) * kSize, at.x + (i64(down) * (K * P) + i * kEach),
@@ -181,8 +176,7 @@ template <class Pass> struct Monarch {
     const Element* weight = static_cast<const Element*>(params.weights[Pass::FIRST]);
     weight += (i64(at.chunk) * (CK * RHO * L) + first_l) * P;
     constexpr int kItems = kUnits * 4 * kWTurns * kTogetherW;
-#pragma unroll
-    for (int first = 0; first < kItems; first += kCopiers) {
+    UNROLL for (int first = 0; first < kItems; first += kCopiers) {
       const int item = (first + member) / kTogetherW, j = item % kWTurns * kTogetherW + member % kTogetherW;
       const int unit = item / kWTurns / 4, number = item / kWTurns % 4, l = j / kRun, p = j % kRun * kEach;
       const int k = unit / kTiles, r = unit % kTiles * 4 + number, row = (l / 2 * kUnits + unit) * 8 + number * 2 + l % 2;
@@ -212,34 +206,25 @@ template <class Pass> struct Monarch {
 
   // Two units: sums of 16 * MT rows by four numbers of both l's.
   DEVICE void make_units(float (&unit)[2][MT][4], u32 x, u32 weight, int first) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) unit[i][m][j] = 0;
-#pragma unroll
-    for (int p = 0; p < kWhole; p += kStep) add_products<kStep>(unit, x + p * kSize, weight + p * kSize, first);
+    UNROLL for (int i = 0; i < 2; ++i)
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int j = 0; j < 4; ++j) unit[i][m][j] = 0;
+    UNROLL for (int p = 0; p < kWhole; p += kStep) add_products<kStep>(unit, x + p * kSize, weight + p * kSize, first);
     if constexpr (kWhole < kPadded) add_products<8>(unit, x + kWhole * kSize, weight + kWhole * kSize, first);
     if constexpr (RHO % 4 > 0) {  // what no k has: an infinite x would make it NaN
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
+      UNROLL for (int i = 0; i < 2; ++i)
         if ((first + i) % kTiles == kTiles - 1 && lane.t >= RHO % 4) {
-#pragma unroll
-          for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) unit[i][m][j] = 0;
+          UNROLL for (int m = 0; m < MT; ++m)
+            UNROLL for (int j = 0; j < 4; ++j) unit[i][m][j] = 0;
         }
     }
   }
   template <int LENGTH> DEVICE void add_products(float (&unit)[2][MT][4], u32 x, u32 weight, int first) const {
     B b[2];
     Math::template load_row_b<LENGTH, kFirstStride>(b, weight + first * 8 * kFirstStride * kSize);
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
+    UNROLL for (int m = 0; m < MT; ++m) {
       A a;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      UNROLL for (int i = 0; i < 2; ++i) {
         const int k = (first + i) / kTiles;
         if (i == 0 || k != first / kTiles)
           Math::template load_row_a<LENGTH, kXStride>(a, x + (m * 16 * kXStride + k * kPadded) * kSize);
@@ -249,8 +234,7 @@ template <class Pass> struct Monarch {
   }
   // Numbers of two units, of rows g and g + 8, to operand A of l.
   static DEVICE void as_a(A& a, const float (&first)[4], const float (&second)[4], int pair, int l) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
       if constexpr (kSize == 2) {
         a.r[pair * 2 + half] = Pair<Element>(first[half * 2 + l], second[half * 2 + l]).bits;
       } else {
@@ -264,45 +248,35 @@ template <class Pass> struct Monarch {
     const u32 x = slot + along_m % kTeamM * (16 * MT * kXStride * kSize) + Math::template lane_row_a<kXStride>(lane);
     const u32 weight = slot + kFirst + along_l * (kUnits * 8 * kFirstStride * kSize) +
                        Math::template lane_row_b<kFirstStride>(lane);
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
+    UNROLL for (int pair = 0; pair < kPairs; ++pair) {
       float unit[2][MT][4];
       make_units(unit, x, weight, (step * kPairs + pair) * 2);
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int l = 0; l < 2; ++l) as_a(left[m][l], unit[0][m], unit[1][m], pair, l);
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int l = 0; l < 2; ++l) as_a(left[m][l], unit[0][m], unit[1][m], pair, l);
     }
   }
   DEVICE void add_step(Sums& sums, const Left& left, int step) const {
     const int begin = lane.index >> 3 & 1 ^ (kTurned ? lane.index & 7 : 0);  // a step has two pieces
     const int row = along_l * (2 * NT * 8) + (lane.index & 7) + (lane.index >> 4) * 8;
     const u32 weight = memory + row * kSecondStride * kSize + (kTurned ? begin ^ step * 2 : begin + step * 2) * 16;
-#pragma unroll
-    for (int l = 0; l < 2; ++l) {
-#pragma unroll
-      for (int n = 0; n < NT; n += kTogether) {
+    UNROLL for (int l = 0; l < 2; ++l) {
+      UNROLL for (int n = 0; n < NT; n += kTogether) {
         B b[kTogether];
         Math::template load_row_b<kStep, kSecondStride, kTogether, false>(
             b, weight + (l * NT + n) * 8 * kSecondStride * kSize);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-          for (int m = 0; m < MT; ++m) Math::template multiply<kStep>(sums[m][l][n + i], left[m][l], b[i]);
+        UNROLL for (int i = 0; i < kTogether; ++i)
+          UNROLL for (int m = 0; m < MT; ++m) Math::template multiply<kStep>(sums[m][l][n + i], left[m][l], b[i]);
       }
     }
   }
   // `left` is the last step's of the chunk before.
   template <bool BEGINS> DEVICE void add_chunk(Sums& sums, Left& left, u32 slot, int chunk) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    UNROLL for (int step = 0; step < kSteps; ++step) {
       Left next;
       make_step(next, slot, step);
       if (!BEGINS || step > 0) add_step(sums, left, chunk * kSteps + step - 1);
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int l = 0; l < 2; ++l) left[m][l] = next[m][l];
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int l = 0; l < 2; ++l) left[m][l] = next[m][l];
     }
   }
 
@@ -329,13 +303,11 @@ template <class Pass> struct Monarch {
     const bool upper = (rank == 0) == OWN;
     const u32 to = memory + kResult + along_m * kResultBytes + (OWN ? 0 : 2 * kRegion) + along_l * kUnitStep;
     const int l = first_l + along_l * 2;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    UNROLL for (int n = 0; n < NT; ++n) {
       if (n / kNow != round) continue;
       float bias[2][2] = {};
       if constexpr (Pass::BIAS) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        UNROLL for (int i = 0; i < 2; ++i) {
           const int j = n * 8 + lane.t * 2 + i;
           u32 words[kUnitBytes / 4];
           load_global<kUnitBytes>(static_cast<const Element*>(params.bias) + j * L + l, words, j < S && l < L);
@@ -345,13 +317,10 @@ template <class Pass> struct Monarch {
             bias[i][0] = __uint_as_float(words[0]), bias[i][1] = __uint_as_float(words[1]);
         }
       }
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2 / kBlocks; ++half) {
+      UNROLL for (int m = 0; m < MT; ++m) {
+        UNROLL for (int half = 0; half < 2 / kBlocks; ++half) {
           float y[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
+          UNROLL for (int i = 0; i < 4; ++i) {
             const float(&sum)[4] = sums[m][i % 2][n];
             const float x = Pass::CLUSTER ? (upper ? sum[i / 2] : sum[2 + i / 2]) : sum[half * 2 + i / 2];
             y[i] = activation.of(x + bias[i / 2][i % 2]);
@@ -373,16 +342,13 @@ template <class Pass> struct Monarch {
     const i64 first = tile * kSamples + along_m % kTeamM * (16 * MT);
     const int l0 = first_l - rank * GROUPS;
     Element* y = static_cast<Element*>(params.y) + l0;
-#pragma unroll 4
-    for (int v = threadIdx.x % kMembers; v < kRows * kColumns * kVectors; v += kMembers) {
+    UNROLL_BY(4) for (int v = threadIdx.x % kMembers; v < kRows * kColumns * kVectors; v += kMembers) {
       const int cell = v / kVectors, unit = v % kVectors * kEach, row = cell / kColumns, column = cell % kColumns;
       const int j = (round * kNow + turned(column / 8, row % 8)) * 8 + column % 8;
       u32 x[kBytes / 4];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
+      UNROLL for (int i = 0; i < kEach; ++i) {
         const int there = (unit + i) / kWarpsL != rank ? kRegion : 0;
-#pragma unroll
-        for (int word = 0; word < kWords; ++word)
+        UNROLL for (int word = 0; word < kWords; ++word)
           x[i * kWords + word] = load_u32(from + there + (unit + i) % kWarpsL * kUnitStep + cell * kUnitBytes + word * 4);
       }
       const i64 sample = first + (Pass::CLUSTER ? row / 8 * 16 + rank * 8 + row % 8 : row);
@@ -393,8 +359,7 @@ template <class Pass> struct Monarch {
   DEVICE void finish(const Sums& sums, i64 tile, u32& phase) const {
     const u32 full = memory + kFull + along_m * 8, free = memory + kFree + along_m * 8;
     const u32 here = memory + kResult + along_m * kResultBytes;
-#pragma unroll
-    for (int round = 0; round < Pass::ROUNDS; ++round) {
+    UNROLL for (int round = 0; round < Pass::ROUNDS; ++round) {
       if constexpr (Pass::CLUSTER) {
         wait_for_bytes(free, phase ^ 1);
         put<false>(sums, round);
@@ -425,13 +390,11 @@ template <class Pass> struct Monarch {
   // By the loaders: teams' chunks in turn, of which the first one's are most.
   DEVICE void load() const {
     Cursor ahead[Pass::TEAMS];
-#pragma unroll
-    for (int i = 0; i < Pass::TEAMS; ++i) ahead[i].tile = i64(blockIdx.x) * Pass::TEAMS + i, begin_tile(ahead[i]);
+    UNROLL for (int i = 0; i < Pass::TEAMS; ++i)
+      ahead[i].tile = i64(blockIdx.x) * Pass::TEAMS + i, begin_tile(ahead[i]);
     RingCursor<SLOTS> cursor{0, 1};
-#pragma unroll 1
-    while (ahead[0].tile < tiles()) {
-#pragma unroll
-      for (int i = 0; i < Pass::TEAMS; ++i) {
+    ROLL while (ahead[0].tile < tiles()) {
+      UNROLL for (int i = 0; i < Pass::TEAMS; ++i) {
         if (ahead[i].tile >= tiles()) break;
         loaded(i).wait_until_empty(cursor);
         copy_chunk(ahead[i], loaded(i).at(cursor.slot), place_x());
@@ -463,8 +426,7 @@ template <class Pass> struct Monarch {
       chunks.wait_until_full(cursor);
       add_chunk<true>(sums, left, chunks.at(cursor.slot), 0);
       release();
-#pragma unroll 1
-      for (int chunk = 1; chunk < kChunks; ++chunk) {
+      ROLL for (int chunk = 1; chunk < kChunks; ++chunk) {
         chunks.wait_until_full(cursor);
         add_chunk<false>(sums, left, chunks.at(cursor.slot), chunk);
         release();
@@ -509,8 +471,7 @@ template <class Pass> struct Monarch {
     };
     copy_second();
     commit_copies();
-#pragma unroll
-    for (int slot = 0; slot < SLOTS - 1; ++slot) copy_next(slot);
+    UNROLL for (int slot = 0; slot < SLOTS - 1; ++slot) copy_next(slot);
     clear_padding();
     wait_for_copies<SLOTS - 1>();
     order_second();
@@ -529,8 +490,7 @@ template <class Pass> struct Monarch {
         return here;
       };
       add_chunk<true>(sums, left, next_stage(), 0);
-#pragma unroll 1
-      for (int chunk = 1; chunk < kChunks; ++chunk) add_chunk<false>(sums, left, next_stage(), chunk);
+      ROLL for (int chunk = 1; chunk < kChunks; ++chunk) add_chunk<false>(sums, left, next_stage(), chunk);
       add_step(sums, left, kChunks * kSteps - 1);
       finish(sums, tile, phase);
     }

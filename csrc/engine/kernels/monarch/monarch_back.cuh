@@ -82,19 +82,15 @@ template <class Pass> struct MonarchBack {
     const int rows = rows_of(tile), first = rank * kOwn, all = own_rows(tile) * kSquares;
     const Element* g = grad_of(tile);
     char* to = turned_of(tile);
-#pragma unroll 1
-    for (int j = threadIdx.x - kConsumers; j < all; j += kTurners) {
+    ROLL for (int j = threadIdx.x - kConsumers; j < all; j += kTurners) {
       const int across = j / kNear % kAcross, sample = j / kSquares;
       const int piece = j / (kNear * kAcross) % (kRun / kNear) * kNear + j % kNear;
       u32 square[kPiece][4];
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i)
+      UNROLL for (int i = 0; i < kPiece; ++i)
         load_global(g + (sample * S + piece + i * kRun) * L + across * kPiece, square[i]);
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
+      UNROLL for (int i = 0; i < kPiece; ++i) {
         u32 words[kPiece];
-#pragma unroll
-        for (int s = 0; s < kPiece; ++s) words[s] = tf32_of(square[s][i]);
+        UNROLL for (int s = 0; s < kPiece; ++s) words[s] = tf32_of(square[s][i]);
         store_global<16>(to + Order::turned_row(across * kPiece + i, piece / 8, first + sample, rows, piece % 8), words);
       }
     }
@@ -104,19 +100,15 @@ template <class Pass> struct MonarchBack {
     constexpr int kRun = Order::kRun, kOctets = L / 8, kTogether = kOctets % 3 == 0 ? 6 : 4;
     const int rows = rows_of(tile), row = rank * kOwn + sample, step = 8 * kSlabs * 128 * rows;
     char* to = turned_of(tile);
-#pragma unroll
-    for (int four = 0; four < kRun; four += 4) {
+    UNROLL for (int four = 0; four < kRun; four += 4) {
       const int piece = four + lane.t, near = four + lane.index % 8 / 2;  // of those of a column and of a row
       const int s = (near < kRun ? near : 0) + lane.index / 8 * (2 * kRun) + lane.index % 2 * kRun;
       char* here = to + Order::turned_row(lane.g, piece / 8, row, rows, piece % 8);
-#pragma unroll 1
-      for (int begin = 0; begin < kOctets; begin += kTogether) {
+      ROLL for (int begin = 0; begin < kOctets; begin += kTogether) {
         u32 words[kTogether][4];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
+        UNROLL for (int i = 0; i < kTogether; ++i)
           if (begin + i < kOctets) load_matrices<true>(words[i], from + s * (L * 2) + (begin + i) * 16);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i, here += step)
+        UNROLL for (int i = 0; i < kTogether; ++i, here += step)
           if (begin + i < kOctets && (kRun % 4 == 0 || piece < kRun)) store_global<16>(here, words[i]);
       }
     }
@@ -148,14 +140,12 @@ template <class Pass> struct MonarchBack {
     }
     RingCursor<DEPTH> cursor{0, 0};
     RingCursor<kAhead> told{0, 1};
-#pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
+    ROLL for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       wait_for_cluster(turned(told.slot), told.phase);
       if constexpr (kSize == 4) {
         turn_squares(tile);
       } else {
-#pragma unroll 1
-        for (int sample = mine; sample < own_rows(tile); sample += TURNERS, cursor.next()) {
+        ROLL for (int sample = mine; sample < own_rows(tile); sample += TURNERS, cursor.next()) {
           const int slot = slots + cursor.slot;
           wait_for_bytes(full_slot(slot), cursor.phase);
           turn_sample(tile, sample, memory + kSlots + slot * kSample);
@@ -174,10 +164,8 @@ template <class Pass> struct MonarchBack {
     const char* given = static_cast<const char*>(params.sums) + Order::kFirstAt + i64(blockIdx.y) * (L / 4) * kFirst;
     RingCursor<SLOTS> cursor{0, 1};
     RingCursor<FIRSTS> first{0, 1};
-#pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
-#pragma unroll 1
-      for (int l = 0; l < L; ++l, cursor.next()) {
+    ROLL for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
+      ROLL for (int l = 0; l < L; ++l, cursor.next()) {
         const u32 to = slots.at(cursor.slot) + kGrad, full = slots.begin_to_fill(cursor, kSecond);
         load_run(to, second + l * kSecond, kSecond, full);
         if (l % 4) continue;
@@ -189,18 +177,15 @@ template <class Pass> struct MonarchBack {
   DEVICE void load_grad() const {
     RingCursor<SLOTS> cursor{0, 1};
     RingCursor<kAhead> told{0, 0};
-#pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
+    ROLL for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x, told.next()) {
       const int rows = rows_of(tile), mine = own_rows(tile) * 128;
       for (int block = 0; block < BLOCKS; ++block) arrive_in_other_block(in_block(turned(told.slot), block));
       wait_for_cluster(turned(told.slot), told.phase);
       fence_copies_of_memory();
       const char* from = turned_of(tile) + Order::turned_row(0, 0, rank * kOwn, rows, 0);
-#pragma unroll 1
-      for (int l = 0; l < L; ++l, cursor.next()) {
+      ROLL for (int l = 0; l < L; ++l, cursor.next()) {
         const u32 to = slots.at(cursor.slot) + rank * (kOwn * 128), barrier = slots.begin_to_fill(cursor, kSlabs * rows * 128);
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab, from += rows * 128) {
+        UNROLL for (int slab = 0; slab < kSlabs; ++slab, from += rows * 128) {
           if (mine == 0) continue;
           if constexpr (BLOCKS == 1)
             load_run(to + slab * (kSamples * 128), from, mine, barrier);
@@ -214,8 +199,7 @@ template <class Pass> struct MonarchBack {
   // Of an l, eight units: to what is in flight.
   DEVICE void make_state(float (&state)[16], u32 slot, int group) const {
     open_products();
-#pragma unroll
-    for (int step = 0; step < S / kStep; ++step) {
+    UNROLL for (int step = 0; step < S / kStep; ++step) {
       const u64 grad = operand(slot + step / 4 * (kSamples * 128)) + step % 4 * 2;
       const u64 second = operand(slot + kGrad + step / 4 * 8192 + group * 4096) + step % 4 * 2;
       Wgmma<Element, 32>::multiply(state, grad, second, step > 0);
@@ -233,27 +217,22 @@ template <class Pass> struct MonarchBack {
   }
   // Of four units a step's operands, of 32 bits those of half of the numbers
   DEVICE void as_a(u32 (&left)[4][4], const State& state, int four, int part) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       const int half = i % 2, pair = kSize == 2 ? i / 2 : part, at = (four * 2 + pair) * 4 + half * 2;
       u32 of[4];
-#pragma unroll
-      for (int l = 0; l < 4; ++l) {
+      UNROLL for (int l = 0; l < 4; ++l) {
         if constexpr (kSize == 2) of[l] = Pair<Element>(state[l][at], state[l][at + 1]).bits;
         else of[l] = tf32_of(__float_as_uint(state[l][at + i / 2]));
       }
       exchange(of);
-#pragma unroll
-      for (int unit = 0; unit < 4; ++unit) left[unit][i] = of[unit];
+      UNROLL for (int unit = 0; unit < 4; ++unit) left[unit][i] = of[unit];
     }
   }
   // What eight units add to the sums: to what is in flight.
   DEVICE void add_units(Sums& sums, const Left& left, u32 first) const {
     open_products();
-#pragma unroll
-    for (int i = 0; i < 2 * kParts; ++i)
-#pragma unroll
-      for (int unit = 0; unit < 4; ++unit) {
+    UNROLL for (int i = 0; i < 2 * kParts; ++i)
+      UNROLL for (int unit = 0; unit < 4; ++unit) {
         const int at = i / kParts * 4 + unit;
         const u64 weight = narrow_operand<kRow>(first + at * (P * kRow)) + i % kParts * 2;
         Wgmma<Element, P>::multiply(sums[at / kOfK], left[i][unit], weight);
@@ -271,8 +250,7 @@ template <class Pass> struct MonarchBack {
   // The first products of four l's are asked for as soon as there is what they are made of, which is free behind them.
   DEVICE void make_states(State& state, RingCursor<SLOTS>& cursor, int group, u32 there) const {
     RingCursor<SLOTS> last = cursor;
-#pragma unroll
-    for (int l = 0; l < 4; ++l, cursor.next()) {
+    UNROLL for (int l = 0; l < 4; ++l, cursor.next()) {
       slots.wait_until_full(cursor);
       make_state(state[l], slots.at(cursor.slot), group);
       if (l < 1) continue;
@@ -281,12 +259,10 @@ template <class Pass> struct MonarchBack {
     }
     wait_for_products<0>();
     release(last.slot, there);
-#pragma unroll
-    for (int l = 0; l < 4; ++l) touch(state[l]);
+    UNROLL for (int l = 0; l < 4; ++l) touch(state[l]);
   }
   DEVICE void touch_all(Sums& sums) const {
-#pragma unroll
-    for (int k = 0; k < 8 / kOfK; ++k) touch(sums[k]);
+    UNROLL for (int k = 0; k < 8 / kOfK; ++k) touch(sums[k]);
   }
   DEVICE void release_first(RingCursor<FIRSTS>& first) const {
     firsts.release(first.slot, lane.index);
@@ -298,18 +274,15 @@ template <class Pass> struct MonarchBack {
     const u32 there = in_block(slots.barriers, lane.index % BLOCKS);
     RingCursor<SLOTS> cursor{0, 0};
     RingCursor<FIRSTS> first{0, 0}, last_first = first;
-#pragma unroll 1
-    for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
+    ROLL for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Sums sums = {};
-#pragma unroll 1
-      for (int four = 0; four < L / 4; ++four) {
+      ROLL for (int four = 0; four < L / 4; ++four) {
         State state;
         make_states(state, cursor, group, there);
         touch_all(sums);
         if (four > 0) release_first(last_first);
         Left left;
-#pragma unroll
-        for (int i = 0; i < 2 * kParts; ++i) as_a(left[i], state, i / kParts, i % kParts);
+        UNROLL for (int i = 0; i < 2 * kParts; ++i) as_a(left[i], state, i / kParts, i % kParts);
         firsts.wait_until_full(first);
         add_units(sums, left, firsts.at(first.slot) + group * (8 * P * kRow));
         first.next();
@@ -332,22 +305,18 @@ template <class Pass> struct MonarchBack {
     constexpr int kTiles = P / kOfK, kTogether = kSize == 4 ? 1 : kTiles % 4 ? 2 : 4;
     Element* y = static_cast<Element*>(params.y) + (i64(blockIdx.y) * kUnits + group * 8) / kOfK * P;
     const bool odd = lane.t & 1, upper = lane.t & 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
       const i64 sample = tile * kSamples + warp % 4 * 16 + half * 8 + lane.g;
       Element* row = y + sample * (K * P);
       const bool present = sample < params.batch;
-#pragma unroll
-      for (int n = 0; n < kTiles; n += kTogether) {
+      UNROLL for (int n = 0; n < kTiles; n += kTogether) {
         const float* of = sums[0] + n * 4 + half * 2;
         if constexpr (kTogether == 1) {
           if (present) store_two<true, Element>(row + n * 8 + lane.t * 2, of[0], of[1], true);
         } else {
           u32 words[kTogether];
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i) words[i] = both(of + i * 4);
-#pragma unroll
-          for (int i = 0; i < kTogether; i += 2) give(words[i], words[i + 1], odd, 1);
+          UNROLL for (int i = 0; i < kTogether; ++i) words[i] = both(of + i * 4);
+          UNROLL for (int i = 0; i < kTogether; i += 2) give(words[i], words[i + 1], odd, 1);
           if constexpr (kTogether == 4) give(words[0], words[2], upper, 2), give(words[1], words[3], upper, 2);
           const int column = kTogether == 4 ? lane.t * 8 : odd * 8 + lane.t / 2 * 4;
           if (present) store_global<4 * kTogether>(row + n * 8 + column, words);

@@ -73,8 +73,7 @@ template <class Pass> struct MonarchGradient {
   static constexpr int kFirstPieces = P / kPiece, kFirstItems = kUnits * WL * 16 * kFirstPieces;
   static DEVICE u32 place_of_first(int row, int piece) { return (row * kFirstStride + piece * kPiece) * kSize; }
   DEVICE void copy_first() const {
-#pragma unroll 4
-    for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
+    UNROLL_BY(4) for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
       const int row = j / kFirstPieces, piece = j % kFirstPieces, unit = row / (16 * WL);
       const int number = (first_unit + unit) * 4 + row % 4, l = first_l + row / 16 % WL * 4 + (row / 4 % 4 ^ unit % 4);
       const Element* from = weight(Pass::FIRST) + (i64(number) * L + l) * P + piece * kPiece;
@@ -83,8 +82,7 @@ template <class Pass> struct MonarchGradient {
   }
   DEVICE void round_first() const {
     if constexpr (Math::kRounds) {
-#pragma unroll 1
-      for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
+      ROLL for (int j = threadIdx.x; j < kFirstItems; j += kConsumers) {
         const u32 here = memory + kFirst + place_of_first(j / kFirstPieces, j % kFirstPieces);
         u32 x[4];
         load_u32x4(here, x);
@@ -101,21 +99,17 @@ template <class Pass> struct MonarchGradient {
   DEVICE void load_second() const {
     constexpr int kAcross = kUnits * 4 / kPiece, kAll = kLs * S * kAcross, kTogether = 16;
     const Element* from = weight(Pass::SECOND) + i64(first_l) * S * (K * RHO) + first_unit * 4;
-#pragma unroll 1
-    for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kConsumers) {
+    ROLL for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kConsumers) {
       u32 x[kTogether][4];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
+      UNROLL for (int i = 0; i < kTogether; ++i) {
         const int j = begin + i * kConsumers, row = j % 32 + j / (32 * kAcross) * 32, piece = j / 32 % kAcross;
         load_global(from + row * (K * RHO) + piece * kPiece, x[i], j < kAll);
       }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
+      UNROLL for (int i = 0; i < kTogether; ++i) {
         const int j = begin + i * kConsumers, row = j % 32 + j / (32 * kAcross) * 32, piece = j / 32 % kAcross;
         const int l = row / S, s = Order::place_of(row % S);
         if (j >= kAll) continue;
-#pragma unroll
-        for (int e = 0; e < kPiece; ++e) {
+        UNROLL for (int e = 0; e < kPiece; ++e) {
           const int unit = piece * kPiece / 4 + e / 4, to = (l * WK + unit / 4) * 16 + (unit % 4 ^ l % 4) * 4 + e % 4;
           const u32 there = memory + place_of_run(to, s / kPiece) + s % kPiece * kSize;
           if constexpr (kSize == 2) store_shared(there, u16(x[i][e / 2] >> e % 2 * 16));
@@ -130,11 +124,9 @@ template <class Pass> struct MonarchGradient {
   template <int ROWS, int RUN, class One> static DEVICE void each(const One& one) {
     const int thread = threadIdx.x - kConsumers;
     if constexpr (kLoaders % RUN == 0) {
-#pragma unroll(kWgmma ? 1 : 8)
-      for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
+      UNROLL_BY(kWgmma ? 1 : 8) for (int row = thread / RUN; row < ROWS; row += kLoaders / RUN) one(row, thread % RUN);
     } else {
-#pragma unroll(kWgmma ? 2 : 4)
-      for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
+      UNROLL_BY(kWgmma ? 2 : 4) for (int j = thread; j < ROWS * RUN; j += kLoaders) one(j / RUN, j % RUN);
     }
   }
   DEVICE void copy_chunk(i64 chunk, u32 to, u32 barrier) const {
@@ -165,8 +157,7 @@ template <class Pass> struct MonarchGradient {
   // By the loaders
   DEVICE void produce() const {
     RingCursor<SLOTS> cursor{0, 1};
-#pragma unroll 1
-    for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, cursor.next()) {
+    ROLL for (i64 chunk = blockIdx.x; chunk < chunks(); chunk += gridDim.x, cursor.next()) {
       ring.wait_until_empty(cursor);
       copy_chunk(chunk, ring.at(cursor.slot), ring.full(cursor.slot));
       arrive_with_copies(ring.full(cursor.slot));
@@ -177,38 +168,30 @@ template <class Pass> struct MonarchGradient {
   using Tiles = A[kParts][4];
   // Of tiles by units those by l's, or the other way.
   DEVICE void exchange(Tiles& tiles) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
+    UNROLL for (int part = 0; part < kParts; ++part)
+      UNROLL for (int r = 0; r < 4; ++r) {
         A(&of)[4] = tiles[part];
         const u32 given[4] = {of[0].r[r], of[1].r[r], of[2].r[r], of[3].r[r]};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
+        UNROLL for (int i = 0; i < 4; ++i) of[i].r[r] = lane.g < 4 ? given[i ^ r % 2 * 2] : given[i ^ r % 2 * 2 ^ 1];
       }
   }
   // Where there is no sample, an infinite weight would make a NaN. Tiles that a branch parts are made one after another: in
   // 16 bits all four are cleared at once, of 32 bits there are not registers for that.
   DEVICE void as_tile(Tiles& tiles, int i, float (&sums)[kAcross][4], int left) const {
     if (kPairs && left < 16) {
-#pragma unroll
-      for (int n = 0; n < kAcross; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
+      UNROLL for (int n = 0; n < kAcross; ++n)
+        UNROLL for (int j = 0; j < 4; ++j)
           if (n * 8 + lane.t * 2 + j % 2 >= left) sums[n][j] = 0;
     }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
+    UNROLL for (int part = 0; part < kParts; ++part) Math::as_a(tiles[part][i], sums + part);
   }
   DEVICE void clear(Tiles& tiles, int left) const {
     if constexpr (!kPairs) {
       if (left >= 16) return;
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
+      UNROLL for (int r = 0; r < 4; ++r) {
         const int there = left - lane.t * 2 - r / 2 * 8;
         const u32 kept = there <= 0 ? 0 : there == 1 ? 0xffff : ~0u;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tiles[0][i].r[r] &= kept;
+        UNROLL for (int i = 0; i < 4; ++i) tiles[0][i].r[r] &= kept;
       }
     }
   }
@@ -217,18 +200,15 @@ template <class Pass> struct MonarchGradient {
     B b[kAcross];
     Math::template load_row_a<kStep, kFirstStride, false>(a, weight);
     Math::template load_row_b<kStep, kXStride, kAcross>(b, x);
-#pragma unroll
-    for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
+    UNROLL for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
   }
   // Of two units, the last 8 P's: both units' in one access.
   DEVICE void add_tails(float (&sums)[2][kAcross][4], u32 weight, u32 x) const {
     u32 a[4], b[4];
     load_matrices<false>(a, weight + (lane.index >> 4) * (WL * 16 * kFirstStride * kSize - 16));
     load_matrices<false>(b, x + (lane.index >> 3 & 1) * ((kOfK == 1 ? P * kSize : 0) - 16));
-#pragma unroll
-    for (int unit = 0; unit < 2; ++unit)
-#pragma unroll
-      for (int n = 0; n < kAcross; ++n) {
+    UNROLL for (int unit = 0; unit < 2; ++unit)
+      UNROLL for (int n = 0; n < kAcross; ++n) {
         const A left{{a[unit * 2], a[unit * 2 + 1]}};
         Math::template multiply<8>(sums[unit][n], left, B{{b[n * 2 + unit]}});
       }
@@ -238,19 +218,15 @@ template <class Pass> struct MonarchGradient {
     const u32 first = memory + kFirst + along_l * (16 * kFirstStride * kSize) +
                       Math::template lane_row_a<kFirstStride>(lane);
     const u32 rows = x + Math::template lane_row_b<kXStride>(lane);
-#pragma unroll
-    for (int unit = 0; unit < 4; unit += kAtOnce) {
+    UNROLL for (int unit = 0; unit < 4; unit += kAtOnce) {
       constexpr int kWhole = P / kStep * kStep, kUnit = WL * 16 * kFirstStride * kSize;
       const u32 weight = first + (along_k * 4 + unit) * kUnit, from = rows + unit / kOfK * (P * kSize);
       float sums[kAtOnce][kAcross][4] = {};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int p = 0; p < kWhole; p += kStep)
+      UNROLL for (int i = 0; i < kAtOnce; ++i)
+        UNROLL for (int p = 0; p < kWhole; p += kStep)
           add_state(sums[i], weight + i * kUnit + p * kSize, from + i / kOfK * (P * kSize) + p * kSize);
       if constexpr (kWhole < P) add_tails(sums, weight + kWhole * kSize, from + kWhole * kSize);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) as_tile(tiles, unit + i, sums[i], left);
+      UNROLL for (int i = 0; i < kAtOnce; ++i) as_tile(tiles, unit + i, sums[i], left);
     }
     clear(tiles, left);
     exchange(tiles);
@@ -258,18 +234,14 @@ template <class Pass> struct MonarchGradient {
   // What its gradient, by l's, adds to that of the first weights
   DEVICE void add_first(SumsFirst& of_first, Tiles& tiles, u32 x) const {
     exchange(tiles);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    UNROLL for (int part = 0; part < kParts; ++part) {
       const u32 from = x + part * (kStep * kXStride * kSize) + Math::template lane_b_by_n<kXStride, kPairs>(lane);
       B b[P / 8];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         u32 columns[P / 8];
-#pragma unroll
-        for (int n = 0; n < P / 8; ++n) columns[n] = from + (i / kOfK * P + n * 8) * kSize;
+        UNROLL for (int n = 0; n < P / 8; ++n) columns[n] = from + (i / kOfK * P + n * 8) * kSize;
         if (i % kOfK == 0) Math::template load_b_by_n<kStep, kXStride, P / 8, 8, true, kPairs>(b, columns, lane.index);
-#pragma unroll
-        for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[part][i], b[n]);
+        UNROLL for (int n = 0; n < P / 8; ++n) Math::template multiply<kStep>(of_first[i][n], tiles[part][i], b[n]);
       }
     }
   }
@@ -277,34 +249,28 @@ template <class Pass> struct MonarchGradient {
     Tiles tiles;
     make_state(tiles, x, left);
     const u32 by_n = g + Math::template lane_b_by_n<kGStride, kPairs>(lane);
-#pragma unroll
-    for (int l = 0; l < 4; ++l) {
-#pragma unroll
-      for (int j = 0; j < kParts * S / 8; j += 2) {
+    UNROLL for (int l = 0; l < 4; ++l) {
+      UNROLL for (int j = 0; j < kParts * S / 8; j += 2) {
         const int part = j / (S / 8), n = j % (S / 8);
         const u32 from = by_n + ((l * CHUNK + part * kStep) * kGStride + n * 8) * kSize;
         const u32 columns[2] = {from, from + 8 * kSize};
         B b[2];
         Math::template load_b_by_n<kStep, kGStride, 2, 8, false, kPairs>(b, columns, lane.index);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
+        UNROLL for (int i = 0; i < 2; ++i)
           Math::template multiply<kStep>(reinterpret_cast<float(&)[4]>(of_second[l][(n + i) * 4]), tiles[part][l], b[i]);
       }
     }
     const u32 second = memory + (along_l * 4 * WK + along_k) * (16 * kGStride * kSize) +
                        Math::template lane_row_a<kGStride>(lane);
     const u32 rows = g + Math::template lane_row_b<kGStride>(lane);
-#pragma unroll
-    for (int l = 0; l < 4; ++l) {
+    UNROLL for (int l = 0; l < 4; ++l) {
       float sums[kAcross][4] = {};
-#pragma unroll
-      for (int s = 0; s < S; s += kStep) {
+      UNROLL for (int s = 0; s < S; s += kStep) {
         A a;
         B b[kAcross];
         Math::template load_row_a<kStep, kGStride, false>(a, second + (l * WK * 16 * kGStride + s) * kSize);
         Math::template load_row_b<kStep, kGStride, kAcross, false>(b, rows + (l * CHUNK * kGStride + s) * kSize);
-#pragma unroll
-        for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
+        UNROLL for (int n = 0; n < kAcross; ++n) Math::template multiply<kStep>(sums[n], a, b[n]);
       }
       as_tile(tiles, l, sums, left);
     }
@@ -314,28 +280,23 @@ template <class Pass> struct MonarchGradient {
   // What is asked of two l's, for all samples of a step
   DEVICE void ask_for_back(float (&back)[2][8 * kHalves], int first, u32 g) const {
     open_products();
-#pragma unroll
-    for (int l = 0; l < 2; ++l) {
+    UNROLL for (int l = 0; l < 2; ++l) {
       const u64 second = operand(memory + ((along_l * 4 + first + l) * WK + along_k / 4 * 4) * 2048);
       const u64 grad = operand(g + (first + l) * CHUNK * 128);
-#pragma unroll
-      for (int s = 0; s < S / 16; ++s)
+      UNROLL for (int s = 0; s < S / 16; ++s)
         Wgmma<Element, 16 * kHalves>::multiply(back[l], second + s * 2, grad + s * 2, s > 0);
     }
     commit_products();
   }
   DEVICE void take_back(Tiles (&of_back)[kHalves], float (&back)[2][8 * kHalves], int first) const {
-#pragma unroll
-    for (int l = 0; l < 2; ++l) {
+    UNROLL for (int l = 0; l < 2; ++l) {
       touch(back[l]);
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half)
+      UNROLL for (int half = 0; half < kHalves; ++half)
         as_tile(of_back[half], first + l, reinterpret_cast<float(&)[2][4]>(back[l][half * 8]), 16);
     }
   }
   DEVICE void ask_for_second(SumsSecond& of_second, Tiles& tiles, u32 g) const {
-#pragma unroll
-    for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
+    UNROLL for (int l = 0; l < 4; ++l) settle(tiles[0][l].r);
     ask_for_products<4>([&](int l) {
       Wgmma<Element, S>::multiply_turned(of_second[l], tiles[0][l].r, turned_operand(g + l * CHUNK * 128, CHUNK * 128));
     });
@@ -352,13 +313,11 @@ template <class Pass> struct MonarchGradient {
       wait_for_products<1>();
       take_back(of_back, back, 0);
       wait_for_products<0>();
-#pragma unroll
-      for (int l = 0; l < 4; ++l) touch(of_second[l]);
+      UNROLL for (int l = 0; l < 4; ++l) touch(of_second[l]);
       ask_for_back(back, 2, g);
       wait_for_products<0>();
       take_back(of_back, back, 2);
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
+      UNROLL for (int half = 0; half < kHalves; ++half) {
         clear(of_back[half], left - half * 16);
         add_first(of_first, of_back[half], x + half * (16 * kXStride * kSize));
       }
@@ -366,8 +325,7 @@ template <class Pass> struct MonarchGradient {
         make_state(tiles, x + 16 * kXStride * kSize, left - 16);
         ask_for_second(of_second, tiles, g + 16 * 128);
         wait_for_products<0>();
-#pragma unroll
-        for (int l = 0; l < 4; ++l) touch(of_second[l]);
+        UNROLL for (int l = 0; l < 4; ++l) touch(of_second[l]);
       }
     }
   }
@@ -394,14 +352,13 @@ template <class Pass> struct MonarchGradient {
     SumsFirst of_first = {};
     SumsSecond of_second = {};
     u32 position = group;  // of a chunk
-#pragma unroll 1
-    for (i64 chunk = blockIdx.x + i64(group) * gridDim.x; chunk < chunks(); chunk += i64(gridDim.x) * Pass::GROUPS) {
+    ROLL for (i64 chunk = blockIdx.x + i64(group) * gridDim.x; chunk < chunks();
+              chunk += i64(gridDim.x) * Pass::GROUPS) {
       const u32 slot = position % SLOTS, here = ring.at(slot);
       int left = int(min(params.batch - chunk * CHUNK, i64(CHUNK)));
       ring.wait_until_full(position);
       if constexpr (kWgmma) fence_copy_engine();
-#pragma unroll 1
-      for (int step = 0; step < CHUNK; step += 16 * kHalves) {
+      ROLL for (int step = 0; step < CHUNK; step += 16 * kHalves) {
         stay_here(lane.index, left);  // or the places of all operands are kept from step to step, and spilled
         lane = Lane(lane.index);
         const u32 x = here + kX + (step * kXStride + along_k * 4 / kOfK * P) * kSize;
@@ -430,8 +387,7 @@ template <class Pass> struct MonarchGradient {
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
           const int i = n / (P / 8), p = n % (P / 8) * 8 + at.t * 2, u = first_unit + member / 32 % WK * 4 + i;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          UNROLL for (int half = 0; half < 2; ++half) {
             const int l = first_l + member / 32 / WK * 4 + other(at, i, half);
             float* here = to + Pass::OF_0 + (i64(u * 4 + at.g % 4) * L + l) * P + p;
             store_two<true, float>(here, sum[half * 2], sum[half * 2 + 1], true);
@@ -445,8 +401,7 @@ template <class Pass> struct MonarchGradient {
         [&](int n, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
           const int i = n / (S / 8), s = Order::s_at(n % (S / 8) * 8 + at.t * 2), l = first_l + member / 32 / WK * 4 + i;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          UNROLL for (int half = 0; half < 2; ++half) {
             const int unit = first_unit + member / 32 % WK * 4 + other(at, i, half);
             float* here = to + Pass::OF_1 + (i64(l) * S + s) * (K * RHO) + unit * 4 + at.g % 4;
             store_global(here, sum[half * 2]), store_global(here + Order::kRun * (K * RHO), sum[half * 2 + 1]);

@@ -22,9 +22,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, weight;
-};
+struct Maps { TensorMap x, weight; };
 
 template <class Pass> struct MonarchMapped {
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, S = Pass::S, RHO = Pass::RHO, N = Pass::N;
@@ -82,8 +80,7 @@ template <class Pass> struct MonarchMapped {
   DEVICE void load_weights(Weights& weights, int k) const {
     const int slot = weights.fill();
     const int further = kEach > 1 ? rank() : 0, n = kEach > 1 ? 0 : rank() * (kHeld / 2 / BLOCKS);
-#pragma unroll 1
-    for (int box = 0; box < kSlotSlabs; ++box) {
+    ROLL for (int box = 0; box < kSlotSlabs; ++box) {
       const int at[5] = {box / kUnits * 32, 0, box % kUnits * 4, first_l / 2 + n, k + further};
       load(weights.at(slot) + box * kBoxBytes, kBoxBytes, maps.weight, at, weights.full(slot));
     }
@@ -96,8 +93,7 @@ template <class Pass> struct MonarchMapped {
     Weights first = weights(team, 1);
     for (i64 tile = first_tile(team); tile < tiles(); tile += gridDim.x * kTeams) {
       int slab = 0;
-#pragma unroll 1
-      for (int k = 0; k < kPeriods * kPeriod; k += kEach) {
+      ROLL for (int k = 0; k < kPeriods * kPeriod; k += kEach) {
         load_weights(first, k);
         for (; slab * 4 < (k + kEach) * kSteps; ++slab) load_slab(ahead, slab, tile);
       }
@@ -108,14 +104,12 @@ template <class Pass> struct MonarchMapped {
   DEVICE void copy_second() const {
     constexpr int kRowPieces = kDepth * 8;
     const float* weight = static_cast<const float*>(params.weights[Pass::SECOND]);
-#pragma unroll 8
-    for (int j = threadIdx.x; j < kHeld * N * kRowPieces; j += kConsumers) {
+    UNROLL_BY(8) for (int j = threadIdx.x; j < kHeld * N * kRowPieces; j += kConsumers) {
       const int piece = j % kRowPieces, row = j / kRowPieces % N, l = j / (kRowPieces * N);
       const bool here = piece * 4 < kRow && first_s + row < S;
       u32 x[4];
       load_global<16>(weight + (i64(first_l + l) * S + first_s + row) * kRow + piece * 4, x, here);
-#pragma unroll
-      for (u32& word : x) word = tf32_of(word);
+      UNROLL for (u32& word : x) word = tf32_of(word);
       store_u32x4(memory + (l * kDepth + piece / 8) * (N * 128) + swizzled(row, piece % 8), x);
     }
     fence_copy_engine();
@@ -134,21 +128,17 @@ template <class Pass> struct MonarchMapped {
 
   // The first product of a pair's units.
   DEVICE void make_units(Unit (&unit)[2], Taken& taken, Slabs& x, Weights& first, int pair) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    UNROLL for (int i = 0; i < 2; ++i) {
       const int k = (pair * 2 + i) / kUnits;
       if ((pair * 2 + i) % kUnits > 0) continue;
       if (k % kEach == 0) taken.weights[k / kEach] = first.take();
-#pragma unroll
-      for (int step = k * kSteps; step < (k + 1) * kSteps; ++step)
+      UNROLL for (int step = k * kSteps; step < (k + 1) * kSteps; ++step)
         if (step % 4 == 0) taken.slab[step / 4] = x.take();
     }
     open_products();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    UNROLL for (int i = 0; i < 2; ++i) {
       const int k = (pair * 2 + i) / kUnits, tile = (pair * 2 + i) % kUnits;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
+      UNROLL for (int s = 0; s < kSteps; ++s) {
         const int step = k * kSteps + s;
         const u64 left = operand(x.at(taken.slab[step / 4])) + step % 4 * 2;
         const u32 box = first.at(taken.weights[k / kEach]) + (s / 4 * kUnits + tile) * kBoxBytes;
@@ -160,11 +150,9 @@ template <class Pass> struct MonarchMapped {
   }
   // What a pair has read last
   DEVICE void release(const Taken& taken, const Slabs& x, const Weights& first, int pair) const {
-#pragma unroll
-    for (int i = 0; i < kPeriod / kEach; ++i)
+    UNROLL for (int i = 0; i < kPeriod / kEach; ++i)
       if (last_pair((i + 1) * kEach - 1) == pair) first.release(taken.weights[i]);
-#pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
+    UNROLL for (int slab = 0; slab < kSlabs; ++slab)
       if (last_pair((slab * 4 + 3) / kSteps) == pair) x.release(taken.slab[slab]);
   }
   // Of all l's, the step that a pair's units are.
@@ -177,18 +165,16 @@ template <class Pass> struct MonarchMapped {
   static DEVICE void as_left(Left& left, Unit (&unit)[2]) {
     touch(unit[0]);
     touch(unit[1]);
-#pragma unroll
-    for (int l = 0; l < kHeld; ++l) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) left[l][i] = tf32_of(__float_as_uint(unit[i / 2][l / 2 * 4 + i % 2 * 2 + l % 2]));
+    UNROLL for (int l = 0; l < kHeld; ++l) {
+      UNROLL for (int i = 0; i < 4; ++i)
+        left[l][i] = tf32_of(__float_as_uint(unit[i / 2][l / 2 * 4 + i % 2 * 2 + l % 2]));
       settle(left[l]);
     }
   }
   template <bool BEGINS>
   DEVICE void add_period(Sums& sums, Left& left, Slabs& x, Weights& weights, int first) const {
     Taken taken;
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
+    UNROLL for (int pair = 0; pair < kPairs; ++pair) {
       Unit unit[2];
       make_units(unit, taken, x, weights, pair);
       if constexpr (BEGINS) {
@@ -209,33 +195,27 @@ template <class Pass> struct MonarchMapped {
     const i64 first = tile * M + threadIdx.x % 128 / 32 * 16 + lane.g;
     float* y = static_cast<float*>(params.y) + first_l;
     const int odd = lane.t & 1;
-#pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
+    UNROLL for (int j = 0; j < N / 4; ++j) {
       const int s = first_s + j / 2 * 8 + lane.t * 2 + j % 2;
       u32 bias[2][4] = {};
       if constexpr (Pass::BIAS) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
+        UNROLL for (int i = 0; i < 2; ++i)
           load_global<16>(static_cast<const float*>(params.bias) + s * L + first_l + i * 4, bias[i], s < S);
       }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         u32 words[2][4];
-#pragma unroll
-        for (int l = 0; l < kHeld; ++l) {
+        UNROLL for (int l = 0; l < kHeld; ++l) {
           const float sum = sums[l][j / 2 * 4 + half * 2 + j % 2];
           words[l / 4][l % 4] = __float_as_uint(activation.of(Pass::BIAS ? sum + __uint_as_float(bias[l / 4][l % 4]) : sum));
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           const u32 given = __shfl_xor_sync(0xffffffff, odd ? words[0][i] : words[1][i], 1);
           words[0][i] = odd ? given : words[0][i];
           words[1][i] = odd ? words[1][i] : given;
         }
         const i64 sample = first + half * 8;
         const int even_s = s - odd * 2;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
+        UNROLL for (int i = 0; i < 2; ++i)
           if (sample < params.batch && even_s + i * 2 < S)
             store_global<16>(y + sample * (S * L) + (even_s + i * 2) * L + odd * 4, words[i]);
       }
@@ -253,15 +233,13 @@ template <class Pass> struct MonarchMapped {
     for (i64 tile = first_tile(team); tile < tiles(); tile += gridDim.x * kTeams) {
       Left left;
       add_period<true>(sums, left, x, first, 0);
-#pragma unroll 1
-      for (int period = 1; period < kPeriods; ++period) {
+      ROLL for (int period = 1; period < kPeriods; ++period) {
         if (period == kPeriods / 2 && tile == blockIdx.x && threadIdx.x == 0) arrive(memory + kHalfway);
         add_period<false>(sums, left, x, first, period * kPairs);
       }
       add_step(sums, left, kPeriods * kPairs - 1);
       wait_for_products<0>();
-#pragma unroll
-      for (int l = 0; l < kHeld; ++l) touch(sums[l]);
+      UNROLL for (int l = 0; l < kHeld; ++l) touch(sums[l]);
       store(sums, tile);
     }
   }
@@ -275,10 +253,7 @@ template <class Pass> struct MonarchMapped {
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
-    if (threadIdx.x < kConsumers)
-      take_registers<Pass::MORE>(), consume();
-    else
-      give_registers<Pass::FEWER>(), produce();
+    part_ways<kConsumers, Pass::MORE, Pass::FEWER>([&] { consume(); }, [&] { produce(); });
     if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
 };

@@ -17,9 +17,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, first, second;
-};
+struct Maps { TensorMap x, first, second; };
 
 template <class Pass> struct MonarchThrough {
   using Element = typename Pass::Element;
@@ -55,10 +53,8 @@ template <class Pass> struct MonarchThrough {
   DEVICE void produce_x() const {
     Xs ring = xs(1);
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x)
-#pragma unroll 1
-      for (int k = 0; k < K; ++k)
-#pragma unroll 1
-        for (int slab = 0; slab < kSlabs; ++slab) {
+      ROLL for (int k = 0; k < K; ++k)
+        ROLL for (int slab = 0; slab < kSlabs; ++slab) {
           const int slot = ring.fill(kSlabBytes), at[5] = {slab * 64, k, int(first_sample(tile)), 0, 0};
           load_box(ring.at(slot), maps.x, at, ring.full(slot));
         }
@@ -66,20 +62,15 @@ template <class Pass> struct MonarchThrough {
   DEVICE void produce_weights() const {
     Weights ring = weights(1);
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
-#pragma unroll 1
-      for (int k = 0; k < K; ++k)
-#pragma unroll 1
-        for (int slab = 0; slab < kSlabs; ++slab) {
+      ROLL for (int k = 0; k < K; ++k)
+        ROLL for (int slab = 0; slab < kSlabs; ++slab) {
           const int slot = ring.fill(2 * kFirst), at[5] = {slab * 64, 0, rank() * kHalf, k, 0};
           load_box_of<kBlocks>(ring.at(slot) + rank() * kFirst, maps.first, at, ring.full(slot));
         }
-#pragma unroll 1
-      for (int s = 0; s < S; s += N)
-#pragma unroll 1
-        for (int l = 0; l < kHalf; ++l) {
+      ROLL for (int s = 0; s < S; s += N)
+        ROLL for (int l = 0; l < kHalf; ++l) {
           const int slot = ring.fill(2 * kSecond);
-#pragma unroll 1
-          for (int slab = 0; slab < kDepth; ++slab) {
+          ROLL for (int slab = 0; slab < kDepth; ++slab) {
             const int at[5] = {slab * 64, s, rank() * kHalf + l, 0, 0};
             load_box_of<kBlocks>(ring.at(slot) + rank() * kSecond + slab * (N * 128), maps.second, at, ring.full(slot));
           }
@@ -91,12 +82,10 @@ template <class Pass> struct MonarchThrough {
   using Held = u32[kHalf][N / 4];
 
   DEVICE void make_states(Left& left, Xs& x, Weights& weight, int team) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
+    UNROLL for (int k = 0; k < K; ++k) {
       float sums[kColumns / 2];
       int last_x = 0, last_weight = 0;
-#pragma unroll 1
-      for (int slab = 0; slab < kSlabs; ++slab) {
+      ROLL for (int slab = 0; slab < kSlabs; ++slab) {
         const int of_x = x.take(), of_weight = weight.take();
         const u64 rows = operand(x.at(of_x)), columns = operand(weight.at(of_weight) + team * kFirst);
         ask_for_products<4>([&](int step) {
@@ -113,16 +102,13 @@ template <class Pass> struct MonarchThrough {
       touch(sums);
       x.release(last_x);
       weight.release(last_weight);
-#pragma unroll
-      for (int i = 0; i < kColumns / 4; ++i) {
+      UNROLL for (int i = 0; i < kColumns / 4; ++i) {
         const int n = i / 2;  // eights of columns
         left[n * 8 / RHO][k * kEach + n % (RHO / 8) / 2][n % 2 * 2 + i % 2] = Pair<Element>(sums[i * 2], sums[i * 2 + 1]).bits;
       }
     }
-#pragma unroll
-    for (int l = 0; l < kHalf; ++l)
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) settle(left[l][step]);
+    UNROLL for (int l = 0; l < kHalf; ++l)
+      UNROLL for (int step = 0; step < kSteps; ++step) settle(left[l][step]);
   }
 
   using Sums = float[N / 2];
@@ -139,16 +125,14 @@ template <class Pass> struct MonarchThrough {
   DEVICE void finish(u32 (&held)[N / 4], const Sums& sums, int l, int s) const {
     const typename Pass::Activation activation(params);
     const Lane lane;
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n) {
+    UNROLL for (int n = 0; n < N / 8; ++n) {
       float bias[2] = {};
       if constexpr (Pass::BIAS) {
         const int column = s + n * 8 + lane.t * 2;
         const Element* from = static_cast<const Element*>(params.bias) + column * L + l;
         if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
       }
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
+      UNROLL for (int row = 0; row < 2; ++row) {
         const float* sum = sums + n * 4 + row * 2;
         held[n * 2 + row] = Pair<Element>(activation.of(sum[0] + bias[0]), activation.of(sum[1] + bias[1])).bits;
       }
@@ -156,8 +140,7 @@ template <class Pass> struct MonarchThrough {
   }
   // Of an eight of columns and a row, the words of two l's for both neighbours, one behind the other.
   static DEVICE void in_order(u32* words, const Held& held, int at) {
-#pragma unroll
-    for (int l = 0; l < kHalf; l += 2) {
+    UNROLL for (int l = 0; l < kHalf; l += 2) {
       words[l / 2] = held[l][at] & 0xffff | held[l + 1][at] << 16;
       words[kHalf / 2 + l / 2] = held[l][at] >> 16 | held[l + 1][at] & 0xffff0000;
     }
@@ -169,41 +152,35 @@ template <class Pass> struct MonarchThrough {
     const int thread = threadIdx.x % 128;
     const u32 through = memory + kExchange + buffer * (kConsumers * kWords * 4) + thread * 16;
     u32 mine[kCount][kHalf], words[kWords];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    UNROLL for (int i = 0; i < kCount; ++i) {
       u32 near[kHalf], far[kHalf];
       in_order(near, held, i);
       in_order(far, held, kCount + i);
-#pragma unroll
-      for (int j = 0; j < kHalf; ++j) mine[i][j] = team ? far[j] : near[j], words[i * kHalf + j] = team ? near[j] : far[j];
+      UNROLL for (int j = 0; j < kHalf; ++j)
+        mine[i][j] = team ? far[j] : near[j], words[i * kHalf + j] = team ? near[j] : far[j];
     }
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4)
+    UNROLL for (int i = 0; i < kWords; i += 4)
       store_u32x4(through + (team * (kWords / 4) + i / 4) * 2048, {words[i], words[i + 1], words[i + 2], words[i + 3]});
     sync_threads<kConsumers>(1);
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
+    UNROLL for (int i = 0; i < kWords; i += 4) {
       u32 given[4];
       load_u32x4(through + ((1 - team) * (kWords / 4) + i / 4) * 2048, given);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[i + j] = given[j];
+      UNROLL for (int j = 0; j < 4; ++j) words[i + j] = given[j];
     }
     const i64 sample = first + thread / 32 * 16 + lane.g;
     const int column = s + team * (N / 2) + lane.t * 2;
     Element* y = static_cast<Element*>(params.y) + sample * (S * L) + column * L;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    UNROLL for (int i = 0; i < kCount; ++i) {
       u32 all[L];  // of a neighbour, those of the first warpgroup and of the second one; then of the other neighbour
-#pragma unroll
-      for (int j = 0; j < kHalf; ++j) {
+      UNROLL for (int j = 0; j < kHalf; ++j) {
         const u32 mine_j = mine[i][j], given_j = words[i * kHalf + j];
         const int at = j / (kHalf / 2) * kHalf + j % (kHalf / 2);
         all[at] = team ? given_j : mine_j;
         all[at + kHalf / 2] = team ? mine_j : given_j;
       }
       if (sample + i % 2 * 8 < params.batch && (S % N == 0 || column + i / 2 * 8 < S)) {
-#pragma unroll
-        for (int j = 0; j < L; j += 4) store_global<16>(y + i64(i % 2) * (8 * S * L) + i / 2 * (8 * L) + j * 2, all + j);
+        UNROLL for (int j = 0; j < L; j += 4)
+          store_global<16>(y + i64(i % 2) * (8 * S * L) + i / 2 * (8 * L) + j * 2, all + j);
       }
     }
   }
@@ -222,11 +199,9 @@ template <class Pass> struct MonarchThrough {
       // Products of the next l are made while one's results are finished, those of the next columns while these are stored.
       Sums sums[2];
       int slots[2] = {ask(sums[0], left[0], weight, team)};
-#pragma unroll
-      for (int s = 0; s < S; s += N) {
+      UNROLL for (int s = 0; s < S; s += N) {
         Held held;
-#pragma unroll
-        for (int l = 0; l < kHalf; ++l) {
+        UNROLL for (int l = 0; l < kHalf; ++l) {
           const int now = l % 2, next = 1 - now;
           if (l + 1 < kHalf || s + N < S) {
             slots[next] = ask(sums[next], left[(l + 1) % kHalf], weight, team);
@@ -250,10 +225,7 @@ template <class Pass> struct MonarchThrough {
     fence_copy_engine();
     __syncthreads();
     sync_cluster();
-    if (threadIdx.x < kConsumers)
-      take_registers<Pass::MORE>(), consume();
-    else
-      give_registers<Pass::FEWER>(), produce();
+    part_ways<kConsumers, Pass::MORE, Pass::FEWER>([&] { consume(); }, [&] { produce(); });
     sync_cluster();  // the other block may still tell this one's producer, or write here
   }
 };

@@ -28,24 +28,20 @@ template <class Pass> struct MonarchWeights {
   DEVICE void run() const {
     const int all = gridDim.y * Pass::THREADS, thread = blockIdx.y * Pass::THREADS + threadIdx.x;
     constexpr int kSeconds = Order::kParts * L * Order::kSlabs * 8 * 64;
-#pragma unroll 1
-    for (int j = thread; j < kSeconds; j += all) {
+    ROLL for (int j = thread; j < kSeconds; j += all) {
       const int n = j % 64, piece = j / 64 % (Order::kSlabs * 8), l = j / (Order::kSlabs * 512) % L;
       const int part = j / (Order::kSlabs * 512 * L), number = part * 64 + Order::number_of(n, l % 4);
       alignas(16) Element x[kPiece] = {};
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i)
+      UNROLL for (int i = 0; i < kPiece; ++i)
         if (piece < Order::kRun) x[i] = weight(Pass::SECOND, (i64(l) * S + Order::s_at(piece * kPiece + i)) * (K * RHO) + number);
       put((i64(part) * L + l) * Order::kSecondBytes + piece / 8 * 8192 + swizzled(n, piece % 8), x);
     }
     constexpr int kOfRow = 16 / kPiece, kFirsts = Order::kParts * (L / 4) * Order::kUnits * kOfRow * P;
-#pragma unroll 1
-    for (int j = thread; j < kFirsts; j += all) {
+    ROLL for (int j = thread; j < kFirsts; j += all) {
       const int p = j % P, piece = j / P % kOfRow, unit = j / (P * kOfRow) % Order::kUnits;
       const int four = j / (P * kOfRow * Order::kUnits) % (L / 4), part = j / (P * kOfRow * Order::kUnits * (L / 4));
       alignas(16) Element x[kPiece];
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
+      UNROLL for (int i = 0; i < kPiece; ++i) {
         const int c = piece * kPiece + i, number = (part * Order::kUnits + unit) * 4 + Order::number_at(c);
         x[i] = weight(Pass::FIRST, (i64(number) * L + four * 4 + Order::l_at(unit % 4, c)) * P + p);
       }

@@ -20,9 +20,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, grad;
-};
+struct Maps { TensorMap x, grad; };
 
 template <class Pass> struct SlabBackward {
   static constexpr int P = Pass::P, Q = Pass::Q, INNER = Pass::INNER, GROUPS = Pass::OUTER * INNER, SLOTS = Pass::SLOTS;
@@ -51,8 +49,7 @@ template <class Pass> struct SlabBackward {
   DEVICE void put_weights() const {
     const float* weights = static_cast<const float*>(params.weights[0]) + i64(group) * Q * P + first_p;
     const int p = threadIdx.x % BP;
-#pragma unroll 8
-    for (int q = threadIdx.x / BP; q < ceil_div(Q, 32) * 32; q += kConsumers / BP) {
+    UNROLL_BY(8) for (int q = threadIdx.x / BP; q < ceil_div(Q, 32) * 32; q += kConsumers / BP) {
       const float w = q < Q && first_p + p < P ? weights[i64(q) * P + p] : 0.f;
       store_shared(memory + q / 32 * (BP * 128) + swizzled(row_of(p), q % 32 / 4) + q % 4 * 4, tf32_of(__float_as_uint(w)));
     }
@@ -62,16 +59,13 @@ template <class Pass> struct SlabBackward {
   DEVICE void produce() const {
     if (threadIdx.x != kConsumers) return;
     RingCursor<SLOTS> cursor{0, 1};
-#pragma unroll 1
-    for (int unit = blockIdx.x; unit < units; unit += blocks) {
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
+    ROLL for (int unit = blockIdx.x; unit < units; unit += blocks) {
+      ROLL for (int half = 0; half < 2; ++half) {
         const int slab = slab_of(unit) + half;
         const int of_grad[5] = {0, 0, group % INNER, group / INNER, slab};
         const u32 to = ring.at(cursor.slot), full = ring.begin_to_fill(cursor);
         load_box(to, maps.grad, of_grad, full);
-#pragma unroll
-        for (int columns = 0; columns < 2; ++columns) {
+        UNROLL for (int columns = 0; columns < 2; ++columns) {
           const int of_x[5] = {first_p + columns * 32, group, slab * 32, 0, 0};
           load_box(to + kLeft + columns * 4096, maps.x, of_x, full);
         }
@@ -97,11 +91,9 @@ template <class Pass> struct SlabBackward {
   static DEVICE void load_left(Left& left, u32 slab, int step, int steps) {
     const int t = threadIdx.x % 4, place = own_place();
     const u32 from = slab + step * 1024 + place % 4 * 4;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    UNROLL for (int s = 0; s < kSteps; ++s) {
       if (s >= steps) break;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         u32 x[2];
         load_u32x2(from + s * 1024 + swizzled(t + half * 4, place / 4), x);
         left[s][half * 2] = x[0], left[s][half * 2 + 1] = x[1];
@@ -119,25 +111,21 @@ template <class Pass> struct SlabBackward {
   DEVICE void store_x(const float (&sums)[32], int unit) const {
     const int t = threadIdx.x % 4, row = own_place(), slab = slab_of(unit) + threadIdx.x % 128 / 64;
     float* y = static_cast<float*>(params.y);
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
+    UNROLL for (int n = 0; n < 8; n += 2) {
       const int p = first_p + n * 8 + t * 4;
       if constexpr (Pass::SLABS_OUT) {
         const i64 feature = (i64(group / INNER) * P + p) * INNER + group % INNER;
         float* to = y + (slab * kFeatures + feature) * 32 + row;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           const int at = (n + i % 2) * 4 + i / 2;
           const u32 words[2] = {__float_as_uint(sums[at]), __float_as_uint(sums[at + 2])};
           if (p < P) store_global<8>(to + i * (INNER * 32), words);
         }
       } else {
         float* to = y + (i64(slab) * 32 + row) * kFeatures + place_of(p);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL for (int half = 0; half < 2; ++half) {
           u32 words[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(sums[(n + i % 2) * 4 + i / 2 + half * 2]);
+          UNROLL for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(sums[(n + i % 2) * 4 + i / 2 + half * 2]);
           if (p < P) store_global<16>(to + half * kFeatures, words);
         }
       }
@@ -151,17 +139,14 @@ template <class Pass> struct SlabBackward {
     float sums[32], made[32] = {};
     Left left[2];
     int last = -1;
-#pragma unroll 1
-    for (int unit = blockIdx.x; unit < units; unit += blocks) {
+    ROLL for (int unit = blockIdx.x; unit < units; unit += blocks) {
       ring.wait_until_full(cursor);
       const u32 slab = ring.at(cursor.slot);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
+      UNROLL for (int part = 0; part < kParts; ++part) {
         const int first = part * kSteps;
         load_left(left[part % 2], slab, first, kAll - first);
         open_products();
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
+        UNROLL for (int s = 0; s < kSteps; ++s) {
           const u64 right = operand(memory + (first + s) / 4 * (BP * 128)) + (first + s) % 4 * 2;
           if (first + s < kAll) Wgmma<float, BP>::multiply(sums, left[part % 2][s], right, first + s > 0);
         }
@@ -173,8 +158,7 @@ template <class Pass> struct SlabBackward {
       cursor.skip(2);
       wait_for_products<0>();
       touch(sums);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) made[i] = sums[i];
+      UNROLL for (int i = 0; i < 32; ++i) made[i] = sums[i];
       last = unit;
     }
     if (last >= 0) store_x(made, last);
@@ -184,8 +168,7 @@ template <class Pass> struct SlabBackward {
   DEVICE void store_sums(const Sums& sums) const {
     const int t = threadIdx.x % 4, p = first_p + threadIdx.x % 128 / 64 * 32 + own_place();
     float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(group) * Q * P + p);
-#pragma unroll
-    for (int i = 0; i < Q / 4; ++i) {
+    UNROLL for (int i = 0; i < Q / 4; ++i) {
       const int q = i / 2 * 8 + t * 2 + i % 2, at = i / 2 * 4 + i % 2;
       const u32 words[2] = {__float_as_uint(sums[at]), __float_as_uint(sums[at + 2])};
       if (p < P) store_global<8>(to + i64(q) * P, words);
@@ -197,16 +180,13 @@ template <class Pass> struct SlabBackward {
     RingCursor<SLOTS> cursor{0, 0};
     const int half = threadIdx.x % 128 / 64;
     int last = -1;
-#pragma unroll 1
-    for (int unit = blockIdx.x; unit < units; unit += blocks) {
-#pragma unroll
-      for (int slab = 0; slab < 2; ++slab) {
+    ROLL for (int unit = blockIdx.x; unit < units; unit += blocks) {
+      UNROLL for (int slab = 0; slab < 2; ++slab) {
         ring.wait_until_full(cursor);
         const u32 from = ring.at(cursor.slot);
         load_left(left[slab], from + kLeft + half * 4096, 0, kSteps);
         open_products();
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s)
+        UNROLL for (int s = 0; s < kSteps; ++s)
           Wgmma<float, Q>::multiply(sums, left[slab][s], operand(from) + s * 2, last >= 0 || s > 0);
         commit_products();
         if (last >= 0) {

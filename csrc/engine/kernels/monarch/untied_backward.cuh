@@ -26,9 +26,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, grad;
-};
+struct Maps { TensorMap x, grad; };
 
 template <class Pass> struct UntiedBackward {
   using Element = typename Pass::Element;
@@ -77,13 +75,10 @@ template <class Pass> struct UntiedBackward {
   DEVICE void copy_weights() const {
     const int row = threadIdx.x / 8, piece = threadIdx.x % 8 * 8;
     const Element* weights = static_cast<const Element*>(params.weights[0]) + first_p + piece;
-#pragma unroll 1
-    for (int group = 0; group < TOGETHER; ++group)
-#pragma unroll 4
-      for (int q = row; q < kLeft * 64; q += kConsumers / 8) {
+    ROLL for (int group = 0; group < TOGETHER; ++group)
+      UNROLL_BY(4) for (int q = row; q < kLeft * 64; q += kConsumers / 8) {
         const Element* from = weights + (i64(first_group + group) * Q + in_order(q)) * P;
-#pragma unroll
-        for (int slab = 0; slab < kRight; ++slab)
+        UNROLL for (int slab = 0; slab < kRight; ++slab)
           copy_async<16>(memory + (group * kRight + slab) * kWeights + swizzled(q, threadIdx.x % 8), from + slab * 64,
                          q < Q && slab * 64 + piece < columns());
       }
@@ -97,20 +92,16 @@ template <class Pass> struct UntiedBackward {
     constexpr int kRows = 64 / kSharing;
     const int rank = blockIdx.y % kSharing, part = first_p / BP;
     RingCursor<SLOTS> cursor{0, 1};
-#pragma unroll 1
-    for (int chunk = block; chunk < chunks; chunk += blocks) {
+    ROLL for (int chunk = block; chunk < chunks; chunk += blocks) {
       const int row = int(first_row(chunk));
       const u32 full = ring.begin_to_fill(cursor);
-#pragma unroll 1
-      for (int group = 0; group < TOGETHER; ++group) {
+      ROLL for (int group = 0; group < TOGETHER; ++group) {
         const u32 to = ring.at(cursor.slot) + group * kGroup;
-#pragma unroll
-        for (int slab = 0; slab < kLeft; ++slab) {
+        UNROLL for (int slab = 0; slab < kLeft; ++slab) {
           const int at[5] = {slab * 64, first_group + group, row + rank * kRows, 0, 0};
           load_box_of<kSharing>(to + slab * kSlab + rank * (kRows * 128), maps.grad, at, full);
         }
-#pragma unroll
-        for (int slab = 0; slab < kRight; ++slab) {
+        UNROLL for (int slab = 0; slab < kRight; ++slab) {
           const int at[5] = {(Pass::PARTS > 1 ? 0 : first_p) + slab * 64, Pass::PARTS > 1 ? part : 0, row, first_group + group, 0};
           load_box(to + (kLeft + slab) * kSlab, maps.x, at, full);
         }
@@ -127,8 +118,7 @@ template <class Pass> struct UntiedBackward {
   DEVICE void multiply(Back& back, u32 slot) const {
     const u32 g = slot + group() * kGroup;
     const u32 weights = memory + (group() * kRight + first_column() / 64) * kWeights + first_column() % 64 * 2;
-#pragma unroll
-    for (int step = 0; step < ceil_div(Q, 16); ++step)
+    UNROLL for (int step = 0; step < ceil_div(Q, 16); ++step)
       Wgmma<Element, kShare>::multiply_right_turned(back, operand(g + step / 4 * kSlab) + step % 4 * 2,
                                                     turned_operand(weights, kWeights) + step * 128, step > 0);
     commit_products();
@@ -136,10 +126,8 @@ template <class Pass> struct UntiedBackward {
   DEVICE void multiply(Sums& sums, u32 slot, bool add) const {
     const int share = this->share();
     const u32 g = slot + group() * kGroup, x = g + kLeft * kSlab + share / WM * (N * 128);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int h = 0; h < HEIGHT; ++h)
+    UNROLL for (int step = 0; step < 4; ++step)
+      UNROLL for (int h = 0; h < HEIGHT; ++h)
         Wgmma<Element, N>::multiply_turned(sums[h], turned_operand(g + (share % WM * HEIGHT + h) * kSlab, kSlab) + step * 128,
                                            turned_operand(x, kSlab) + step * 128, add || step > 0);
     commit_products();
@@ -154,14 +142,12 @@ template <class Pass> struct UntiedBackward {
     const i64 row = first_row(chunk) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int p = first_p + first_column() + threadIdx.x % 4 * 8, group = first_group + this->group();
     Element* y = static_cast<Element*>(params.y) + row * kRowX;
-#pragma unroll
-    for (int n = 0; n < kShare / 8; n += 4) {
+    UNROLL for (int n = 0; n < kShare / 8; n += 4) {
       const int at = place(group, p + n * 8);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         u32 words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = Pair<Element>(back[(n + i) * 4 + half * 2], back[(n + i) * 4 + half * 2 + 1]).bits;
+        UNROLL for (int i = 0; i < 4; ++i)
+          words[i] = Pair<Element>(back[(n + i) * 4 + half * 2], back[(n + i) * 4 + half * 2 + 1]).bits;
         exchange_in_quad(words);  // of two columns of each of four tiles, a tile
         if (row + half * 8 < params.batch && p + n * 8 < P) store_global<16>(y + half * 8 * kRowX + at, words);
       }
@@ -172,14 +158,11 @@ template <class Pass> struct UntiedBackward {
     const int t = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const int p = first_p + share() / WM * N + column + t / 2 * 4 + t % 2 * 8;
     float* to = static_cast<float*>(params.sums) + (blockIdx.x * kSums + i64(first_group + group()) * Q * P + p);
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h)
+      UNROLL for (int half = 0; half < 2; ++half) {
         const int q = (share() % WM * HEIGHT + h) * 64 + row + half * 8;
         float* at = to + i64(in_order(q)) * P;
-#pragma unroll
-        for (int n = 0; n < COUNT / 4; n += 2) {
+        UNROLL for (int n = 0; n < COUNT / 4; n += 2) {
           u32 words[4];
           four_columns(&sums[h][n * 4 + half * 2], words);
           if (q < Q && p + n * 8 < P) store_global<16>(at + n * 8, words);
@@ -192,13 +175,10 @@ template <class Pass> struct UntiedBackward {
     const u32 mine = ring.slots + threadIdx.x * 16, theirs = in_other_block(mine), got_there = in_other_block(got);
     if (threadIdx.x % 32 == 0) free_in_other_block(in_other_block(done));  // no slot is read any more
     wait_for_bytes(done, 0);
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h)
-#pragma unroll
-      for (int n = 0; n < N / 4; n += 4) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h)
+      UNROLL for (int n = 0; n < N / 4; n += 4) {
         u32 given[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           const float first = sums[h][n + i], second = sums[h][N / 4 + n + i];
           given[i] = __float_as_uint(rank ? first : second);
           sums[h][n + i] = rank ? second : first;
@@ -206,14 +186,11 @@ template <class Pass> struct UntiedBackward {
         send_words(theirs + (h * (N / 16) + n / 4) * (kConsumers * 16), given, got_there);
       }
     wait_for_cluster(got, 0);
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h)
-#pragma unroll
-      for (int n = 0; n < N / 4; n += 4) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h)
+      UNROLL for (int n = 0; n < N / 4; n += 4) {
         u32 given[4];
         load_u32x4(mine + (h * (N / 16) + n / 4) * (kConsumers * 16), given);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[h][n + i] += __uint_as_float(given[i]);
+        UNROLL for (int i = 0; i < 4; ++i) sums[h][n + i] += __uint_as_float(given[i]);
       }
     store<N / 4>(sums, rank * (N / 2));
   }
@@ -221,16 +198,13 @@ template <class Pass> struct UntiedBackward {
   DEVICE void consume() const {
     Sums sums;
     if (Pass::PAIRED && block >= chunks)
-#pragma unroll
-      for (auto& some : sums)
-#pragma unroll
-        for (float& x : some) x = 0;
+      UNROLL for (auto& some : sums)
+        UNROLL for (float& x : some) x = 0;
     RingCursor<SLOTS> cursor{0, 0};
     int chunks_to_mine = Pass::IN_TURNS ? share() : 0;  // of dX
     copy_weights();
     if constexpr (kInPairs) wait_at_cluster();  // the other one has begun
-#pragma unroll 1
-    for (int chunk = block; chunk < chunks; chunk += blocks) {
+    ROLL for (int chunk = block; chunk < chunks; chunk += blocks) {
       const u32 from = ring.at(cursor.slot);
       ring.wait_until_full(cursor);
       if (chunks_to_mine == 0) {
@@ -248,8 +222,7 @@ template <class Pass> struct UntiedBackward {
       }
       if constexpr (Pass::IN_TURNS) --chunks_to_mine;
       wait_for_products<0>();
-#pragma unroll
-      for (auto& some : sums) touch(some);
+      UNROLL for (auto& some : sums) touch(some);
       ring.release(cursor.slot);
       cursor.next();
     }

@@ -30,12 +30,10 @@ template <class Pass> struct WholeLargest {
     const Element* weight = static_cast<const Element*>(params.weights[which]);
     const i64 first = i64(blockIdx.y) * kThreads + threadIdx.x, step = i64(gridDim.y) * kThreads, whole = count / kEach;
     float most = 0;
-#pragma unroll 4
-    for (i64 i = first; i < whole; i += step) {
+    UNROLL_BY(4) for (i64 i = first; i < whole; i += step) {
       u32 words[4];
       load_global(weight + i * kEach, words);
-#pragma unroll
-      for (u32 word : words) most = larger(larger(most, Element{u16(word)}), Element{u16(word >> 16)});
+      UNROLL for (u32 word : words) most = larger(larger(most, Element{u16(word)}), Element{u16(word >> 16)});
     }
     if (whole * kEach + first < count) most = larger(most, weight[whole * kEach + first]);
     return most;
@@ -75,11 +73,9 @@ template <class Pass> struct Whole {
   }
   // sums[j] += factor * [j] of a row in shared memory
   static DEVICE void add(Real (&sums)[HEIGHT], Real factor, u32 row) {
-#pragma unroll
-    for (int j = 0; j < HEIGHT; j += 16 / kSize) {
+    UNROLL for (int j = 0; j < HEIGHT; j += 16 / kSize) {
       const auto words = load_words<16>(row + j * kSize);
-#pragma unroll
-      for (int i = 0; i < 16 / kSize; ++i) sums[j + i] += factor * reinterpret_cast<const Real*>(&words)[i];
+      UNROLL for (int i = 0; i < 16 / kSize; ++i) sums[j + i] += factor * reinterpret_cast<const Real*>(&words)[i];
     }
   }
 };
@@ -121,8 +117,7 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
       if (thread % 32 == 0) store_shared(memory + thread / 32 * 8, Pair<float>(most[0], most[1]));
       __syncthreads();
       for (int warp = 0; warp < kThreads / 32; ++warp)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], load_sum(memory + warp * 8 + i * 4, 0.f));
+        UNROLL for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], load_sum(memory + warp * 8 + i * 4, 0.f));
       __syncthreads();
       constexpr float kLeast = 1.f / (1ll << 48);  // of a product of two numbers that are not zero
       const Scale found(fmaxf(most[0] * most[1] * R, kLeast));
@@ -138,8 +133,8 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
     const Element* factors = Base::first(c < kIn ? k : 0, 0, of_l) + c % P;
     Element of_r[kTogether];
     const auto ask = [&](int r) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) of_r[i] = c < kIn && r + i < R ? factors[i64(r + i) * L * P] : Element{};
+      UNROLL for (int i = 0; i < kTogether; ++i)
+        of_r[i] = c < kIn && r + i < R ? factors[i64(r + i) * L * P] : Element{};
     };
     ask(0);
     hold(l, q, from_k);
@@ -147,23 +142,19 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
     Real sums[HEIGHT] = {};
     if (c < kIn) {
       u32 row = memory + (k - from_k) * R * kLine + way * kRow;
-#pragma unroll 1
-      for (int r = 0; r < R; r += kTogether) {
+      ROLL for (int r = 0; r < R; r += kTogether) {
         if (r > 0) ask(r);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i, row += kLine)
+        UNROLL for (int i = 0; i < kTogether; ++i, row += kLine)
           if (R % kTogether == 0 || r + i < R) Base::add(sums, widen(of_r[i]), row);
       }
     }
     Element made[HEIGHT];
-#pragma unroll
-    for (int j = 0; j < HEIGHT; ++j) made[j] = narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]);
+    UNROLL for (int j = 0; j < HEIGHT; ++j) made[j] = narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]);
     if constexpr (kApart) {
       store_apart(made, l, q, column);
     } else if (c < kIn) {
       Element* y = static_cast<Element*>(params.y);
-#pragma unroll
-      for (int j = 0; j < HEIGHT; ++j) {
+      UNROLL for (int j = 0; j < HEIGHT; ++j) {
         const int at = q + way * HEIGHT + j;
         if (at < Q) store_global(y + (Pass::TURNED ? i64(c) * kOut + at : (i64(at) * L + l) * kIn + c), made[j]);
       }
@@ -174,13 +165,11 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
   DEVICE void store_apart(const Element (&made)[HEIGHT], int l, int q, int column) const {
     constexpr int kBytes = int(sizeof(Element)), kEach = kRows * kBytes + (kBytes < 4 ? 4 : kBytes);  // columns begin in different banks
     __syncthreads();  // all have read what is held
-#pragma unroll
-    for (int j = 0; j < HEIGHT; ++j)
+    UNROLL for (int j = 0; j < HEIGHT; ++j)
       store_shared(memory + thread % kColumns * kEach + (j * kWays + thread / kColumns) * kBytes, made[j]);
     __syncthreads();
     Element* y = static_cast<Element*>(params.y);
-#pragma unroll 4
-    for (int i = thread; i < kColumns * kRows; i += kThreads) {
+    UNROLL_BY(4) for (int i = thread; i < kColumns * kRows; i += kThreads) {
       const int c = i / kRows, row = i % kRows, of_q = q + row / kWays, of_l = l + row % kWays;
       if (column + c < kIn && of_q < Q && of_l < L)
         store_words<kBytes>(y + i64(column + c) * kOut + of_q * L + of_l,
@@ -189,8 +178,7 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
   }
   DEVICE void run() const {
     const Real scale = this->scale();
-#pragma unroll 1
-    for (int at = blockIdx.y; at < kTiles; at += gridDim.y)
+    ROLL for (int at = blockIdx.y; at < kTiles; at += gridDim.y)
       tile(at / kAcross % kTilesL * kTileL, at / (kAcross * kTilesL) * kTileQ, at % kAcross * kColumns, scale);
   }
 };
@@ -229,34 +217,29 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
   DEVICE void of_first(int l, int r, int column) const {
     const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns, k = c / P;
     Real sums[HEIGHT] = {};
-#pragma unroll 1
-    for (int q = 0; q < Q; q += kHeld) {
+    ROLL for (int q = 0; q < Q; q += kHeld) {
       Real g[kHeld / kWays];
-#pragma unroll
-      for (int i = 0; i < kHeld / kWays; ++i) {
+      UNROLL for (int i = 0; i < kHeld / kWays; ++i) {
         const int at = q + i * kWays + way;
         g[i] = at < Q && c < kIn ? gradient(at, l)[c] : Real(0);
       }
       hold(l, q, from_k, r);
       __syncthreads();
       if (c < kIn) {
-#pragma unroll
-        for (int i = 0; i < kHeld / kWays; ++i)
+        UNROLL for (int i = 0; i < kHeld / kWays; ++i)
           if (q + i * kWays + way < Q)
             Base::add(sums, g[i], memory + ((i * kWays + way) * kGroups + k - from_k) * kRow);
       }
       __syncthreads();
     }
     // The other threads' sums, in order
-#pragma unroll
-    for (int j = 0; j < HEIGHT; ++j) store_shared(memory + (j * kThreads + thread) * kSize, sums[j]);
+    UNROLL for (int j = 0; j < HEIGHT; ++j) store_shared(memory + (j * kThreads + thread) * kSize, sums[j]);
     __syncthreads();
-#pragma unroll 1
-    for (int j = way; j < HEIGHT; j += kWays) {
+    ROLL for (int j = way; j < HEIGHT; j += kWays) {
       if (c >= kIn || r + j >= R) continue;
       Real sum = 0;
-#pragma unroll
-      for (int other = 0; other < kWays; ++other) sum += held(j * kThreads + other * kColumns + thread % kColumns);
+      UNROLL for (int other = 0; other < kWays; ++other)
+        sum += held(j * kThreads + other * kColumns + thread % kColumns);
       store_global(result(Pass::OF_0 + ((i64(k) * R + r + j) * L + l) * P + c % P), narrow<Element>(sum));
     }
     __syncthreads();
@@ -266,8 +249,7 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
     constexpr int kRows = kTileQ + kTileR, kLoads = ceil_div(kSide * kRows * LONG, kThreads), kTogether = kLoads < 12 ? kLoads : 12;
     const int across = thread % ACROSS, down = thread / ACROSS % DOWN, side = thread / (ACROSS * DOWN), k = from_k + side;
     Real sums[MINE][kMineR] = {};
-#pragma unroll 1
-    for (int p = 0; p < P; p += LONG) {
+    ROLL for (int p = 0; p < P; p += LONG) {
       move_together<kSide * kRows * LONG, kThreads, kTogether>(
           [&](int i) {
             const int row = i / LONG % kRows, of_k = from_k + i / (LONG * kRows), at = p + i % LONG, of_r = r + row - kTileQ;
@@ -283,32 +265,24 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
           });
       __syncthreads();
       const int count = min(LONG, P - p), left = side * kRows + down, right = side * kRows + kTileQ + across;
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) {
+      UNROLL_BY(4) for (int i = 0; i < count; ++i) {
         Real of_q[MINE], of_r[kMineR];
-#pragma unroll
-        for (int m = 0; m < MINE; ++m) of_q[m] = held((left + m * DOWN) * kLine + i);
-#pragma unroll
-        for (int n = 0; n < kMineR; ++n) of_r[n] = held((right + n * ACROSS) * kLine + i);
-#pragma unroll
-        for (int m = 0; m < MINE; ++m)
-#pragma unroll
-          for (int n = 0; n < kMineR; ++n) sums[m][n] += of_q[m] * of_r[n];
+        UNROLL for (int m = 0; m < MINE; ++m) of_q[m] = held((left + m * DOWN) * kLine + i);
+        UNROLL for (int n = 0; n < kMineR; ++n) of_r[n] = held((right + n * ACROSS) * kLine + i);
+        UNROLL for (int m = 0; m < MINE; ++m)
+          UNROLL for (int n = 0; n < kMineR; ++n) sums[m][n] += of_q[m] * of_r[n];
       }
       __syncthreads();
     }
-#pragma unroll
-    for (int m = 0; m < MINE; ++m)
-#pragma unroll
-      for (int n = 0; n < kMineR; ++n) {
+    UNROLL for (int m = 0; m < MINE; ++m)
+      UNROLL for (int n = 0; n < kMineR; ++n) {
         const int row = q + down + m * DOWN, column = r + across + n * ACROSS;
         if (k < K && row < Q && column < R)
           store_global(result(Pass::OF_1 + ((i64(l) * Q + row) * K + k) * R + column), narrow<Element>(sums[m][n]));
       }
   }
   DEVICE void run() const {
-#pragma unroll 1
-    for (int at = blockIdx.y; at < kOfFirst + kOfSecond; at += gridDim.y) {
+    ROLL for (int at = blockIdx.y; at < kOfFirst + kOfSecond; at += gridDim.y) {
       const int tile = at - kOfFirst;
       if (tile < 0)
         of_first(at / kAcross % L, at / (kAcross * L) * HEIGHT, at % kAcross * kColumns);

@@ -22,8 +22,7 @@ template <class Pass> struct ColumnSums {
 
   static DEVICE void add(Part (&sum)[kPiece], const u32 (&word)[4]) {
     const auto* x = reinterpret_cast<const Element*>(word);
-#pragma unroll
-    for (int e = 0; e < kPiece; ++e) sum[e] += widen(x[e]);
+    UNROLL for (int e = 0; e < kPiece; ++e) sum[e] += widen(x[e]);
   }
 
   DEVICE void run() const { sum_up(params.x, params.y, params.batch, blockIdx.y); }
@@ -36,13 +35,11 @@ template <class Pass> struct ColumnSums {
     Part sum[kPiece] = {};
     for (i64 first = i64(blockIdx.x) * (WAYS * EACH); has_piece && first < rows; first += i64(gridDim.x) * (WAYS * EACH)) {
       u32 word[EACH][4];
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) {
+      UNROLL for (int i = 0; i < EACH; ++i) {
         const i64 row = first + i * WAYS + way;
         load_global(x + row * kRow, word[i], row < rows);
       }
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) add(sum, word[i]);
+      UNROLL for (int i = 0; i < EACH; ++i) add(sum, word[i]);
     }
     if constexpr (Pass::FOLD > 1) {  // samples that make no whole row
       const i64 rest = (batch - rows * Pass::FOLD) * Pass::FEATURES - piece * kPiece;
@@ -53,14 +50,12 @@ template <class Pass> struct ColumnSums {
 
     const u32 sums = shared_address(shared_memory);
     if constexpr (WAYS > 1) {
-#pragma unroll
-      for (int e = 0; e < kPiece; ++e) store_shared(sums + (e * 256 + threadIdx.x) * sizeof(Part), sum[e]);
+      UNROLL for (int e = 0; e < kPiece; ++e) store_shared(sums + (e * 256 + threadIdx.x) * sizeof(Part), sum[e]);
       __syncthreads();
     }
     if (!has_piece || way > 0) return;
     auto* y = static_cast<typename Pass::Result*>(to) + i64(blockIdx.x) * kRow + piece * kPiece;
-#pragma unroll
-    for (int e = 0; e < kPiece; ++e) {
+    UNROLL for (int e = 0; e < kPiece; ++e) {
       for (int other = 1; other < WAYS; ++other)
         sum[e] += load_sum(sums + (e * 256 + other * LANES + lane) * sizeof(Part), sum[e]);
       store_global(y + e, narrow<typename Pass::Result>(sum[e]));

@@ -27,20 +27,17 @@ template <class Math> struct FewMath {
   static DEVICE B right(Word x0, Word x1) { return operand<B>({x0, x1}); }
   template <class Operand, int N> static DEVICE Operand operand(const Word (&x)[N]) {
     Operand made;
-#pragma unroll
-    for (int i = 0; i < N; ++i) Math::template put<true>(made, i, x[i]);
+    UNROLL for (int i = 0; i < N; ++i) Math::template put<true>(made, i, x[i]);
     return made;
   }
   // float: the products of high parts of two steps start from zero; the others, which infinities make NaN, do not count then.
   template <int STEPS> static DEVICE void multiply(Sums& y, const A (&a)[STEPS], const B (&b)[STEPS]) {
     if constexpr (Math::kRepairs) {
       float high[4] = {};
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) Math::multiply_apart(high, y.low, a[s], b[s]);
+      UNROLL for (int s = 0; s < STEPS; ++s) Math::multiply_apart(high, y.low, a[s], b[s]);
       add_sums(y.sum, high);
     } else {
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) Math::template multiply<Math::kStep>(y.sum, a[s], b[s]);
+      UNROLL for (int s = 0; s < STEPS; ++s) Math::template multiply<Math::kStep>(y.sum, a[s], b[s]);
     }
   }
   static DEVICE Total total(const Sums& y, int i) {
@@ -50,8 +47,7 @@ template <class Math> struct FewMath {
   // Words of a piece that begins at element `from`, without what lies behind LENGTH
   template <int LENGTH> static DEVICE void cut(u32 (&x)[4], int from) {
     if constexpr (LENGTH % kPiece) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         const int first = from + i * 4 / kSize;
         if (first >= LENGTH) x[i] = 0;
         else if (kSize == 2 && first + 1 >= LENGTH) x[i] &= 0xffff;
@@ -69,8 +65,7 @@ template <class Math, int LOAD, int BYTES = 16> struct FewPiece {
   u32 of[kAccesses][kOfOne];
   // `left` elements are there from `from` on, none if that is not positive. MADE by a kernel that had not ended when this one started.
   template <bool MADE> DEVICE void ask(const Element* from, int left) {
-#pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
+    UNROLL for (int i = 0; i < kAccesses; ++i) {
       if constexpr (MADE)
         load_made<LOAD>(from + i * kEach, of[i], i * kEach < left);
       else
@@ -97,8 +92,7 @@ template <class Total, int ROWS, int WAYS> struct FewTotals {
   }
   DEVICE Total at(int row, int sample) const {
     Total sum = 0;
-#pragma unroll
-    for (int way = 0; way < WAYS; ++way)
+    UNROLL for (int way = 0; way < WAYS; ++way)
       sum += load_sum(memory + way * kWarp + (row * kStride + sample) * kSize, sum);
     return sum;
   }
@@ -114,8 +108,7 @@ template <class Element, int COUNT> DEVICE void store_few(Element* to, const Sum
   } else {
     constexpr int kBytes = COUNT * sizeof(Element);
     u32 words[kBytes / 4];
-#pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) {
+    UNROLL for (int i = 0; i < kBytes / 4; ++i) {
       if constexpr (sizeof(Element) == 2)
         words[i] = Pair<Element>(x[i * 2], x[i * 2 + 1]).bits;
       else
@@ -126,11 +119,9 @@ template <class Element, int COUNT> DEVICE void store_few(Element* to, const Sum
 }
 // COUNT of them by accesses of RUN; `left` are there, a multiple of RUN.
 template <int RUN, class Element, int COUNT> DEVICE void store_few(Element* to, const Sum<Element> (&x)[COUNT], int left) {
-#pragma unroll
-  for (int first = 0; first < COUNT; first += RUN) {
+  UNROLL for (int first = 0; first < COUNT; first += RUN) {
     Sum<Element> run[RUN];
-#pragma unroll
-    for (int i = 0; i < RUN; ++i) run[i] = x[first + i];
+    UNROLL for (int i = 0; i < RUN; ++i) run[i] = x[first + i];
     if (first < left) store_few(to + first, run);
   }
 }
@@ -152,35 +143,26 @@ template <class Math, int P, int HEIGHT, int WAYS, int ROUNDS, int LOAD_W, int L
   // row(i) is where one begins, null where there is none.
   template <class Row> DEVICE void fetch(const Row& row, int round = 0) {
     const Element* from[HEIGHT * 2];
-#pragma unroll
-    for (int h = 0; h < HEIGHT * 2; ++h) from[h] = row(h * 8 + lane.g);
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int h = 0; h < HEIGHT * 2; ++h)
+    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) from[h] = row(h * 8 + lane.g);
+    UNROLL for (int i = 0; i < kMine; ++i)
+      UNROLL for (int h = 0; h < HEIGHT * 2; ++h)
         weight[i][h].template ask<false>(from[h] + first(i, round), from[h] ? P - first(i, round) : 0);
   }
   // row(n) is where sample n's p's begin, null where there is none.
   template <class Row> DEVICE void add(Sums& y, const Row& row, int round = 0) const {
     const Element* from[2] = {row(lane.g), row(lane.g + 8)};
     FewPiece<Math, LOAD_X> x[kMine][2];
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int n = 0; n < 2; ++n) x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? P - first(i, round) : 0);
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
+    UNROLL for (int i = 0; i < kMine; ++i)
+      UNROLL for (int n = 0; n < 2; ++n)
+        x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? P - first(i, round) : 0);
+    UNROLL for (int i = 0; i < kMine; ++i)
+      UNROLL for (int n = 0; n < 2; ++n) {
         typename Base::B b[Base::kSteps];
-#pragma unroll
-        for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
-#pragma unroll
-        for (int h = 0; h < HEIGHT; ++h) {
+        UNROLL for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
+        UNROLL for (int h = 0; h < HEIGHT; ++h) {
           const auto &u = weight[i][h * 2], &l = weight[i][h * 2 + 1];
           typename Base::A a[Base::kSteps];
-#pragma unroll
-          for (int s = 0; s < Base::kSteps; ++s)
+          UNROLL for (int s = 0; s < Base::kSteps; ++s)
             a[s] = Base::left(u.word(s * 2), l.word(s * 2), u.word(s * 2 + 1), l.word(s * 2 + 1));
           Base::multiply(y[h][n], a, b);
         }
@@ -188,8 +170,7 @@ template <class Math, int P, int HEIGHT, int WAYS, int ROUNDS, int LOAD_W, int L
   }
   // All of what has been fetched of rounds, the first of which there is already; the first again, if there are `more` samples.
   template <class Weight, class Row> DEVICE void sum(Sums& y, const Weight& weight, const Row& row, bool more) {
-#pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round) {
+    ROLL for (int round = 0; round < ROUNDS; ++round) {
       add(y, row, round);
       if constexpr (ROUNDS > 1) {
         const bool last = round + 1 == ROUNDS;
@@ -198,10 +179,8 @@ template <class Math, int P, int HEIGHT, int WAYS, int ROUNDS, int LOAD_W, int L
     }
   }
   DEVICE void put(const Totals& totals, const Sums& y) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int h = 0; h < HEIGHT * 2; ++h)
+    UNROLL for (int n = 0; n < 2; ++n)
+      UNROLL for (int h = 0; h < HEIGHT * 2; ++h)
         totals.put(way, h * 8 + lane.g, n * 8 + lane.t * 2, Base::total(y[h / 2][n], h % 2 * 2),
                    Base::total(y[h / 2][n], h % 2 * 2 + 1));
   }
@@ -225,10 +204,8 @@ template <class Math, int P, int Q, int WORDS, int WAYS, int ROUNDS, int LOAD> s
   DEVICE int first(int i, int round) const { return ((round * kMine + i) * WAYS + way) * kChunk + lane.t * kPiece; }
   DEVICE void fetch(const Element* group, int column, int round = 0) {
     const int p = column + lane.g * kEach;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int r = 0; r < kPiece; ++r) {
+    UNROLL for (int i = 0; i < kMine; ++i)
+      UNROLL for (int r = 0; r < kPiece; ++r) {
         const int q = first(i, round) + r;
         weight[i][r].template ask<false>(group + i64(q) * P + p, q < Q ? P - p : 0);
       }
@@ -249,33 +226,26 @@ template <class Math, int P, int Q, int WORDS, int WAYS, int ROUNDS, int LOAD> s
   template <class Row> DEVICE void add(Sums& y, const Row& row, int round) const {
     const Element* from[2] = {row(lane.g), row(lane.g + 8)};
     FewPiece<Math, 16> x[kMine][2];
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
+    UNROLL for (int i = 0; i < kMine; ++i)
+      UNROLL for (int n = 0; n < 2; ++n) {
         x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? Q - first(i, round) : 0);
         Base::template cut<Q>(x[i][n].of[0], first(i, round));
       }
-#pragma unroll
-    for (int i = 0; i < kMine; ++i)
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
+    UNROLL for (int i = 0; i < kMine; ++i)
+      UNROLL for (int m = 0; m < kTiles; ++m) {
         typename Base::A a[Base::kSteps];
-#pragma unroll
-        for (int s = 0; s < Base::kSteps; ++s) a[s] = left(i, s, m);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        UNROLL for (int s = 0; s < Base::kSteps; ++s) a[s] = left(i, s, m);
+        UNROLL for (int n = 0; n < 2; ++n) {
           typename Base::B b[Base::kSteps];
-#pragma unroll
-          for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
+          UNROLL for (int s = 0; s < Base::kSteps; ++s)
+            b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
           Base::multiply(y[m][n], a, b);
         }
       }
   }
   // As FewRows has it
   template <class Row> DEVICE void sum(Sums& y, const Element* group, int column, const Row& row, bool more) {
-#pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round) {
+    ROLL for (int round = 0; round < ROUNDS; ++round) {
       add(y, row, round);
       if constexpr (ROUNDS > 1) {
         const bool last = round + 1 == ROUNDS;
@@ -284,12 +254,9 @@ template <class Math, int P, int Q, int WORDS, int WAYS, int ROUNDS, int LOAD> s
     }
   }
   DEVICE void put(const Totals& totals, const Sums& y) const {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
+    UNROLL for (int m = 0; m < kTiles; ++m)
+      UNROLL for (int n = 0; n < 2; ++n)
+        UNROLL for (int h = 0; h < 2; ++h)
           totals.put(way, lane.g * kEach + m * 2 + h, n * 8 + lane.t * 2, Base::total(y[m][n], h * 2),
                      Base::total(y[m][n], h * 2 + 1));
   }
@@ -307,52 +274,39 @@ template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewO
   static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int q, int p) {
     const Lane lane;
     typename Base::Sums y[HEIGHT][STRIPS][kTiles];
-#pragma unroll 1
-    for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kAtOnce * kStep) {
+    ROLL for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kAtOnce * kStep) {
       Piece of_g[kAtOnce][HEIGHT * 2], of_x[kAtOnce][STRIPS][kTiles];
-#pragma unroll
-      for (int s = 0; s < kAtOnce; ++s) {
+      UNROLL for (int s = 0; s < kAtOnce; ++s) {
         const int left = samples - n - s * kStep;
-#pragma unroll
-        for (int h = 0; h < HEIGHT * 2; ++h) {
+        UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
           const int row = q + lane.g + h * 8;
           of_g[s][h].template ask<true>(g + i64(row) * samples + n + s * kStep, row < Q ? left : 0);
         }
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip)
-#pragma unroll
-          for (int j = 0; j < kTiles; ++j) {
+        UNROLL for (int strip = 0; strip < STRIPS; ++strip)
+          UNROLL for (int j = 0; j < kTiles; ++j) {
             const int column = p + strip * Base::kChunk + lane.g / 2 * kPiece + j * 2 + lane.g % 2;
             of_x[s][strip][j].template ask<true>(x + i64(column) * samples + n + s * kStep, column < P ? left : 0);
           }
       }
       typename Base::A a[HEIGHT][kAtOnce];
-#pragma unroll
-      for (int h = 0; h < HEIGHT; ++h)
-#pragma unroll
-        for (int s = 0; s < kAtOnce; ++s) {
+      UNROLL for (int h = 0; h < HEIGHT; ++h)
+        UNROLL for (int s = 0; s < kAtOnce; ++s) {
           const auto &u = of_g[s][h * 2], &l = of_g[s][h * 2 + 1];
           a[h][s] = Base::left(u.word(0), l.word(0), u.word(1), l.word(1));
         }
-#pragma unroll
-      for (int strip = 0; strip < STRIPS; ++strip)
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
+      UNROLL for (int strip = 0; strip < STRIPS; ++strip)
+        UNROLL for (int j = 0; j < kTiles; ++j) {
           typename Base::B b[kAtOnce];
-#pragma unroll
-          for (int s = 0; s < kAtOnce; ++s) b[s] = Base::right(of_x[s][strip][j].word(0), of_x[s][strip][j].word(1));
-#pragma unroll
-          for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
+          UNROLL for (int s = 0; s < kAtOnce; ++s)
+            b[s] = Base::right(of_x[s][strip][j].word(0), of_x[s][strip][j].word(1));
+          UNROLL for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
         }
     }
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip)
-#pragma unroll
-      for (int h = 0; h < HEIGHT * 2; ++h) {
+    UNROLL for (int strip = 0; strip < STRIPS; ++strip)
+      UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
         const int row = q + lane.g + h * 8, column = p + strip * Base::kChunk + lane.t * kPiece;
         typename Base::Total sums[kPiece];
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
+        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
         store_few<RUN>(to + i64(row) * P + column, sums, row < Q ? P - column : 0);
       }
   }
@@ -405,8 +359,7 @@ template <class Pass> struct Few {
     const Totals totals{shared_address(shared_memory)};
     const Element* x = static_cast<const Element*>(params.x) + i64(group) * P;
     const i64 step = i64(gridDim.x) * 16;
-#pragma unroll 1
-    for (i64 first = i64(blockIdx.x) * 16; first < params.batch; first += step) {
+    ROLL for (i64 first = i64(blockIdx.x) * 16; first < params.batch; first += step) {
       const int present = params.batch - first < 16 ? int(params.batch - first) : 16;
       const auto sample = [&](int n) { return here && n < present ? x + (first + n) * Pass::X_SAMPLE : nullptr; };
       typename Rows::Sums y;
@@ -415,14 +368,12 @@ template <class Pass> struct Few {
       rows.put({totals.memory + part * Totals::kBytes}, y);
       __syncthreads();
       constexpr int kAcross = kRows * WG / RUN;
-#pragma unroll 1
-      for (int cell = threadIdx.x; cell < 16 * kAcross; cell += kThreads) {
+      ROLL for (int cell = threadIdx.x; cell < 16 * kAcross; cell += kThreads) {
         const int n = cell / kAcross, e = cell % kAcross * RUN, g = e % WG, j = e / WG;
         if (n >= present || q + j >= Q || (FAST % WG && fast + g >= FAST)) continue;
         const i64 at = feature(slow, fast + g, q + j);
         Sum<Element> sums[RUN];
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) {
+        UNROLL for (int i = 0; i < RUN; ++i) {
           const int behind = WG == 1 ? 0 : i;
           auto sum = Totals{totals.memory + (g + behind) * Totals::kBytes}.at(j + i - behind, n);
           if constexpr (Pass::BIAS) sum += widen(static_cast<const Element*>(params.bias)[at + i]);
@@ -481,13 +432,11 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
   template <int ACROSS, class Place> static DEVICE void turn(const Element* from, int step, int count, const Place& place) {
     using Run = Words<ACROSS * int(sizeof(Element))>;
     Run row[kPiece];
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) row[i] = i < count ? *reinterpret_cast<const Run*>(from + i64(i) * step) : Run{};
-#pragma unroll
-    for (int c = 0; c < ACROSS; ++c) {
+    UNROLL for (int i = 0; i < kPiece; ++i)
+      row[i] = i < count ? *reinterpret_cast<const Run*>(from + i64(i) * step) : Run{};
+    UNROLL for (int c = 0; c < ACROSS; ++c) {
       __align__(16) Element column[kPiece];
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) column[i] = reinterpret_cast<const Element*>(&row[i])[c];
+      UNROLL for (int i = 0; i < kPiece; ++i) column[i] = reinterpret_cast<const Element*>(&row[i])[c];
       store_words<16>(place(c), *reinterpret_cast<const Words<16>*>(column));
     }
   }
@@ -497,8 +446,7 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     constexpr int kGroups = L / kAcross, kPieces = Base::kRow1 / kPiece;
     const int runs = samples / kPiece;
     const int of_x = K * P0 / kAcrossX * runs, of_g = Q1 * kGroups * runs, all = of_x + of_g + kPieces * kGroups * batch;
-#pragma unroll 1
-    for (int unit = block * kThreads + threadIdx.x; unit < all; unit += Pass::TURNS * kThreads) {
+    ROLL for (int unit = block * kThreads + threadIdx.x; unit < all; unit += Pass::TURNS * kThreads) {
       if (unit < of_x) {
         const int n = unit % runs * kPiece, column = unit / runs * kAcrossX;
         turn<kAcrossX>(x + i64(n) * (K * P0) + column, K * P0, batch - n,
@@ -530,21 +478,18 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     const typename Rows::Totals totals{memory};
     const Element* x = static_cast<const Element*>(params.x) + k * P0;
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
-#pragma unroll 1
-    for (int first = 0; first < samples; first += 16) {
+    ROLL for (int first = 0; first < samples; first += 16) {
       typename Rows::Sums y;
       const auto sample = [&](int n) { return first + n < batch ? x + i64(first + n) * (K * P0) : nullptr; };
       rows.sum(y, row, sample, first + 16 < samples);
       if (first) __syncthreads();
       rows.put(totals, y);
       __syncthreads();
-#pragma unroll 1
-      for (int cell = threadIdx.x; cell < 16 * 16 / kPiece; cell += kThreads) {
+      ROLL for (int cell = threadIdx.x; cell < 16 * 16 / kPiece; cell += kThreads) {
         const int row = cell / (16 / kPiece), n = cell % (16 / kPiece) * kPiece, l = (j + row) / R, r = (j + row) % R;
         if (j + row >= Q0 || first + n >= samples) continue;
         Sum<Element> sums[kPiece];
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? totals.at(row, n + i) : 0;
+        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? totals.at(row, n + i) : 0;
         store_few(h + (i64(l) * P1 + k * R + r) * samples + first + n, sums);
       }
     }
@@ -569,22 +514,19 @@ template <class Pass> struct FewBack : FewBackward<Pass> {
     const typename Columns::Totals totals{memory};
     const Element* g = static_cast<const Element*>(params.sums) + Base::rows_of_g() + i64(l) * samples * Base::kRow1;
     Element* to = static_cast<Element*>(params.y);
-#pragma unroll 1
-    for (int first = 0; first < samples; first += 16) {
+    ROLL for (int first = 0; first < samples; first += 16) {
       typename Columns::Sums y;
       const auto sample = [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow1 : nullptr; };
       columns.sum(y, weight, p, sample, first + 16 < samples);
       if (first) __syncthreads();
       columns.put(totals, y);
       __syncthreads();
-#pragma unroll 1
-      for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
+      ROLL for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
         const int column = cell % Columns::kColumns, n = cell / Columns::kColumns * kPiece;
         if (p + column >= P1 || first + n >= samples) continue;
         const int k = (p + column) / R, q = (p + column) % R * L + l;
         Sum<Element> sums[kPiece];
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) {
+        UNROLL for (int i = 0; i < kPiece; ++i) {
           sums[i] = first + n + i < batch ? totals.at(column, n + i) : 0;
           const i64 row = i64(k) * samples + first + n + i;
           store_global(to + Base::rows_of_gh() + row * Base::kRow0 + q, narrow<Element>(sums[i]));
@@ -628,22 +570,19 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
     const typename Columns::Totals totals{memory};
     const Element* g = static_cast<const Element*>(params.x) + Base::rows_of_gh() + i64(k) * samples * Base::kRow0;
     Element* to = static_cast<Element*>(params.y) + k * P0 + p;
-#pragma unroll 1
-    for (int first = 0; first < batch; first += 16) {
+    ROLL for (int first = 0; first < batch; first += 16) {
       typename Columns::Sums y;
       const auto sample = [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow0 : nullptr; };
       columns.sum(y, weight, p, sample, first + 16 < batch);
       if (first) __syncthreads();
       columns.put(totals, y);
       __syncthreads();
-#pragma unroll 1
-      for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
+      ROLL for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
         constexpr int kAcross = Columns::kColumns / kPiece;
         const int column = cell % kAcross * kPiece, n = cell / kAcross;
         if (first + n >= batch) continue;
         Sum<Element> sums[kPiece];
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) sums[i] = totals.at(column + i, n);
+        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = totals.at(column + i, n);
         store_few<Pass::RUN_X>(to + i64(first + n) * (K * P0) + column, sums, P0 - p - column);
       }
     }

@@ -26,9 +26,7 @@
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
-struct Maps {
-  TensorMap x, weight;
-};
+struct Maps { TensorMap x, weight; };
 
 template <class Pass> struct Mapped {
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, B = Pass::B, FAST = Pass::FAST;
@@ -78,8 +76,7 @@ template <class Pass> struct Mapped {
   }
   DEVICE void load_weight(u32 to, int k, int group, int q, u32 full) const {
     constexpr int kBox = Pass::RUN * Pass::BOX, kLine = Pass::RUN * Pass::LINE;
-#pragma unroll 1
-    for (int j = 0; j < N; j += kBox) {
+    ROLL for (int j = 0; j < N; j += kBox) {
       const int column = q + j;
       const bool here = column < Q;  // of what no line has, zeros
       const int at[5] = {k, 0, 0, here ? column % kLine / Pass::RUN : Pass::LINE,
@@ -93,11 +90,9 @@ template <class Pass> struct Mapped {
     Cursor cursor{0, 1};
     for (i64 n = blockIdx.x; n < tiles; n += gridDim.x) {
       const Tile tile = tile_of(n);
-#pragma unroll 1
-      for (int h = 0; h < HELD; ++h) {
+      ROLL for (int h = 0; h < HELD; ++h) {
         const int group = weight_of(tile, tile.fast + h);
-#pragma unroll 1
-        for (int k = 0; k < P; k += 32) {
+        ROLL for (int k = 0; k < P; k += 32) {
           const u32 to = ring.at(cursor.slot), full = ring.begin_to_fill(cursor);
           load_x(to, k, group, tile.first, full);
           load_weight(to + kWeight, k, group, tile.q, full);
@@ -111,8 +106,7 @@ template <class Pass> struct Mapped {
   DEVICE void add_up(float (&sum)[N / 2], Cursor& cursor) const {
     const int warpgroup = uniform(threadIdx.x / 128);
     int last = 0;
-#pragma unroll 1
-    for (int slab = 0; slab < kSlabs; ++slab) {
+    ROLL for (int slab = 0; slab < kSlabs; ++slab) {
       ring.wait_until_full(cursor);
       const u32 from = ring.at(cursor.slot);
       const u64 left = operand(from + warpgroup * 8192), right = operand(from + kWeight);
@@ -164,8 +158,7 @@ template <class Pass> struct Mapped {
   }
   // 16 bytes that lie side by side in y, of a row: those of sum i's column and, if it has more of them, the ones behind it.
   DEVICE void cell(u32 (&words)[4], const float (&sum)[HELD][N / 2], const Tile& tile, i64 r, int i, int group) const {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    UNROLL for (int w = 0; w < 4; ++w) {
       const int at = HELD == 1 ? i + w % 2 * 4 + w / 2 : HELD == 2 ? i + w / 2 : i;
       const int h = HELD == 1 ? 0 : HELD == 2 ? w % 2 : group + w;
       words[w] = finished(sum[h][at], tile, r, tile.q + column(at), tile.fast + h);
@@ -181,16 +174,14 @@ template <class Pass> struct Mapped {
     if constexpr (Pass::SLABS) {
       const i64 feature = i64(tile.slow / Pass::INNER * Q + j) * Pass::INNER + tile.slow % Pass::INNER;
       float* to = static_cast<float*>(params.y) + (r / 32 * Pass::Y_SAMPLE + feature) * 32 + r % 32;
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
+      UNROLL for (int w = 0; w < 4; ++w)
         if (here) store_global(to + w * (Pass::INNER * 32), __uint_as_float(words[w]));
     } else if constexpr (HELD == 8) {
       // Two cells, which make a sector: neighbours store one of them together, and then the other.
       const int odd = threadIdx.x & 1;
       u32 further[4];
       cell(further, sum, tile, r, i, 4);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
+      UNROLL for (int w = 0; w < 4; ++w) {
         const u32 given = __shfl_xor_sync(0xffffffff, odd ? words[w] : further[w], 1);
         words[w] = odd ? given : words[w];
         further[w] = odd ? further[w] : given;
@@ -203,10 +194,8 @@ template <class Pass> struct Mapped {
   }
   // Of eight sums 0, 1, 4 and 5 are one row's, and the others that of the row 8 below: they are in one cell, two or four.
   DEVICE void store(const float (&sum)[HELD][N / 2], const Tile& tile) const {
-#pragma unroll
-    for (int n = 0; n < N / 2; n += HELD == 1 ? 8 : 4) {
-#pragma unroll
-      for (int e = 0; e < (HELD > 2 ? 2 : 1); ++e) {
+    UNROLL for (int n = 0; n < N / 2; n += HELD == 1 ? 8 : 4) {
+      UNROLL for (int e = 0; e < (HELD > 2 ? 2 : 1); ++e) {
         store_cells(sum, tile, tile.first + row(0), n + e);
         store_cells(sum, tile, tile.first + row(1), n + e + 2);
       }
@@ -217,8 +206,7 @@ template <class Pass> struct Mapped {
     Cursor cursor{0, 0};
     float sum[HELD][N / 2];
     for (i64 n = blockIdx.x; n < tiles; n += gridDim.x) {
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) add_up(sum[h], cursor);
+      UNROLL for (int h = 0; h < HELD; ++h) add_up(sum[h], cursor);
       store(sum, tile_of(n));
     }
   }
@@ -228,10 +216,7 @@ template <class Pass> struct Mapped {
     fence_copy_engine();
     __syncthreads();
     if constexpr (BLOCKS > 1) sync_cluster();
-    if (threadIdx.x < kConsumers)
-      take_registers<Pass::MORE>(), consume();
-    else
-      give_registers<Pass::FEWER>(), produce();
+    part_ways<kConsumers, Pass::MORE, Pass::FEWER>([&] { consume(); }, [&] { produce(); });
     if constexpr (BLOCKS > 1) sync_cluster();  // the others may still tell this one's producer, or write here
   }
 };

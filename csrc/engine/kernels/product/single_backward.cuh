@@ -63,8 +63,7 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
     commit_copies();
   }
   DEVICE void clear_slots() const {
-#pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
+    UNROLL for (int s = 0; s < SLOTS; ++s) {
       const u32 x = memory + s * kSlot, g = x + kBytesX;
       if constexpr (kByColumns) {
         Base::template clear_padding<P, SPAN, kRows, kColumns, kX>(x), Base::template clear_padding<Q, SPAN, kQ, kColumns, kG>(g);
@@ -108,8 +107,7 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
     __syncthreads();
     Held held;
     if constexpr (kHolds)
-#pragma unroll
-      for (int s = 0; s < kQ / kStep; ++s) columns_of_weight()(held[s], s);
+      UNROLL for (int s = 0; s < kQ / kStep; ++s) columns_of_weight()(held[s], s);
     Sums sums = {};
     Base::template each_unit<kSlot>(unit, step, memory, load_unit, [&](u32 x) { round_slot(x); }, [&](i64 unit, u32 x) {
       add(sums, x, x + kBytesX);
@@ -125,16 +123,13 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
   // By columns: all of dW's rows, and 16 of its columns; or else some of its rows.
   DEVICE void add(Sums& sums, u32 x, u32 g) const {
     if constexpr (kByColumns) {
-#pragma unroll 1
-      for (int piece = 0; piece < kPieces; ++piece) {
+      ROLL for (int piece = 0; piece < kPieces; ++piece) {
         const int column = part * kPart + piece * kTiles * 8;
         constexpr int kSteps = kTiles * 8 / kStep;
         B right[kSteps][2];
         const auto columns = Base::template by_k<kX>(x + (first * kX + column) * kSize + Math::template lane_row_b<kX>(lane));
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) columns(right[s], 0, s);
-#pragma unroll
-        for (int m = 0; m < kQ / 16; ++m) {
+        UNROLL for (int s = 0; s < kSteps; ++s) columns(right[s], 0, s);
+        UNROLL for (int m = 0; m < kQ / 16; ++m) {
           const u32 left = g + (m * 16 * kG + column) * kSize + Math::template lane_row_a<kG>(lane);
           Base::template accumulate<2, kSteps, kSteps>(
               sums[m], Base::template by_rows<kG>(left),
@@ -142,13 +137,11 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
         }
       }
     } else {
-#pragma unroll
-      for (int k = 0; k < kTurns; ++k) {
+      UNROLL for (int k = 0; k < kTurns; ++k) {
         const int m = k * 16 * ROWS + first;
         if (kQ / 16 % ROWS && m >= kQ) break;
         const auto left = Base::template by_m<kG>(g + m * kSize + Math::template lane_a_by_m<kG, kPairs>(lane));
-#pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
+        UNROLL for (int piece = 0; piece < kPieces; ++piece) {
           const int column = part * kPart + piece * kTiles * 8;
           const u32 right = x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane);
           Base::template accumulate<kTiles, kRows / kStep>(
@@ -161,8 +154,7 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
   // dX
   DEVICE void back(const Held& held, u32 g, Element* to) const {
     const u32 staged = memory + SLOTS * kSlot + threadIdx.x % kThreads / 32 * kStaged;
-#pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
+    ROLL for (int piece = 0; piece < kPieces; ++piece) {
       const int column = part * kPart + piece * kTiles * 8;
       Real y[kTiles][4] = {};
       const u32 from = (kByColumns ? g : weight) + column * kSize + Math::template lane_b_by_n<kByColumns ? kG : kW, kPairs>(lane);
@@ -195,8 +187,7 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
           const int warp = index / 32;
           const int row = kByColumns ? n / 2 * 16 : (n / kEach * ROWS + warp % ROWS) * 16;
           const int p = (kByColumns ? warp * 16 + n % 2 * 8 : warp / ROWS * kPart + n % kEach * 8) + at.t * 2;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          UNROLL for (int i = 0; i < 2; ++i) {
             const int q = row + at.g + i * 8;
             if (q < Q && p < P) store_two<P % 2 == 0>(to + q * P + p, sum[i * 2], sum[i * 2 + 1], p + 1 < P);
           }

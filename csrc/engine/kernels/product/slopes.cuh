@@ -26,20 +26,17 @@ template <class Pass> struct Slopes {
     const Element* beside = static_cast<const Element*>(params.weights[Pass::BESIDE]) + first;
     Element* y = static_cast<Element*>(params.y) + first;
     u32 of_x[EACH][4], of_beside[EACH][4];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    UNROLL for (int i = 0; i < EACH; ++i) {
       const int at = i * Pass::THREADS * kPiece;
       load_global(x + at, of_x[i], first + at + kPiece <= count);
       load_global(beside + at, of_beside[i], first + at + kPiece <= count);
     }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    UNROLL for (int i = 0; i < EACH; ++i) {
       const int at = i * Pass::THREADS * kPiece;
       if (first + at + kPiece <= count) {
         const auto *from = reinterpret_cast<const Element*>(of_x[i]), *other = reinterpret_cast<const Element*>(of_beside[i]);
         Piece made;
-#pragma unroll
-        for (int e = 0; e < kPiece; ++e) made.x[e] = of(from[e], other[e]);
+        UNROLL for (int e = 0; e < kPiece; ++e) made.x[e] = of(from[e], other[e]);
         store_global<16>(y + at, reinterpret_cast<const u32*>(&made));
       } else {
         for (int e = at; first + e < count; ++e) store_global(y + e, of(x[e], beside[e]));

@@ -141,8 +141,7 @@ template <class Pass> struct Streamed {
     Source from;
     from.x = static_cast<const Element*>(params.x), from.weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]);
     from.has_x = from.has_weight = 0;
-#pragma unroll
-    for (int i = 0; i < Weights::kCount; ++i) {
+    UNROLL for (int i = 0; i < Weights::kCount; ++i) {
       const bool here = Weights::is_whole(i) && has_weight(Weights::row(i));
       from.has_weight |= u32(here) << i;
       if constexpr (!Weights::kEven)
@@ -150,8 +149,7 @@ template <class Pass> struct Streamed {
     }
     from.weight += Weights::k() + (Weights::kEven ? weight_at(Weights::row(0), 0) : weight_offset(0, fast, term));
     if constexpr (kByRows) {
-#pragma unroll
-      for (int i = 0; i < States::kCount; ++i)
+      UNROLL for (int i = 0; i < States::kCount; ++i)
         from.has_x |= u32(States::is_whole(i) && has_state(States::row(i))) << i;
       if constexpr (States::kEven) from.x += States::k() + state_at(States::row(0), 0);
     } else {
@@ -220,25 +218,21 @@ template <class Pass> struct Streamed {
   // Those of 2 bytes go through registers, and the loads of several are on their way together.
   template <int BYTES, int COUNT, class At> static DEVICE void copy_pieces(bool wanted, At at) {
     if constexpr (BYTES >= 4) {
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) {
+      UNROLL for (int i = 0; i < COUNT; ++i) {
         const Piece piece = at(i);
         if (!piece.whole) break;
         copy_async_if<BYTES>(piece.to, piece.from, piece.here, wanted);
       }
     } else if (wanted) {
       constexpr int kAtOnce = COUNT < 16 ? COUNT : 16;
-#pragma unroll
-      for (int first = 0; first < COUNT; first += kAtOnce) {
+      UNROLL for (int first = 0; first < COUNT; first += kAtOnce) {
         u16 bits[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
+        UNROLL for (int i = 0; i < kAtOnce; ++i)
           if (first + i < COUNT) {
             const Piece piece = at(first + i);
             bits[i] = piece.whole && piece.here ? piece.from->bits : u16(0);
           }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
+        UNROLL for (int i = 0; i < kAtOnce; ++i)
           if (first + i < COUNT) {
             const Piece piece = at(first + i);
             if (piece.whole) store_shared(piece.to, bits[i]);
@@ -265,8 +259,7 @@ template <class Pass> struct Streamed {
       from_b += column * kSize + Math::template lane_b_by_n<kColumnStride>(lane);
     constexpr int kStep = BK < Math::kStep ? BK : Math::kStep, kFlush = Math::kFlush * kStep;
     Sums some;
-#pragma unroll
-    for (int k = 0; k < BK; k += kStep) {
+    UNROLL for (int k = 0; k < BK; k += kStep) {
       if (P % BK && k >= left) break;
       typename Math::A a[MT];
       typename Math::B b[NT];
@@ -274,18 +267,15 @@ template <class Pass> struct Streamed {
       if (k == 0) meanwhile();
       if constexpr (kFlush > 0) {
         if (k % kFlush == 0) {
-#pragma unroll
-          for (int i = 0; i < MT * NT * 4; ++i) some[i / (NT * 4)][i / 4 % NT][i % 4] = 0;
+          UNROLL for (int i = 0; i < MT * NT * 4; ++i) some[i / (NT * 4)][i / 4 % NT][i % 4] = 0;
         }
       }
-#pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) Math::template multiply<kStep>(kFlush ? some[m][n] : y[m][n], a[m], b[n]);
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int n = 0; n < NT; ++n) Math::template multiply<kStep>(kFlush ? some[m][n] : y[m][n], a[m], b[n]);
       if constexpr (kFlush > 0) {
         if ((k + kStep) % kFlush == 0 || k + kStep >= BK || (P % BK && k + kStep >= left)) {
-#pragma unroll
-          for (int i = 0; i < MT * NT * 4; ++i) y[i / (NT * 4)][i / 4 % NT][i % 4] += some[i / (NT * 4)][i / 4 % NT][i % 4];
+          UNROLL for (int i = 0; i < MT * NT * 4; ++i)
+            y[i / (NT * 4)][i / 4 % NT][i % 4] += some[i / (NT * 4)][i / 4 % NT][i % 4];
         }
       }
     }
@@ -293,8 +283,7 @@ template <class Pass> struct Streamed {
   template <int K>
   DEVICE void load_operands(typename Math::A (&a)[MT], typename Math::B (&b)[NT], u32 from_a, u32 from_b, int k) const {
     constexpr bool kRoundA = !kByRows || Pass::ROUND_X;
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
+    UNROLL for (int m = 0; m < MT; ++m) {
       const u32 from = (from_a ^ k * kSize) + m * 16 * BK * kSize;
       if constexpr (kMatrices)
         Math::template load_row_a<K, BK, kRoundA>(a[m], from);
@@ -307,8 +296,7 @@ template <class Pass> struct Streamed {
       Math::template load_b_by_k<K, BK>(b, from_b ^ k * kSize);
     } else {
       u32 columns[NT];
-#pragma unroll
-      for (int n = 0; n < NT; ++n) columns[n] = from_b + (k * kColumnStride + n * 8) * kSize;
+      UNROLL for (int n = 0; n < NT; ++n) columns[n] = from_b + (k * kColumnStride + n * 8) * kSize;
       Math::template load_b_by_n<K, kColumnStride, NT, 8, Pass::ROUND_X>(b, columns, lane.index);
     }
   }
@@ -316,17 +304,14 @@ template <class Pass> struct Streamed {
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
   DEVICE void repair(Sums& y, int fast) const {
     u64 broken = 0;
-#pragma unroll
-    for (int i = 0; i < MT * NT * 4; ++i)
+    UNROLL for (int i = 0; i < MT * NT * 4; ++i)
       broken |= u64(!is_finite(y[i / (NT * 4)][i / 4 % NT][i % 4])) << i;
     if (broken == 0) return;
-#pragma unroll 1
-    for (int j = 0; j < MT * NT * 4; ++j) {
+    ROLL for (int j = 0; j < MT * NT * 4; ++j) {
       if (!(broken >> j & 1)) continue;
       const int r = row + j / (NT * 4) * 16 + j % 4 / 2 * 8 + lane.g, c = column + j / 4 % NT * 8 + lane.t * 2 + j % 2;
       const float sum = repaired(r, c, fast);
-#pragma unroll
-      for (int i = 0; i < MT * NT * 4; ++i)
+      UNROLL for (int i = 0; i < MT * NT * 4; ++i)
         if (i == j) y[i / (NT * 4)][i / 4 % NT][i % 4] = sum;
     }
   }
@@ -340,8 +325,7 @@ template <class Pass> struct Streamed {
       const float* w = weight + weight_offset(from, fast, t);
       const float* v = x + (kByRows ? x_offset(first + r, fast, t)
                                     : column_at(c) + i64(t - term) * Pass::X_TERM);
-#pragma unroll 1
-      for (int p = 0; p < P; ++p) sum += w[p] * v[i64(p) * (kByRows ? Pass::X_STEP : Pass::INNER)];
+      ROLL for (int p = 0; p < P; ++p) sum += w[p] * v[i64(p) * (kByRows ? Pass::X_STEP : Pass::INNER)];
     }
     return sum;
   }
@@ -380,8 +364,7 @@ template <class Pass> struct Streamed {
   DEVICE void put(Sums& y, int step) const {
     const int g = step * WG + part;
     if constexpr (Math::kRepairs) repair(y, fast + g);
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    UNROLL for (int n = 0; n < NT; ++n) {
       const int c = column + n * 8 + lane.t * 2;
       if (kByRows && TJ < BN && c >= TJ) continue;
       const auto place = [&](int c) {
@@ -389,11 +372,9 @@ template <class Pass> struct Streamed {
         return memory + Pass::RESULT + cell(e) + (row + lane.g) * Pass::STORE;
       };
       const u32 to0 = place(c), to1 = kPairs ? 0 : place(c + 1);
-#pragma unroll
-      for (int h = 0; h < MT * 2; ++h) {
+      UNROLL for (int h = 0; h < MT * 2; ++h) {
         const int r = row + h * 8 + lane.g;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        UNROLL for (int i = 0; i < 2; ++i) {
           Sum<Element>& sum = y[h / 2][n][h % 2 * 2 + i];
           if constexpr (Pass::BIAS) sum += bias_at(r, c + i, fast + g);
           sum = activation.of(sum);
@@ -415,8 +396,7 @@ template <class Pass> struct Streamed {
     constexpr int kTogether = kThreads > kCells ? kThreads / kCells : 1, kAcross = kThreads > kCells ? kCells : kThreads;
     Element* y = static_cast<Element*>(params.y) + i64(term) * Pass::Y_TERM;
     if (thread >= kTogether * kAcross) return;
-#pragma unroll 1
-    for (int j = thread % kAcross; j < kCells; j += kAcross) {
+    ROLL for (int j = thread % kAcross; j < kCells; j += kAcross) {
       const int e = j * kCell, r0 = thread / kAcross;
       i64 at;
       i64 rows_here = Q - q;  // from the tile's first
@@ -433,8 +413,7 @@ template <class Pass> struct Streamed {
       const u32 from = memory + Pass::RESULT + j * (BM + 1) * Pass::STORE, key = cell_key(e);
       const int end = rows_here < BM ? int(rows_here) : BM;
       Element* to = y + at + (kByRows ? place_in_y(first + r0) : r0 * kBelow);
-#pragma unroll 4
-      for (int r = r0; r < end; r += kTogether, to += kTogether * kBelow) {
+      UNROLL_BY(4) for (int r = r0; r < end; r += kTogether, to += kTogether * kBelow) {
         auto words = load_words<Pass::STORE>(from + r * Pass::STORE);
         if constexpr (Pass::STORE == 16) words = unswizzled(words, key);
         store_words<Pass::STORE>(kEven ? to : y + at + place_in_y(first + r), words);
@@ -475,13 +454,10 @@ template <class Pass> struct Streamed {
         commit_copies();
         into = into + 1 == Pass::SLOTS ? 0 : into + 1;
       };
-#pragma unroll
-      for (int slot = 0; slot + 1 < Pass::SLOTS; ++slot) fetch();
-#pragma unroll 1
-      for (int step = 0; step < Pass::STEPS; ++step) {
+      UNROLL for (int slot = 0; slot + 1 < Pass::SLOTS; ++slot) fetch();
+      ROLL for (int step = 0; step < Pass::STEPS; ++step) {
         Sums y = {};
-#pragma unroll 1
-        for (int chunk = 0, k = 0; chunk < Pass::TERMS * ceil_div(P, BK); ++chunk) {
+        ROLL for (int chunk = 0, k = 0; chunk < Pass::TERMS * ceil_div(P, BK); ++chunk) {
           wait_for_copies<Pass::SLOTS - 2>();
           __syncthreads();
           multiply(y, memory + from * kSlotBytes, P - k, fetch);

@@ -61,46 +61,39 @@ template <class Pass> struct Turn {
     Element* y = static_cast<Element*>(params.y) + matrix * (i64(ROWS) * COLUMNS) + i64(column) * ROWS;
 
     Run read[kReads][kTogether];
-#pragma unroll
-    for (int n = 0; n < kReads; ++n) {
+    UNROLL for (int n = 0; n < kReads; ++n) {
       const int at = (n * Pass::THREADS + threadIdx.x) * READ, below = at / TC * kTogether;
       const int r = below % TR, c = below / TR * TC + at % TC;
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
+      UNROLL for (int i = 0; i < kTogether; ++i) {
         read[n][i] = Run{};
         // Where a tile has all columns, a run of elements may go on into the next row; the last row ends with one.
         if (r + i < rows && below < kRows && column + c < COLUMNS)
           read[n][i] = *reinterpret_cast<const Run*>(x + from_row(kMixed ? first_row + r + i : r + i) + c);
       }
     }
-#pragma unroll
-    for (int n = 0; n < kReads; ++n) {
+    UNROLL for (int n = 0; n < kReads; ++n) {
       const int at = (n * Pass::THREADS + threadIdx.x) * READ, below = at / TC * kTogether;
       const int r = below % TR, c = below / TR * TC + at % TC;
       if (kRows * TC / READ % (Pass::THREADS * kTogether) && below >= kRows) break;
       if constexpr (kInRun) {
         const auto* element = reinterpret_cast<const u16*>(&read[n]);
-#pragma unroll
-        for (int e = 0; e < READ; ++e)
+        UNROLL for (int e = 0; e < READ; ++e)
           if (e / TC % 2 == 0)
             store_shared(place(memory, r + e / TC, e % TC), u32(element[e]) | u32(element[e + TC]) << 16);
       } else if constexpr (kTogether == 2) {
         const auto *upper = reinterpret_cast<const u16*>(&read[n][0]), *lower = reinterpret_cast<const u16*>(&read[n][1]);
-#pragma unroll
-        for (int e = 0; e < READ; ++e)
+        UNROLL for (int e = 0; e < READ; ++e)
           store_shared(place(memory, r, c + e), u32(upper[e]) | u32(lower[e]) << 16);
       } else {
         const Element* element = reinterpret_cast<const Element*>(&read[n]);
-#pragma unroll
-        for (int e = 0; e < READ; ++e) {
+        UNROLL for (int e = 0; e < READ; ++e) {
           const int over = TC % READ ? (at % TC + e) / TC : 0;
           store_shared(place(memory, r + over, c + e - over * TC), rounded(element[e]));
         }
       }
     }
     __syncthreads();
-#pragma unroll 4
-    for (int j = threadIdx.x; j < kWrites; j += Pass::THREADS) {
+    UNROLL_BY(4) for (int j = threadIdx.x; j < kWrites; j += Pass::THREADS) {
       const int c = j / (TR / WRITE), r = j % (TR / WRITE) * WRITE, further = kStacked ? (row + r) / ROWS : 0;
       Element* to = y + (i64(further) * COLUMNS + c) * ROWS + (row + r - further * ROWS);
       if (r < rows && column + c < COLUMNS)

@@ -17,16 +17,14 @@ template <class Pass> struct WeightHalves {
     if constexpr (W::P % 4 == 0) {
       load_global(from + k, x, there && k < W::P);
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = there && k + i < W::P ? __float_as_uint(from[k + i]) : 0;
+      UNROLL for (int i = 0; i < 4; ++i) x[i] = there && k + i < W::P ? __float_as_uint(from[k + i]) : 0;
     }
   }
   // A warp takes a row, eight lanes a chunk.
   template <class W> DEVICE void weight() const {
     const int lane = threadIdx.x % 32, piece = lane % 8 * 4, warps = gridDim.y * (Pass::THREADS / 32);
     char* to = static_cast<char*>(params.y);
-#pragma unroll 1
-    for (int row = blockIdx.y * (Pass::THREADS / 32) + threadIdx.x / 32; row < W::ROWS; row += warps) {
+    ROLL for (int row = blockIdx.y * (Pass::THREADS / 32) + threadIdx.x / 32; row < W::ROWS; row += warps) {
       const auto load = [&](int term, int chunk, u32 (&x)[4], u32 (&y)[4]) {
         const float* from = static_cast<const float*>(params.weights[W::WEIGHT]) + (i64(term) * W::ROWS + row) * W::P;
         const int k = chunk * 2 * W::PART + piece;
@@ -34,16 +32,14 @@ template <class Pass> struct WeightHalves {
         load_four<W>(from, k + W::PART, y, piece < W::PART);
       };
       float most[1] = {};
-#pragma unroll 1
-      for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
+      ROLL for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
         u32 x[4], y[4];
         load(i / W::CHUNKS, i % W::CHUNKS, x, y);
         most[0] = larger_of(larger_of(most[0], x), y);
       }
       most_of<32>(most);
       const Scale scale(most[0]);
-#pragma unroll 1
-      for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
+      ROLL for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
         const int term = i / W::CHUNKS, chunk = i % W::CHUNKS;
         u32 x[4], y[4], high[4], low[4];
         load(term, chunk, x, y);

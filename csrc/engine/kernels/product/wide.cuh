@@ -151,8 +151,7 @@ template <class Pass> struct Wide {
   DEVICE void fetch_beside(const Tile& tile, int thread) const {
     constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns, kLine);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + tile.q;
-#pragma unroll 1
-    for (int i = thread; i < kRows * kLines; i += 128) {
+    ROLL for (int i = thread; i < kRows * kLines; i += 128) {
       const i64 row = tile.first + i / kLines;
       const int column = i % kLines * kLine;
       if (row < rows() && tile.q + column < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
@@ -180,8 +179,7 @@ template <class Pass> struct Wide {
     const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
                                          (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
     const bool has_group = FAST % HELD == 0 || fast < FAST;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    UNROLL for (int part = 0; part < kParts; ++part) {
       const int piece = thread % 8 * kPiece, k = part * kPart;
       const auto has = [&](int piece) {
         return (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
@@ -190,12 +188,10 @@ template <class Pass> struct Wide {
       const int left_weight = (Pass::SPLIT ? has_group : has(piece)) ? at.left_weight : 0;
       const int byte = thread % kLanes * kCopy;
       const u32 to_x = slot + kX + part * N * 128 + swizzled(thread / kLanes, byte / 16) + byte % 16;
-#pragma unroll kTogether
-      for (int i = 0; i < ceil_div(kRows, kDown); ++i)
+      UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kRows, kDown); ++i)
         if (kRows % kDown == 0 || is_whole<kRows>(i, thread))
           copy_async<kCopy>((to_x ^ (i * kDown & 7) << 4) + i * kDown * 128, x + (i * kDown * kXRow + k), i * kDown < left_x);
-#pragma unroll
-      for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
+      UNROLL for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
         const int column = column_of(i * 16);
         const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * kWeightRow + part * kWeightPart;
         if (is_whole<kColumns>(i, thread))
@@ -206,17 +202,13 @@ template <class Pass> struct Wide {
   // What a thread has copied of x, to the nearest tf32.
   DEVICE void round(u32 from, int thread) const {
     constexpr int kCount = ceil_div(kRows, 16), kTogether = 4;
-#pragma unroll
-    for (int i = 0; i < kCount; i += kTogether) {
+    UNROLL for (int i = 0; i < kCount; i += kTogether) {
       u32 x[kTogether][4];
-#pragma unroll
-      for (int j = 0; j < kTogether && i + j < kCount; ++j)
+      UNROLL for (int j = 0; j < kTogether && i + j < kCount; ++j)
         if (is_whole<kRows>(i + j, thread)) load_u32x4(from + (i + j) * 2048, x[j]);
-#pragma unroll
-      for (int j = 0; j < kTogether && i + j < kCount; ++j) {
+      UNROLL for (int j = 0; j < kTogether && i + j < kCount; ++j) {
         if (!is_whole<kRows>(i + j, thread)) break;
-#pragma unroll
-        for (u32& word : x[j]) word = nearest(word);
+        UNROLL for (u32& word : x[j]) word = nearest(word);
         store_u32x4(from + (i + j) * 2048, x[j]);
       }
     }
@@ -226,20 +218,16 @@ template <class Pass> struct Wide {
   DEVICE void split_rows(u32 from, u32 scales, int thread) const {
     constexpr int kCount = ceil_div(kRows, 16), kTogether = kCount % 4 == 0 ? 4 : kCount % 3 == 0 ? 3 : kCount % 2 ? 1 : 2;
     static_assert(kCount % kTogether == 0);
-#pragma unroll
-    for (int i = 0; i < kCount; i += kTogether) {
+    UNROLL for (int i = 0; i < kCount; i += kTogether) {
       u32 x[kTogether][2][4] = {};
       float most[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
+      UNROLL for (int j = 0; j < kTogether; ++j) {
         if (is_whole<kRows>(i + j, thread))
-#pragma unroll
-          for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
+          UNROLL for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
         most[j] = larger_of(larger_of(0.f, x[j][0]), x[j][1]);
       }
       most_of<8>(most);
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
+      UNROLL for (int j = 0; j < kTogether; ++j) {
         const Scale scale(most[j]);
         u32 high[4], low[4];
         scale.split(x[j][0], x[j][1], high, low);
@@ -262,14 +250,11 @@ template <class Pass> struct Wide {
   // Eight rows of a slab of x at a time, those of a mode, mixed where all producers have copied theirs.
   static DEVICE void mix_rows(u32 x, u32 weights, int thread) {
     static_assert(!kTurned && Pass::OUTER % 8 == 0);
-#pragma unroll 1
-    for (int row = thread / 32 * 8; row < kRows; row += 32) {
+    ROLL for (int row = thread / 32 * 8; row < kRows; row += 32) {
       u32 columns[2][4], mixtures[2][4];
       const auto place = [&](int half) { return x + swizzled(row + thread % 8, half * 4 + thread % 32 / 8); };
-#pragma unroll
-      for (int half = 0; half < 2; ++half) load_matrices<true>(columns[half], place(half));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      UNROLL for (int half = 0; half < 2; ++half) load_matrices<true>(columns[half], place(half));
+      UNROLL for (int half = 0; half < 2; ++half) {
         mix_columns<Element>(mixtures[half], columns[half], weights, 1.f);
         store_matrices_transposed(place(half), mixtures[half]);
       }
@@ -334,20 +319,15 @@ template <class Pass> struct Wide {
   static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1;
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
     constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
-#pragma unroll
-    for (int m = 0; m < kRuns; ++m) {
-#pragma unroll
-      for (int e = 0; e < RUN; e += kCell) {
+    UNROLL for (int m = 0; m < kRuns; ++m) {
+      UNROLL for (int e = 0; e < RUN; e += kCell) {
         const int c = first_column(tile, m) + e;
         u32 words[kHalves][kWords];
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half)
+        UNROLL for (int half = 0; half < kHalves; ++half)
           load_global<Pass::STORE>(biases(row_of(tile, m, half)) + feature(tile, c, tile.fast), words[half],
                                    Q % kColumns == 0 || c < Q);
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
+        UNROLL for (int i = 0; i < kWords; ++i) {
+          UNROLL for (int half = 0; half < 2; ++half) {
             const u32 pair = words[half % kHalves][i];
             const int at = (m * RUN + e) * 2 + i * 4 + half * 2;
             sum[at] += widen(Element{u16(pair)}), sum[at + 1] += widen(Element{u16(pair >> 16)});
@@ -383,8 +363,7 @@ template <class Pass> struct Wide {
     const typename Pass::Activation activation(params);
     if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
     if constexpr (kBiasesByCells) add_biases(sum, tile);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
+    UNROLL for (int i = 0; i < N / 2; ++i) {
       if constexpr (Pass::BIAS && !kBiasesByCells) {
         const int column = column_of(kTurned ? down(i) : across(i));
         sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
@@ -394,8 +373,7 @@ template <class Pass> struct Wide {
       else
         sum[i] = activation.of(sum[i]);
     }
-#pragma unroll
-    for (int i = 0; i < N / 2; i += 2) {
+    UNROLL for (int i = 0; i < N / 2; i += 2) {
       if constexpr (kPacked) {
         held[i / 2] = Pair<Element>(sum[i], sum[i + 1]).bits;
       } else {
@@ -420,8 +398,7 @@ template <class Pass> struct Wide {
   }
   static constexpr int kCell = Pass::STORE / kSize, kWords = Pass::STORE / 4;  // of one access
   static DEVICE void cell(u32 (&words)[kWords], const Held& held, int m, int half, int e) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i)
+    UNROLL for (int i = 0; i < kWords; ++i)
       words[i] = kPacked ? element(held, m, half, e + i * 2) | element(held, m, half, e + i * 2 + 1) << 16
                          : element(held, m, half, e + i);
   }
@@ -434,8 +411,7 @@ template <class Pass> struct Wide {
     const int j = first_column(tile, m) - odd * RUN;
     const int c = j + column_in_run(e), fast = tile.fast + group_of(e);
     if constexpr (Pass::PAIRED) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
+      UNROLL for (int i = 0; i < kWords; ++i) {
         const u32 given = __shfl_xor_sync(0xffffffff, odd ? words[i] : further[i], kTurned ? 4 : 1);
         words[i] = odd ? given : words[i];
         further[i] = odd ? further[i] : given;
@@ -450,20 +426,16 @@ template <class Pass> struct Wide {
   DEVICE void load_beside(Held& held, const Tile& tile) const {
     static_assert(HELD == 1 && !Pass::CLUSTER && !Pass::PAIRED && Pass::TERM_BLOCKS == 1);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
-#pragma unroll
-    for (int m = 0; m < kRuns; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    UNROLL for (int m = 0; m < kRuns; ++m) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         const i64 r = row_of(tile, m, half);
         const Element* from = state + place(r, Pass::Y_SAMPLE, Q);
-#pragma unroll
-        for (int e = 0; e < RUN; e += kCell) {
+        UNROLL for (int e = 0; e < RUN; e += kCell) {
           const int c = first_column(tile, m) + e;
           u32 words[kWords];
           load_global<Pass::STORE>(from + feature(tile, c, tile.fast), words,
                                    r < rows() && (Q % kColumns == 0 || c < Q));
-#pragma unroll
-          for (int i = 0; i < kWords; ++i) {
+          UNROLL for (int i = 0; i < kWords; ++i) {
             if constexpr (kPacked)
               held[0][(m * RUN + e) / 2 * 2 + i * 2 + half] = words[i];
             else
@@ -475,14 +447,11 @@ template <class Pass> struct Wide {
   }
   DEVICE void store(const Held& held, const Tile& tile) const {
     Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
-#pragma unroll
-    for (int m = 0; m < kRuns; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    UNROLL for (int m = 0; m < kRuns; ++m) {
+      UNROLL for (int half = 0; half < 2; ++half) {
         const i64 r = row_of(tile, m, half);
         Element* to = y + place(r, Pass::Y_SAMPLE, Q);
-#pragma unroll
-        for (int e = 0; e < RUN * HELD; e += Pass::PAIRED ? 2 * kCell : kCell) {
+        UNROLL for (int e = 0; e < RUN * HELD; e += Pass::PAIRED ? 2 * kCell : kCell) {
           u32 words[kWords], further[kWords];
           cell(words, held, m, half, e);
           if constexpr (Pass::PAIRED) cell(further, held, m, half, e + kCell);
@@ -500,14 +469,12 @@ template <class Pass> struct Wide {
     const int rank = this->rank();
     const u32 mine = memory + kExchange + threadIdx.x * 16, theirs = in_other_block(mine);
     wait_for_cluster(free, phase ^ 1);
-#pragma unroll
-    for (int i = 0; i < kCells; ++i) {
+    UNROLL for (int i = 0; i < kCells; ++i) {
       constexpr int kEach = RUN * HELD / kCell;
       u32 first[kWords], second[kWords];
       cell(first, held, i / kEach, 0, i % kEach * kCell);
       cell(second, held, i / kEach, 1, i % kEach * kCell);
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) second[word] = rank ? first[word] : second[word];
+      UNROLL for (int word = 0; word < kWords; ++word) second[word] = rank ? first[word] : second[word];
       store_in_other_block(theirs + i * kConsumers * 16, second);
     }
     arrive_in_other_block(in_other_block(got));
@@ -515,18 +482,15 @@ template <class Pass> struct Wide {
     Tile both = tile;
     both.fast -= rank * HELD;
     Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
-#pragma unroll
-    for (int m = 0; m < kRuns; ++m) {
+    UNROLL for (int m = 0; m < kRuns; ++m) {
       const i64 r = row_of(tile, m, rank);
       Element* to = y + place(r, Pass::Y_SAMPLE, Q);
-#pragma unroll
-      for (int e = 0; e < RUN * HELD; e += kCell) {
+      UNROLL for (int e = 0; e < RUN * HELD; e += kCell) {
         u32 words[kWords], further[kWords], given[kWords];
         cell(words, held, m, 0, e);
         cell(further, held, m, 1, e);
         load_u32x4(mine + (m * (RUN * HELD / kCell) + e / kCell) * kConsumers * 16, given);
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) {
+        UNROLL for (int word = 0; word < kWords; ++word) {
           const u32 own = rank ? further[word] : words[word];
           words[word] = rank ? given[word] : own;
           further[word] = rank ? own : given[word];
@@ -547,18 +511,15 @@ template <class Pass> struct Wide {
   }
   DEVICE void multiply(float (&sum)[N / 2], Left& a, u32 slab, bool add) const {
     if constexpr (kTurned) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      UNROLL for (int step = 0; step < kSteps; ++step) {
         load_left(a[step], slab, step);
-#pragma unroll
-        for (u32& word : a[step]) word = nearest(word);
+        UNROLL for (u32& word : a[step]) word = nearest(word);
         settle(a[step]);
       }
     }
     const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
     open_products();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    UNROLL for (int step = 0; step < kSteps; ++step) {
       if constexpr (kTurned)
         Wgmma<Element, N>::multiply(sum, a[step], right + 2 * step, add || step > 0);
       else
@@ -597,8 +558,7 @@ template <class Pass> struct Wide {
         release(last);
       }
     };
-#pragma unroll 1
-    for (int slab = 0; slab < kSlabs / 2 * 2; slab += 2) take(slab, a[0]), take(slab + 1, a[1]);
+    ROLL for (int slab = 0; slab < kSlabs / 2 * 2; slab += 2) take(slab, a[0]), take(slab + 1, a[1]);
     if constexpr (kSlabs % 2) take(kSlabs - 1, a[0]);
     wait_for_products<0>();
     touch(sum);
@@ -612,75 +572,60 @@ template <class Pass> struct Wide {
     float some[N / 2];
     const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
     float scale[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
       const int j = tile.q + column_of(row() + half * 8);
       const float* scales = static_cast<const float*>(params.sums) + Pass::SCALES + block * Q;
       u32 word[1];
       load_made<4>(scales + weight_row(j), word, j < Q && fast < FAST);
       scale[half] = __uint_as_float(word[0]);
     }
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
-#pragma unroll 1
-    for (int slab = 0; slab < kSlabs; ++slab) {
+    UNROLL for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
+    ROLL for (int slab = 0; slab < kSlabs; ++slab) {
       const u32 from = next_slab(at), scales = memory + kScales + at.last * kScaleBytes + threadIdx.x % 4 * 8;
       const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
       u32 a[2][kSteps][4];
-#pragma unroll
-      for (int part = 0; part < 2; ++part)
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
+      UNROLL for (int part = 0; part < 2; ++part)
+        UNROLL for (int step = 0; step < kSteps; ++step) {
           load_left(a[part][step], from + part * M * 128, step);
           settle(a[part][step]);
         }
       open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      UNROLL for (int step = 0; step < kSteps; ++step) {
         Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
         Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
       }
       commit_products();
       wait_for_products<0>();
       touch(some);
-#pragma unroll
-      for (float& x : some) x *= 1 / 2048.f;
+      UNROLL for (float& x : some) x *= 1 / 2048.f;
       touch(some);
       open_products();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
+      UNROLL for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
       commit_products();
       wait_for_products<0>();
       touch(some);
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
+      UNROLL for (int n = 0; n < N / 8; ++n) {
         u32 scale[2];
         load_u32x2(scales + n * 32, scale);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
+        UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
       }
       touch(sum);
       release(at.last);
     }
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
+    UNROLL for (int i = 0; i < N / 2; ++i) sum[i] *= scale[i % 4 / 2];
   }
   // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, from memory.
   DEVICE void repair(float (&sum)[N / 2], const Tile& tile, int fast) const {
     static_assert(N <= 128);
     float none[2] = {};  // or NaN, if any is
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) none[i % 2] += sum[i] * 0.f;
+    UNROLL for (int i = 0; i < N / 2; ++i) none[i % 2] += sum[i] * 0.f;
     if (none[0] + none[1] == 0) return;
     u64 broken = 0;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) broken |= u64(!is_finite(sum[i])) << i;
-#pragma unroll 1
-    for (int j = 0; j < N / 2; ++j) {
+    UNROLL for (int i = 0; i < N / 2; ++i) broken |= u64(!is_finite(sum[i])) << i;
+    ROLL for (int j = 0; j < N / 2; ++j) {
       if (!(broken >> j & 1)) continue;
       const float x = repaired(tile, tile.first + across(j), tile.q + column_of(down(j)), fast);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i)
+      UNROLL for (int i = 0; i < N / 2; ++i)
         if (i == j) sum[i] = x;
     }
   }
@@ -692,8 +637,7 @@ template <class Pass> struct Wide {
       const float* x = static_cast<const float*>(params.x) + row * kXRow + i64(tile.term + term) * Pass::X_TERM;
       const float* weight = static_cast<const float*>(params.weights[Pass::WEIGHT]);
       weight += (i64(Pass::GROUPS > 1 ? group : tile.term + term) * Q + weight_row(j)) * P;
-#pragma unroll 1
-      for (int p = 0; p < P; ++p) sum += weight[p] * x[i64(group) * P + p];
+      ROLL for (int p = 0; p < P; ++p) sum += weight[p] * x[i64(group) * P + p];
     }
     return sum;
   }
@@ -704,8 +648,7 @@ template <class Pass> struct Wide {
       const Tile tile = tile_of(n);
       Held held;
       if constexpr (Pass::BESIDE >= 0) load_beside(held, tile);
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) {
+      UNROLL for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
           add_up_split(sum, tile, tile.fast + h, at);

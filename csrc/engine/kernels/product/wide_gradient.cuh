@@ -88,10 +88,8 @@ template <class Pass> struct WideGradient {
   // Eight threads take the pieces of a row, and each of them every 16th row. `from` is a thread's first piece, `rows_left` and
   // `left` count from there; what is not there is zero.
   template <int SLABS, i64 ROW> DEVICE void copy(u32 to, const Element* from, int rows_left, int left) const {
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab)
-#pragma unroll
-      for (int i = 0; i < kChunk / 16; ++i)
+    UNROLL for (int slab = 0; slab < SLABS; ++slab)
+      UNROLL for (int i = 0; i < kChunk / 16; ++i)
         copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows_left && slab * 64 < left);
   }
   DEVICE void copy_chunks(int thread) const {
@@ -102,8 +100,7 @@ template <class Pass> struct WideGradient {
     const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + piece * 8);
     int left_q = Q - q - piece * 8, left_p = P - p - piece * 8;
     RingCursor<Pass::SLOTS> cursor{0, 1};
-#pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const i64 first = first_row(chunk);
       const int rows_left = int(min(rows - first, i64(kChunk))) - row;
       const u32 to = place + cursor.slot * kSlotBytes;
@@ -120,17 +117,14 @@ template <class Pass> struct WideGradient {
   // Column 4 i + j of 32 is row i + 8 j: eight threads side by side load 128 bytes, and meet in no bank.
   using Square = u32[4][4];
   template <i64 ROW> DEVICE void load(Square& x, const Element* from, int rows_left) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) load_global(from + i * ROW, x[i], i < rows_left);
+    UNROLL for (int i = 0; i < 4; ++i) load_global(from + i * ROW, x[i], i < rows_left);
   }
   DEVICE void put(const Square& x, u32 to) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) put_rows({x[0][j], x[1][j], x[2][j], x[3][j]}, to + j * 1024);
+    UNROLL for (int j = 0; j < 4; ++j) put_rows({x[0][j], x[1][j], x[2][j], x[3][j]}, to + j * 1024);
   }
   DEVICE void put_rows(const u32 (&x)[4], u32 to) const {
     u32 high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       if constexpr (Pass::SPLIT)
         Split3::split(x[i], high[i], low[i]);
       else
@@ -143,10 +137,8 @@ template <class Pass> struct WideGradient {
   // threads who read four rows at once meet in no bank.
   static DEVICE u32 left_place(int row, int piece) { return row * 256 + ((piece ^ (row & 3) << 1) << 4); }
   DEVICE void copy_left(u32 to, const Element* from, int rows_left, int left) const {
-#pragma unroll
-    for (int slab = 0; slab < kLeft; ++slab)
-#pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i)
+    UNROLL for (int slab = 0; slab < kLeft; ++slab)
+      UNROLL for (int i = 0; i < kChunk / 8; ++i)
         copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 8 * kRowG, i * 8 < rows_left && slab * 64 < left);
   }
   // While a chunk is stored, square by square, the one HELD further is loaded to where it was.
@@ -169,10 +161,9 @@ template <class Pass> struct WideGradient {
       else
         load<kRowX>(to, x + (first * kRowX + right * 64), right * 64 < left_p ? rows_left : 0);
     };
-#pragma unroll
-    for (int i = 0; i < Pass::HELD; ++i)
-#pragma unroll
-      for (int slab = 0; slab < kHeldLeft + kRight; ++slab) load_slab(held[i][slab], slab, blockIdx.x + i * gridDim.x);
+    UNROLL for (int i = 0; i < Pass::HELD; ++i)
+      UNROLL for (int slab = 0; slab < kHeldLeft + kRight; ++slab)
+        load_slab(held[i][slab], slab, blockIdx.x + i * gridDim.x);
     RingCursor<Pass::SLOTS> cursor{0, 1};
     const auto give = [&](Square (&held)[kHeldLeft + kRight], int chunk) {
       const u32 to = cursor.slot * kSlotBytes;
@@ -184,16 +175,14 @@ template <class Pass> struct WideGradient {
                   int(min(rows - first, i64(kChunk))) - row_g, left_q);
         arrive_with_copies(slots.full(cursor.slot));
       }
-#pragma unroll
-      for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
+      UNROLL for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
         put(held[slab], place + to + (kLeft - kHeldLeft + slab) * kSlab);
         load_slab(held[slab], slab, chunk + Pass::HELD * gridDim.x);
       }
       arrive(slots.full(cursor.slot));
       cursor.next();
     };
-#pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += Pass::HELD * gridDim.x) {
+    ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += Pass::HELD * gridDim.x) {
       give(held[0], chunk);
       if constexpr (Pass::HELD == 2)
         if (chunk + gridDim.x < chunks) give(held[1], chunk + gridDim.x);
@@ -219,32 +208,26 @@ template <class Pass> struct WideGradient {
     const int there = int(min(rows - first, i64(kChunk)));
     if constexpr (kTurns) {
       const int own = thread % 8 + thread / 64 * 8, piece = thread / 8 % 8;
-#pragma unroll
-      for (int slab = 0; slab < Rows::kSlabs; ++slab) {
+      UNROLL for (int slab = 0; slab < Rows::kSlabs; ++slab) {
         u32 words[4][4] = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           const int r = own + i * 16;
           Rows::take(Rows::row_at(pieces, row, r), begin, slab * 64 + piece * 8, r < there, words[i]);
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) store_u32x4(slabs + slab * kSlab + i * 2048 + swizzled(own, piece), words[i]);
+        UNROLL for (int i = 0; i < 4; ++i)
+          store_u32x4(slabs + slab * kSlab + i * 2048 + swizzled(own, piece), words[i]);
       }
     } else {
       const int own = thread % 8;
       u32 from[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) from[j] = Rows::row_at(pieces, row, own + j * 8);
-#pragma unroll
-      for (int slab = 0; slab < Rows::kSlabs; ++slab) {
+      UNROLL for (int j = 0; j < 4; ++j) from[j] = Rows::row_at(pieces, row, own + j * 8);
+      UNROLL for (int slab = 0; slab < Rows::kSlabs; ++slab) {
         u32 words[4][4] = {};
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
+        UNROLL for (int i = 0; i < 16; ++i) {
           const int c = slab * 64 + i / 4 * 16 + thread / 8, j = i % 4;
           if (own + j * 8 < there && begin + c < Rows::kFeatures) words[i / 4][j] = load_u32(from[j] + c * 4);
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
           const int c = i * 16 + thread / 8, place = IN_ORDER ? c : c / 32 * 32 + c % 32 / 4 + c % 4 * 8;
           put_rows(words[i], slabs + slab * kSlab + swizzled(place, own));
         }
@@ -269,10 +252,8 @@ template <class Pass> struct WideGradient {
       copied.next();
       to = to == Pass::AHEAD ? 0 : to + 1;
     };
-#pragma unroll 1
-    for (int i = 0; i < Pass::AHEAD; ++i) copy_next(blockIdx.x + i * gridDim.x);
-#pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    ROLL for (int i = 0; i < Pass::AHEAD; ++i) copy_next(blockIdx.x + i * gridDim.x);
+    ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       wait_for_copies<Pass::AHEAD - 1>();
       sync_threads<128>(kMeeting);  // this chunk's copies are there, and what the next ones overwrite has been taken
       copy_next(chunk + Pass::AHEAD * gridDim.x);
@@ -300,10 +281,8 @@ template <class Pass> struct WideGradient {
     const u64 left = slabs(slot + warpgroup % WM * HEIGHT * kSlab);
     const u64 right = right_operand(slot);
     open_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int h = 0; h < HEIGHT; ++h) {
+    UNROLL for (int step = 0; step < 4; ++step)
+      UNROLL for (int h = 0; h < HEIGHT; ++h) {
         const u64 slab = left + h * (kSlab / 16);
         if constexpr (kTurns)
           Wgmma<Element, N>::multiply_turned(sums[h], slab + step * 128, right + step * 128, add || step > 0);
@@ -337,35 +316,28 @@ template <class Pass> struct WideGradient {
     const u32 from = slot + warpgroup % WM * HEIGHT * kSlab + part * kSteps * 2048 +
                      (kFours ? warp / 2 * kSlab + left_place(t, warp % 2 * 8 + g)
                              : left_place(t, warp * 4 + g / 2) + g % 2 * 8);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int h = 0; h < HEIGHT; h += kFours ? 2 : 1)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLL for (int step = 0; step < kSteps; ++step) {
+      UNROLL for (int h = 0; h < HEIGHT; h += kFours ? 2 : 1)
+        UNROLL for (int half = 0; half < 2; ++half) {
           const u32 at = from + step * 2048 + half * 1024 + h * kSlab;
           if constexpr (kFours) {
             u32 x[4];
             load_u32x4(at, x);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) left[step][h + i / 2][half * 2 + i % 2] = tf32_of(x[i]);
+            UNROLL for (int i = 0; i < 4; ++i) left[step][h + i / 2][half * 2 + i % 2] = tf32_of(x[i]);
           } else {
             u32 x[2];
             load_u32x2(at, x);
             left[step][h][half * 2] = tf32_of(x[0]), left[step][h][half * 2 + 1] = tf32_of(x[1]);
           }
         }
-#pragma unroll
-      for (int h = 0; h < HEIGHT; ++h) settle(left[step][h]);
+      UNROLL for (int h = 0; h < HEIGHT; ++h) settle(left[step][h]);
     }
   }
   template <bool BIAS>
   DEVICE void multiply_left(Sums& sums, ColumnSums& columns, const Left& left, u64 right, int part, bool add) const {
     open_products();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int h = 0; h < HEIGHT; ++h) {
+    UNROLL for (int step = 0; step < kSteps; ++step)
+      UNROLL for (int h = 0; h < HEIGHT; ++h) {
         Wgmma<Element, N>::multiply(sums[h], left[step][h], right + (part * kSteps + step) * 2, add || step > 0);
         if constexpr (BIAS) add_columns(columns[h], left[step][h], add || step > 0);
       }
@@ -379,30 +351,24 @@ template <class Pass> struct WideGradient {
     constexpr u64 low = kLow / 16;
     Sums some;
     open_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int h = 0; h < HEIGHT; ++h) {
+    UNROLL for (int step = 0; step < 4; ++step)
+      UNROLL for (int h = 0; h < HEIGHT; ++h) {
         const u64 slab = left + h * (kSlab / 16) + step * 2;
         Wgmma<Element, N>::multiply(some[h], slab + low, right + step * 2, step > 0);
         Wgmma<Element, N>::multiply(some[h], slab, right + low + step * 2);
       }
     commit_products();
     wait_for_products<0>();
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h) {
       touch(some[h]);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[h][i] += or_zero(some[h][i]);
+      UNROLL for (int i = 0; i < N / 2; ++i) sums[h][i] += or_zero(some[h][i]);
     }
     ColumnSums none;
     multiply<false>(some, none, slot, false);
     wait_for_products<0>();
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h) {
       touch(some[h]);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[h][i] += some[h][i];
+      UNROLL for (int i = 0; i < N / 2; ++i) sums[h][i] += some[h][i];
     }
   }
   // One thread says that its warp's products have read a chunk.
@@ -417,13 +383,10 @@ template <class Pass> struct WideGradient {
     int last = -1;
     RingCursor<Pass::SLOTS> cursor{0, 0};
     if constexpr (Pass::SPLIT) {
-#pragma unroll
-      for (auto& some : sums)
-#pragma unroll
-        for (float& sum : some) sum = 0;
+      UNROLL for (auto& some : sums)
+        UNROLL for (float& sum : some) sum = 0;
     }
-#pragma unroll 1
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       slots.wait_until_full(cursor);
       fence_copy_engine();
       if constexpr (Pass::SPLIT) {
@@ -431,8 +394,7 @@ template <class Pass> struct WideGradient {
         release(cursor.slot);
       } else if constexpr (kLoadsLeft) {
         const u32 from = slots.at(cursor.slot);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        UNROLL for (int part = 0; part < kParts; ++part) {
           load_left(left[part % 2], from, part);
           multiply_left<BIAS>(sums, columns, left[part % 2], right_operand(from), part, part > 0 || last >= 0);
           wait_for_products<1>();
@@ -448,11 +410,9 @@ template <class Pass> struct WideGradient {
       cursor.next();
     }
     wait_for_products<0>();
-#pragma unroll
-    for (auto& some : sums) touch(some);
+    UNROLL for (auto& some : sums) touch(some);
     if constexpr (BIAS) {
-#pragma unroll
-      for (auto& some : columns) touch(some);
+      UNROLL for (auto& some : columns) touch(some);
       store(columns);
     }
     store(sums);
@@ -473,10 +433,8 @@ template <class Pass> struct WideGradient {
     if (threadIdx.x % 4) return;
     const int q = tile().q + own_q();
     Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + kWeights + q);
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h)
+      UNROLL for (int half = 0; half < 2; ++half) {
         if (q + down(h, half) < Q) store_global(to + down(h, half), narrow<Result>(columns[h][half * 2]));
       }
   }
@@ -486,38 +444,30 @@ template <class Pass> struct WideGradient {
     const Tile at = tile();
     const int t = threadIdx.x % 4, q = at.q + own_q(), p = at.p + warpgroup / WM * N;
     Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + i64(at.group) * Q * P);
-#pragma unroll
-    for (int h = 0; h < HEIGHT; ++h)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    UNROLL for (int h = 0; h < HEIGHT; ++h)
+      UNROLL for (int half = 0; half < 2; ++half) {
         const int end = q + down(h, half) < Q ? P : 0;  // all of a warp exchange, whose rows may end between
         store_row(sums[h], half, to + i64(in_order(q + down(h, half))) * P, p, t, end);
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
     if constexpr (!kSideBySide) {
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+      UNROLL for (int n = 0; n < N / 8; ++n)
+        UNROLL for (int i = 0; i < 2; ++i) {
           const int c = p + n * 8 + t * 2 + i;
           if (c < end) store_global(to + c, narrow<Result>(sums[n * 4 + half * 2 + i]));
         }
     } else if constexpr (!kTurns) {
-#pragma unroll
-      for (int n = 0; n < N / 8; n += 4)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+      UNROLL for (int n = 0; n < N / 8; n += 4)
+        UNROLL for (int i = 0; i < 2; ++i) {
           u32 words[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
+          UNROLL for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
           const int c = p + n * 8 + t * 8 + i * 4;
           if (c < end) store_global<16>(to + c, words);
         }
     } else if constexpr (is_same<Result, Element>) {
       const int odd = t & 1;
-#pragma unroll
-      for (int n = 0; n < N / 8; n += 2) {
+      UNROLL for (int n = 0; n < N / 8; n += 2) {
         const float* near = &sums[n * 4 + half * 2];
         const u32 first = Pair<Element>(near[0], near[1]).bits, second = Pair<Element>(near[4], near[5]).bits;
         const u32 given = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
@@ -526,8 +476,7 @@ template <class Pass> struct WideGradient {
         if (c < end) store_global<8>(to + c, words);
       }
     } else {
-#pragma unroll
-      for (int n = 0; n < N / 8; n += 2) {
+      UNROLL for (int n = 0; n < N / 8; n += 2) {
         u32 words[4];
         four_columns(&sums[n * 4 + half * 2], words);
         const int c = p + (n + t % 2) * 8 + t / 2 * 4;

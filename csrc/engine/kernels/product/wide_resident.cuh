@@ -37,8 +37,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
 
   DEVICE void load_weight() const {
     const Element* weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]);
-#pragma unroll 8
-    for (int j = threadIdx.x; j < N * kRow; j += GROUPS * 128) {
+    UNROLL_BY(8) for (int j = threadIdx.x; j < N * kRow; j += GROUPS * 128) {
       const int r = j / kRow, piece = j % kRow, column = first_column() + Base::column_of(r);
       copy_async<16>(memory + piece / 8 * (N * 128) + swizzled(r, piece % 8),
                      weight + i64(Base::weight_row(column)) * P + piece * 8, column < Q && (P % 64 == 0 || piece * 8 < P));
@@ -51,16 +50,14 @@ template <class Pass> struct WideResident : Wide<Pass> {
 
   DEVICE void produce(u32 count, int thread) const {
     const u32 weights = Base::mixing(params);
-#pragma unroll 1
-    for (u32 position = 0; position < count + Pass::AHEAD; ++position) {
+    ROLL for (u32 position = 0; position < count + Pass::AHEAD; ++position) {
       if (position < count) {
         const u32 at = position % SLOTS;
         const i64 first = first_row(position);
         const Element* from = static_cast<const Element*>(params.x) + first * Base::kXRow;
         const int left = int(min(rows() - first, i64(64)));
         ring.wait_until_empty(position);
-#pragma unroll 4
-        for (int j = thread; j < 64 * kRow; j += 128) {
+        UNROLL_BY(4) for (int j = thread; j < 64 * kRow; j += 128) {
           const int row = j / kRow, piece = j % kRow;
           copy_async<16>(ring.at(at) + piece / 8 * 8192 + swizzled(row, piece % 8), from + row * Base::kXRow + piece * 8,
                          row < left && (P % 64 == 0 || piece * 8 < P));
@@ -72,8 +69,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
       const u32 at = (position - Pass::AHEAD) % SLOTS;
       if constexpr (Base::kMixes) {
         sync_threads<128>(1);
-#pragma unroll 1
-        for (int slab = 0; slab < kSlabs; ++slab) Base::mix_rows(ring.at(at) + slab * 8192, weights, thread);
+        ROLL for (int slab = 0; slab < kSlabs; ++slab) Base::mix_rows(ring.at(at) + slab * 8192, weights, thread);
       }
       fence_copy_engine();
       arrive(ring.full(at));
@@ -82,8 +78,7 @@ template <class Pass> struct WideResident : Wide<Pass> {
 
   DEVICE void consume(u32 count) const {
     load_weight();
-#pragma unroll 1
-    for (u32 position = warpgroup; position < count; position += GROUPS) {
+    ROLL for (u32 position = warpgroup; position < count; position += GROUPS) {
       const u32 at = position % SLOTS;
       float sum[N / 2];
       ring.wait_until_full(position);

@@ -64,12 +64,10 @@ template <class Pass> struct Dense {
   };
   template <class L> DEVICE void take_weight(Coming<L>& coming, int first) const {
     const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT]);
-#pragma unroll
-    for (int i = 0; i < kAtOnce<L>; ++i) {
+    UNROLL for (int i = 0; i < kAtOnce<L>; ++i) {
       const int n = (first + i) * kRowsAtOnce + threadIdx.x / kStep, q = feature_out<L>(n);
       const bool row = (L::N % (kAtOnce<L> * kRowsAtOnce) == 0 || n < L::N) && (L::Q == L::N || q < L::Q);
-#pragma unroll
-      for (int s = 0; s < kSteps<L>; ++s) {
+      UNROLL for (int s = 0; s < kSteps<L>; ++s) {
         const int p = feature_in<L>(s * kStep + threadIdx.x % kStep);
         coming.weight[i][s] = row && (L::P == L::K || p < L::P) ? weight[q * L::P + p] : Element{};
       }
@@ -78,12 +76,10 @@ template <class Pass> struct Dense {
   template <class L> DEVICE void put_weight(const Coming<L>& coming, int first) const {
     // Of 32 bits, a lane's k's are t and t + 4, where its sums were 2t and 2t + 1.
     const int k = threadIdx.x % kStep, at = (kSize == 2 ? k : k % 2 * 4 + k / 2) * kSize;
-#pragma unroll
-    for (int i = 0; i < kAtOnce<L>; ++i) {
+    UNROLL for (int i = 0; i < kAtOnce<L>; ++i) {
       const int n = (first + i) * kRowsAtOnce + threadIdx.x / kStep;
       if (L::N % (kAtOnce<L> * kRowsAtOnce) != 0 && n >= L::N) break;
-#pragma unroll
-      for (int s = 0; s < kSteps<L>; ++s) {
+      UNROLL for (int s = 0; s < kSteps<L>; ++s) {
         const u32 to = memory + L::weight_at + s / 4 * (L::N * 128) + swizzled(n, s % 4 * 2 + at / 16) + at % 16;
         if constexpr (kSize == 4)
           store_shared(to, tf32_of(__float_as_uint(coming.weight[i][s])));
@@ -96,8 +92,7 @@ template <class Pass> struct Dense {
     take_weight<L>(coming, 0);
     if constexpr (L::BIAS >= 0) {
       const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);
-#pragma unroll
-      for (int i = 0; i < ceil_div(L::N, kThreads); ++i) {
+      UNROLL for (int i = 0; i < ceil_div(L::N, kThreads); ++i) {
         const int n = i * kThreads + threadIdx.x, q = feature_out<L>(n);
         coming.bias[i] = n < L::N && q < L::Q ? bias[q] : Element{};
       }
@@ -106,15 +101,13 @@ template <class Pass> struct Dense {
   template <class L> DEVICE void end_layer(Coming<L>& coming) const {
     put_weight<L>(coming, 0);
     if constexpr (L::BIAS >= 0) {
-#pragma unroll
-      for (int i = 0; i < ceil_div(L::N, kThreads); ++i) {
+      UNROLL for (int i = 0; i < ceil_div(L::N, kThreads); ++i) {
         const int n = i * kThreads + threadIdx.x;
         const int at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // a lane's of two tiles together
         if (n < L::N) store_shared(memory + L::bias_at + at * 4, widen(coming.bias[i]));
       }
     }
-#pragma unroll 1
-    for (int first = kAtOnce<L>; first < kRounds<L>; first += kAtOnce<L>) {
+    ROLL for (int first = kAtOnce<L>; first < kRounds<L>; first += kAtOnce<L>) {
       take_weight<L>(coming, first);
       put_weight<L>(coming, first);
     }
@@ -147,25 +140,20 @@ template <class Pass> struct Dense {
     if constexpr (kPacked<FEATURES>) {
       wait_for_copies<0>();
       __syncwarp();
-#pragma unroll
-      for (int s = 0; s < STEPS; s += 2) {
+      UNROLL for (int s = 0; s < STEPS; s += 2) {
         const bool lone = s + 1 == STEPS;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        UNROLL for (int h = 0; h < 2; ++h) {
           const int feature = s * kStep + lane.t * (lone ? kEach / 2 : kEach);
           u32 word[4] = {};
           take_words<Element, FEATURES>(from + (lane.g + h * 8) * (FEATURES * kSize), feature,
                                         (s + (lone ? 1 : 2)) * kStep <= FEATURES, lone ? 2 : 4, word);
-#pragma unroll
-          for (int i = 0; i < (lone ? 2 : 4); ++i) x[s + i / 2][i % 2 * 2 + h] = word[i];
+          UNROLL for (int i = 0; i < (lone ? 2 : 4); ++i) x[s + i / 2][i % 2 * 2 + h] = word[i];
         }
       }
       __syncwarp();
     } else {
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[s][i] = next[s][i];
+      UNROLL for (int s = 0; s < STEPS; ++s)
+        UNROLL for (int i = 0; i < 4; ++i) x[s][i] = next[s][i];
     }
   }
   template <int FEATURES> DEVICE void send(void* y, i64 tile, int half) const {
@@ -178,18 +166,15 @@ template <class Pass> struct Dense {
 
   // A lane's part of rows of FEATURES as left operands; what lies outside is zero.
   template <int FEATURES, int STEPS> DEVICE void load(const void* from, i64 tile, u32 (&x)[STEPS][4]) const {
-#pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {
+    UNROLL for (int s = 0; s < STEPS; s += 2) {
       const bool lone = s + 1 == STEPS;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      UNROLL for (int h = 0; h < 2; ++h) {
         const i64 sample = tile * 64 + row + h * 8;
         const int feature = s * kStep + lane.t * (lone ? kEach / 2 : kEach);
         u32 word[4] = {};
         if (sample < params.batch)
           load_words_of<FEATURES>(static_cast<const Element*>(from) + sample * FEATURES + feature, feature, lone, word);
-#pragma unroll
-        for (int i = 0; i < (lone ? 2 : 4); ++i) x[s + i / 2][i % 2 * 2 + h] = word[i];
+        UNROLL for (int i = 0; i < (lone ? 2 : 4); ++i) x[s + i / 2][i % 2 * 2 + h] = word[i];
       }
     }
   }
@@ -200,8 +185,7 @@ template <class Pass> struct Dense {
       if (feature < FEATURES) load_global(from, word);
       return;
     }
-#pragma unroll
-    for (int i = 0; i < (lone ? 2 : 4); ++i) {
+    UNROLL for (int i = 0; i < (lone ? 2 : 4); ++i) {
       const int at = i * 4 / kSize;
       if constexpr (kWide >= 4) {
         if (feature + at < FEATURES) word[i] = *reinterpret_cast<const u32*>(from + at);
@@ -215,12 +199,11 @@ template <class Pass> struct Dense {
   // What sums begin with, if the layer has a bias
   template <class L> DEVICE void begin(float (&d)[L::N / 2]) const {
     if constexpr (L::BIAS >= 0) {
-#pragma unroll
-      for (int n = 0; n < L::N / 8; n += 2) {
+      UNROLL for (int n = 0; n < L::N / 8; n += 2) {
         u32 bias[4];  // of this lane's columns in two tiles
         load_u32x4(memory + L::bias_at + n * 32 + lane.t * 16, bias);
-#pragma unroll
-        for (int i = 0; i < (n + 1 < L::N / 8 ? 8 : 4); ++i) d[n * 4 + i] = __uint_as_float(bias[i / 4 * 2 + i % 2]);
+        UNROLL for (int i = 0; i < (n + 1 < L::N / 8 ? 8 : 4); ++i)
+          d[n * 4 + i] = __uint_as_float(bias[i / 4 * 2 + i % 2]);
       }
     }
   }
@@ -230,15 +213,12 @@ template <class Pass> struct Dense {
     void* y = const_cast<void*>(given);
     int first = row, t = lane.t;
     stay_here(first, t);  // or places are kept from state to state, in registers that products need
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int s = 0; s < STEPS; s += 2) {
+    UNROLL for (int h = 0; h < 2; ++h) {
+      UNROLL for (int s = 0; s < STEPS; s += 2) {
         const bool lone = s + 1 == STEPS;
         const int feature = s * kStep + t * (lone ? kEach / 2 : kEach);
         u32 word[4] = {};
-#pragma unroll
-        for (int i = 0; i < (lone ? 2 : 4); ++i) word[i] = x[s + i / 2][i % 2 * 2 + h];
+        UNROLL for (int i = 0; i < (lone ? 2 : 4); ++i) word[i] = x[s + i / 2][i % 2 * 2 + h];
         store_part<FEATURES>(y, tile * 64 + first + h * 8, feature, (s + (lone ? 1 : 2)) * kStep, word, lone ? 8 : 16);
       }
       if constexpr (kPacked<FEATURES>) send<FEATURES>(y, tile, h);
@@ -257,8 +237,7 @@ template <class Pass> struct Dense {
   // z = x W' + b
   template <class L> DEVICE void multiply(u32 (&a)[L::K / kStep][4], float (&d)[L::N / 2]) const {
     begin<L>(d);
-#pragma unroll
-    for (int s = 0; s < kSteps<L>; ++s) settle(a[s]);
+    UNROLL for (int s = 0; s < kSteps<L>; ++s) settle(a[s]);
     if constexpr (L::BIAS >= 0) touch(d);
     make_products<kSteps<L>>(d, [&](int s) {
       Wgmma<Element, L::N>::multiply(d, a[s], operand(memory + L::weight_at + s / 4 * (L::N * 128)) + s % 4 * 2,
@@ -276,10 +255,8 @@ template <class Pass> struct Dense {
   // Sums as the next layer's left operands
   template <class L, class NEXT> DEVICE void hand_on(const float (&d)[L::N / 2], u32 (&a)[NEXT::K / kStep][4]) const {
     const typename L::Activation activation(params);  // which takes no registers while products are made
-#pragma unroll
-    for (int s = 0; s < kSteps<NEXT>; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+    UNROLL for (int s = 0; s < kSteps<NEXT>; ++s)
+      UNROLL for (int i = 0; i < 4; ++i) {
         if constexpr (kSize == 2) {
           const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
           a[s][i] = Pair<Element>(finished<L>(activation, d[at], tile, lane.t * 2),
@@ -295,17 +272,14 @@ template <class Pass> struct Dense {
   template <int FEATURES, class Activation, int SUMS> DEVICE void store(void* y, const float (&d)[SUMS], i64 tile) const {
     constexpr int TILES = SUMS / 4;
     const Activation activation(params);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    UNROLL for (int h = 0; h < 2; ++h) {
       const i64 sample = tile * 64 + row + h * 8;
       if (!kPacked<FEATURES> && sample >= params.batch) continue;
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
+      UNROLL for (int n = 0; n < TILES; ++n) {
         if (dealt_from<TILES>(n) != n) continue;
         const int feature = n * 8 + lane.t * 2 * dealt<TILES>(n);
         u32 word[4];
-#pragma unroll
-        for (int i = 0; i < dealt<TILES>(n); ++i) {
+        UNROLL for (int i = 0; i < dealt<TILES>(n); ++i) {
           const float a = activation.of(d[(n + i) * 4 + h * 2]), b = activation.of(d[(n + i) * 4 + h * 2 + 1]);
           if constexpr (kSize == 2)
             word[i] = Pair<Element>(a, b).bits;
@@ -321,12 +295,10 @@ template <class Pass> struct Dense {
   template <int FEATURES, int WIDE>
   static DEVICE void store_words_of(Element* to, int feature, const u32 (&word)[4], int bytes) {
     if constexpr (WIDE == 2) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
+      UNROLL for (int i = 0; i < 8; ++i)
         if (i * 2 < bytes && feature + i < FEATURES) store_global(to + i, Element{u16(word[i / 2] >> i % 2 * 16)});
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         if (i * 4 >= bytes) break;
         const int at = i * 4 / kSize;
         if (WIDE == 16 && bytes == 16) {
@@ -349,15 +321,12 @@ template <class Pass> struct Dense {
     Pass::load_weights(*this);
     fence_copy_engine();
     __syncthreads();
-#pragma unroll 1
-    for (; tile < tiles; tile += step) {
+    ROLL for (; tile < tiles; tile += step) {
       u32 x[kSteps<First>][4];
       end_rows<First::P>(packed_x, next, x);
       begin_rows<First::P>(params.x, tile + step, packed_x, next);
-#pragma unroll
-      for (int s = 0; s < kSteps<First>; ++s)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[s][i] = kSize == 4 ? tf32_of(x[s][i]) : x[s][i];
+      UNROLL for (int s = 0; s < kSteps<First>; ++s)
+        UNROLL for (int i = 0; i < 4; ++i) x[s][i] = kSize == 4 ? tf32_of(x[s][i]) : x[s][i];
       Pass::layers(*this, x, tile);
     }
   }

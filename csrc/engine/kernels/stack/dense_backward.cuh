@@ -28,10 +28,8 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
 
   // Left operands of 64 samples to shared memory, samples as rows.
   template <int STEPS> DEVICE void put(u32 to, const u32 (&a)[STEPS][4]) const {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+    UNROLL for (int s = 0; s < STEPS; ++s)
+      UNROLL for (int i = 0; i < 4; ++i) {
         const int piece = s * 2 + i / 2;
         store_shared(to + piece / 8 * kTile + swizzled(row + i % 2 * 8, piece % 8) + lane.t * 4, a[s][i]);
       }
@@ -40,11 +38,9 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
   // What layer L's sums become, and what its slopes are, for the way back; in this lane's words, which only it reads.
   template <class L> DEVICE u32 slopes() const { return own + L::slope_at + threadIdx.x % 128 * 16; }
   template <class L> DEVICE void keep_slopes(const float (&z)[L::N / 2]) const {
-#pragma unroll
-    for (int n = 0; n < L::N / 8; n += 2) {
+    UNROLL for (int n = 0; n < L::N / 8; n += 2) {
       u32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
+      UNROLL for (int i = 0; i < 4; ++i)
         word[i] = Pair<Element>(L::Slope::of(z[n * 4 + i * 2]), L::Slope::of(z[n * 4 + i * 2 + 1])).bits;
       store_u32x4(slopes<L>() + n / 2 * 2048, word);
     }
@@ -54,12 +50,10 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
   template <class L> DEVICE void steepen(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const { put_back<L, true>(d, g); }
   template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const { put_back<L, false>(d, g); }
   template <class L, bool SLOPES> DEVICE void put_back(const float (&d)[L::N / 2], u32 (&g)[L::N / 16][4]) const {
-#pragma unroll
-    for (int s = 0; s < L::N / 16; ++s) {
+    UNROLL for (int s = 0; s < L::N / 16; ++s) {
       u32 word[4];
       if constexpr (SLOPES) load_u32x4(slopes<L>() + s * 2048, word);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         const int at = s * 8 + i * 2, tile = s * 2 + i / 2;
         const float x = SLOPES ? d[at] * widen(Element{u16(word[i])}) : d[at];
         const float y = SLOPES ? d[at + 1] * widen(Element{u16(word[i] >> 16)}) : d[at + 1];
@@ -78,25 +72,19 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
     sync();
     const u32 left = L::TURNED ? state : behind, right = L::TURNED ? behind : state;
     if constexpr (BACK)
-#pragma unroll
-      for (int s = 0; s < L::N / 16; ++s) settle(g[s]);
+      UNROLL for (int s = 0; s < L::N / 16; ++s) settle(g[s]);
     open_products();
-#pragma unroll
-    for (int m = 0; m < Base::template kOwn<L>; ++m)
-#pragma unroll
-      for (int s = 0; s < 4; ++s)
+    UNROLL for (int m = 0; m < Base::template kOwn<L>; ++m)
+      UNROLL for (int s = 0; s < 4; ++s)
         Wgmma<Element, Base::template kRight<L>>::multiply_turned(sums.weight[m], turned_operand(left + m * kTile, kTile) + s * 128,
                                                    turned_operand(right, kTile) + s * 128);
     if constexpr (L::BIAS >= 0)
-#pragma unroll
-      for (int m = 0; m < Base::template kOwnBias<L>; ++m)
-#pragma unroll
-        for (int s = 0; s < 4; ++s)
+      UNROLL for (int m = 0; m < Base::template kOwnBias<L>; ++m)
+        UNROLL for (int s = 0; s < 4; ++s)
           Wgmma<Element, 8>::multiply_turned(sums.bias[m], turned_operand(behind + m * kTile, kTile) + s * 128,
                                              turned_operand(memory + Pass::ones_at, kTile) + s * 128);
     if constexpr (BACK)
-#pragma unroll
-      for (int s = 0; s < L::N / 16; ++s)
+      UNROLL for (int s = 0; s < L::N / 16; ++s)
         Wgmma<Element, L::K>::multiply_turned(d, g[s], turned_operand(memory + L::weight_at, L::N * 128) + s * 128, s > 0);
     commit_products();
     wait_for_products<0>();
@@ -123,8 +111,7 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
     this->template begin_rows<First::P>(params.x, tile, packed_x, next_x);
     this->template begin_rows<Last::Q>(grad_y, tile, packed_y, next_y);
     int turn = 0;
-#pragma unroll 1
-    for (; tile < tiles; tile += step) {
+    ROLL for (; tile < tiles; tile += step) {
       u32 x[First::K / 16][4], y[Last::N / 16][4];
       this->template end_rows<First::P>(packed_x, next_x, x);
       this->template end_rows<Last::Q>(packed_y, next_y, y);
@@ -136,10 +123,8 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
   }
   // Left operands as sums of the same places
   template <int STEPS> static DEVICE void widened(const u32 (&g)[STEPS][4], float (&d)[STEPS * 8]) {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
+    UNROLL for (int s = 0; s < STEPS; ++s)
+      UNROLL for (int i = 0; i < 4; ++i)
         d[s * 8 + i * 2] = widen(Element{u16(g[s][i])}), d[s * 8 + i * 2 + 1] = widen(Element{u16(g[s][i] >> 16)});
   }
 

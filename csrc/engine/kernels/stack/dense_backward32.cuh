@@ -34,20 +34,16 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
   DEVICE void load_x(i64 tile, X& x) const { this->template load<First::P>(params.x, tile, x); }
   DEVICE void load_grad_y(i64 tile, G& g) const { this->template load<Last::Q>(params.weights[Pass::GRAD_Y], tile, g); }
   template <int STEPS> static DEVICE void round(u32 (&a)[STEPS][4]) {
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[s][i] = tf32_of(a[s][i]);
+    UNROLL for (int s = 0; s < STEPS; ++s)
+      UNROLL for (int i = 0; i < 4; ++i) a[s][i] = tf32_of(a[s][i]);
   }
 
   // Left operands of 64 samples to two slabs, turned
   template <int SLAB, int STEPS> DEVICE void put(u32 to, const u32 (&a)[STEPS][4]) const {
     const int piece = row % 32 / 16 * 4 + lane.g / 2;
     to += row / 32 * SLAB + lane.g % 2 * 8;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
+    UNROLL for (int s = 0; s < STEPS; ++s)
+      UNROLL for (int i = 0; i < 2; ++i)
         store_f32x2(to + s * 1024 + swizzled(lane.t * 2 + i, piece), __uint_as_float(a[s][i * 2]),
                     __uint_as_float(a[s][i * 2 + 1]));
   }
@@ -57,10 +53,8 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
   // grad_y times the last layer's slopes, as left operand; zero where the layer has no such column.
   DEVICE void steepen_last(const float (&z)[Last::N / 2], G& g, i64 tile) const {
     const int left = rows_left(tile);
-#pragma unroll
-    for (int s = 0; s < Last::N / 8; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+    UNROLL for (int s = 0; s < Last::N / 8; ++s)
+      UNROLL for (int i = 0; i < 4; ++i) {
         const int h = i % 2, column = i / 2;
         const float steep = __uint_as_float(g[s][i]) * Last::Slope::of(z[s * 4 + h * 2 + column]);
         const bool is_there = h * 8 < left && Layers::template inside<Last>(s, lane.t * 2 + column);
@@ -71,21 +65,17 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
   template <class L> DEVICE u32 slopes() const { return own() + L::slope_at + threadIdx.x % 128 * 16; }
   template <class L> DEVICE void keep_slopes(const float (&z)[L::N / 2], i64 tile) const {
     const int left = rows_left(tile);
-#pragma unroll
-    for (int s = 0; s < L::N / 8; ++s) {
+    UNROLL for (int s = 0; s < L::N / 8; ++s) {
       u32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) word[i] = __float_as_uint(i / 2 * 8 < left ? L::Slope::of(z[s * 4 + i]) : 0.f);
+      UNROLL for (int i = 0; i < 4; ++i) word[i] = __float_as_uint(i / 2 * 8 < left ? L::Slope::of(z[s * 4 + i]) : 0.f);
       store_u32x4(slopes<L>() + s * 2048, word);
     }
   }
   template <class L> DEVICE void steepen(const float (&d)[L::N / 2], u32 (&g)[L::N / 8][4]) const {
-#pragma unroll
-    for (int s = 0; s < L::N / 8; ++s) {
+    UNROLL for (int s = 0; s < L::N / 8; ++s) {
       u32 word[4];
       load_u32x4(slopes<L>() + s * 2048, word);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         const float steep = d[s * 4 + i] * __uint_as_float(word[i]);
         g[s][i % 2 * 2 + i / 2] =
             tf32_of(__float_as_uint(Layers::template inside<L>(s, lane.t * 2 + i % 2) ? steep : 0.f));
@@ -94,18 +84,15 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
   }
   // The same where the slopes are 1. What padding makes of an infinite gradient, 0 times that, would go into all sums.
   template <class L> DEVICE void narrowed(const float (&d)[L::N / 2], u32 (&g)[L::N / 8][4]) const {
-#pragma unroll
-    for (int s = 0; s < L::N / 8; ++s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
+    UNROLL for (int s = 0; s < L::N / 8; ++s)
+      UNROLL for (int i = 0; i < 4; ++i)
         g[s][i % 2 * 2 + i / 2] =
             tf32_of(__float_as_uint(Layers::template inside<L>(s, lane.t * 2 + i % 2) ? d[s * 4 + i] : 0.f));
   }
 
   // The gradient of what a layer reads, of a warpgroup's own samples
   template <class L> DEVICE void multiply_back(const u32 (&g)[L::N / 8][4], float (&d)[L::K / 2]) const {
-#pragma unroll
-    for (int s = 0; s < L::N / 8; ++s)
+    UNROLL for (int s = 0; s < L::N / 8; ++s)
       Wgmma<Element, L::K>::multiply(d, g[s], operand(memory + L::back_at + s / 4 * (L::K * 128)) + s % 4 * 2, s > 0);
     commit_products();
   }
@@ -113,16 +100,13 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
   template <class L> DEVICE void multiply_sums(Sums<L>& sums, u32 x, u32 g, int at = 0) const {
     const u32 left = L::TURNED ? x : g, right = L::TURNED ? g : x;
     constexpr int kSlabLeft = L::TURNED ? kSlabX<L> : kSlabG<L>, kSlabRight = L::TURNED ? kSlabG<L> : kSlabX<L>;
-#pragma unroll
-    for (int s = 0; s < 8; ++s) {
+    UNROLL for (int s = 0; s < 8; ++s) {
       const int slab = s / 4, step = s % 4 * 2;
-#pragma unroll
-      for (int m = 0; m < Base::template kOwn<L>; ++m)
+      UNROLL for (int m = 0; m < Base::template kOwn<L>; ++m)
         Wgmma<Element, Base::template kRight<L>>::multiply(sums.weight[m], operand(left + slab * kSlabLeft + (at + m) * 8192) + step,
                                             operand(right + slab * kSlabRight) + step);
       if constexpr (L::BIAS >= 0)
-#pragma unroll
-        for (int m = 0; m < Base::template kOwnBias<L>; ++m)
+        UNROLL for (int m = 0; m < Base::template kOwnBias<L>; ++m)
           Wgmma<Element, 8>::multiply(sums.bias[m],
                                       operand(g + slab * kSlabG<L> + (L::N > 64 ? at + m : 0) * 8192) + step,
                                       operand(memory + Pass::ones_at));
@@ -142,8 +126,7 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
     put<kSlabG<L>>(behind, g);
     fence_copy_engine();
     sync();
-#pragma unroll
-    for (int s = 0; s < L::N / 8; ++s) settle(g[s]);
+    UNROLL for (int s = 0; s < L::N / 8; ++s) settle(g[s]);
     open_products();
     multiply_back<L>(g, d);
     multiply_sums<L>(sums, own() + L::state_at, behind);
@@ -184,8 +167,7 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
     G g;
     load_x(tile, x);
     load_grad_y(tile, g);
-#pragma unroll 1
-    for (; tile < tiles; tile += step) {
+    ROLL for (; tile < tiles; tile += step) {
       round(x);
       sync();  // the samples before have been read
       Pass::tile(*this, x, g, sums, tile, tile + step);

@@ -21,11 +21,9 @@ template <class Pass> struct DenseGradients : Dense<Pass> {
 
   DEVICE void sync() const { sync_group<4, 16>(this->group + 1); }
   template <class L> static DEVICE void touch_sums(Sums<L>& sums) {
-#pragma unroll
-    for (auto& some : sums.weight) touch(some);
+    UNROLL for (auto& some : sums.weight) touch(some);
     if constexpr (L::BIAS >= 0)
-#pragma unroll
-      for (auto& some : sums.bias) touch(some);
+      UNROLL for (auto& some : sums.bias) touch(some);
   }
 
   // All warpgroups' sums of the same places, or each one's, to where this block's belong.
@@ -38,8 +36,7 @@ template <class Pass> struct DenseGradients : Dense<Pass> {
         },
         [&](int f, int member, const float(&sum)[4]) {
           const Lane at(member % 32);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
+          UNROLL for (int j = 0; j < 4; ++j) {
             const int left = f / kFours * 64 + member / 32 * 16 + at.g + j / 2 * 8, right = f % kFours * 8 + at.t * 2 + j % 2;
             const int n = L::TURNED ? right : left, k = L::TURNED ? left : right;
             const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
@@ -52,8 +49,7 @@ template <class Pass> struct DenseGradients : Dense<Pass> {
           this->memory, [&](int m) -> const float(&)[4] { return sums.bias[m]; },
           [&](int m, int member, const float(&sum)[4]) {
             const Lane at(member % 32);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            UNROLL for (int h = 0; h < 2; ++h) {
               const int n = m * 64 + member / 32 * 16 + at.g + h * 8;
               const int q = n < L::N ? Layers::template feature_out<L>(n) : L::Q;
               if (at.t == 0 && q < L::Q) store_global(to + L::bias_sums_at + q, sum[h * 2]);

@@ -78,16 +78,13 @@ template <class Pass> struct DenseStreamed {
       if (threadIdx.x / 32 != L::BIAS / 2 % (Pass::GROUPS * 4)) return;
       constexpr int kAll = L::PASSES * kColumns<L>, kTogether = 8;  // on their way to a thread
       const Element* bias = static_cast<const Element*>(params.weights[L::BIAS]);
-#pragma unroll 1
-      for (int first = threadIdx.x % 32; first < kAll; first += kTogether * 32) {
+      ROLL for (int first = threadIdx.x % 32; first < kAll; first += kTogether * 32) {
         Element x[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        UNROLL for (int i = 0; i < kTogether; ++i) {
           const int q = dealt_row<kSize, kDealt<L>>(first + i * 32);
           x[i] = q < L::Q ? bias[q] : Element{};
         }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        UNROLL for (int i = 0; i < kTogether; ++i) {
           const int n = first + i * 32, at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;  // as in dense.cuh
           if (n < kAll) store_shared(memory + L::bias_at + at * 4, Pass::SCALED < 0 ? widen(x[i]) : widen(x[i]) * scale(0));
         }
@@ -113,11 +110,9 @@ template <class Pass> struct DenseStreamed {
     const bool inside = at / kSize < columns;
     from += i64(first_row) * P + at / kSize, rows -= first_row;
     to += swizzled(r, at / 16) + at % 16;
-#pragma unroll 1
-    for (int first = 0; first < HEIGHT; first += kTogether) {
+    ROLL for (int first = 0; first < HEIGHT; first += kTogether) {
       u16 x[kWide<P> == 2 ? kCount : 1];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
+      UNROLL for (int i = 0; i < kCount; ++i) {
         const int down = i * kDown, row = dealt_row<kSize, DEALT>(down);
         const bool present = inside && row < rows;
         if constexpr (kWide<P> == 2)
@@ -126,8 +121,7 @@ template <class Pass> struct DenseStreamed {
           copy_async<kWide<P>>((to ^ (down & 7) << 4) + down * 128, from + row * P, present);
       }
       if constexpr (kWide<P> == 2)
-#pragma unroll
-        for (int i = 0; i < kCount; ++i)
+        UNROLL for (int i = 0; i < kCount; ++i)
           if (HEIGHT % kTogether == 0 || first + i * kDown + r < HEIGHT)
             store_shared((to ^ (i * kDown & 7) << 4) + i * kDown * 128, x[i]);
       from += i64(kTogether) * P, rows -= kTogether, to += kTogether * 128;
@@ -136,18 +130,13 @@ template <class Pass> struct DenseStreamed {
   // All x's, by those who copied them
   DEVICE void round_x() const {
     constexpr int kTogether = 4, kBytes = kLoaders * 16;
-#pragma unroll 1
-    for (int i = 0; i < Pass::GROUPS; ++i) {
+    ROLL for (int i = 0; i < Pass::GROUPS; ++i) {
       const u32 from = memory + Pass::states_at + i * Pass::STATE_BYTES + thread % kLoaders * 16;
-#pragma unroll 1
-      for (int at = 0; at < kXSlabs * 8192; at += kTogether * kBytes) {
+      ROLL for (int at = 0; at < kXSlabs * 8192; at += kTogether * kBytes) {
         u32 x[kTogether][4];
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) load_u32x4(from + at + j * kBytes, x[j]);
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-          for (u32& word : x[j]) word = tf32_of(word);
+        UNROLL for (int j = 0; j < kTogether; ++j) load_u32x4(from + at + j * kBytes, x[j]);
+        UNROLL for (int j = 0; j < kTogether; ++j) {
+          UNROLL for (u32& word : x[j]) word = tf32_of(word);
           store_u32x4(from + at + j * kBytes, x[j]);
         }
       }
@@ -159,12 +148,9 @@ template <class Pass> struct DenseStreamed {
     constexpr int kSlabs = ceil_div(L::K, kSlab), kSlabBytes = L::N * 128;
     constexpr i64 kBytes = i64(L::PASSES) * L::PARTS * kSlabs * kSlabBytes;
     const char* from = static_cast<const char*>(params.sums) + L::chunks_at + number * kBytes;
-#pragma unroll 1
-    for (int pass = 0; pass < L::PASSES; ++pass)
-#pragma unroll 1
-      for (int slab = 0; slab < kSlabs; slab += L::SLABS)
-#pragma unroll 1
-        for (int part = 0; part < L::PARTS; ++part) {
+    ROLL for (int pass = 0; pass < L::PASSES; ++pass)
+      ROLL for (int slab = 0; slab < kSlabs; slab += L::SLABS)
+        ROLL for (int part = 0; part < L::PARTS; ++part) {
           const int bytes = least(L::SLABS, kSlabs - slab) * kSlabBytes;
           load_run(ring.at(cursor.slot), from, bytes, ring.begin_to_fill(cursor, bytes));
           from += bytes;
@@ -178,16 +164,12 @@ template <class Pass> struct DenseStreamed {
     } else {
       constexpr int kTensors = L::BIAS < 0 ? 1 : 2;
       const Element* weight = static_cast<const Element*>(params.weights[L::WEIGHT + number * kTensors]);
-#pragma unroll 1
-      for (int pass = 0; pass < L::PASSES; ++pass)
-#pragma unroll 1
-        for (int k = 0; k < L::K; k += kSlab * L::SLABS)
-#pragma unroll 1
-          for (int part = 0; part < L::PARTS; ++part) {
+      ROLL for (int pass = 0; pass < L::PASSES; ++pass)
+        ROLL for (int k = 0; k < L::K; k += kSlab * L::SLABS)
+          ROLL for (int part = 0; part < L::PARTS; ++part) {
             const int q = pass * kColumns<L> + part * L::N;
             ring.wait_until_empty(cursor);
-#pragma unroll 1
-            for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
+            ROLL for (int s = 0; s < L::SLABS && k + s * kSlab < L::K; ++s) {
               const int p = k + s * kSlab;
               const u32 to = ring.at(cursor.slot) + s * (L::N * 128);
               copy_slab<kDealt<L>, L::P, L::N>(to, weight + i64(q) * L::P + p, L::Q - q, L::P - p);
@@ -204,11 +186,9 @@ template <class Pass> struct DenseStreamed {
   DEVICE void load_x(int round) const {
     constexpr int P = First::P;
     of_x.wait_until_empty({0, u32(round & 1 ^ 1)});
-#pragma unroll 1
-    for (int i = 0; i < Pass::GROUPS; ++i) {
+    ROLL for (int i = 0; i < Pass::GROUPS; ++i) {
       const i64 sample = sample_of(round, i);
-#pragma unroll 1
-      for (int s = 0; s < kXSlabs; ++s) {
+      ROLL for (int s = 0; s < kXSlabs; ++s) {
         const u32 to = memory + Pass::states_at + i * Pass::STATE_BYTES + s * 8192;
         const Element* from = static_cast<const Element*>(params.x) + sample * P + s * kSlab;
         copy_slab<Dealt::in_order, P, 64>(to, from, params.batch - sample, P - s * kSlab);
@@ -245,14 +225,11 @@ template <class Pass> struct DenseStreamed {
 
   // What sums begin with: the bias, or zeros
   template <class L> DEVICE void begin(Sums<L>& z, u32 bias) const {
-#pragma unroll
-    for (int part = 0; part < L::PARTS; ++part) {
-#pragma unroll
-      for (int n = 0; n < L::N / 8; n += 2) {
+    UNROLL for (int part = 0; part < L::PARTS; ++part) {
+      UNROLL for (int n = 0; n < L::N / 8; n += 2) {
         u32 words[4] = {};  // of this lane's columns in two tiles of 8
         if constexpr (L::BIAS >= 0) load_u32x4(bias + (part * L::N + n * 8) * 4 + t * 16, words);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) z[part][n * 4 + i] = __uint_as_float(words[i / 4 * 2 + i % 2]);
+        UNROLL for (int i = 0; i < 8; ++i) z[part][n * 4 + i] = __uint_as_float(words[i / 4 * 2 + i % 2]);
       }
       touch(z[part]);
     }
@@ -282,23 +259,18 @@ template <class Pass> struct DenseStreamed {
       stay_here(row, lane);  // or its places are kept through all products
       const i64 sample = sample_of(round, warpgroup) + row;
       const int rows = int(min(i64(16), params.batch - sample));
-#pragma unroll 1
-      for (int s = slab; s < slab + slabs; ++s)
-#pragma unroll 1
-        for (int j = 0; j < kAlong; ++j) {
+      ROLL for (int s = slab; s < slab + slabs; ++s)
+        ROLL for (int j = 0; j < kAlong; ++j) {
           const int at = (j * kLanes + lane) * kBytes, feature = s * kSlab + at / kSize;
           const u32 from = states + L::from + s * 8192 + swizzled(row, at / 16) + at % 16;
           Element* there = to + sample * L::P + feature;
-#pragma unroll
-          for (int first = 0; first < 16; first += kTogether * kDown) {
+          UNROLL for (int first = 0; first < 16; first += kTogether * kDown) {
             Words<kBytes> x[kTogether];
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
+            UNROLL for (int i = 0; i < kTogether; ++i) {
               const int down = first + i * kDown;
               x[i] = load_words<kBytes>((from ^ (down & 7) << 4) + down * 128);
             }
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
+            UNROLL for (int i = 0; i < kTogether; ++i) {
               const int down = first + i * kDown;
               if (down < rows && feature < L::P) store_words<kBytes>(there + down * L::P, x[i]);
             }
@@ -310,22 +282,18 @@ template <class Pass> struct DenseStreamed {
   template <class L> DEVICE void multiply(Sums<L>& z, Cursor& cursor, int round, Element* to) const {
     constexpr int kSteps = L::SLABS * 4, kWhole = L::K / kStep / kSteps, kRest = L::K / kStep % kSteps;
     const u64 left = operand(uniform(states) + L::from);  // made anew: all layers' operands would fill the registers
-#pragma unroll 1
-    for (int c = 0; c < kWhole; ++c) {
-#pragma unroll
-      for (int part = 0; part < L::PARTS; ++part)
+    ROLL for (int c = 0; c < kWhole; ++c) {
+      UNROLL for (int part = 0; part < L::PARTS; ++part)
         take<L, kSteps>(z[part], cursor, left + c * (L::SLABS * 512), c > 0 || part > 0);
       save<L>(c * L::SLABS, L::SLABS, round, to);
     }
     if constexpr (kRest > 0) {
-#pragma unroll
-      for (int part = 0; part < L::PARTS; ++part)
+      UNROLL for (int part = 0; part < L::PARTS; ++part)
         take<L, kRest>(z[part], cursor, left + kWhole * (L::SLABS * 512), kWhole > 0 || part > 0);
       save<L>(kWhole * L::SLABS, ceil_div(kRest, 4), round, to);
     }
     wait_for_products<0>();
-#pragma unroll
-    for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
+    UNROLL for (int part = 0; part < L::PARTS; ++part) touch(z[part]);
     ring.release(cursor.last);
   }
   // Whether the layer has such features: an activation of 0, which padding has, may be anything.
@@ -340,20 +308,17 @@ template <class Pass> struct DenseStreamed {
     int row = thread / 32 * 16 + g, lane = t;
     stay_here(row, lane);  // or each layer's places are kept from round to round
     const u32 to = states + L::to + before / kSlab * 8192 + swizzled(row, 0) + lane * 4;
-#pragma unroll
-    for (int n = 0; n < kColumns<L> / 8; ++n) {
+    UNROLL for (int n = 0; n < kColumns<L> / 8; ++n) {
       const float* tile = z[n / (L::N / 8)] + n % (L::N / 8) * 4;
       const int at = n * kTileBytes;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      UNROLL for (int h = 0; h < 2; ++h) {
         const u32 there = to + at / 128 * 8192 + h * 1024;
         if constexpr (kSize == 2) {
           const int feature = before + n * 8 + lane * 2;
           const Pair<Element> pair(finished<L>(tile[h * 2], feature), finished<L>(tile[h * 2 + 1], feature + 1));
           store_shared(there ^ (at % 128), pair.bits);
         } else {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          UNROLL for (int i = 0; i < 2; ++i) {
             const float y = finished<L>(tile[h * 2 + i], before + n * 8 + i * 4 + lane);
             store_shared(there ^ (at % 128 + i * 16), tf32_of(__float_as_uint(y)));
           }
@@ -369,16 +334,13 @@ template <class Pass> struct DenseStreamed {
     const float back = Pass::SCALED < 0 ? 1.f : scale(1);
     const i64 first = sample_of(round, warpgroup) + thread / 32 * 16;
     const u32 results = memory + Pass::results_at + threadIdx.x / 32 * kWarpBytes;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    UNROLL for (int h = 0; h < 2; ++h) {
       const i64 sample = first + g + h * 8;
       if (!Pass::RESULTS && sample >= params.batch) continue;
       Element* to = static_cast<Element*>(params.y) + sample * L::Q + before + t * kEach;
-#pragma unroll
-      for (int n = 0; n < kColumns<L> / 8; n += kTiles) {
+      UNROLL for (int n = 0; n < kColumns<L> / 8; n += kTiles) {
         u32 word[4];
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
+        UNROLL for (int i = 0; i < kTiles; ++i) {
           const float* sums = z[(n + i) / (L::N / 8)] + (n + i) % (L::N / 8) * 4 + h * 2;
           const float a = L::Activation::of(Pass::SCALED < 0 ? sums[0] : sums[0] * back);
           const float b = L::Activation::of(Pass::SCALED < 0 ? sums[1] : sums[1] * back);
@@ -399,8 +361,8 @@ template <class Pass> struct DenseStreamed {
       const int bytes = int(min(i64(16), params.batch - first)) * (L::Q * kSize), lane = threadIdx.x % 32;
       char* to = reinterpret_cast<char*>(static_cast<Element*>(params.y) + first * L::Q);
       __syncwarp();
-#pragma unroll 4
-      for (int at = lane * 16; at + 16 <= bytes; at += 512) store_words<16>(to + at, load_words<16>(results + at));
+      UNROLL_BY(4) for (int at = lane * 16; at + 16 <= bytes; at += 512)
+        store_words<16>(to + at, load_words<16>(results + at));
       const int at = bytes / 16 * 16 + lane * kSize;
       if (at < bytes) store_words<kSize>(to + at, load_words<kSize>(results + at));
       __syncwarp();
@@ -408,8 +370,7 @@ template <class Pass> struct DenseStreamed {
   }
   template <int WIDE> static DEVICE void put_piece(u32 to, int left, const u32 (&word)[4]) {
     constexpr int kEach = WIDE == 2 ? 2 : 4;
-#pragma unroll
-    for (int i = 0; i < 16 / kEach; ++i) {
+    UNROLL for (int i = 0; i < 16 / kEach; ++i) {
       if (i * kEach / kSize >= left) continue;
       if constexpr (kEach == 2)
         store_shared(to + i * 2, u16(word[i / 2] >> i % 2 * 16));
@@ -420,12 +381,10 @@ template <class Pass> struct DenseStreamed {
   // 16 bytes of a row with `left` elements
   template <int WIDE> static DEVICE void store_piece(Element* to, int left, const u32 (&word)[4]) {
     if constexpr (WIDE == 2) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
+      UNROLL for (int i = 0; i < 8; ++i)
         if (i < left) store_global(to + i, Element{u16(word[i / 2] >> i % 2 * 16)});
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; i += WIDE / 4)
+      UNROLL for (int i = 0; i < 4; i += WIDE / 4)
         if (i * 4 / kSize < left) store_global<WIDE>(to + i * 4 / kSize, word + i);
     }
   }
@@ -440,8 +399,7 @@ template <class Pass> struct DenseStreamed {
   template <class L> DEVICE void layer(Cursor& cursor, int round, int number = 0) const {
     constexpr int kBiasBytes = L::PASSES * kColumns<L> * 4;
     if constexpr (L::FIRST && kInChunks) of_x.wait_until_full({0, u32(round & 1)}), fence_copy_engine();
-#pragma unroll 1
-    for (int pass = 0; pass < L::PASSES; ++pass) {
+    ROLL for (int pass = 0; pass < L::PASSES; ++pass) {
       Sums<L> z;
       begin<L>(z, memory + L::bias_at + number * kBiasBytes + pass * (kColumns<L> * 4));
       multiply<L>(z, cursor, round, pass == 0 ? wanted<L>(number) : nullptr);
@@ -458,8 +416,7 @@ template <class Pass> struct DenseStreamed {
   }
   // Without samples, in the last round
   DEVICE void pass_by(Cursor& cursor) const {
-#pragma unroll 1
-    for (int i = 0; i < Pass::CHUNKS; ++i) {
+    ROLL for (int i = 0; i < Pass::CHUNKS; ++i) {
       ring.wait_until_full(cursor);
       ring.release(cursor.slot);
       cursor.next();

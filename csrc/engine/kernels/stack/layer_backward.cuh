@@ -43,8 +43,7 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
       fetch_run<64 * FEATURES * 2, 128>(to, from, samples * FEATURES * 2, thread);
     } else {
       constexpr int kBytes = FEATURES % 8 == 0 ? 16 : 8, kPieces = FEATURES * 2 / kBytes;
-#pragma unroll
-      for (int i = 0; i < ceil_div(kPieces, 2); ++i) {
+      UNROLL for (int i = 0; i < ceil_div(kPieces, 2); ++i) {
         const int j = i * 128 + thread, sample = j / kPieces, at = j % kPieces * kBytes;
         if (kPieces % 2 == 0 || sample < 64)
           copy_async<kBytes>(to + in_slabs(sample, at), from + sample * FEATURES + at / 2, sample < samples);
@@ -64,16 +63,13 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
   }
   template <int FEATURES> static DEVICE void take_row(u32 from, u32 to, int row) {
     constexpr int kPieces = ceil_div(FEATURES, 8), kAtOnce = 4;
-#pragma unroll
-    for (int first = 0; first < kPieces; first += kAtOnce) {
+    UNROLL for (int first = 0; first < kPieces; first += kAtOnce) {
       u32 word[kAtOnce][4] = {};
-#pragma unroll
-      for (int i = 0; i < kAtOnce && first + i < kPieces; ++i) {
+      UNROLL for (int i = 0; i < kAtOnce && first + i < kPieces; ++i) {
         const int feature = (first + i) * 8;
         take_words<Element, FEATURES>(from + row * FEATURES * 2, feature, feature + 8 <= FEATURES, 4, word[i]);
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce && first + i < kPieces; ++i)
+      UNROLL for (int i = 0; i < kAtOnce && first + i < kPieces; ++i)
         store_u32x4(to + in_slabs(row, (first + i) * 16), word[i]);
     }
   }
@@ -87,16 +83,13 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
       Wgmma<Element, L::N>::multiply(z, operand(state + s / 4 * kTile) + s % 4 * 2,
                                      operand(memory + L::weight_at + s / 4 * (L::N * 128)) + s % 4 * 2, L::BIAS >= 0 || s > 0);
     });
-#pragma unroll
-    for (int n = 0; n < L::N / 8; n += 2) {
+    UNROLL for (int n = 0; n < L::N / 8; n += 2) {
       u32 at[4], word[4];  // of two tiles
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         at[i] = behind + (n + i / 2) / 8 * kTile + swizzled(row + i % 2 * 8, (n + i / 2) % 8) + lane.t * 4;
         word[i] = load_u32(at[i]);
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         const int of = n * 4 + i * 2, tile = n + i / 2;
         const float x = widen(Element{u16(word[i])}) * L::Slope::of(z[of]);
         const float y = widen(Element{u16(word[i] >> 16)}) * L::Slope::of(z[of + 1]);
@@ -113,11 +106,9 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
       Wgmma<Element, L::K>::multiply_right_turned(d, operand(own + s / 4 * kTile) + s % 4 * 2,
                                                   turned_operand(memory + Pass::dealt_at, L::N * 128) + s * 128, s > 0);
     });
-#pragma unroll
-    for (int of_group = 0; of_group < 2; ++of_group) {
+    UNROLL for (int of_group = 0; of_group < 2; ++of_group) {
       const u32 state = x_slabs(stage, of_group), left = y_slabs(stage, of_group) + group * kTile;
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
+      UNROLL for (int s = 0; s < 4; ++s) {
         Wgmma<Element, L::K>::multiply_turned(sums.weight[0], turned_operand(left, kTile) + s * 128,
                                               turned_operand(state, kTile) + s * 128);
         if constexpr (L::BIAS >= 0)
@@ -157,8 +148,7 @@ template <class Pass> struct LayerBackward : DenseGradients<Pass> {
     __syncthreads();
     deal_weight();
     Sums sums = {};
-#pragma unroll 1
-    for (int stage = 0; pair < pairs; stage ^= 1, pair += gridDim.x) {
+    ROLL for (int stage = 0; pair < pairs; stage ^= 1, pair += gridDim.x) {
       wait_for_copies<0>();
       fence_copy_engine();
       __syncthreads();  // samples of both groups are there, and those before have been read

@@ -36,8 +36,7 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
   template <int FEATURES> DEVICE void fetch(const void* from, i64 tile) const {
     constexpr int kRow = FEATURES * sizeof(Element);
     const int bytes = int(min(params.batch - tile * 64, i64(64))) * kRow;
-#pragma unroll
-    for (int i = 0; i < ceil_div(64 * kRow, 128 * 128); ++i) {
+    UNROLL for (int i = 0; i < ceil_div(64 * kRow, 128 * 128); ++i) {
       const int at = (i * 128 + threadIdx.x % 128) * 128;
       if (at < bytes) prefetch(static_cast<const char*>(from) + tile * 64 * kRow + at);
     }
@@ -54,8 +53,7 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
   DEVICE void all_tiles(Sums& sums) const {
     const i64 tiles = (params.batch + 63) / 64;
     const int rounds = int((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
-#pragma unroll 1
-    for (int before = group - 1; before < rounds; before += 2) {
+    ROLL for (int before = group - 1; before < rounds; before += 2) {
       const i64 tile = blockIdx.x + i64(before + 1) * gridDim.x;
       const bool has_own = before + 1 < rounds;
       X x;
@@ -91,8 +89,7 @@ template <class Pass> struct LayerBackward32 : DenseBackward32<Pass> {
         fetch_both(tile + 2 * i64(gridDim.x));
         wait_for_bytes(samples().full(0), before + 1 & 1);
         float d[L::K / 2];
-#pragma unroll
-        for (int s = 0; s < L::N / 8; ++s) settle(g[s]);
+        UNROLL for (int s = 0; s < L::N / 8; ++s) settle(g[s]);
         open_products();
         multiply_sums(sums, group);
         this->template multiply_back<L>(g, d);

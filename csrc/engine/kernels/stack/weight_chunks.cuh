@@ -33,15 +33,13 @@ template <class Pass> struct WeightChunks {
     // Each layer begins with the thread behind the last one's: most have one piece of all, and wait for memory once.
     const int threads = gridDim.y * kThreads, before = L::chunks_at / 16 % threads;
     const int first = blockIdx.y * kThreads + threadIdx.x - before;
-#pragma unroll 1
-    for (int i = first < 0 ? first + threads : first; i < L::PASSES * kAll * kPieces; i += threads) {
+    ROLL for (int i = first < 0 ? first + threads : first; i < L::PASSES * kAll * kPieces; i += threads) {
       const int row = i % kPieces / 8, pass = i / kPieces / kAll, chunk = i / kPieces % kAll / (L::SLABS * L::PARTS);
       const int slabs = min(L::SLABS, kSlabs - chunk * L::SLABS), inside = i / kPieces % kAll % (L::SLABS * L::PARTS);
       const int q = (pass * L::PARTS + inside / slabs) * L::N + dealt_row<kSize, kDealt>(row);
       const int p = (chunk * L::SLABS + inside % slabs) * kSlab + (i % 8 ^ row % 8) * (16 / kSize);
       u32 x[4] = {};
-#pragma unroll
-      for (int j = 0; j < 16 / kSize; ++j)
+      UNROLL for (int j = 0; j < 16 / kSize; ++j)
         if (q < L::Q && p + j < L::P) {
           const Element from = weight[i64(q) * L::P + p + j];
           if constexpr (kSize == 4)
