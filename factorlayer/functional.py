@@ -30,7 +30,7 @@ from factorlayer.autograd.layer_ops import (
 from factorlayer.autograd.layer_ops import layer_at_once as every_layer_at_once
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, dtype_name, is_hopper
-from factorlayer.autograd.stack_ops import is_left_to_cublas
+from factorlayer.autograd.stack_ops import is_left_to_cublas, is_left_to_pytorch
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
@@ -328,7 +328,7 @@ def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
     reason = why_not_fused(x, chain)
     if reason is not None:
         return f"fused cannot: {reason}"
-    if len(chain.contractions) == 1 and (not x.is_cuda or is_compiling()):
+    if len(chain.contractions) == 1 and is_left_to_pytorch(chain, x):
         return "a single contraction is one matrix product"
     if x.is_cuda and is_left_to_cublas(chain, x):
         return "products of 16 bits with a weight this large are left to cuBLAS"

@@ -137,9 +137,14 @@ def test_what_is_special_is_left_to_the_ops(x: Tensor) -> None:
 
 
 def test_it_chooses_as_auto_does() -> None:
-    dense, x = FactorLinear(12, 20, factors=((12,), (20,))), torch.randn(5, 12)
-    assert call(dense, x) is None
-    assert call(dense, x, choose=False) is not None
+    """Large products, and those of 16 bits, are PyTorch's."""
+    x = torch.randn(5, 1024)
+    assert call(FactorLinear(1024, 512, factors=((1024,), (512,))), x) is not None
+    large = FactorLinear(1024, 513, factors=((1024,), (513,)))
+    short, x_short = FactorLinear(1024, 8, factors=((1024,), (8,)), dtype=torch.bfloat16), x.bfloat16()
+    for layer, given in ((large, x), (short, x_short)):
+        assert call(layer, given) is None
+        assert call(layer, given, choose=False) is not None
 
 
 @pytest.mark.feature("torch.autograd.grad(is_grads_batched=True) by one call", result="works")

@@ -272,9 +272,9 @@ def test_explain_of_untied_weights_and_of_terms() -> None:
 
 
 def test_explain_says_why_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FactorLinear(12, 20, factors=1).explain().splitlines()[-1] == (
-        "runs batched, because a single contraction is one matrix product"
-    )
+    assert FactorLinear(12, 20, factors=1).explain().splitlines()[-1].startswith("runs fused")
+    for layer in (FactorLinear(12, 20, factors=1, dtype=torch.bfloat16), FactorLinear(1024, 520, factors=1)):
+        assert layer.explain().splitlines()[-1] == "runs batched, because a single contraction is one matrix product"
     monkeypatch.setattr(factorlayer.autograd.layer_ops, "DTYPES", (torch.float64,))
     assert FactorLinear(12, 20).explain().splitlines()[-1] == (
         "runs batched, because fused cannot: it has kernels for torch.float64, x is torch.float32"

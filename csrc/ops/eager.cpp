@@ -102,9 +102,16 @@ uint64_t bit_of(int64_t batch) {
   return bit;
 }
 
-// What factorlayer/functional.py takes these kernels for: on a GPU what it has said, on a CPU all but single products.
+// Elements of the weight of a layer that is one product: autograd/stack_ops.py has the same number.
+constexpr int64_t kLargestDense = int64_t(1) << 19;
+
+// What factorlayer/functional.py takes these kernels for: on a GPU what it has said, on a CPU all but large products, and
+// those of 16 bits, as a layer that is nothing else.
 bool is_chosen(const Chain& chain, const Site& site, int64_t batch, bool recorded) {
-  if (site.is_cpu) return chain.contractions.size() > 1;
+  if (site.is_cpu) {
+    if (chain.contractions.size() > 1) return true;
+    return chain.contractions[0].weight_size() <= kLargestDense && (site.dtype == DType::float32 || site.dtype == DType::float64);
+  }
   const Taken* found = all_taken().find({&chain, site.dtype, 0, site.index});
   return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
 }

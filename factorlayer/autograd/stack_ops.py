@@ -80,6 +80,14 @@ def is_large_product(layer: Chain) -> bool:
     return layer.is_dense and layer.contractions[0].weight_size > LARGEST_DENSE
 
 
+def is_left_to_pytorch(layer: Chain, x: Tensor) -> bool:
+    """Whether a layer that is one contraction is, rather than run by kernels of ours, which take less time to call: as
+    csrc/ops/eager.cpp has it."""
+    if is_compiling():
+        return True
+    return not x.is_cuda and (x.dtype not in (torch.float32, torch.float64) or is_large_product(layer))
+
+
 def is_short(dtype: torch.dtype, tf32: bool) -> bool:
     """Whether products are of 16 bits, or of those that TF32 keeps."""
     return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and tf32)
