@@ -57,6 +57,20 @@ UNEVEN_CASES = [
 ]
 
 
+# Sizes that a CPU's kernels cut into phases: vectors that would be empty in one layout, states that leave the cache.
+PHASES_CASES = [
+    Case(kronecker((6, 55), (7, 2)), 33),  # few outputs of the last mode
+    Case(kronecker((40, 51, 2), (30, 50, 2), rank=2), 9, activation="tanh"),  # little behind the second mode
+    Case(kronecker((2, 2, 3, 49, 4), (2, 2, 3, 49, 4)), 22),
+    Case(kronecker((8, 6, 16, 24, 8), (8, 6, 16, 24, 8), rank=2), 1),  # columns
+    Case(kronecker((32, 4096), (8, 4096)), 2, bias=False),  # rows of whole pages
+    Case(kronecker((4, 6, 164, 40), (5, 6, 164, 30)), 3),
+    Case(monarch((43, 68), (68, 2), rank=4), 1),  # fewer samples than fill a vector
+    Case(monarch((13, 36), (36, 10), rank=3), 5, activation="silu"),
+    Case(monarch((3, 4, 50), (5, 20, 3)), 3),
+    Case(monarch((40, 64), (32, 40), rank=2), 19),
+]
+
 # The rule
 
 
@@ -66,6 +80,12 @@ UNEVEN_CASES = [
 @settings(max_examples=60)
 def test_rule(kind: str, dtype: torch.dtype, data: st.DataObject, layout: str, badly_scaled: bool, seed: int) -> None:
     check_rule(data.draw(cases(kind)), dtype, seed, layout, badly_scaled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", PHASES_CASES, ids=str)
+def test_rule_in_phases(case: Case, dtype: torch.dtype) -> None:
+    check_rule(case, dtype)
 
 
 @pytest.mark.parametrize("badly_scaled", [False, True], ids=["", "badly-scaled"])

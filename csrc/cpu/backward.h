@@ -9,9 +9,10 @@ template <class T, class S> class Backward {
   // What is wanted of a layer, null where it is not, and where its sums lie among those of a task.
   struct Wanted {
     void* const* weights;
-    void* bias;
+    void* bias = nullptr;
     std::vector<bool> stages;     // of contraction i, or of any part of it
     std::vector<int64_t> offset;  // of its sums [rank, size]
+    std::vector<T*> whole;        // null, or where they are made at once: in the gradient itself
     int64_t bias_offset;
     int64_t earliest;  // the first contraction whose weight gradient is wanted
     int64_t parameters = -1;  // the place of the sums of all the activation's parameters, if one of them is wanted
@@ -20,15 +21,16 @@ template <class T, class S> class Backward {
   // What a block keeps of a layer.
   struct Kept {
     States<T> states;
-    const T* x;  // in the layer's layout
-    T* z_rows;   // before bias and activation
-    T* y_rows;   // behind them
+    const T* x;       // rows
+    T *z, *y;         // rows before and behind bias and activation
+    bool has_states;  // whether those of the block's chunk, or between its phases, have been made
   };
 
   // The buffers of one task.
   struct Buffers {
-    T *rows[2], *g_state, *gx_state, *x_rows, *scratch, *packed, *sum;
+    T *rows[2], *between[2], *x, *sum;
     double *total, *row_sum;
+    Scratch<T> scratch;
     std::vector<Kept> kept;
   };
 
@@ -40,7 +42,7 @@ template <class T, class S> class Backward {
   std::vector<Wanted> wanted_;
   int64_t first_;      // layer that gradients go back to
   int64_t reach_ = 0;  // behind the last layer whose inputs are needed
-  int64_t sums_size_ = 0, scratch_size_ = 0, row_sum_size_ = 0;
+  int64_t sums_size_ = 0, row_sum_size_ = 0;
   int64_t blocks_per_flush_;
   bool flushes_ = false;
   T* sums_;                   // [tasks, sums_size]: of the last few blocks
@@ -84,7 +86,7 @@ template <class T, class S> class Backward {
       const Wanted& wanted = wanted_[l];
       if (wanted.bias) write(layers_[l].out, sums_ + wanted.bias_offset, static_cast<S*>(wanted.bias));
       for (int64_t i = 0; i < layers_[l].stages; ++i)
-        if (wanted.stages[i]) write_weight_gradients(l, i);
+        if (wanted.stages[i] && !wanted.whole[i]) write_weight_gradients(l, i);
       for (size_t i = 0; i < layers_[l].chain.parameters(); ++i)
         if (void* gradient = wanted.weights[layers_[l].parameter_index() + i])
           write(1, sums_ + wanted.parameters + i, static_cast<S*>(gradient));
@@ -94,7 +96,9 @@ template <class T, class S> class Backward {
  private:
   // Gives a layer's sums their places.
   Wanted plan(const Layer<T, S>& layer, void* const* gradients) {
-    Wanted wanted{gradients, nullptr, {}, std::vector<int64_t>(layer.stages), sums_size_, layer.stages};
+    Wanted wanted{gradients};
+    wanted.offset.resize(layer.stages), wanted.whole.resize(layer.stages);
+    wanted.bias_offset = sums_size_, wanted.earliest = layer.stages;
     if (layer.chain.bias) wanted.bias = gradients[layer.bias_index()];
     if (wanted.bias) {
       sums_size_ += layer.out;
@@ -113,37 +117,40 @@ template <class T, class S> class Backward {
       wanted.stages.push_back(wants);
       if (!wants) continue;
       wanted.earliest = std::min(wanted.earliest, i);
+      if (run_.blocks == 1 && !kConverts<T, S> && layer.groups[i].parts.size() == 1) {
+        wanted.whole[i] = static_cast<T*>(gradients[c.weight]);
+        continue;
+      }
       wanted.offset[i] = sums_size_;
       sums_size_ += layer.chain.rank * c.weight_size();
-      scratch_size_ = std::max(scratch_size_, grad_weight_scratch(c));
     }
     return wanted;
   }
 
   // take(elements) gives memory, in the same order every time.
   template <class Take> Buffers make_buffers(Take&& take) const {
-    const int64_t samples = run_.samples, state = run_.largest * samples;
+    const int64_t samples = run_.samples;
     Buffers b{};
-    for (T** buffer : {&b.x_rows, &b.rows[0], &b.rows[1], &b.g_state, &b.gx_state}) *buffer = take(state);
+    for (T** rows : {&b.x, &b.rows[0], &b.rows[1]}) *rows = take(run_.widest * samples);
+    int64_t largest = 0;  // state between two phases
     for (int64_t l = 0; l < count_; ++l) {
       const Layer<T, S>& layer = layers_[l];
       Kept& kept = b.kept.emplace_back();
-      kept.states.x = layer.interleaved ? take(layer.in * samples) : nullptr;
-      for (const Contraction& c : layer.chain.contractions)
-        kept.states.after.push_back(take(c.outer * c.q * c.inner * samples));
-      kept.z_rows = layer.interleaved ? take(layer.out * samples) : kept.states.after.back();
-      kept.y_rows = l + 1 < count_ ? take(layer.out * samples) : nullptr;
+      kept.states = layer.make_states(samples, true, take);
+      kept.z = take(layer.out * samples);
+      kept.y = l + 1 < count_ ? take(layer.out * samples) : nullptr;
+      for (const Phase& phase : layer.phases)
+        if (phase.last < layer.stages) largest = std::max(largest, phase.out * phase.slabs);
     }
-    b.scratch = take(scratch_size_), b.packed = take(kPackedSize<T>);
+    for (T*& between : b.between) between = take(largest * samples);
+    b.scratch = {take(run_.scratch_size), take(kPackedSize<T>)};
     b.row_sum = reinterpret_cast<double*>(take(row_sum_size_ * int64_t(sizeof(double) / sizeof(T))));
     return b;
   }
 
   void run_task(int64_t task) {
-    int64_t size = 0;
-    make_buffers([&](int64_t n) { return size += Arena<T>::padded(n), static_cast<T*>(nullptr); });
-    Arena<T> arena(Purpose::block, size);
-    Buffers b = make_buffers([&](int64_t n) { return arena.take(n); });
+    Buffers b;
+    in_memory<T>(Purpose::block, [&](auto&& take) { b = make_buffers(take); });
     b.sum = sums_ + task * sums_size_;
     b.total = totals_ + task * sums_size_;
     std::fill(b.sum, b.sum + sums_size_, T(0));
@@ -163,28 +170,26 @@ template <class T, class S> class Backward {
     if (flushes_) flush();
   }
 
-  // Keeps the states of a block that gradients need.
+  // Keeps what gradients need of a block.
   void go_forward(int64_t first, int64_t count, Buffers& b) const {
     if (!reach_) return;
-    const T* rows = read_rows<T, S>(run_.problem.tensors[0], first, count, run_.in, b.x_rows);
+    const T* rows = read_rows<T, S>(run_.problem.tensors[0], first, count, run_.in, b.x);
     for (int64_t l = 0; l < reach_; ++l) {
       const Layer<T, S>& layer = layers_[l];
-      const Block block = layer.block(run_.samples, count);
       Kept& kept = b.kept[l];
+      kept.x = rows, kept.has_states = false;
       if (l < first_) {
-        layer.forward(block, rows, kept.y_rows, kept.states, b.packed);
-        rows = kept.y_rows;
+        layer.forward(count, rows, kept.y, kept.states, b.scratch);
+        rows = kept.y;
         continue;
       }
-      kept.x = layer.from_rows(block, layer.in, rows, kept.states.x);
       const bool ends = l + 1 == reach_;
       if (ends && !layer.activation) return;  // its states are made on the way back
-      for (int64_t r = 0; r < layer.chain.rank; ++r)
-        layer.contract_all(r, layer.stages, block, kept.x, kept.states.after, b.packed);
-      layer.to_rows(block, layer.out, kept.states.after.back(), kept.z_rows);
+      layer.contract_all(count, rows, kept.z, kept.states, b.scratch);
+      kept.has_states = layer.chain.rank == 1;
       if (ends) return;
-      T* y = layer.activation ? kept.y_rows : kept.z_rows;
-      if (y != kept.z_rows) std::copy(kept.z_rows, kept.z_rows + count * layer.out, y);
+      T* y = layer.activation ? kept.y : kept.z;
+      if (y != kept.z) std::copy(kept.z, kept.z + count * layer.out, y);
       layer.activation.forward(count, y);
       rows = y;
     }
@@ -214,46 +219,94 @@ template <class T, class S> class Backward {
     const T* g = read_rows<T, S>(grad_y_, first, count, run_.out, b.rows[count_ % 2]);
     for (int64_t l = count_; l-- > first_;) {
       const Layer<T, S>& layer = layers_[l];
-      const Block block = layer.block(run_.samples, count);
       if (layer.activation) {  // g *= its derivative at z + bias
         T* own = b.rows[(l + 1) % 2];
         if (g != own) std::copy(g, g + count * layer.out, own), g = own;
         const int64_t parameters = wanted_[l].parameters;
-        layer.activation.backward(count, b.kept[l].z_rows, own, parameters < 0 ? nullptr : b.total + parameters);
+        layer.activation.backward(count, b.kept[l].z, own, parameters < 0 ? nullptr : b.total + parameters);
       }
       if (wanted_[l].bias) add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset);
       const bool passes = l > first_ || grad_x_;
       if (!passes && wanted_[l].earliest == layer.stages) return;
-      g = layer.from_rows(block, layer.out, g, b.g_state);
-      T* rows = !passes ? nullptr : l ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
-      T* gx = layer.interleaved ? b.gx_state : rows;
-      for (int64_t r = 0; r < layer.chain.rank; ++r) go_back(l, r, block, g, passes ? gx : nullptr, b);
+      T* gx = !passes ? nullptr : l ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
+      if (layer.phases.size() == 1) {
+        go_back(l, 0, count, 0, layer.chain.rank, b.kept[l].x, g, gx, false, b);
+      } else {
+        for (int64_t r = 0; r < layer.chain.rank; ++r) go_back(l, count, r, g, gx, b);
+      }
       if (!passes) return;
-      layer.to_rows(block, layer.in, gx, rows);
-      g = rows;
+      g = gx;
     }
     write_rows<T, S>(grad_x_, first, count, run_.in, g);
   }
 
-  // The contractions of term r, from the last to the first one needed; gx is null where it is not wanted.
-  void go_back(int64_t l, int64_t r, Block block, const T* g, T* gx, const Buffers& b) const {
+  // The phases of term r, from the last to the first one needed; gx is null where it is not wanted.
+  void go_back(int64_t l, int64_t count, int64_t r, const T* g, T* gx, const Buffers& b) const {
+    const Layer<T, S>& layer = layers_[l];
+    const Kept& kept = b.kept[l];
+    const int64_t phases = int64_t(layer.phases.size());
+    int64_t reach = phases;  // behind the last phase of which a weight's gradient is wanted, whose x has to be there
+    while (reach && !wants_of(l, layer.phases[reach - 1], 0)) --reach;
+    if (!kept.has_states && reach) layer.run_term(r, reach - 1, count, kept.x, nullptr, kept.states, b.scratch);
+    for (int64_t i = phases; i--;) {
+      const bool needed = gx || wanted_[l].earliest < layer.phases[i].first;  // the gradient of the phase's x
+      T* to = !needed ? nullptr : i ? b.between[i % 2] : gx;
+      go_back(l, i, count, r, r + 1, i ? kept.states.between[i - 1] : kept.x, g, to, i == 0 && r > 0, b);
+      if (!needed) return;
+      g = to;
+    }
+  }
+
+  // Whether a weight's gradient is wanted of contraction `from` of a phase or one behind it. That of the first one needs the
+  // phase's x, those of the others states.
+  bool wants_of(int64_t l, const Phase& phase, int64_t from) const {
+    const std::vector<bool>& stages = wanted_[l].stages;
+    const auto first = stages.begin() + phase.first + from, last = stages.begin() + phase.last;
+    return std::find(first, last, true) != last;
+  }
+
+  // A phase of the terms from .. to - 1: from its x and the gradient of what it makes. gx, which is null where it is not wanted,
+  // is added to what there is if `adds`.
+  void go_back(int64_t l, int64_t which, int64_t count, int64_t from, int64_t to, const T* x, const T* g, T* gx, bool adds,
+               const Buffers& b) const {
+    const Layer<T, S>& layer = layers_[l];
+    const Phase& phase = layer.phases[which];
+    const typename States<T>::OfChunk& own = b.kept[l].states.chunk[which];
+    const bool one_chunk = layer.phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
+    const bool has_states = b.kept[l].has_states && one_chunk;
+    const bool needs_x = wants_of(l, phase, 0), needs_states = wants_of(l, phase, 1);
+    phase.template for_chunks<T>(count, [&](const Chunk& chunk) {
+      const bool is_there = has_states && !phase.in_place();
+      const T* chunk_x = !needs_x ? nullptr : is_there ? own.x : phase.gather(chunk, phase.in, x, own.x);
+      const T* chunk_g = phase.gather(chunk, phase.out, g, own.grad_y);
+      T* chunk_gx = !gx ? nullptr : phase.in_place() ? gx + chunk.unit * phase.in : own.grad_x;
+      for (int64_t r = from; r < to; ++r) {
+        if (!has_states && needs_states)
+          layer.contract_chunk(phase, chunk, r, phase.size() - 1, chunk_x, own.after, nullptr, false, b.scratch);
+        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, r > from || (adds && phase.in_place()), own.after, b);
+      }
+      if (gx && !phase.in_place()) phase.scatter(chunk, phase.in, chunk_gx, gx, adds);
+    });
+  }
+
+  // The contractions of a chunk and term r, from the last to the first one needed.
+  void go_back(int64_t l, const Phase& phase, const Chunk& chunk, int64_t r, const T* x, const T* g, T* gx, bool adds,
+               const std::vector<T*>& after, const Buffers& b) const {
     const Layer<T, S>& layer = layers_[l];
     const Wanted& wanted = wanted_[l];
-    const std::vector<T*>& states = b.kept[l].states.after;
-    const T* x = b.kept[l].x;
-    const int64_t stages = layer.stages;
-    const bool states_are_there = layer.chain.rank == 1 && (layer.activation || l + 1 < reach_);
-    if (wanted.earliest < stages && !states_are_there)
-      layer.contract_all(r, stages - 1, block, x, states, b.packed);
-    for (int64_t i = stages; i-- > (gx ? 0 : wanted.earliest);) {
-      const Contraction& c = layer.chain.contractions[i];
-      if (wanted.stages[i]) {
-        T* sum = b.sum + wanted.offset[i] + r * c.weight_size();
-        contract_grad_w<T>(c, block, g, i ? states[i - 1] : x, sum, b.scratch, b.packed);
+    for (int64_t i = phase.size(); i--;) {
+      const Contraction c = phase.contraction(i, chunk.columns);
+      const int64_t whole = phase.first + i;
+      if (wanted.stages[whole]) {
+        T* const gradient = wanted.whole[whole];
+        T* sum = (gradient ? gradient : b.sum + wanted.offset[whole]) + r * c.weight_size();
+        const bool first = gradient && chunk.unit == 0 && chunk.column == 0;
+        contract_grad_w<T>(c, chunk.block, g, i ? after[i - 1] : x, sum, !first, b.scratch.elements, b.scratch.packed);
       }
-      if (i == wanted.earliest && !gx) return;
-      T* to = i ? states[i - 1] : gx;  // a state is used up once its weight gradient is taken
-      contract_grad_x<T>(c, block, layer.weights[r * stages + i], g, to, r > 0 && i == 0, b.packed);
+      if (whole <= wanted.earliest && !gx) return;
+      T* to = i ? after[i - 1] : gx;  // a state is used up once its weight gradient is taken
+      contract_grad_x<T>(c, chunk.block, layer.weights[r * layer.stages + whole], g, to, adds && i == 0, b.scratch.elements,
+                         b.scratch.packed);
       g = to;
     }
   }

@@ -8,22 +8,28 @@ template <class T, class S> struct Run {
   const Problem& problem;
   std::vector<Layer<T, S>> layers;
   int64_t in, out, batch;
-  int64_t largest = 0;  // state, in features
+  int64_t widest = 0;   // features between two layers, or at an end
+  int64_t scratch_size = 0;
   int64_t samples;      // of a block
   int64_t blocks, tasks;
 
-  // `keeps`: whether each layer's states stay until the block is done.
-  Run(const Problem& problem_, bool keeps, int threads) : problem(problem_), batch(problem_.batch) {
+  // `backward`: whether it is for gradients, which keep each layer's states until a block is done.
+  Run(const Problem& problem_, bool backward, int threads) : problem(problem_), batch(problem_.batch) {
     const void* const* tensors = problem.tensors.data() + 1;
-    int64_t kept = 0;
+    const int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
+    int64_t bytes = 0;
     for (const Chain* chain : problem.layers) {
-      const Layer<T, S>& layer = layers.emplace_back(*chain, tensors);
+      const Layer<T, S>& layer = layers.emplace_back(*chain, tensors, share, backward);
       tensors += chain->weights() + chain->bias;
-      largest = std::max(largest, largest_state(layer.chain));
-      if (keeps) kept += layer.chain.state_features() - (layers.size() == 1 ? layer.in : 0);
+      widest = std::max({widest, layer.in, layer.out});
+      scratch_size = std::max(scratch_size, layer.scratch_size());
+      bytes += (layer.in + layer.out) * int64_t(sizeof(T)) * (backward ? 2 : 1);
     }
     in = layers.front().in, out = layers.back().out;
-    samples = choose_samples((2 * largest + kept) * int64_t(sizeof(T)), threads);
+    samples = 1;
+    for (const Layer<T, S>& layer : layers)
+      for (const Phase& phase : layer.phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
+    samples = std::min(samples * std::max<int64_t>(1, kPlainBytes / bytes / samples), share);  // in whole chunks
     blocks = (batch + samples - 1) / samples;
     tasks = std::min<int64_t>(threads, blocks);
 
@@ -31,20 +37,6 @@ template <class T, class S> struct Run {
     for (const Layer<T, S>& layer : layers) size += layer.prepared_size(batch);
     T* at = Arena<T>(Purpose::weights, size).take(size);
     for (Layer<T, S>& layer : layers) layer.prepare(batch, [&](int64_t n) { return at += n, at - n; });
-  }
-
-  // The layers' layouts and the samples of a block. `bytes`: what the states of a sample take.
-  int64_t choose_samples(int64_t bytes, int threads) {
-    bool interleaved = false;
-    int64_t samples = kPlainBytes / bytes;
-    for (Layer<T, S>& layer : layers) {
-      layer.interleaved = is_interleaved<T>(layer.chain, batch, bytes);
-      interleaved |= layer.interleaved;
-      samples = std::max(samples, plain_samples<T>(layer.chain, bytes));
-    }
-    if (interleaved) return interleaved_samples<T>(batch, bytes);
-    const int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
-    return std::clamp<int64_t>(samples, 1, share);
   }
 
   // f(first sample, count) for every block of a task
