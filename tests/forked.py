@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 
@@ -115,6 +116,16 @@ def run(arguments: list[str]) -> None:
     exec(compile(text, main.__dict__.get("__file__", "<string>"), "exec"), main.__dict__)
 
 
+def leave() -> None:
+    """As Python ends a program without an error, but for taking PyTorch apart, which is most of a small program."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # of a stream that is gone: Python itself says so
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def ask(address: str, arguments: list[str]) -> None:
     """A program of the server's, which has this process's signals, and whose end is that of this process, too."""
     with socket.socket(socket.AF_UNIX) as asked:
@@ -150,4 +161,9 @@ if __name__ == "__main__":
 
     gc.freeze()  # or collections write to memory that the forks have in common
     if arguments := serve(socket.socket(fileno=int(sys.argv[2]))):
-        run(arguments)
+        try:
+            run(arguments)
+        except SystemExit as end:
+            if end.code:
+                raise
+        leave()

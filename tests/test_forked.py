@@ -43,10 +43,13 @@ def test_it_sees_what_python_would_show_it(how: str, tmp_path: Path) -> None:
     ("code", "status"),
     [
         ("", 0),
+        ("print('some words', end=''); raise SystemExit(0)", 0),
         ("raise SystemExit(7)", 7),
         ("raise SystemExit('some words')", 1),
         ("raise ValueError('some words')", 1),
         ("import atexit; atexit.register(print, 'some words')", 0),
+        ("import threading, time; threading.Timer(0.1, print, ['some words']).start()", 0),
+        ("import sys; sys.stdout.close()", 0),
         ("import os; os.abort()", -signal.SIGABRT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],
