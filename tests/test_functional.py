@@ -50,12 +50,14 @@ def test_any_memory_layout(implementation: str, layout: str) -> None:
 # The choice
 
 
-def test_auto_takes_fused_for_more_than_one_contraction() -> None:
+def test_auto_leaves_large_and_short_products_to_pytorch() -> None:
     x = torch.ones(1, 6)
+    product, large = Case(kronecker((6,), (5,)), 1).chain, Case(kronecker((6,), (90_000,)), 1).chain
     assert choose(Case(kronecker((2, 3), (4, 5)), 1).chain, x, "auto", "test") == "fused"
     assert choose(Case(monarch((2, 3), (4, 5)), 1).chain, x, "auto", "test") == "fused"
-    assert choose(Case(kronecker((6,), (5,)), 1).chain, x, "auto", "test") == "batched"
-    assert choose(Case(kronecker((6,), (5,)), 1).chain, x, "fused", "test") == "fused"
+    assert choose(product, x, "auto", "test") == "fused"
+    assert choose(large, x, "auto", "test") == choose(product, x.bfloat16(), "auto", "test") == "batched"
+    assert choose(large, x, "fused", "test") == "fused"
 
 
 @pytest.mark.parametrize("implementation", ["naive", "batched", "fused"])

@@ -357,7 +357,7 @@ def test_what_memory_cannot_hold_keeps_no_choice_and_says_why(
 
 
 def test_where_there_is_no_choice_nothing_is_kept(times: dict[str, float]) -> None:
-    FactorLinear(12, 20, factors=1).warmup(8, tune=True)  # a single contraction
+    FactorLinear(12, 20, factors=1, dtype=torch.bfloat16).warmup(8, tune=True)  # a single contraction, of 16 bits
     layer_of(implementation="fused").warmup(8, tune=True)
     assert not choices.TABLE
     (tuned,) = factorlayer.tune(layer_of(implementation="v2"), 8)
