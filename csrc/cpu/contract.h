@@ -60,7 +60,7 @@ constexpr int64_t kTransposedPiece = 128;
 // Elements that a contraction needs beside its states.
 inline int64_t contract_scratch(const Contraction& c, Block block) {
   if (!c.tied && !block.interleaved) return c.inner > 1 ? c.outer * c.inner * block.samples * (c.p + c.q) : 0;
-  return std::max(kTransposedPiece * std::max(c.p, c.q), block.interleaved || c.inner > 1 ? 0 : c.p * c.q);
+  return kTransposedPiece * std::max(c.p, c.q);
 }
 
 // y[o, :, i] (+)= A x[o, :, i], where A is [m, k] with any strides; `b` is its transpose [k, m], without gaps, for
@@ -177,7 +177,8 @@ template <class T>
 void add_rows_products(const Contraction& c, int64_t count, const T* grad_y, int64_t grad_y_row, const T* x, int64_t x_row,
                        T* grad_w, bool add, T* scratch, T* packed) {
   const double along_q = multiply_cost<T>(c.p, c.q, count) + transpose_cost<T>(c.p, c.q);
-  if (scratch && along_q < multiply_cost<T>(c.q, c.p, count)) {
+  const bool fits = scratch && std::min(c.p, c.q) <= kTransposedPiece;
+  if (fits && along_q < multiply_cost<T>(c.q, c.p, count)) {
     multiply<T>({c.p, c.q, count}, {x, 1, x_row}, {grad_y, grad_y_row, 1}, {scratch, c.q, 1}, false, packed);
     transpose<T>(c.p, c.q, scratch, c.q, grad_w, c.p, add);
   } else if (!scratch || c.q * int64_t(sizeof(T)) < 4096) {
