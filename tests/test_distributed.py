@@ -1,6 +1,7 @@
 """Two gloo ranks on this machine: gradients are the average of the ranks' own, of whole weights and of sharded ones."""
 
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,19 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def run(one_rank: Callable[..., None], *arguments: object) -> None:
-    mp.start_processes(one_rank, arguments, RANKS, start_method="forkserver")
+def run(one_rank: Callable[..., None], store: Path, *arguments: object) -> None:
+    mp.start_processes(in_group, (one_rank, str(store), *arguments), RANKS, start_method="forkserver")
+
+
+def in_group(rank: int, one_rank: Callable[..., None], store: str, *arguments: object) -> None:
+    """Ranks that find nothing wrong wait for each other and end at once: taking a group apart waits, with Python's
+    lock, for a thread of gloo's, and that thread may be waiting for the lock."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    one_rank(rank, *arguments)
+    ended = dist.FileStore(f"{store}-ended", RANKS)
+    ended.set(str(rank), "")
+    ended.wait([str(r) for r in range(RANKS)])
+    os._exit(0)
 
 
 def build() -> FactorLinear:
@@ -41,26 +53,21 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
-def train_one_rank(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        alone = build()
-        for r in range(RANKS):
-            (alone(batch(r)).square().sum() / RANKS).backward()
-        for wrap in (DistributedDataParallel, fully_shard):
-            layer = wrap(build())
-            layer(batch(rank)).square().sum().backward()
-            for parameter, expected in zip(layer.parameters(), alone.parameters(), strict=True):
-                whole = getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)()
-                torch.testing.assert_close(whole, expected.grad)
-        dist.barrier()  # gloo's threads must not outlive their peer
-    finally:
-        dist.destroy_process_group()
+def train_one_rank(rank: int) -> None:
+    alone = build()
+    for r in range(RANKS):
+        (alone(batch(r)).square().sum() / RANKS).backward()
+    for wrap in (DistributedDataParallel, fully_shard):
+        layer = wrap(build())
+        layer(batch(rank)).square().sum().backward()
+        for parameter, expected in zip(layer.parameters(), alone.parameters(), strict=True):
+            whole = getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)()
+            torch.testing.assert_close(whole, expected.grad)
 
 
 @pytest.mark.feature("DistributedDataParallel and fully_shard", result="works")
 def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
-    run(train_one_rank, str(tmp_path / "store"))
+    run(train_one_rank, tmp_path / "store")
 
 
 # DTensors
@@ -74,17 +81,12 @@ def sharded(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Modu
     return distribute_module(layer, mesh, shard)
 
 
-def run_dtensors(rank: int, store: str, of_parameters: Placement) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for kind in ("layer", "block", "fuse"):
-            for of_x in (Shard(0), Replicate()):
-                compare_dtensors(kind, mesh, of_x, of_parameters)
-            refuse_dtensors(kind, mesh)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def run_dtensors(rank: int, of_parameters: Placement) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for kind in ("layer", "block", "fuse"):
+        for of_x in (Shard(0), Replicate()):
+            compare_dtensors(kind, mesh, of_x, of_parameters)
+        refuse_dtensors(kind, mesh)
 
 
 def compare_dtensors(kind: str, mesh: DeviceMesh, of_x: Placement, of_parameters: Placement) -> None:
@@ -137,25 +139,20 @@ def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
     ids=["whole", "sharded"],
 )
 def test_dtensors(of_parameters: Placement, tmp_path: Path) -> None:
-    run(run_dtensors, str(tmp_path / "store"), of_parameters)
+    run(run_dtensors, tmp_path / "store", of_parameters)
 
 
-def checkpoint_in_parallel(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        for kind in ("layer", "block", "fuse"):
-            alone = module(kind, "fused")
-            for r in range(RANKS):
-                (alone(batch(r)[:, :12]).square().sum() / RANKS).backward()
-            wrapped = DistributedDataParallel(module(kind, "fused"))
-            checkpoint(wrapped, batch(rank)[:, :12], use_reentrant=False).square().sum().backward()
-            for parameter, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(parameter.grad, expected.grad)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def checkpoint_in_parallel(rank: int) -> None:
+    for kind in ("layer", "block", "fuse"):
+        alone = module(kind, "fused")
+        for r in range(RANKS):
+            (alone(batch(r)[:, :12]).square().sum() / RANKS).backward()
+        wrapped = DistributedDataParallel(module(kind, "fused"))
+        checkpoint(wrapped, batch(rank)[:, :12], use_reentrant=False).square().sum().backward()
+        for parameter, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 @pytest.mark.feature("activation checkpointing under DistributedDataParallel", result="works")
 def test_checkpointing_in_parallel(tmp_path: Path) -> None:
-    run(checkpoint_in_parallel, str(tmp_path / "store"))
+    run(checkpoint_in_parallel, tmp_path / "store")
