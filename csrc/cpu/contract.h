@@ -23,7 +23,8 @@ struct Block {
 // behind its multiply-adds, for each vector of a product's result, and for each call of multiply().
 constexpr double kTransposeCost = 7, kDotCost = 6, kResultCost = 3, kCallCost = 12;
 
-template <class T> double vectors(int64_t elements) { return double((elements + kLanes<T> - 1) / kLanes<T>); }
+template <class T> int64_t whole_vectors(int64_t elements) { return (elements + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
+template <class T> double vectors(int64_t elements) { return double(whole_vectors<T>(elements) / kLanes<T>); }
 template <class T> double transpose_cost(int64_t rows, int64_t cols) {
   return kTransposeCost * vectors<T>(rows) * vectors<T>(cols) * kLanes<T>;
 }

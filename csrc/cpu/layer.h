@@ -135,8 +135,7 @@ template <class T, class S> struct Layer {
   template <class Take> States<T> make_states(int64_t samples, bool keeps, Take&& take) const {
     States<T> states;
     for (const Phase& phase : phases) {
-      const int64_t wide = phase.interleaved ? int64_t(vectors<T>(phase.units)) * kLanes<T> : phase.units;
-      const auto size = [&](int64_t numbers) { return wide * numbers / phase.inner * phase.columns; };
+      const auto size = [&](int64_t numbers) { return phase.units * numbers / phase.inner * phase.columns; };
       const bool moved = !phase.in_place();
       typename States<T>::OfChunk& chunk = states.chunk.emplace_back();
       chunk.x = moved ? take(size(phase.in)) : nullptr, chunk.y = moved ? take(size(phase.out)) : nullptr;
@@ -154,11 +153,9 @@ template <class T, class S> struct Layer {
   }
   int64_t scratch_size() const {
     int64_t size = 0;
-    for (const Phase& phase : phases) {
-      const int64_t wide = int64_t(vectors<T>(phase.units)) * kLanes<T>;
+    for (const Phase& phase : phases)
       for (int64_t i = 0; i < phase.size(); ++i)
-        size = std::max(size, contract_scratch(phase.contraction(i, phase.columns), {wide, phase.interleaved, wide}));
-    }
+        size = std::max(size, contract_scratch(phase.contraction(i, phase.columns), phase.template block<T>(phase.units)));
     return size;
   }
 

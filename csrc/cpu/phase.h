@@ -34,7 +34,7 @@ struct Phase {
   bool interleaved, by_columns;
   bool far;                               // whether what it reads comes from beyond the second-level cache
   std::vector<Contraction> contractions;  // of a unit with all its columns
-  int64_t units = 1, columns = 1;         // of a chunk
+  int64_t units = 1, columns = 1;         // of a chunk; interleaved, units that fill vectors
 
   int64_t size() const { return last - first; }
   bool in_place() const { return !interleaved && !by_columns; }  // whether a chunk is done where it lies
@@ -44,15 +44,18 @@ struct Phase {
     return c;
   }
 
+  // A chunk's units as samples of a block
+  template <class T> Block block(int64_t count) const {
+    return {interleaved ? whole_vectors<T>(count) : count, interleaved, count};
+  }
+
   // f(chunk) for all of so many samples
   template <class T, class F> void for_chunks(int64_t samples, F&& f) const {
-    constexpr int64_t L = kLanes<T>;
     const int64_t all = samples * slabs;
     for (int64_t unit = 0; unit < all; unit += units) {
       const int64_t count = std::min(units, all - unit);
-      const Block block{interleaved ? (count + L - 1) / L * L : count, interleaved, count};
       for (int64_t column = 0; column < inner; column += columns)
-        f(Chunk{unit, count, column, std::min(columns, inner - column), block});
+        f(Chunk{unit, count, column, std::min(columns, inner - column), block<T>(count)});
     }
   }
 
@@ -185,7 +188,7 @@ template <class T> class Phases {
     } else if (interleaved) {
       const bool tied = phase.contractions.front().tied;
       const int64_t fitting = (tied ? kNearBytes : kInterleavedBytes) / bytes / L * L;
-      phase.units = std::min(std::clamp<int64_t>(fitting, L, 4 * L), (units + L - 1) / L * L);
+      phase.units = std::min(std::clamp<int64_t>(fitting, L, 4 * L), whole_vectors<T>(units));
     } else {
       const bool tied = phase.contractions.front().tied;
       const int64_t least = fewest(phase, bytes), more = std::max(kPlainBytes / bytes, least);
