@@ -56,10 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_kept() -> None:
-    """What somebody has tuned on this machine changes no test."""
+    """What somebody has tuned or calibrated on this machine changes no test."""
+    from factorlayer.device import table
     from factorlayer.tuning import choices
 
     choices._load.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "kept_in", lambda: None)
+        table.own()  # which is asked once
 
 
 @pytest.fixture(autouse=True)

@@ -313,7 +313,13 @@ def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "change", ["factorlayer/kernels/tiling.py", "csrc/engine/types/types.cuh", "csrc/engine/new.cuh"]
+    "change",
+    [
+        "factorlayer/kernels/tiling.py",
+        "factorlayer/device/rates/sm_90-132-232448-4916736.json",
+        "csrc/engine/types/types.cuh",
+        "csrc/engine/new.cuh",
+    ],
 )
 def test_a_changed_planner_is_another_one(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied as a whole it is the same one."""

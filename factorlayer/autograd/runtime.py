@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from factorlayer.device.code import folder as engine_folder
+from factorlayer.device.table import own
 
 MAX_WEIGHTS = 62  # that a kernel's argument has room for, as in csrc/runtime/kernels.h
 
@@ -48,12 +49,16 @@ def nvrtc_paths() -> str:
 
 @functools.cache
 def planner() -> str:
-    """What tells one planner from another: the hash of all that makes plans, the package's Python and device code."""
+    """What tells one planner from another: the hash of all that makes plans, the package's Python, its tables of rates,
+    the user's own and the device code."""
     digest = hashlib.sha256()
-    for folder, kind in ((Path(__file__).parents[1], "*.py"), (engine_folder(), "*.cuh")):
+    package = Path(__file__).parents[1]
+    for folder, kind in ((package, "*.py"), (package, "*.json"), (engine_folder(), "*.cuh")):
         for path in sorted(folder.rglob(kind)):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    for table in own().values():
+        digest.update(table.text().encode())
     return digest.hexdigest()
 
 

@@ -1,23 +1,20 @@
-"""What the planner knows of a GPU: its limits, and roughly how fast its parts are. No torch, no GPU needed.
-
-Rates are per multiprocessor and microsecond, measured on an H200 and scaled by datasheets elsewhere. They only rank
-plans; no result depends on them.
-"""
+"""What the planner knows of a GPU: its limits, and how fast its parts are, as its table has it (table.py). No torch,
+no GPU needed."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 
-DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
+from factorlayer.device.table import DTYPES, L2_OVER_MEMORY, Rates, Table, of
+
+__all__ = ["DTYPES", "ELEMENT_BYTES", "LIMITS", "Gpu", "Library"]
+
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
 
 # Shared memory a block may ask for, in bytes, and multiprocessors of a typical GPU of that generation.
 LIMITS = {80: (166912, 108), 86: (101376, 84), 89: (101376, 128), 90: (232448, 132), 100: (232448, 148)}
 LIMITS[120] = (101376, 170)
-
-# Of the bytes that memory's clock and bus make, those that copies move: 0.865 on an H200, 0.896 on an H100
-MEMORY_SHARE = 0.86
 
 
 @dataclass(frozen=True)
@@ -96,48 +93,33 @@ class Gpu:
         return 64 if self.arch == 80 else 128
 
     @functools.cached_property
-    def memory_bytes(self) -> float:
-        """Moved through memory, read and written together."""
-        return MEMORY_SHARE * self.memory / self.sms if self.memory else self._typical_memory_bytes
+    def table(self) -> Table:
+        """Its rates, and where they are from."""
+        return of((self.arch, self.sms, self.shared, self.memory))
+
+    @functools.cached_property
+    def rates(self) -> Rates:
+        return self.table.rates
 
     @property
-    def _typical_memory_bytes(self) -> float:
-        """Of a GPU of that generation: an H200's, and what data sheets say."""
-        return {80: 14e3, 86: 10e3, 89: 8e3, 90: 32e3, 100: 48e3, 120: 10e3}.get(self.arch, 16e3)
+    def memory_bytes(self) -> float:
+        return self.rates.memory_bytes
 
-    @functools.cached_property
+    @property
     def l2_bytes(self) -> float:
-        """Moved through L2, which is the same whatever memory is behind it."""
-        return 1.8 * self._typical_memory_bytes
+        return self.rates.l2_bytes
 
-    @functools.cached_property
+    @property
     def shared_bytes(self) -> float:
-        return 230e3 if self.arch in (80, 90, 100) else 200e3
+        return self.rates.shared_bytes
 
     @property
     def instructions(self) -> float:
-        """Instructions of warps in a microsecond: four schedulers at 1.75 GHz, four fifths of the time."""
-        return 5.6e3
+        return self.rates.instructions
 
-    @functools.cached_property
+    @property
     def flops(self) -> dict[str, float]:
-        """FLOPs in a microsecond of the matrix instructions that a dtype is computed with."""
-        scale = {80: 0.6, 86: 0.3, 89: 0.45, 90: 1.0, 100: 1.0, 120: 0.45}.get(self.arch, 0.5)
-        rates = {"bfloat16": 8.9e6, "float16": 8.9e6, "tf32": 2.2e6, "float32": 0.75e6}
-        rates = {dtype: scale * rate for dtype, rate in rates.items()}
-        return rates | {"float64": {80: 0.17e6, 90: 0.45e6, 100: 0.25e6}.get(self.arch, 0.01e6)}
-
-    @property
-    def special_functions(self) -> float:
-        """Exponentials, sines, … that the units for them make in a microsecond: 3.8 to 4.1e12 a second by 132
-        multiprocessors, in all sweeps on an H100 and an H200."""
-        return 30e3
-
-    @property
-    def double_functions(self) -> float:
-        """Exponentials, sines, … in double that a multiprocessor makes in a microsecond behind a product: 104 million
-        values of gelu and tanh of three blocks took 12 to 15 us a million, whichever it was."""
-        return 540.0
+        return self.rates.flops
 
     @functools.cached_property
     def library(self) -> Library:
@@ -145,9 +127,7 @@ class Gpu:
         scale = {dtype: self.flops[dtype] / Gpu.of(90).flops[dtype] for dtype in DTYPES}
         whole = {"float64": 0.36e6, "float32": 0.34e6, "tf32": 1.5e6, "bfloat16": 5.5e6, "float16": 5.5e6}
         small = {"float64": 0.38e6, "float32": 0.65e6, "tf32": 0.84e6, "bfloat16": 0.46e6, "float16": 0.46e6}
-        typical = (
-            self._typical_memory_bytes
-        )  # of shares: L2 holds most of what operations hand on, whatever is behind it
+        typical = self.l2_bytes / L2_OVER_MEMORY  # L2 holds most of what operations hand on, whatever is behind it
         moves = (min(share * typical, self.memory_bytes) for share in (0.46, 0.3, 0.74, 0.74 * 0.53))
         pointwise_bytes, turned_bytes, product_bytes, odd_bytes = moves
         return Library(

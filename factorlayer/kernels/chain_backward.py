@@ -115,7 +115,7 @@ class ChainBackward(BlockSums):
     # What a pass says of itself
 
     def us_of(self, batch: int) -> float:
-        return self.tile_us.of(-(-batch * self.units_per_sample // self.units), self.groups, self.most)
+        return self.tile_us.of(-(-batch * self.units_per_sample // self.units), self.groups, self.most, self.gpu)
 
     @property
     def dtype(self) -> str:
@@ -480,7 +480,7 @@ def _grouped(
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) + 4
         us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
-        begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, both_ways=True)
+        begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, gpu, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end

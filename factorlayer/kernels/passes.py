@@ -14,9 +14,6 @@ from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
-LAUNCH_US = 2.0  # to start a kernel, by itself
-BEHIND_US = 1.0  # until a small kernel behind another in a CUDA graph has run
-WAIT_US = 0.8  # for what L2 or memory has been asked for
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
@@ -91,14 +88,13 @@ class Pass:
             """Whether it starts the next kernel early, though it asks for nothing."""
 
         @property
-        def saved_us(self) -> float:
-            """Microseconds of its time that it does not take behind another kernel in a CUDA graph."""
+        def is_launched(self) -> bool:
+            """Whether its time has a launch by itself, of which it takes less behind another kernel in a CUDA graph."""
 
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
         products = template = header = title = ""
-        asks, waits, starts = (), True, False
-        saved_us = LAUNCH_US - BEHIND_US
+        asks, waits, starts, is_launched = (), True, False, True
 
     def __str__(self) -> str:
         words = re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower().replace(" backward", ", backward")

@@ -44,7 +44,7 @@ class Resident(OfWork):
 
     def us_of(self, batch: int) -> float:
         tiles = -(-batch * self.units_per_sample // self.units)
-        return self.tile_us.of(tiles, self.groups, max(1, self.gpu.sms // self.split))
+        return self.tile_us.of(tiles, self.groups, max(1, self.gpu.sms // self.split), self.gpu)
 
     @property
     def reads(self) -> str:

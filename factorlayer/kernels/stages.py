@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import LAUNCH_US
 from factorlayer.kernels.work import round_up
 
 SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
-RAMP_US = 4.1  # until all of memory's bandwidth is in use, and at the end
 OVERLAP = 0.09  # of units that work side by side: what the shorter times add
 # Of a thread that has all of a weight: registers beside it and its columns, instructions for a column's place, and for
 # each number of the weight, which it reads for every tile.
@@ -277,9 +275,9 @@ class TileUs:
     further: float = 0.0  # of each further one
     beside: float = 0.0  # of weights before tiles, and of sums behind them
 
-    def of(self, tiles: int, groups: int, blocks: int) -> float:
+    def of(self, tiles: int, groups: int, blocks: int, gpu: Gpu) -> float:
         """Of so many tiles, dealt to as many groups of each block."""
-        start = LAUNCH_US + min(RAMP_US, self.memory * tiles / blocks)
+        start = gpu.rates.launch_us + min(gpu.rates.ramp_us, self.memory * tiles / blocks)
         return start + self.beside + self.alone + self.further * (-(-tiles // (groups * blocks)) - 1)
 
 

@@ -13,10 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import LAUNCH_US, WAIT_US
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stages import (
-    RAMP_US,
     SUM_REGISTERS,
     Sandwich,
     Stage,
@@ -30,7 +28,6 @@ from factorlayer.kernels.stages import (
 )
 from factorlayer.kernels.work import Work, round_up
 
-SYNC_US = 0.06  # a barrier among the warps of a group, with what it lets run dry
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
 TILES = (
@@ -176,14 +173,14 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                         busy = work.rank * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
                     many = warps, groups, ahead, tiles, blocks, gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
-                    begin = weight_bytes / 59e3 + waits_for_weights(work, 32 * warps * groups)
+                    begin = weight_bytes / 59e3 + waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
                     yield us, (*fields, groups, slots, in_place, gpu, us), (*of_tile, begin)
                     if slots == 2 and groups * warps >= fit:
                         break
 
 
-def waits_for_weights(work: Work, threads: int, both_ways: bool = False) -> float:
+def waits_for_weights(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> float:
     """Microseconds, beside those of their bytes: what the copy engine and asynchronous copies cannot move comes by
     registers. `both_ways`: backward, weights lie turned as well."""
     rounds = 0
@@ -192,7 +189,7 @@ def waits_for_weights(work: Work, threads: int, both_ways: bool = False) -> floa
         if len(mode.parts) > 1 or work.transposed or both_ways or odd:
             elements = work.rank * round_up(mode.p, 8) * round_up(mode.q, 8)
             rounds += -(-elements // (threads * WEIGHTS_AT_ONCE)) - 1
-    return rounds * WAIT_US
+    return rounds * gpu.rates.wait_us
 
 
 def waits_of(warps: int) -> float:
@@ -365,9 +362,13 @@ def predict(
     already."""
     blocks = max(gpu.sms // split, 1)
     each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
-    alone = memory + busy * (1.0 if waits else (1 + 2 / (groups * warps)) * max(1.0, 4 / warps)) + barriers * SYNC_US
+    alone = (
+        memory
+        + busy * (1.0 if waits else (1 + 2 / (groups * warps)) * max(1.0, 4 / warps))
+        + barriers * gpu.rates.sync_us
+    )
     busy *= 1 + 2 / (groups * warps)
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
-    start = LAUNCH_US + min(RAMP_US, memory * tiles / blocks)
+    start = gpu.rates.launch_us + min(gpu.rates.ramp_us, memory * tiles / blocks)
     further = max(overlapped, alone - (memory if ahead else 0))
     return start + alone + further * (each - 1), (memory, alone, further)

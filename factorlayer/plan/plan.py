@@ -86,9 +86,9 @@ class Plan:
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
-        batch = f"a batch of {self.batch}"
+        kernels = f"{len(self.passes)} kernel{'s' if len(self.passes) > 1 else ''}"
         lines = [
-            f"{len(self.passes)} kernel{'s' if len(self.passes) > 1 else ''}, {self.us:.1f} us predicted for {batch}"
+            f"{kernels}, {self.us:.1f} us predicted for a batch of {self.batch}, by rates {self.gpu.table.source}",
         ]
         if self.chunk:
             lines.append(f"at most {self.chunk} samples at once, their states between kernels in memory")

@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 
 from factorlayer.autograd.build import VERSION
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
+from factorlayer.device.table import cache_folder
 
 MARGIN = 1.03  # batched has to be faster by this factor: less is noise, and fused needs less memory
 FOLDER = "choices"  # in the cache's
@@ -83,14 +84,9 @@ _here = threading.local()
 
 
 def folder() -> Path | None:
-    """Where they are kept, or None if there is no home folder. As csrc/runtime/cache.cpp has it: asked without an op,
-    which whoever watches operators would see."""
-    own, base, home = (os.environ.get(name, "") for name in ("FACTORLAYER_CACHE", "XDG_CACHE_HOME", "HOME"))
-    if own:
-        return Path(own) / FOLDER
-    if base.startswith("/"):
-        return Path(base) / "factorlayer" / FOLDER
-    return Path(home) / ".cache" / "factorlayer" / FOLDER if home else None
+    """Where they are kept, or None if there is no home folder."""
+    where = cache_folder()
+    return where / FOLDER if where else None
 
 
 def when_read(read: Callable[[], object]) -> None:

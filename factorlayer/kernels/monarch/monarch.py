@@ -25,7 +25,6 @@ MOST_SUMS = 128  # of a thread
 MOST_SAMPLES = 256
 LONGEST = 96  # of what a group of x has
 SECTOR = 32  # bytes of L2 that are written as fast as any
-CYCLES = 1.65e3  # in a microsecond
 # For a store that fills no sector, on a multiprocessor, as streamed.py has it
 PART_US = 2.4e-3
 FEW_WARPS = 4  # of a block: fewer wait for each other's products as long as these do
@@ -217,7 +216,7 @@ def _time(plan: Monarch) -> float:
     lines = plan.samples * -(-x_pieces // _together(x_pieces))
     lines += plan.teams * plan.units * 4 * -(-weight_pieces // _together(weight_pieces))
     chunk = (reads / gpu.shared_bytes + 0.7 * products) * (1 if warps >= 8 else 1.3 * max(1.0, FEW_WARPS / warps))
-    chunk = max(chunk + 1.9 * lines / CYCLES, (x + plan.teams * weight) / gpu.l2_bytes)
+    chunk = max(chunk + 1.9 * lines / gpu.rates.cycles, (x + plan.teams * weight) / gpu.l2_bytes)
     chunk += 0.03 if plan.slots > 2 else 0.07
     # Results, while others multiply if there are teams
     result = plan.samples * second.q * plan.groups * size

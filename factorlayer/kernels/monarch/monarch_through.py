@@ -25,7 +25,6 @@ MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 OTHER = 24  # of a consumer's registers
 MOST_SLOTS, LEAST_X = 6, 4
 MOST_PARTS = 8  # of the columns, which are written out: with more of them, two passes are as fast
-CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,6 @@ def _time(plan: MonarchThrough) -> float:
     both += 300 * first.outer + 200 * parts
     loads = first.outer * steps // 4 * (ROWS + first.q) + parts * plan.depth * second.inner * plan.n
     moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * 2
-    busy = each * max(1.3 * both / CYCLES, 128 * loads / 90e3)
+    busy = each * max(1.3 * both / gpu.rates.cycles, 128 * loads / 90e3)
     memory = 1.2 * moved / (gpu.memory_bytes * gpu.sms)
     return 4.0 + max(busy, memory) + 0.1 * min(busy, memory)

@@ -23,7 +23,6 @@ THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
 START_US = 5.0  # of a block: its weights, the first units, and its sums
 MOST_SLABS = 1 << 24
-CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
@@ -118,10 +117,10 @@ def _time(plan: SlabBackward) -> float:
     c, gpu = plan.contraction, plan.gpu
     units = -(-plan.batch // UNIT)
     parts = min(-(-units // LEAST_UNITS), plan.most)
-    products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / CYCLES
+    products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / gpu.rates.cycles
     read = 4 * plan.slot_bytes + 512 * c.q  # written, and read as left operands; as right ones
     moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
-    unit = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
+    unit = max(products, 1.15 * read / 128 / gpu.rates.cycles, moved / gpu.l2_bytes) + 0.1
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
     memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     summed = parts * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)

@@ -27,7 +27,6 @@ MOST_SLOTS = 6
 PRODUCERS = 128  # threads
 # By consumers: registers of their threads and of a producer's, where these are not what all get; at most for sums.
 REGISTERS = {1: (0, 0, 192), 2: (232, 40, 184), 3: (160, 24, 128)}
-CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
@@ -216,11 +215,11 @@ def _time(plan: UntiedBackward) -> float:
     parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
     steps = -(-c.q // 16)
     shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
-    products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / CYCLES
+    products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / gpu.rates.cycles
     read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
     read += plan.slot_bytes
     moved = plan.slot_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
-    chunk = max(products, 1.15 * read / 128 / CYCLES, moved / gpu.l2_bytes) + 0.1
+    chunk = max(products, 1.15 * read / 128 / gpu.rates.cycles, moved / gpu.l2_bytes) + 0.1
     sums = plan.together * plan.left * 64 * plan.bp * SUM_BYTES[plan.dtype] / pair
     busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
     memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)

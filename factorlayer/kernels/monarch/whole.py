@@ -29,9 +29,9 @@ LOOKING = 128  # blocks, for the largest of each weight
 HELD, HELD_OF_MANY, FEW_GROUPS = 32, 16, 4  # q's that a block holds at once, for the first gradient
 MANY = 8  # blocks for a multiprocessor
 START_US = 1.2
-# For what L2 has been asked for, as few.py has it; and a round of gradients' sums, with both its barriers. So 17 passes
-# that took 1.5 to 42 us on one H100 are predicted within 1.5 times, but for the shortest one.
-WAIT_US, ROUND_US = 0.8, 1.2
+# A round of gradients' sums, with both its barriers. So 17 passes that took 1.5 to 42 us on one H100 are predicted
+# within 1.5 times, but for the shortest one.
+ROUND_US = 1.2
 AT_ONCE, AT_ONCE_OF_DOUBLES = 3, 2  # blocks of a multiprocessor that wait together, as they share its registers
 HELD_TOGETHER, FIRST_TOGETHER, TILES_TOGETHER = 8, 16, 12  # loads of a thread on their way: whole.cuh
 ALIGNED = 256  # bytes, of what is prepared behind a weight
@@ -202,7 +202,8 @@ class WholeWeight(Whole):
     @property
     def us(self) -> float:
         held = self.ways * self.height * self._groups * self.rank / (THREADS * HELD_TOGETHER)
-        waits = WAIT_US * (math.ceil(held) + math.ceil(self.rank / FIRST_TOGETHER)) * max(1.0, self._turns())
+        rounds = math.ceil(held) + math.ceil(self.rank / FIRST_TOGETHER)
+        waits = self.gpu.rates.wait_us * rounds * max(1.0, self._turns())
         stored = self.elements * self.size / (self.gpu.l2_bytes * self.gpu.sms)
         return START_US + self._issued_us(BY_COLUMNS) + waits + stored
 

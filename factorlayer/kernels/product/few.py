@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import BEHIND_US, LAUNCH_US, MOST_BLOCKS, WAIT_US, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -23,8 +23,6 @@ from factorlayer.maths.spec import Contraction
 MOST_SAMPLES = 64
 TILE = 16  # samples that a block's warps multiply at once
 SAMPLES = (16, 32, 64)  # of a block, where there are more
-# Of a first kernel, and of one whose weights are on their way when the one before ends, in a graph or not
-START_US, NEXT_US = LAUNCH_US, BEHIND_US
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
 SECTOR = 32  # bytes that L2 stores at once
@@ -140,8 +138,8 @@ class Few(Pass):
     waits = False
 
     @property
-    def saved_us(self) -> float:
-        return START_US - NEXT_US if self.first else 0.0
+    def is_launched(self) -> bool:
+        return self.first
 
     @property
     def asks(self) -> Asks:
@@ -195,7 +193,8 @@ def time(plan: Few, batch: int) -> float:
     p, gpu = plan.product, plan.gpu
     weight = p.weights * p.size
     blocks, tiles = -(-batch // plan.samples), -(-batch // 16)
-    us = START_US if plan.first else NEXT_US
+    # The weights of one behind another are on their way when that one ends, in a graph or not.
+    us = gpu.rates.launch_us if plan.first else gpu.rates.behind_us
     us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, plan.split)))
     # A load of a warp has pieces of eight rows, each a line of the first-level cache
     each = 1 / min(gpu.l2_bytes, 4 * plan.load * CYCLES) / gpu.sms
@@ -206,13 +205,13 @@ def time(plan: Few, batch: int) -> float:
     products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
     waves = -(-plan.split * blocks // (gpu.sms * plan.blocks))
     turns = -(-min(batch, plan.samples) // 16) * plan.rounds
-    waits = (waves * turns - plan.rounds) * WAIT_US
+    waits = (waves * turns - plan.rounds) * gpu.rates.wait_us
     held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * plan.held
     busy = max(moved, products, states, stored)
     # Of many samples a multiprocessor's blocks wait for what they all move: seven passes of 1031 to 1811 samples on one
     # H100 took both.
     us += busy + waits if batch > MOST_SAMPLES else max(busy, waits)
-    us += (plan.rounds - 1) * WAIT_US + 0.25 * (waves - 1)
+    us += (plan.rounds - 1) * gpu.rates.wait_us + 0.25 * (waves - 1)
     return us + held + 0.06 * plan.wg * plan.ways + 1 / plan.run
 
 
@@ -260,8 +259,8 @@ class FewPass(Pass):
     reads_prepared = True
 
     @property
-    def saved_us(self) -> float:
-        return START_US - NEXT_US if self.part == "FewStates" else 0.0
+    def is_launched(self) -> bool:
+        return self.part == "FewStates"
 
     def us_of(self, batch: int) -> float:
         return _backward_time(self, batch)
@@ -479,16 +478,16 @@ def _backward_time(plan: FewPass, batch: int = TILE) -> float:
         plan.states_read * TILE * size / gpu.l2_bytes,
         2 * plan.multiply_adds * TILE / gpu.flops[plan.dtype],
     )
-    again = further * max(waves * plan.rounds * WAIT_US, states / gpu.sms, products / gpu.sms)
+    again = further * max(waves * plan.rounds * gpu.rates.wait_us, states / gpu.sms, products / gpu.sms)
     if plan.template == "FewStates":
         held = 0.014 if plan.dtype == "float32" else 0.008
-        us = START_US + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
-        us += 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * WAIT_US
+        us = gpu.rates.launch_us + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
+        us += 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * gpu.rates.wait_us
         return us + again
     if plan.template == "FewBack":
         moved, tiles, of_warps = second.weight_size, plan.split, 0.03
     else:
         moved, tiles, of_warps = 2 * first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
-    us = NEXT_US + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
-    us += (plan.rounds - 1) * WAIT_US
+    us = gpu.rates.behind_us + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
+    us += (plan.rounds - 1) * gpu.rates.wait_us
     return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways + again

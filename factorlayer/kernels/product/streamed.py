@@ -29,7 +29,6 @@ LINE, SECTOR = 128, 32  # bytes of memory that are copied, and of L2 that are wr
 # Of a warp's copy: instructions, also where it goes through registers, and cycles for each line that it touches; on a
 # multiprocessor a store to a part of a sector. Of 120 passes of drawn layers on one H100, 76 % are within 30 %.
 COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS, LINE_CYCLES, PART_US = 6, 12, 1.5, 2e-3
-CYCLES = 1.65e3  # in a microsecond
 # Warp tiles, in 16 rows and 8 columns of sums, and registers that they need.
 TILES_16 = {
     (4, 8): 232,
@@ -505,7 +504,7 @@ def time(plan: Streamed, batch: int) -> float:
     issue = plan.warps * (plan.bk * _instructions(product, mt, nt) + 40) + copies
     units = (
         plan.wg * plan.bm * plan.bn * plan.bk / gpu.flops[product.dtype],
-        (read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / CYCLES,
+        (read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles,
         0.7 * copied / gpu.l2_bytes * (1.2 if plan.bk * size < 128 else 1),
         1.8 * issue / ISSUE_RATE,
     )

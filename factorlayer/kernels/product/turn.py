@@ -16,7 +16,6 @@ BLOCKS = 5  # on a multiprocessor: some read while others write
 # Times what memory takes by its bandwidth; and cycles of a multiprocessor for a warp's access, however narrow. Of 37
 # turns in drawn layers on one H100, 35 are within 30 %.
 MEMORY, ACCESS_CYCLES = 1.1, 8
-CYCLES = 1.65e3  # in a microsecond
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Turn(Pass):
         elements = tiles * math.prod(self.tile) / self.gpu.sms
         accesses = elements * (1 / self.read + 1 / self.write) / 32
         moved = 2 * self.batch * self.output_bytes / (self.gpu.memory_bytes * self.gpu.sms)
-        return 2.5 + MEMORY * moved + ACCESS_CYCLES * accesses / CYCLES
+        return 2.5 + MEMORY * moved + ACCESS_CYCLES * accesses / self.gpu.rates.cycles
 
     def us_of(self, batch: int) -> float:
         return replace(self, batch=batch).us

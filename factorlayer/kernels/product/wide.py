@@ -28,7 +28,6 @@ MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
 SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
 ODD_REGISTERS = {1: (0, 0), 2: (216, 72), 3: (144, 80)}  # where, besides, rows of x come by small pieces
 MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
-CYCLES = 1.65e3  # in a microsecond
 # For a store that does not fill one, on a multiprocessor: 3.2 to 7.6 ns in eight products of 28 to 61 groups that take
 # turns, on one H100, where two pieces of 8 bytes took as long as one of 16
 PART_US = 4e-3
@@ -325,17 +324,17 @@ def time(plan: Wide) -> float:
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, products, shared memory
     load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
-    products = 2.3 * plan.consumers * plan.n / CYCLES
+    products = 2.3 * plan.consumers * plan.n / gpu.rates.cycles
     read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
     drain = 0.1  # of a group
     if plan.splits:
-        products, drain = 3 * products + (plan.n + 200) / plan.consumers / CYCLES, 0.3
+        products, drain = 3 * products + (plan.n + 200) / plan.consumers / gpu.rates.cycles, 0.3
         read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
     elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
         read += 256 * plan.rows  # mixed or rounded in place
     if plan.copy < 16:  # a warp's copies touch two lines each
-        load += 2 * LINE_CYCLES * 128 * plan.rows * plan.parts / (32 * plan.copy) / CYCLES
-    slab = max(load, products, 1.15 * read / 128 / CYCLES)
+        load += 2 * LINE_CYCLES * 128 * plan.rows * plan.parts / (32 * plan.copy) / gpu.rates.cycles
+    slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
     store = result / 40e3 + _parts_of_sectors(plan) * PART_US

@@ -24,8 +24,6 @@ PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_SLOTS = 8
 MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
-CYCLES = 1.65e3  # in a microsecond
-LATENCY_US = 0.8  # of loads
 COPY_CYCLES, TAKE_CYCLES = 30, 45  # of a producer: for a piece, and for 16 bytes that it takes out of them
 # By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
 # get; at most for sums. Producers that take rows apart need as many as all get.
@@ -264,23 +262,24 @@ def _time(plan: WideGradient) -> float:
     chunks = -(-rows // plan.chunk)
     parts = min(-(-chunks // plan.least), plan.most)
     load = 0.12 + plan.slot_bytes / 100e3
-    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / CYCLES
+    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / gpu.rates.cycles
     read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.taken:
         slabs = sum(slabs for _, slabs in plan.taken)
-        load = max(load, 0.25 + (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS / CYCLES)
+        taken = (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS
+        load = max(load, 0.25 + taken / gpu.rates.cycles)
         read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
     elif plan.loads_left:
         right = -(-plan.bn // 64)
-        load = max(0.25 + 0.23 * right, LATENCY_US / -(-chunks // parts))  # turned in registers
+        load = max(0.25 + 0.23 * right, gpu.rates.wait_us / -(-chunks // parts))  # turned in registers
         read += SLAB_BYTES * right
     elif plan.size == 4:  # through registers, with one chunk on its way
-        load = LATENCY_US
+        load = gpu.rates.wait_us
         read += SLAB_BYTES * plan.slabs
     if plan.is_split:
-        products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / CYCLES
+        products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / gpu.rates.cycles
         read += 256 * plan.consumers * plan.height * (64 + plan.n)
-    chunk = max(load, products, 1.15 * read / 128 / CYCLES)
+    chunk = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / 40e3
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
     memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)

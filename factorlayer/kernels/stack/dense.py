@@ -13,7 +13,7 @@ from factorlayer.activations.functions import of_value
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import LAUNCH_US, WAIT_US, Pass
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -216,7 +216,7 @@ class Dense(Pass):
         """Microseconds of it: waits, of a weight that registers do not have at once for each part, and instructions."""
         each = [self._elements(i) for i in range(len(self.layers))]
         waits = len(self._loaded_together) + sum(-(-elements // LOADED_AT_ONCE) - 1 for elements in each)
-        return waits * WAIT_US + sum(each) * self.threads / 32 * OF_ELEMENT / self.gpu.instructions
+        return waits * self.gpu.rates.wait_us + sum(each) * self.threads / 32 * OF_ELEMENT / self.gpu.instructions
 
     @property
     def widths(self) -> set[int]:
@@ -294,5 +294,5 @@ def _time(plan: Dense, batch: int) -> float:
     memory = 64 * moved * plan.size / (0.9 * plan.gpu.memory_bytes)
     alone = PRODUCT_US * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
     functions = 64 * sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, plan.layers, strict=True))
-    busy = max(products + sums, memory, functions / plan.gpu.special_functions)
-    return LAUNCH_US + plan.loading_us + max(tiles * busy, alone * math.ceil(tiles / plan.groups))
+    busy = max(products + sums, memory, functions / plan.gpu.rates.special_functions)
+    return plan.gpu.rates.launch_us + plan.loading_us + max(tiles * busy, alone * math.ceil(tiles / plan.groups))

@@ -178,5 +178,5 @@ def _time(plan: DenseBackward, batch: int) -> float:
     alone = PRODUCTS * PRODUCT_US * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
     each = (of_value(chain.activation) + of_slope(chain.activation) for chain in plan.layers)
     functions = 64 * sum(n * count for (_, n), count in zip(columns, each, strict=True))
-    busy = max(products + sums, memory, functions / plan.gpu.special_functions)
+    busy = max(products + sums, memory, functions / plan.gpu.rates.special_functions)
     return START_US + max(tiles * busy, alone * math.ceil(tiles / plan.groups))

@@ -19,7 +19,6 @@ from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_SLOTS, LEAST_SLOTS = 8, 3
-CYCLES = 1.65e3  # in a microsecond
 START_US = 3.0
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
 OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
@@ -312,14 +311,14 @@ def _time(plan: DenseStreamed, batch: int) -> float:
         widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
         whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not plan.in_chunks else 1.0
         load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.slots - 1))
-        products += 2.3 * columns * c.k / plan.slab / CYCLES
+        products += 2.3 * columns * c.k / plan.slab / plan.gpu.rates.cycles
         read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
     each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]
     sums = 64 * sum(c.all * n for c, n in zip(plan.shapes, each, strict=True)) / 32 / plan.gpu.instructions
     alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
     store = 64 * plan.sizes[-1][1] * plan.size / 40e3
     states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
-    shared = 1.15 * (read + groups * states) / 128 / CYCLES
+    shared = 1.15 * (read + groups * states) / 128 / plan.gpu.rates.cycles
     if not plan.in_chunks and plan.sizes[0][0] * plan.size % 4:  # x comes through registers
         load += groups * math.ceil(plan.shapes[0].k / plan.slab) * LOADED_US
     busy = max(load, groups * (products + 0.6 * sums), alone + store, groups * _parts_us(plan), shared) + 0.5
