@@ -26,6 +26,7 @@ from factorlayer.cli.case import Case, Problem
 from factorlayer.cli.compare import Comparison, Report, compare, longest_sums, tolerances
 from factorlayer.cli.linear import dense_of
 from factorlayer.cli.subject import Block, Single, parse_factor, spec_of_factors
+from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 
 ROOT = Path(__file__).parents[1]
@@ -658,6 +659,12 @@ def test_source_of_a_layer(empty_cache: Path) -> None:
     assert kernel["code"] in first.stderr
     again = json.loads(run("16 8 8 check --json --source --arch 80").stdout)
     assert again["source"] == found["source"]
+
+
+def test_a_plan_is_that_of_the_gpus_own_memory(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factorlayer.cli.source, "gpu_of", lambda *_: Gpu(90, 132, 232448, 4916736))
+    (source,) = json.loads(run("16 8 8 check --json --source").stdout)["source"]
+    assert source["plan"].splitlines()[0].endswith(" by rates measured on such a GPU")
 
 
 def test_source_of_dense_layers_is_one_kernel_where_there_is_one(empty_cache: Path) -> None:

@@ -55,7 +55,7 @@ def gpu_of(problem: Problem, arch: int | None) -> Gpu:
 def sources(problem: Problem, gpu: Gpu) -> Iterator[Source]:
     """Forward kernels of v3. A stack that no single kernel takes comes layer by layer."""
     dtype, batch_class = dtype_name(problem.x.dtype), class_of_batch(len(problem.x))
-    limits = (gpu.arch, gpu.sms, gpu.shared)
+    limits = (gpu.arch, gpu.sms, gpu.shared, gpu.memory)
 
     def planned(stack: LayerStack) -> Source:
         chain = stack.text_for(problem.x)
