@@ -18,7 +18,7 @@ from factorlayer.device.gpu import Gpu
 
 LONG_US = 4000.0  # of a launch
 LAUNCHES, ROUNDS = 3, 9  # between two events; of which the median counts
-QUEUED = 1_000_000  # cycles that the GPU sleeps, while the host queues what is timed
+QUEUED = 4_000_000  # cycles that the GPU sleeps, while the host queues what is timed
 CHAIN = 200  # small kernels of a graph
 MANY_PARTS, FEW_PARTS = 128, 8  # of the same bytes
 
@@ -29,13 +29,13 @@ extern "C" __global__ void __launch_bounds__({threads}) {name}(unsigned* data, u
   const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, drawn = 2654435761u * (thread + 1);
   unsigned kept = 0;
   unsigned long long begun, ended;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun));
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
   const long long cycles = clock64();
   {body}
   __syncthreads();
   if (thread == 0) {{
     clock[0] = clock64() - cycles;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ended));
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ended));
     clock[1] = ended - begun;
   }}
   if (kept == 12345 && count < 0) data[thread] = kept;

@@ -93,9 +93,10 @@ def test_other_gpus_have_an_h200s_rates_scaled_by_data_sheets() -> None:
         assert gpu.table.source == "of an H200, scaled by data sheets"
         assert (gpu.rates.launch_us, gpu.rates.cycles) == (RATES.launch_us, RATES.cycles)
         assert 0.2 < gpu.flops["bfloat16"] / RATES.flops["bfloat16"] <= 1
-    h100 = Gpu(90, 132, 232448, 3352320)
-    assert replace(h100.rates, memory_bytes=RATES.memory_bytes) == RATES
-    assert h100.memory_bytes / RATES.memory_bytes == pytest.approx(3352320 / 4916736)
+    of_slow_memory = A_GPU.rates
+    assert replace(of_slow_memory, memory_bytes=RATES.memory_bytes, l2_bytes=RATES.l2_bytes) == RATES
+    assert of_slow_memory.memory_bytes == table.MEMORY_SHARE * 1234567 / 132
+    assert of_slow_memory.l2_bytes == Gpu.of(90).l2_bytes
 
 
 def test_a_table_is_read_as_it_was_written() -> None:

@@ -11,12 +11,26 @@ ROOT = Path(__file__).parents[1]
 MADE = {"__pycache__", ".hypothesis"}  # by running
 
 
-def test_it_holds_all_that_the_tests_need(tmp_path: Path) -> None:
-    made_here = ["egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *made_here], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def make(*arguments: str) -> None:
+    command = [sys.executable, "setup.py", "-q", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_installed_package_has_the_tables_of_gpus(tmp_path: Path) -> None:
+    """And all of its modules and device headers."""
+    make("egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path))
+    for source, built, kind in (
+        (ROOT / "factorlayer", tmp_path / "factorlayer", "*.py"),
+        (ROOT / "factorlayer" / "device", tmp_path / "factorlayer" / "device", "*.json"),
+        (ROOT / "csrc" / "engine", tmp_path / "factorlayer" / "engine", "*.cuh"),
+    ):
+        names, there = ({path.relative_to(top) for path in top.rglob(kind)} for top in (source, built))
+        assert names == there != set()
+
+
+def test_it_holds_all_that_the_tests_need(tmp_path: Path) -> None:
+    make("egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path))
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
