@@ -16,6 +16,8 @@ from torch import Tensor
 
 from factorlayer.device.gpu import Gpu
 
+DEVICE = "cuda"
+ELEMENTS, DOUBLES = 1 << 28, 1 << 23  # floats that are moved, and doubles that functions are taken of
 LONG_US = 4000.0  # of a launch
 LAUNCHES, ROUNDS = 3, 9  # between two events; of which the median counts
 QUEUED = 4_000_000  # cycles that the GPU sleeps, while the host queues what is timed
@@ -176,8 +178,8 @@ class Probes:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.clock = gpu, 0.0
         self.l2 = int(torch.cuda.get_device_properties("cuda").L2_cache_size)
-        self._clock = torch.zeros(3, dtype=torch.int64, device="cuda")
-        self._numbers = torch.randint(1, 1 << 31, (gpu.sms * 1024,), dtype=torch.int32, device="cuda")
+        self._clock = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        self._numbers = torch.randint(1, 1 << 31, (gpu.sms * 1024,), dtype=torch.int32, device=DEVICE)
 
     def measure(self) -> Iterator[tuple[str, float]]:
         """Name by name, as Rates has them."""
@@ -200,26 +202,26 @@ class Probes:
 
     def memory_bytes(self) -> float:
         """Of a copy that no cache holds."""
-        x = torch.randn(1 << 28, device="cuda")
+        x = torch.randn(ELEMENTS, device=DEVICE)
         y = torch.empty_like(x)
         return 8 * x.numel() / us_of(lambda: y.copy_(x)) / self.gpu.sms
 
     def l2_bytes(self) -> float:
         """Of reading what takes at most 0.4 of it: it may be in two halves, either with copies of the other's."""
         pieces = 1 << int(0.4 * self.l2 / 16).bit_length() - 1
-        data = torch.randint(1, 1 << 31, (4 * pieces,), dtype=torch.int32, device="cuda")
+        data = torch.randint(1, 1 << 31, (4 * pieces,), dtype=torch.int32, device=DEVICE)
         return 2 * 512 * 8 * 16 / self._step_us("l2", 2, data, pieces)
 
     def double_functions(self) -> float:
         """Of PyTorch's tanh and gelu, each element's."""
-        x = torch.randn(1 << 23, dtype=torch.float64, device="cuda")
+        x = torch.randn(DOUBLES, dtype=torch.float64, device=DEVICE)
         us = sum(us_of(functools.partial(function, x)) for function in (torch.tanh, torch.nn.functional.gelu))
         return 2 * x.numel() / us / self.gpu.sms
 
     def wait_us(self) -> float:
         """From one line of memory to the next, which the first one names: over four times what L2 holds."""
-        order = torch.randperm(4 * self.l2 // 128, device="cuda")
-        lines = torch.empty(len(order), 32, dtype=torch.int32, device="cuda")
+        order = torch.randperm(4 * self.l2 // 128, device=DEVICE)
+        lines = torch.empty(len(order), 32, dtype=torch.int32, device=DEVICE)
         lines[order, 0] = order.roll(-1).int()
         return self._step_us("chase", 0, lines)
 
@@ -235,7 +237,7 @@ class Probes:
     def ramp_us(self, behind_us: float) -> float:
         """Of few kernels and of many that change the same bytes, what each of these takes longer than it takes to be
         launched. No cache holds what comes again."""
-        x = torch.randn(1 << 28, device="cuda")
+        x = torch.randn(ELEMENTS, device=DEVICE)
         y = torch.empty_like(x)
 
         def change(parts: int) -> None:

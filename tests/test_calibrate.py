@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
@@ -137,6 +140,75 @@ def test_without_a_gpu_it_says_what_it_needs() -> None:
     done = CliRunner().invoke(calibrate.app, [])
     assert done.exit_code == 2
     assert "a GPU that PyTorch can use should be measured" in done.output
+
+
+STEP_US = {"shared": 1.05, "instructions": 0.58, "special": 2.0, "barriers": 0.6, "chase": 0.7, "l2": 2.2, "small": 0.9}
+STEP_US |= {"products_float64": 2.1, "products_tf32": 0.21, "products_float16": 0.215, "products_bfloat16": 0.22}
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """A stand-in for a GPU: a launch takes 2 us, and each step as long as STEP_US says, or a part of what is moved.
+    What is launched: names, blocks and threads."""
+    took, launched = [0.0], list[tuple[str, int, int]]()
+
+    def compiled(name: str, gpu: Gpu) -> object:
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: list[Any]) -> None:
+            _, clock, steps, _ = arguments
+            us = steps * STEP_US[name] + (0 if name == "small" else 2.0)
+            clock[:2] = torch.tensor([1.5e3 * us, 1e3 * us])
+            took[0] += us
+            launched.append((name, grid[0], block[0]))
+
+        return launch
+
+    def us_of(call: Callable[[], object], launches: int = 0, rounds: int = 0) -> float:
+        took[0] = 0.0
+        call()
+        return took[0] or 100.0
+
+    def neg(source: torch.Tensor, out: torch.Tensor) -> None:
+        took[0] += 5.0 + source.numel() / 1e3
+
+    monkeypatch.setattr(probes, "DEVICE", "cpu")
+    monkeypatch.setattr(probes, "ELEMENTS", 1 << 12)
+    monkeypatch.setattr(probes, "DOUBLES", 1 << 10)
+    monkeypatch.setattr(probes, "compiled", compiled)
+    monkeypatch.setattr(probes, "us_of", us_of)
+    monkeypatch.setattr(probes, "graph_of", lambda call: SimpleNamespace(replay=call))
+    monkeypatch.setattr("torch.neg", neg)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1 << 20))
+    return launched
+
+
+def test_figures_are_what_a_multiprocessor_does_in_a_microsecond(timed: list[tuple[str, int, int]]) -> None:
+    all_of_them = probes.Probes(GPU)
+    found = dict(all_of_them.measure())
+    expected = {
+        "memory_bytes": 2 * 4 * 4096 / 100 / 132,
+        "l2_bytes": 1024 * 8 * 16 / 2.2,  # a thread's loads of 16 bytes
+        "shared_bytes": 1024 * 16 * 16 / 1.05,
+        "instructions": 32 * 128 / 0.58,
+        "special_functions": 1024 * 64 / 2.0,
+        "double_functions": 1024 / 100 / 132,
+        "flops.float64": 16 * 16 * 2 * 16 * 8 * 16 / 2.1,
+        "flops.tf32": 16 * 16 * 2 * 16 * 8 * 8 / 0.21,
+        "flops.float16": 16 * 16 * 2 * 16 * 8 * 16 / 0.215,
+        "flops.bfloat16": 16 * 16 * 2 * 16 * 8 * 16 / 0.22,
+        "cycles": 1500.0,
+        "wait_us": 0.7,
+        "sync_us": 0.6 / 16,
+        "behind_us": 0.9,
+        "launch_us": 0.9,
+        "ramp_us": 5.0 - 0.9,
+    }
+    assert found == pytest.approx(expected, rel=2e-3)  # a launch's start is a part of it
+    assert expected.keys() == MEASURED.keys() and all_of_them.clock == pytest.approx(1500, rel=1e-3)
+    by_name = {name: (blocks, threads) for name, blocks, threads in timed}
+    assert by_name.keys() == probes.kernels(90).keys()
+    for name, (blocks, threads) in by_name.items():
+        assert threads == probes.kernels(90)[name][1]
+        assert (blocks % 132, blocks * threads >= 132 * 128) == ((1, False) if name == "chase" else (0, True))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
