@@ -101,23 +101,25 @@ class Gpu:
     def rates(self) -> Rates:
         return self.table.rates
 
-    @property
+    # What is asked most, kept
+
+    @functools.cached_property
     def memory_bytes(self) -> float:
         return self.rates.memory_bytes
 
-    @property
+    @functools.cached_property
     def l2_bytes(self) -> float:
         return self.rates.l2_bytes
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> float:
         return self.rates.shared_bytes
 
-    @property
+    @functools.cached_property
     def instructions(self) -> float:
         return self.rates.instructions
 
-    @property
+    @functools.cached_property
     def flops(self) -> dict[str, float]:
         return self.rates.flops
 
