@@ -24,7 +24,7 @@ from factorlayer.plan.plan import Plan
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
-KERNEL = ["-Og", "-fstack-reuse=none", f"-I{HERE}"]  # its compiler takes longer than it does
+KERNEL = ["-Og", "-fstack-reuse=none"]  # its compiler takes longer than it does
 LINK = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # a fifth of the other one's time
 SECONDS = 600  # for a kernel, on a machine that has much else to do
 Array = NDArray[np.float64]
