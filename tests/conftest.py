@@ -73,7 +73,10 @@ def _fresh_state() -> Iterator[None]:
     """Every test starts with the same seed and as many threads, whatever the test before it did."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
-    torch.manual_seed(0)
+    # torch.manual_seed would keep where it was called from for every kind of GPU that is not there.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     yield
     torch.set_num_threads(threads)
 
