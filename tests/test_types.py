@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import python
 
 ROOT = Path(__file__).parents[1]
 CHECKERS = {
@@ -89,7 +90,7 @@ def test_a_page_has_no_errors(errors: Errors, name: str) -> None:
 def test_a_page_runs(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(program(PAGES[name]))
     environment = os.environ | {"FACTORLAYER_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, name]
+    command = [*python(), name]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
