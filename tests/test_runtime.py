@@ -612,7 +612,8 @@ def test_backward_on_cuda_computes_what_the_kernels_do(monkeypatch: pytest.Monke
 
 
 def test_importing_touches_no_cuda_and_imports_little() -> None:
-    """Beside PyTorch, the package itself and Python's own modules; nothing of the command line, and no compiler."""
+    """Beside PyTorch, the package itself and Python's own modules; nothing of the command line, and no compiler, which
+    fuse() does not import either."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
@@ -621,7 +622,9 @@ def test_importing_touches_no_cuda_and_imports_little() -> None:
         "assert not torch.cuda.is_initialized()\n"
         "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else ''\n"
         "ours = [name for name in ('libcuda.so', 'libnvrtc') if name in maps]\n"
-        "assert torch.version.cuda is not None or not ours, ours"
+        "assert torch.version.cuda is not None or not ours, ours\n"
+        "from factorlayer import fuse\n"
+        "assert 'torch._dynamo' not in sys.modules"
     )
     done = run_python(code)
     assert done.returncode == 0, done.stderr

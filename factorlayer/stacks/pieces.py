@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
@@ -279,7 +279,6 @@ class Part(nn.Module):
         return piece.compiled(given, named) if is_compiling() else twin(*given, **named)
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]  # called once, as the graph is made
 def _say_as_it_was(name: str, part: str, frozen: bool) -> None:
     warnings.warn(
         f"fuse: under torch.compile and torch.export {name} runs as it was, unfused"
@@ -289,3 +288,8 @@ def _say_as_it_was(name: str, part: str, frozen: bool) -> None:
         "compile that model" * bool(part),
         stacklevel=2,
     )
+
+
+# Called once, as the graph is made: this is all that torch.compiler.assume_constant_result does, but for importing the
+# compiler.
+_say_as_it_was._dynamo_marked_constant = True  # type: ignore[attr-defined]
