@@ -77,12 +77,13 @@ def serve(listener: socket.socket) -> list[str] | None:
 
 
 def watch(program: int, asked: socket.socket) -> None:
-    """Says who the program is and how it ends, and ends it if who asked is gone."""
-    asked.sendall(program.to_bytes(8, "big"))
+    """Says who the program is and how it ends, and ends it if who asked is gone, which may be so from the start."""
+    with contextlib.suppress(ConnectionError):
+        asked.sendall(program.to_bytes(8, "big"))
     if asked in select.select([asked, os.pidfd_open(program)], [], [])[0]:
         os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(ConnectionError):
         asked.sendall(status.to_bytes(8, "big"))
     os._exit(0)
 

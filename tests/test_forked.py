@@ -106,3 +106,18 @@ def test_it_ends_with_who_asked() -> None:
         assert asking.stdout is not None and asking.stdout.readline() == b"ready\n"
         asking.kill()
         assert asking.stdout.read() == b""
+
+
+def test_it_ends_with_who_was_gone_before_it_began() -> None:
+    code = f"""
+import os, signal, socket, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from forked import watch
+asking, asked = socket.socketpair()
+asking.close()
+if program := os.fork():
+    watch(program, asked)
+signal.alarm(10)  # or what nobody ends would hold the output for ever
+signal.pause()
+"""
+    assert run(python(), "-c", code) == (0, "", "")
