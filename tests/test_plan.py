@@ -109,7 +109,7 @@ class Pass:
 @dataclass(frozen=True)
 class Text:
     chunk: int
-    scratch: tuple[int, int, int]
+    scratch: tuple[int, ...]
     passes: list[Pass]
 
 
@@ -117,17 +117,17 @@ def read_text(text: str) -> Text:
     """Sources are counted in bytes, so they are cut out of bytes."""
     rest = text.encode()
 
-    def line(name: str, count: int) -> list[str]:
+    def line(name: str, *counts: int) -> list[str]:
         nonlocal rest
         head, newline, rest = rest.partition(b"\n")
         assert newline, f"the line {head!r} should end"
         word, *words = head.decode().split()
-        assert (word, len(words)) == (name, count), head
+        assert word == name and len(words) in counts, head
         return words
 
     assert line("factorlayer", 2) == ["plan", "1"]
     (chunk,) = map(int, line("chunk", 1))
-    first, second, third = map(int, line("scratch", 3))
+    scratch = tuple(map(int, line("scratch", *range(3, 9))))
     passes = []
     while rest:
         read, written, *numbers, architecture, kernel, length = line("pass", 11)
@@ -137,7 +137,7 @@ def read_text(text: str) -> Text:
         passes.append(Pass(read, written, *map(int, numbers), architecture, kernel, source.decode(), []))
         while rest.startswith(b"map "):
             passes[-1].maps.append(line("map", 16))
-    return Text(chunk, (first, second, third), passes)
+    return Text(chunk, scratch, passes)
 
 
 def check_text(text: Text, chain: Chain, found: Plan) -> None:

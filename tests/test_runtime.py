@@ -135,24 +135,30 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
         ("factorlayer plan 1\nchunk -1\n", 'the chunk should be a whole number from 0 to .*, it is "-1"'),
         ("factorlayer plan 1\nchunk 1e3\n", 'it is "1e3"'),
         ("factorlayer plan 1\nchunk 99999999999999999999\n", "the chunk should be a whole number"),
-        ("factorlayer plan 1\nchunk 0\nscratch 0\n", 'line 3 cannot be read: "scratch" has 3 words behind it, 1 came'),
+        (
+            "factorlayer plan 1\nchunk 0\nscratch 0\n",
+            'line 3 cannot be read: "scratch" has 3 to 8 words behind it, 1 came',
+        ),
+        ("factorlayer plan 1\nchunk 0\nscratch 0 0 0 0 0 0 0 0 0\n", '"scratch" has 3 to 8 words behind it, 9 came'),
         ("factorlayer plan 1\nchunk 0\nscratch 0 0 0\n", "line 3 cannot be read: the last pass should write y"),
         (plan_text() + "\n", 'line 6 cannot be read: it should begin with "pass", it is ""'),
         (plan_text() + "pass x y 1\n", 'line 6 cannot be read: "pass" has 11 words behind it, 3 came'),
-        (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, w, s0, s1 or s2, it is "z"'),
+        (plan_text().replace(" y ", " z "), 'line 4 cannot be read: a buffer should be y, w or s0 to s7, it is "z"'),
         (plan_text().replace(" 128 ", f" {2**64 + 128} "), "the number of threads should be a whole number"),
         (plan_text().replace(" 128 ", " 0 "), "the number of threads should be a whole number from 1 to 1024"),
         (plan_text().replace(" 128 ", " 2048 "), 'the number of threads should be .*, it is "2048"'),
         (plan_text()[:-1], "line 4 cannot be read: a source of .* bytes and a newline should follow"),
         (plan_text().replace(" x y ", " s0 y "), "this pass reads a buffer that no pass before it wrote"),
         (plan_text().replace(" x y ", " x s0 "), "this pass writes scratch of no bytes"),
+        (plan_text().replace(" x y ", " x s7 "), "this pass writes scratch of no bytes"),
+        (plan_text().replace(" x y ", " x s8 "), 'a buffer should be y, w or s0 to s7, it is "s8"'),
         (
             "factorlayer plan 1\nchunk 0\nscratch 4 4 0\n" + pass_text("x s0 1 0 1 1 0 1 sm_90 k", kernel()),
             "the last pass should write y",
         ),
         (plan_text().replace(" x y ", " x w "), "the last pass should write y, or w behind it"),
-        (plan_text().replace(" x y ", " w y "), 'a buffer should be x, none, s0, s1 or s2, it is "w"'),
-        (plan_text().replace(" x y ", " x none "), 'a buffer should be y, w, s0, s1 or s2, it is "none"'),
+        (plan_text().replace(" x y ", " w y "), 'a buffer should be x, none or s0 to s7, it is "w"'),
+        (plan_text().replace(" x y ", " x none "), 'a buffer should be y, w or s0 to s7, it is "none"'),
         (plan_text().replace(" x y ", " none y "), "a pass that reads weights alone should write s2"),
         (plan_text().replace(" x y ", " s2 y "), "this pass reads a buffer that no pass before it wrote"),
         (
@@ -162,7 +168,7 @@ def test_a_missing_nvrtc_is_named_with_what_to_install() -> None:
             "line 9 cannot be read: this pass reads a buffer that no pass before it wrote",
         ),
         (plan_text().replace(" x y ", " x+s0 y "), r'beside another should be such as \+s1@3, it is "x\+s0"'),
-        (plan_text().replace(" x y ", " x+x@1 y "), "beside another buffer should be s0, s1 or s2"),
+        (plan_text().replace(" x y ", " x+x@1 y "), "beside another buffer should be s0 to s7"),
         (plan_text().replace(" x y ", " x+s0@62 y "), 'a weight\'s number should be .* to 61, it is "62"'),
         (plan_text().replace(" x y ", " @62 y "), 'a weight\'s number should be .* to 61, it is "62"'),
         (plan_text().replace(" x y ", " @ y "), "a weight's number should be a whole number"),
@@ -269,6 +275,16 @@ def test_passes_over_chunks(native: Path) -> None:
     assert [call["grid"] for call in calls[6:]] == ["123 1 1", "21 1 1", "26 5 1"]
     assert "attribute 8 = 60000" in lines  # more than 48 KB of shared memory have to be asked for
     assert sum(line.startswith("attribute") for line in lines) == 1
+
+
+def test_states_may_lie_in_further_buffers(native: Path) -> None:
+    plan = "factorlayer plan 1\nchunk 0\nscratch 64 0 0 32\n"
+    plan += pass_text("x s0 128 0 1 1 0 1 sm_90 a", kernel("a"))
+    plan += pass_text("s0 s3 128 0 1 1 0 1 sm_90 b", kernel("b"))
+    plan += pass_text("s0+s3@2 y 128 0 1 1 0 1 sm_90 c", kernel("c"))
+    _, second, third = launches(launch(native, plan, 250))
+    assert (second["x"], second["y"]) == ("0x30000000", "0x80000000")
+    assert (third["x"], third["y"]) == ("0x30000000", "0x20000000")
 
 
 def test_passes_that_prepare_weights_may_run_alone_or_be_left_out(native: Path) -> None:

@@ -118,9 +118,10 @@ Tensor stack_prepare_cuda(const Tensor& values, const Text& text) {
   for (int each = 0; each < 3; ++each) {
     const Prepared prepared(stack, text, dtype, index, each);
     if (!prepared.own) continue;
-    void* others[4] = {nullptr, nullptr, static_cast<char*>(made.mutable_data_ptr()) + prepared.before, nullptr};
+    void* scratch[MOST_SCRATCH] = {};
+    scratch[SUMS] = static_cast<char*>(made.mutable_data_ptr()) + prepared.before;
     const cuda::Program& program = program_of({&stack, dtype, each, index}, text.value);
-    cuda::run(program, cuda::Part::weights, 0, 0, device, params, others, current_stream(index));
+    cuda::run(program, cuda::Part::weights, 0, 0, device, params, scratch, nullptr, current_stream(index));
   }
   return made;
 }

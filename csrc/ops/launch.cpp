@@ -70,17 +70,18 @@ void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t i
   const cuda::PlanKey key{chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
   const cuda::Program& program = program_of(key, text.value);
   const cuda::Device& device = cuda::find_device(key.device);
-  void* others[4] = {nullptr, nullptr, prepared, second};
-  for (int i = 0; i < 3; ++i) {
-    if (!program.plan.scratch[i] || (i == 2 && prepared)) continue;
+  void* scratch[MOST_SCRATCH] = {};
+  scratch[SUMS] = prepared;
+  for (int i = 0; i < MOST_SCRATCH; ++i) {
+    if (!program.plan.scratch[i] || scratch[i]) continue;
     const int64_t batch = params.batch, samples = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
-    kept.push_back(new_matrix(x, i < 2 ? samples : 1, program.plan.scratch[i], aoti_torch_dtype_uint8()));
-    others[i] = kept.back().mutable_data_ptr();
+    kept.push_back(new_matrix(x, i == SUMS ? 1 : samples, program.plan.scratch[i], aoti_torch_dtype_uint8()));
+    scratch[i] = kept.back().mutable_data_ptr();
   }
   const cuda::ContextScope scope(device);
   const int64_t bytes = bytes_of(key.dtype);
   const cuda::Part part = prepared ? cuda::Part::samples : cuda::Part::all;
-  cuda::run(program, part, in * bytes, out * bytes, device, params, others, current_stream(key.device));
+  cuda::run(program, part, in * bytes, out * bytes, device, params, scratch, second, current_stream(key.device));
 }
 
 }  // namespace factorlayer

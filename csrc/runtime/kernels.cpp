@@ -171,11 +171,11 @@ struct Maps {
 };
 
 void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
-         void* const (&others)[4], Stream stream) {
+         void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream) {
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
   const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
   Params given = params;
-  given.sums = others[Pass::s2 - 1];
+  given.sums = scratch[SUMS];
   for (int64_t first = 0; first < batch; first += chunk) {
     given.batch = std::min(chunk, batch - first);
     for (size_t i = 0; i < program.functions.size(); ++i) {
@@ -184,9 +184,11 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
       given.x = pass.in == Pass::none      ? nullptr
                 : pass.in == Pass::outside ? static_cast<const char*>(params.x) + first * x_row
                 : pass.in == Pass::weight  ? params.weights[pass.place]
-                                           : others[pass.in - 1];
-      if (pass.beside != Pass::none) given.weights[pass.beside_place] = others[pass.beside - 1];
-      given.y = pass.out == Pass::outside ? static_cast<char*>(params.y) + first * y_row : others[pass.out - 1];
+                                           : scratch[pass.in - Pass::s0];
+      if (pass.beside != Pass::none) given.weights[pass.beside_place] = scratch[pass.beside - Pass::s0];
+      given.y = pass.out == Pass::outside  ? static_cast<char*>(params.y) + first * y_row
+                : pass.out == Pass::second ? second
+                                           : scratch[pass.out - Pass::s0];
       int64_t blocks = 0;
       if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;
       blocks = blocks / pass.units_per_block + (blocks % pass.units_per_block != 0);

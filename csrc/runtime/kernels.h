@@ -79,9 +79,9 @@ std::vector<std::future<Cubin>> cubins_of(const std::vector<Pass>& passes);
 enum class Part { weights, samples, all };
 
 // Launches a plan's passes, chunk by chunk. params.x, y and batch are those of the whole call, whose rows have x_row and y_row
-// bytes; the first two of `others` hold min(batch, chunk) samples, the fourth is the second output. The device's context is
-// current.
+// bytes; buffers of `scratch` hold min(batch, chunk) samples, but for that of sums, and `second` is the second output. The
+// device's context is current.
 void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
-         void* const (&others)[4], Stream stream);
+         void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream);
 
 }  // namespace factorlayer::cuda

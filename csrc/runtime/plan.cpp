@@ -19,8 +19,8 @@ class Reader {
 
   bool is_next(const std::string& name) const { return text_.compare(at_, name.size() + 1, name + " ") == 0; }
 
-  // The words of the next line, which starts with `name` and has `count` more.
-  std::vector<std::string> line(const std::string& name, size_t count) {
+  // The words of the next line, which starts with `name` and has `count` more, or up to `most`.
+  std::vector<std::string> line(const std::string& name, size_t count, size_t most = 0) {
     ++line_;
     const size_t end = text_.find('\n', at_);
     if (end == std::string::npos) fail("a line that begins with \"" + name + "\" and ends in a newline should be here");
@@ -30,9 +30,10 @@ class Reader {
     at_ = end + 1;
     if (words.empty() || words[0] != name)
       fail("it should begin with \"" + name + "\", it is \"" + shown(stream.str().substr(0, 80)) + "\"");
-    if (words.size() != count + 1)
-      fail("\"" + name + "\" has " + std::to_string(count) + " words behind it, " + std::to_string(words.size() - 1) +
-           " came");
+    most = std::max(count, most);
+    if (words.size() < count + 1 || words.size() > most + 1)
+      fail("\"" + name + "\" has " + std::to_string(count) + (most > count ? " to " + std::to_string(most) : "") +
+           " words behind it, " + std::to_string(words.size() - 1) + " came");
     return words;
   }
 
@@ -78,8 +79,9 @@ Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& 
   if (word == outside) return Pass::outside;
   if (word == "w" && outside == "y") return Pass::second;
   if (word == "none" && outside == "x") return Pass::none;
-  if (word != "s0" && word != "s1" && word != "s2")
-    reader.fail("a buffer should be " + outside + (outside == "y" ? ", w" : ", none") + ", s0, s1 or s2, it is \"" + shown(word) + "\"");
+  if (word.size() != 2 || word[0] != 's' || word[1] < '0' || word[1] >= '0' + MOST_SCRATCH)
+    reader.fail("a buffer should be " + outside + (outside == "y" ? ", w" : ", none") + " or s0 to s" +
+                std::to_string(MOST_SCRATCH - 1) + ", it is \"" + shown(word) + "\"");
   return Pass::Buffer(Pass::s0 + word[1] - '0');
 }
 
@@ -109,7 +111,7 @@ Pass parse_pass(Reader& reader) {
     const size_t at = words[1].find('@', plus);
     if (at == std::string::npos) reader.fail("a buffer beside another should be such as +s1@3, it is \"" + shown(words[1]) + "\"");
     pass.beside = buffer(reader, words[1].substr(plus + 1, at - plus - 1), "x");
-    if (pass.beside < Pass::s0 || pass.beside > Pass::s2) reader.fail("beside another buffer should be s0, s1 or s2");
+    if (pass.beside < Pass::s0) reader.fail("beside another buffer should be s0 to s" + std::to_string(MOST_SCRATCH - 1));
     pass.beside_place = int(reader.number(words[1].substr(at + 1), "a weight's number", 0, 61));
   }
   pass.out = buffer(reader, words[2], "y");
@@ -165,22 +167,24 @@ Plan parse_plan(const std::string& text) {
   if (reader.line("factorlayer", 2)[2] != "1") reader.fail("it should be \"factorlayer plan 1\"");
   Plan plan{};
   plan.chunk = reader.number(reader.line("chunk", 1)[1], "the chunk", 0, MANY);
-  const std::vector<std::string> scratch = reader.line("scratch", 3);
-  for (int i = 0; i < 3; ++i) plan.scratch[i] = reader.number(scratch[i + 1], "the bytes of scratch", 0, MANY);
-  bool written[] = {true, false, false, plan.scratch[2] > 0, false, true, true};  // sums are written beside what a pass says
+  const std::vector<std::string> scratch = reader.line("scratch", SUMS + 1, MOST_SCRATCH);
+  for (size_t i = 1; i < scratch.size(); ++i) plan.scratch[i - 1] = reader.number(scratch[i], "the bytes of scratch", 0, MANY);
+  bool written[Pass::end] = {};
+  written[Pass::outside] = written[Pass::none] = written[Pass::weight] = true;
+  written[Pass::s0 + SUMS] = plan.scratch[SUMS] > 0;  // they are written beside what a pass says
   bool writes_y = false;
   while (!reader.at_end()) {
     if (plan.passes.size() == MOST_PASSES) reader.fail("a plan has " + std::to_string(MOST_PASSES) + " passes at most");
     plan.passes.push_back(parse_pass(reader));
     const Pass& pass = plan.passes.back();
     if (!written[pass.in] || (pass.beside != Pass::none && !written[pass.beside])) reader.fail("this pass reads a buffer that no pass before it wrote");
-    if (pass.out >= Pass::s0 && pass.out <= Pass::s2 && !plan.scratch[pass.out - 1]) reader.fail("this pass writes scratch of no bytes");
-    if (pass.in == Pass::none && pass.out != Pass::s2) reader.fail("a pass that reads weights alone should write s2");
-    if (pass.in == Pass::none) plan.prepared = plan.scratch[2];
+    if (pass.out >= Pass::s0 && !plan.scratch[pass.out - Pass::s0]) reader.fail("this pass writes scratch of no bytes");
+    if (pass.in == Pass::none && pass.out != Pass::s0 + SUMS) reader.fail("a pass that reads weights alone should write s2");
+    if (pass.in == Pass::none) plan.prepared = plan.scratch[SUMS];
     written[pass.out] = true;
     writes_y |= pass.out == Pass::outside;
   }
-  const Pass::Buffer last = writes_y ? plan.passes.back().out : Pass::s0;
+  const Pass::Buffer last = writes_y ? plan.passes.back().out : Pass::none;
   if (last != Pass::outside && last != Pass::second) reader.fail("the last pass should write y, or w behind it");
   return plan;
 }

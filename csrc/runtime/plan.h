@@ -4,7 +4,8 @@
 //     factorlayer plan 1
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
-//     pass <in: x|s0|s1|s2|@a weight|none, maybe with +s0|+s1|+s2@a weight> <out: y|w|s0|s1|s2> <threads> <shared bytes>
+//         <maybe for each sample in s3> … <in s7>                                                      (all on one line)
+//     pass <in: x|s0…s7|@a weight|none, maybe with +s0…+s7@a weight> <out: y|w|s0…s7> <threads> <shared bytes>
 //         <units per sample> <units per block> <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel>
 //         <bytes of source>                                                                            (all on one line)
 //     <source, and a newline>
@@ -34,12 +35,15 @@ struct TensorMap {
 };
 
 constexpr size_t MOST_MAPS = 3;
+constexpr int MOST_SCRATCH = 8;  // buffers, of which SUMS is for any number of samples
+constexpr int SUMS = 2;
 constexpr size_t MOST_PASSES = 256;
 constexpr int64_t MOST_SOURCE = int64_t(1) << 24;  // bytes: ours have a hundredth
 constexpr int MOST_NAME = 100;                     // letters
 
 struct Pass {
-  enum Buffer { outside, s0, s1, s2, second, none, weight };  // outside: x as input, y as output; second: w, another output
+  // outside: x as input, y as output; second: w, another output; s0: the first buffer of scratch, and others by their numbers
+  enum Buffer { outside, second, none, weight, s0, end = s0 + MOST_SCRATCH };
   Buffer in, out, beside;  // weight: it reads weight `place`; beside: what it has in that of weight `beside_place`, or none
   int place, beside_place;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
@@ -51,7 +55,7 @@ struct Pass {
 
 struct Plan {
   int64_t chunk;
-  int64_t scratch[3];
+  int64_t scratch[MOST_SCRATCH];
   int64_t prepared;  // bytes of weights in s2, or 0
   std::vector<Pass> passes;
 };

@@ -17,6 +17,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, TileUs, together
 from factorlayer.kernels.tiling import (
@@ -167,11 +168,11 @@ class ChainBackward(BlockSums):
         return self.work.terms if self.places.terms_y else 1
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
+    def scratch(self) -> tuple[int, ...]:
         state = self.work.terms * self.size
         of = {self.places.x: self.features(0) * state, self.places.g: self.features(-1) * state}
         of[self.places.y] = max(of.get(self.places.y, 0), self.output_bytes)
-        return of.get("s0", 0), of.get("s1", 0), self.part_bytes
+        return scratch_of(of, self.part_bytes)
 
     @functools.cached_property
     def modes(self) -> tuple[Mode, ...]:

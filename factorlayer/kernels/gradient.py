@@ -54,7 +54,7 @@ class Sums(Pass):
     part_bytes: Any
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
+    def scratch(self) -> tuple[int, ...]:
         return 0, 0, self.part_bytes
 
     def sum_bytes(self, blocks: int) -> int:

@@ -7,13 +7,14 @@ family it is of.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
+STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
@@ -145,8 +146,9 @@ class Pass:
         return 0
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
-        """Bytes that it needs of the scratch buffers beside states: of s0 and s1 for a sample, of s2 for all."""
+    def scratch(self) -> tuple[int, ...]:
+        """Bytes that it needs of the scratch buffers beside states: of s0 and s1 for a sample, of s2 for all, and maybe
+        of others for a sample."""
         return 0, 0, 0
 
     @property
@@ -267,6 +269,12 @@ class Preparing(OneSpread):
 
     def written(self, batch: int) -> int:
         return self.prepared_bytes
+
+
+def scratch_of(states: Mapping[str, int], sums: int = 0) -> tuple[int, ...]:
+    """Bytes of scratch buffers, those of s2 and of others by their names, of which some may be none of a plan's."""
+    scratch = {"s0": 0, "s1": 0, "s2": sums} | {name: size for name, size in states.items() if name in STATES}
+    return tuple(scratch.get(f"s{i}", 0) for i in range(1 + max(int(name[1:]) for name in scratch)))
 
 
 Tiled = TypeVar("Tiled", bound=Pass)

@@ -16,6 +16,7 @@ import numpy as np
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
@@ -55,9 +56,8 @@ class Resident(OfWork):
         return self.gives or "state"
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
-        s0, s1 = (self.output_bytes if self.gives == buffer else 0 for buffer in ("s0", "s1"))
-        return s0, s1, 0
+    def scratch(self) -> tuple[int, ...]:
+        return scratch_of({self.gives: self.output_bytes})
 
     @property
     def last(self) -> Stage:

@@ -5,6 +5,7 @@ planner.py finds it; csrc/runtime reads its text.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
@@ -25,7 +26,8 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class Plan:
     """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient and chunks of weights
-    in a third. `us` is predicted. Of a stack, `chain` is the first layer's."""
+    in a third, and visits may name more for their states. `us` is predicted. Of a stack, `chain` is the first
+    layer's."""
 
     chain: Chain
     dtype: str
@@ -48,11 +50,11 @@ class Plan:
         return tuple(p for p in self.passes[:-1] if p.writes == "state")
 
     @property
-    def scratch(self) -> tuple[int, int, int]:
-        """Bytes of the first two buffers for one sample, and of the third."""
+    def scratch(self) -> tuple[int, ...]:
+        """Bytes of the first two buffers for one sample, of the third, and of further ones for one sample."""
         states = [p.output_bytes for p in self._handing_on]
-        s0, s1, s2 = (max(needed) for needed in zip(*(p.scratch for p in self.passes), strict=True))
-        return max([s0, *states[0::2]]), max([s1, *states[1::2]]), s2
+        s0, s1, *others = map(max, itertools.zip_longest(*(p.scratch for p in self.passes), fillvalue=0))
+        return max([s0, *states[0::2]]), max([s1, *states[1::2]]), *others
 
     @property
     def chunk(self) -> int:
@@ -71,7 +73,7 @@ class Plan:
 
     def text(self) -> str:
         """What csrc/runtime reads."""
-        lines = ["factorlayer plan 1", f"chunk {self.chunk}", "scratch {} {} {}".format(*self.scratch)]
+        lines = ["factorlayer plan 1", f"chunk {self.chunk}", " ".join(map(str, ("scratch", *self.scratch)))]
         for i, p in enumerate(self.passes):
             read, written = self._buffers(i)
             beside, weight = p.beside

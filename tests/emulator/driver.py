@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from once import name_of, once
 
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.plan.plan import Plan
 
 HERE = Path(__file__).parent
@@ -143,7 +143,7 @@ class Emulator:
         before.unlink(missing_ok=True)
         outputs: list[Array] = []
         errors: list[str] = []
-        named = any(p.beside[0] or p.reads[0] == "@" or p.reads == p.writes in ("s0", "s1") for p in plan.passes)
+        named = any(p.beside[0] or p.reads[0] == "@" or p.reads == p.writes in STATES for p in plan.passes)
         buffers = Buffers(self.folder) if named else None
         for number, kernel in enumerate(kernels):
             planned = kernel.planned
@@ -223,7 +223,7 @@ class Buffers:
             (self.folder / "x").write_bytes(x)
 
     def take(self, planned: Pass, written: bytes) -> None:
-        if planned.writes in ("s0", "s1"):
+        if planned.writes in STATES:
             self.held[planned.writes] = written
 
 

@@ -1,5 +1,6 @@
 // launch CHAIN DTYPE BATCH DEVICE PLAN_FILE NVRTC PART: builds the plan's program twice and runs it once, on pointers that
-// nobody follows: x at 0x10000000, y at 0x20000000, scratch at 0x30000000, 0x40000000 and 0x60000000, w at 0x70000000, weights from 0x50 on.
+// nobody follows: x at 0x10000000, y at 0x20000000, scratch at 0x30000000, 0x40000000, 0x60000000 and 0x80000000, w at
+// 0x70000000, weights from 0x50 on.
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -37,13 +38,13 @@ int main(int, char** words) {
     cuda::Params params{};
     params.x = at(0x10000000), params.y = at(0x20000000), params.batch = batch;
     for (int i = 0; i < cuda::MAX_WEIGHTS; ++i) params.weights[i] = at(0x50 + i);
-    void* others[4] = {at(0x30000000), at(0x40000000), at(0x60000000), at(0x70000000)};
+    void* scratch[MOST_SCRATCH] = {at(0x30000000), at(0x40000000), at(0x60000000), at(0x80000000)};
     const std::string part = words[7];
     const cuda::Part which = part == "weights"   ? cuda::Part::weights
                              : part == "samples" ? cuda::Part::samples
                                                  : cuda::Part::all;
-    cuda::run(*program, which, chain.in_features() * bytes_of(dtype), chain.out_features() * bytes_of(dtype), device, params, others,
-              at(0x77));
+    cuda::run(*program, which, chain.in_features() * bytes_of(dtype), chain.out_features() * bytes_of(dtype), device, params, scratch,
+              at(0x70000000), at(0x77));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error %s\n", error.what());
     return 1;
