@@ -90,6 +90,11 @@ CASES = [
     ((131, 3), (90, 3), 2, "float64", 2, 2),
     ((40, 1), (40, 8), 1, "float32", 5, 1),
     ((40, 8), (40, 1), 1, "bfloat16", 5, 1),
+    ((4, 5, 6, 3), (5, 4, 3, 6), 1, "float16", 5, 4),
+    ((9, 2, 10, 3), (4, 7, 2, 9), 2, "float64", 3, 4),
+    ((3, 12, 4, 5), (3, 12, 4, 5), 3, "bfloat16", 3, 4),
+    ((2, 5, 2, 3, 2), (3, 2, 4, 2, 5), 2, "float32", 3, 4),
+    ((2, 3, 2, 3, 2, 2), (3, 2, 3, 2, 2, 3), 1, "tf32", 5, 4),
 ]
 
 
@@ -110,12 +115,30 @@ def test_visits_are_right(
     check(spec, found, batch, emulator)
 
 
-@pytest.mark.parametrize("sizes", [(18, 167, 12), (164, 12, 41), (211, 13, 200)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype", "rank"),
+    [(120, "float64", 2), (131, "float32", 1), (131, "tf32", 3), (131, "bfloat16", 2), (131, "float16", 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_parts_of_a_middle_weight_write_beside_what_they_read(
+    size: int, dtype: str, rank: int, arch: int, emulator: Emulator
+) -> None:
+    sizes = (2, size, 2)
+    spec = dataclasses.replace(kronecker(sizes, sizes), rank=rank)
+    found = visits(spec, dtype, 16, dataclasses.replace(Gpu.of(arch), sms=2), 3)
+    first, middle, last = (planned for planned in found.passes if isinstance(planned, ChainBackward))
+    assert middle.parts > 1 == first.parts == last.parts
+    assert (middle.reads, middle.beside[0], middle.writes, last.beside[0]) == ("s0", "s1", "s3", "s3")
+    check(spec, found, 3, emulator)
+
+
+@pytest.mark.parametrize("sizes", [(18, 167, 12), (164, 12, 41), (211, 13, 200), (9, 150, 8, 11)], ids=str)
 @pytest.mark.parametrize("rank", [1, 3])
 def test_parts_of_a_weight_overwrite_nothing_that_others_read(sizes: tuple[int, ...], rank: int) -> None:
     chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=rank))
     for batch in planner.BATCHES:
-        for count in (1, 2, 3):
+        for count in (1, 2, 3, 4):
             for planned in visits_of(chain, "bfloat16", batch, Gpu.of(90), count) or ():
                 if isinstance(planned, ChainBackward) and planned.parts > 1:
                     assert planned.writes not in (planned.reads, planned.beside[0])

@@ -15,7 +15,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
@@ -23,7 +23,7 @@ from factorlayer.plan.cuts import MOST_MODES, around, mergings, modes_of, order_
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import BATCHES
 
-MOST_VISITS = 3  # of a chain: two buffers hold the states between them
+MOST_VISITS = 4  # of a chain: of 76 drawn layers none was predicted to be faster with more
 
 
 @functools.lru_cache(256)
@@ -90,7 +90,7 @@ def _visited(
         found = _tiled(registry.RESIDENT, work, batch, gpu)
         if found is None:
             return None
-        forward.append(replace(found, takes=f"s{number - 1}" if number else "x", gives=f"s{number}"))
+        forward.append(replace(found, takes=STATES[number - 1] if number else "x", gives=STATES[number]))
         if _us(forward) > most:
             return None
     back: list[Pass] = []
@@ -99,23 +99,23 @@ def _visited(
     for number in reversed(range(last + 1)):
         work = replace(works[number], rank=1, terms=rank, apart=False)
         sums = rank > 1
-        before = f"s{number - 1}" if number else "x"
+        before = STATES[number - 1] if number else "x"
+        beside = next(name for name in STATES[number:] if name != returned)  # which nobody reads any more
         places = Places(
             grad=len(chain.contractions),
             begin=sum(sizes[: min(runs[number])]),
             x=before,
             g=returned,
-            y=before if number else "" if sums else "y",
+            y=beside if number else "" if sums else "y",
             terms_x=sums and number > 0,
             terms_g=sums and number < last,
             terms_y=sums and number > 0,
         )
-        ways = [_tiled(registry.CHAIN_BACKWARD, work, places, batch, gpu)]
-        if number == last == 1:  # which may as well give another buffer, that its parts do not read
-            ways.append(_tiled(registry.CHAIN_BACKWARD, work, replace(places, y="s1"), batch, gpu))
-        visit = min((way for way in ways if way), key=lambda way: way.us, default=None)
+        visit = _tiled(registry.CHAIN_BACKWARD, work, places, batch, gpu)
         if visit is None:
             return None
+        if number and visit.parts == 1:  # where no other block reads what this one overwrites
+            visit = replace(visit, places=replace(places, y=before))
         behind, returned = visit.places.g, visit.places.y
         back += [visit, *visit.finishing]
         if _us((*forward, *back)) > most:
