@@ -156,4 +156,13 @@ def test_padding_leaves_room_for_more_than_one_group(sizes: tuple[int, ...], dty
 @pytest.mark.parametrize(("sizes", "dtype"), [((24, 16, 40), "float64"), ((16, 48, 24), "bfloat16")], ids=str)
 def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple[int, ...], dtype: str) -> None:
     chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=3))
-    assert are_worth_it(chain, dtype, Gpu.of(90))
+    assert are_worth_it(chain, dtype, planner.BATCHES[1], Gpu.of(90))
+
+
+def test_few_samples_are_asked_of_by_themselves() -> None:
+    """What many have no plan for, as their work is less a contraction at a time, may have one for few."""
+    chain = all_gradients_of(dataclasses.replace(kronecker((28, 217, 82), (28, 217, 82)), rank=3))
+    worth = [are_worth_it(chain, "float16", batch, Gpu.of(90)) for batch in planner.BATCHES]
+    assert worth == [True, False, False]
+    assert planner.has_plan_of_few(chain.text, "float16", 90, 132, 232448)
+    assert not planner.has_plan(chain.text, "float16", 90, 132, 232448)

@@ -76,7 +76,7 @@ def _by_visits(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pas
     """Of a Kronecker product that no family takes at one visit. One factor's gradient and product go back through what
     is before and behind them as well, each by itself."""
     plain = all(c.tied for c in chain.contractions) and not (chain.turn or chain.slabs or chain.mixed)
-    if not plain or len(chain.contractions) < 2 or not are_worth_it(chain, dtype, gpu):
+    if not plain or len(chain.contractions) < 2 or not are_worth_it(chain, dtype, batch, gpu):
         return []
     found = visits(chain, dtype, batch, gpu)
     return [found] if found else []

@@ -15,9 +15,10 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
-from factorlayer.kernels.passes import STATES, Pass
+from factorlayer.kernels.passes import LAUNCH_US, STATES, Pass
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import MOST_MODES, around, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
@@ -134,18 +135,26 @@ def _visited(
 
 
 @functools.lru_cache(256)
-def are_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
-    """Whether visits are predicted to be faster than one contraction after another. It is asked of one number of
-    samples, so that what has a kernel for few has one for many as well."""
-    batch = BATCHES[1]
-    apart = chain.rank * _apart_us(chain, dtype, batch, gpu, True)
-    if chain.rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
-        x = batch * chain.in_features * ELEMENT_BYTES[dtype]
-        apart += (chain.rank - 1) * 3 * x / (gpu.memory_bytes * gpu.sms)
+def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
+    """Whether visits are predicted to be faster than one contraction after another. Many samples are asked of as some
+    are: what has a plan for the one class of batches has one for the other."""
+    batch, rank = min(batch, BATCHES[1]), chain.rank
+    apart = rank * _apart_us(chain, dtype, batch, gpu, True)
+    if rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
+        rate, size = gpu.memory_bytes * gpu.sms, ELEMENT_BYTES[dtype]
+        apart += (rank - 1) * (LAUNCH_US + 3 * batch * chain.in_features * size / rate)
         back = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
-        of_all = _us(forward(Chain(back, chain.rank, tf32=chain.tf32), dtype, batch, gpu))
-        apart = min(apart, of_all + chain.rank * _apart_us(chain, dtype, batch, gpu, False))
+        of_all = _us(forward(Chain(back, rank, tf32=chain.tf32), dtype, batch, gpu))
+        of_all += sum(_turned_us(c, dtype, rank, gpu) for c in chain.contractions)
+        apart = min(apart, of_all + rank * _apart_us(chain, dtype, batch, gpu, False))
+        # Those of each weight become one tensor.
+        apart += sum(LAUNCH_US + 2 * rank * c.weight_size * size / rate for c in chain.contractions)
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
+
+
+def _turned_us(c: Contraction, dtype: str, terms: int, gpu: Gpu) -> float:
+    """Of a weight transposed, for the way back."""
+    return _us(registry.fastest(registry.OF_TURN, 1, c.q, c.p, dtype, terms, gpu))
 
 
 def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
@@ -162,9 +171,10 @@ def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> f
             part = Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps[begin:end]), tf32=chain.tf32)
             if end == begin + 1:
                 (c,) = part.contractions
-                back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
-                us = _us(forward(back, dtype, batch, gpu)) if begin or with_x else 0.0
-                us += _us(registry.fastest(registry.OF_WEIGHT, c, dtype, batch, gpu))
+                us = _us(registry.fastest(registry.OF_WEIGHT, c, dtype, batch, gpu))
+                if begin or with_x:
+                    back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
+                    us += _us(forward(back, dtype, batch, gpu)) + _turned_us(c, dtype, 1, gpu)
             else:
                 outer, inner = around(part)
                 asked = modes_of(part), outer, dtype, batch, gpu
