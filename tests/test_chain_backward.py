@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulator.driver import Emulator
-from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker
+from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker, terms_apart
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
@@ -113,6 +113,34 @@ def test_visits_are_right(
     spec = dataclasses.replace(kronecker(sizes_in, sizes_out), rank=rank)
     found = visits(spec, dtype, 1024, dataclasses.replace(Gpu.of(arch), sms=2), count)
     check(spec, found, batch, emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes_in", "sizes_out", "rank", "count"),
+    [((4, 6, 20), (6, 4, 24), 3, 1), ((4, 6, 20), (6, 4, 24), 3, 2), ((2, 2, 70, 3), (2, 2, 70, 3), 2, 2)],
+    ids=str,
+)
+def test_gradients_of_terms_in_half_precision_may_be_far_apart(
+    sizes_in: tuple[int, ...], sizes_out: tuple[int, ...], rank: int, count: int, emulator: Emulator
+) -> None:
+    """Each term has its own error, whatever the others are."""
+    spec = dataclasses.replace(kronecker(sizes_in, sizes_out), rank=rank)
+    found = visits(spec, "float16", 1024, dataclasses.replace(Gpu.of(90), sms=2), count)
+    back = [planned for planned in found.passes if isinstance(planned, ChainBackward)]
+    assert any(planned.merged for planned in back) and len(back) == count
+    draw = drawing("float16")
+    x, grad = draw(3, spec.in_features), draw(3, spec.out_features)
+    weights = terms_apart([draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes])
+    outputs, errors = emulator.run(found, emulator.compile(found), x, [*weights, grad], None, blocks=2)
+    assert not errors
+    leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+    of_x, *of_weights = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
+    made_x, *made = gradients_of(outputs, found, spec)
+    pairs = [(made_x, of_x.numpy().ravel())]
+    for part, right in zip(made, of_weights, strict=True):
+        pairs += zip(part.reshape(spec.rank, -1), right.numpy().reshape(spec.rank, -1), strict=True)
+    for part, expected in pairs:
+        assert np.linalg.norm(part - expected) <= 8 * EPS["float16"] * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ instructions.cuh, which it replaces, and what the compilers for GPUs make of the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -320,6 +320,41 @@ def test_products_of_weights_in_half_precision_keep_their_bits(
     sick = ~np.isfinite(replace(run, weights=weights).right())
     assert not errors and sick.any() and not sick.all()
     np.testing.assert_array_equal(~np.isfinite(y), sick)
+
+
+def terms_apart(weights: Sequence[Array], decades: float = 3) -> list[Array]:
+    """Of half precision, the first factor of each term so many decades smaller than that of the term before, and the
+    last one larger: all terms have as much to say."""
+    first, *others, last = weights
+    by = (10.0 ** -(decades * (np.arange(len(first)) - (len(first) - 1) / 2))).reshape(-1, 1, 1)
+    return [decode(encode(w, "float16"), "float16").reshape(w.shape) for w in (first * by, *others, last / by)]
+
+
+@pytest.mark.parametrize(
+    ("sizes_in", "sizes_out", "rank", "batch_class"),
+    [
+        ((4, 6, 20), (6, 4, 24), 3, SMALL),
+        ((2, 2), (2, 2), 2, SMALL),
+        ((2, 2, 30), (2, 2, 30), 2, SMALL),
+        ((2, 2, 30), (2, 2, 30), 2, LARGE),  # by threads
+        ((3, 20, 2, 4), (3, 20, 4, 2), 2, SMALL),
+    ],
+    ids=str,
+)
+def test_terms_of_products_of_weights_in_half_precision_may_be_far_apart(
+    sizes_in: tuple[int, ...], sizes_out: tuple[int, ...], rank: int, batch_class: int, emulator: Emulator
+) -> None:
+    """Each is brought to where it has its bits, and back, by itself."""
+    spec = replace(kronecker(sizes_in, sizes_out), rank=rank)
+    run = prepare(Case(spec, "float16", 5, batch_class, activation="identity"), emulator)
+    (planned,) = run.case.plan.passes
+    assert isinstance(planned, Resident) and planned.work.rank == rank and planned.work.dtype == "float16"
+    assert any(len(mode.parts) > 1 for _, mode in planned.work.steps)
+    run = replace(run, weights=terms_apart(run.weights))
+    y, errors = run(run.x, seed=1)
+    right = run.right()
+    assert not errors
+    assert np.linalg.norm(y - right) <= 2 * len(sizes_in) * EPS["float16"] * np.linalg.norm(right)
 
 
 def test_eights_let_infinities_through(emulator: Emulator) -> None:

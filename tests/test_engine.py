@@ -163,6 +163,15 @@ FEW_PAIRS = [
     (kronecker((64, 64), (64, 64)), "sm_100a"),
 ]
 
+# Sums of products, and what shares a large weight between others
+VISITS = [
+    (kronecker((35, 195, 6, 10), (35, 195, 6, 10), rank=2), "bfloat16", "sm_80"),
+    (kronecker((2, 119, 57, 2, 2), (2, 119, 57, 2, 2), rank=2), "float16", "sm_90a"),
+    (kronecker((15, 126, 29, 2), (15, 126, 29, 2), rank=2), "float32", "sm_90a"),
+    (kronecker((87, 120, 4), (87, 120, 4)), "float64", "sm_90a"),
+    (kronecker((28, 217, 82), (28, 217, 82), rank=3), "tf32", "sm_90a"),
+]
+
 
 @dataclass(frozen=True)
 class BackwardCase:
@@ -193,6 +202,7 @@ def backward() -> Iterator[BackwardCase]:
     for dtype, (spec, architecture) in itertools.product(("tf32", "bfloat16", "float16"), GROUPED):
         yield BackwardCase(spec, dtype, architecture)
     yield from (BackwardCase(*of) for of in of_whole())
+    yield from (BackwardCase(*of, BATCHES[0]) for of in VISITS)
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS):
         yield BackwardCase(spec, dtype, architecture, BATCHES[0])
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS[:1]):

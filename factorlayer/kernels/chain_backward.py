@@ -350,7 +350,8 @@ def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, follo
 
 
 def _load_weights(plan: ChainBackward) -> list[str]:
-    lines = ["template <class C> static DEVICE void load_weights(const C& c) {", "  constexpr int term = 0;"]
+    head = "template <class C> static DEVICE void load_weights(const C& c) {"
+    lines = [head, "  [[maybe_unused]] constexpr int term = 0;"]
     last = len(plan.forward) - 1
     part = plan.back[0].q if plan.parts > 1 else 0
     for i, (_, mode) in enumerate(plan.work.steps):

@@ -21,6 +21,7 @@ from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages
 from factorlayer.kernels.weights import normals, product
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
+SCALE_BYTES = 4
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
@@ -98,11 +99,11 @@ class Resident(OfWork):
 
     @property
     def barrier_bytes(self) -> int:
-        """The copy engine's barriers, and scales of weights, one for each step."""
+        """The copy engine's barriers, and scales of weights, for each step."""
         return round_up(self.scale_offset(len(self.work.steps)), 128)
 
     def scale_offset(self, step: int) -> int:
-        return 8 * self.slots * self.groups + 4 * step
+        return 8 * self.slots * self.groups + scales_of(self.work) * step
 
     @property
     def shared(self) -> int:
@@ -243,6 +244,11 @@ def is_scaled(dtype: str, mode: Mode) -> bool:
     return dtype == "float16" and len(mode.parts) > 1
 
 
+def scales_of(work: Work) -> int:
+    """Bytes of the scales of a step: one for each term."""
+    return SCALE_BYTES * (work.rank if any(is_scaled(work.dtype, mode) for _, mode in work.steps) else 1)
+
+
 def _single_type(
     plan: Resident,
     stage: Stage,
@@ -326,7 +332,7 @@ def load_weight_lines(
     ]
     if is_scaled(dtype, mode):
         lines.append(f"const float scale = {normals(mode)};")
-        lines += [f"c.template keep_scale<{stage}>(scale);" for stage in (*stages, *transposed)]
+        lines += [f"c.template keep_scale<{stage}>(term, scale);" for stage in (*stages, *transposed)]
     made = f"scale * {product(mode)}" if is_scaled(dtype, mode) else product(mode)
     for stage in stages:
         if len(mode.parts) == 1:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
     SUM_REGISTERS,
     Sandwich,
@@ -46,6 +46,7 @@ LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent ins
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_HELD_TILES = 8  # where sums stay over several terms
+MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
 
 
 @functools.lru_cache(512)
@@ -128,6 +129,7 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
     unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
     room = gpu.shared - work.rank * size * weights
+    beside = MOST_BESIDE + (scales_of(work) - SCALE_BYTES) * len(work.steps)
     total = batch * work.outer * -(-work.inner // chunk)
     run = chunk * size if chunk < work.inner else 128
     memory = (unit_in + unit_out) * size / gpu.memory_bytes * (1 + 11 / run)  # short runs cost more
@@ -161,7 +163,7 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                 fit = _warps_that_fit(work, stages)
                 for slots in (2, 1):
                     group = slots * slot + sum(sides)
-                    groups = min((gpu.shared - 1024 - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
+                    groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
                     if groups < 1:
                         continue
                     tiles = -(-total // units)

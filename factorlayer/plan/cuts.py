@@ -44,8 +44,6 @@ def _orders(modes: tuple[Mode, ...], rank: int) -> list[list[int]]:
 def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:
     """The modes, with neighbours taken as one up to some lengths."""
     largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
-    if dtype == "float16" and chain.rank > 1:
-        largest = 0
     modes = modes_of(chain)
     return list(dict.fromkeys(_merged(modes, min(longest, LONGEST_MERGED[dtype]), largest) for longest in (64, 16, 1)))
 

@@ -22,8 +22,8 @@
 // P, Q, I: the contraction's sizes; ROWS: the tile's units times what lies before the mode. MT x NT tiles of 16 x 8 are a
 // warp's share. In and Out: layouts of its state and of the next. Offsets in bytes: in, out in the group's memory (-1: the
 // slot), weight in the block's. SPLITS says that what a warp tile has of several rows of a state lies in Out at constants behind
-// the first, PAIRS that two neighbouring sums are stored at once. SCALE is where a number lies that the sums are multiplied by, or
-// -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed. Without tiles, threads contract a small mode.
+// the first, PAIRS that two neighbouring sums are stored at once. SCALE is where a number for each term lies that the sums are multiplied
+// by, or -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed. Without tiles, threads contract a small mode.
 template <bool BY_ROWS_, int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, class In_, class Out_, int IN_, int OUT_,
           int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_, bool FROM_SUMS_>
 struct Stage {
@@ -161,11 +161,13 @@ template <class Pass> struct Chain : Tiles<Pass> {
         },
         [&](int j) { return to + (q_of(j) * S::W_STRIDE + Math::place_of(p_of(j), S::FROM_SUMS)) * kSize; });
   }
-  template <class S> DEVICE void keep_scale(float scale) const {
-    if (threadIdx.x == 0) store_shared(shared_address(shared_memory) + S::SCALE, 1 / scale);
+  // A weight that is a product is multiplied by a scale, and sums of it by what takes that back: of each term by itself, as a
+  // term's weights may be small in one mode and large in another.
+  template <class S> DEVICE void keep_scale(int term, float scale) const {
+    if (threadIdx.x == 0) store_shared(shared_address(shared_memory) + S::SCALE + term * 4, 1 / scale);
   }
-  template <class S> DEVICE float kept_scale() const {
-    return __uint_as_float(load_u32(shared_address(shared_memory) + S::SCALE));
+  template <class S> DEVICE float kept_scale(int term) const {
+    return __uint_as_float(load_u32(shared_address(shared_memory) + S::SCALE + term * 4));
   }
 
   template <class S> DEVICE u32 weight_address(int term) const {
@@ -176,6 +178,12 @@ template <class Pass> struct Chain : Tiles<Pass> {
   template <class S> DEVICE u32 out_address(u32 slot) const { return S::OUT < 0 ? slot : memory + S::OUT; }
 
   template <class S> using Sums = Sum<Element>[S::MT][S::NT][4];
+  template <class S> DEVICE void scale_back(Sums<S>& y, int term) const {
+    const float scale = kept_scale<S>(term);
+    UNROLL for (auto& row : y)
+      UNROLL for (auto& four : row)
+        UNROLL for (auto& sum : four) sum *= scale;
+  }
 
   // Where a warp tile begins: at which row of its product's, in which of the state's, and at which column of that.
   struct Corner {
@@ -282,12 +290,13 @@ template <class Pass> struct Chain : Tiles<Pass> {
     constexpr int kOfRow = S::BY_ROWS ? 1 : S::I / kWide, kCount = S::ROWS * kOfRow;
     constexpr int kFrom = S::BY_ROWS ? 1 : S::In::STEP;
     Real w[TERMS][S::Q][S::P];
-    Real scale = 1;
-    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
-    UNROLL for (int t = 0; t < TERMS; ++t)
+    UNROLL for (int t = 0; t < TERMS; ++t) {
+      Real scale = 1;
+      if constexpr (S::SCALE >= 0) scale = kept_scale<S>(term + t);
       UNROLL for (int q = 0; q < S::Q; ++q)
         UNROLL for (int p = 0; p < S::P; ++p)
           w[t][q][p] = scale * number(weight_address<S>(term + t) + (q * S::W_STRIDE + Math::place_of(p, false)) * kSize);
+    }
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
     UNROLL_BY(2) for (int j = thread; j < kCount; j += kThreads) {
       const int o = j / kOfRow, i = j % kOfRow * kWide;
@@ -371,13 +380,14 @@ template <class Pass> struct Chain : Tiles<Pass> {
     auto [row, o, i] = corner<S>(tile);
     if constexpr (!S::SPLITS) stay_here(row, o);
     row += lane.g, i += lane.t * 2;
+    constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK == 1;  // what is summed of several terms is scaled back by then
     [[maybe_unused]] float scale = 1;
-    if constexpr (S::SCALE >= 0) scale = kept_scale<S>();
+    if constexpr (kScaled) scale = kept_scale<S>(0);
     // Two neighbours, the second `further` elements behind the first one's place; `begin` is where their row begins in the state
     // that comes out, and they are the r-th and c-th of it.
     const auto put = [&](int m, int n, int h, u32 place, int further, const Finish<LAST>& finish, int r, int c, bool second_there) {
       auto first = y[m][n][h * 2], second = y[m][n][h * 2 + 1];
-      if constexpr (S::SCALE >= 0) first *= scale, second *= scale;
+      if constexpr (kScaled) first *= scale, second *= scale;
       if constexpr (LAST) {
         first = finish.of(*this, first, r, c, true), second = finish.of(*this, second, r, c + 1, second_there);
       } else {
@@ -439,13 +449,14 @@ template <class Pass> struct Chain : Tiles<Pass> {
       }
     }
   }
-  // Adds one term's products. What has to be repaired is a term by itself.
+  // Adds one term's products. What has to be repaired, or scaled back, is a term by itself.
   template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 slot) const {
     const u32 weight = weight_address<S>(term), state = in_address<S>(slot);
-    if constexpr (Math::kRepairs && Pass::RANK > 1) {
+    if constexpr (Pass::RANK > 1 && (Math::kRepairs || S::SCALE >= 0)) {
       Sums<S> part = {};
       multiply<S>(part, tile, state, weight);
-      repair<S>(part, tile, state, weight);
+      if constexpr (Math::kRepairs) repair<S>(part, tile, state, weight);
+      if constexpr (S::SCALE >= 0) scale_back<S>(part, term);
       add_sums(y, part);
     } else {
       multiply<S>(y, tile, state, weight);
@@ -498,12 +509,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
         u32 from[A::NT];
         UNROLL for (int n = 0; n < A::NT; ++n) from[n] = x + (column + n * 8) * kSize;
         all_steps<A, A::W_STRIDE>(t, a, from);
-        if constexpr (A::SCALE >= 0) {
-          const float scale = kept_scale<A>();
-          UNROLL for (auto& row : t)
-            UNROLL for (auto& four : row)
-              UNROLL for (auto& sum : four) sum *= scale;
-        }
+        if constexpr (A::SCALE >= 0) scale_back<A>(t, 0);
         UNROLL for (int k = 0; k < A::NT * 8; k += Math::kStep) {
           typename Math::A left[A::MT];
           typename Math::B right[B::NT];
