@@ -15,7 +15,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
-from factorlayer.kernels.passes import LAUNCH_US, STATES, Pass
+from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -142,13 +142,13 @@ def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
     apart = rank * _apart_us(chain, dtype, batch, gpu, True)
     if rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
         rate, size = gpu.memory_bytes * gpu.sms, ELEMENT_BYTES[dtype]
-        apart += (rank - 1) * (LAUNCH_US + 3 * batch * chain.in_features * size / rate)
+        apart += (rank - 1) * (gpu.rates.launch_us + 3 * batch * chain.in_features * size / rate)
         back = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
         of_all = _us(forward(Chain(back, rank, tf32=chain.tf32), dtype, batch, gpu))
         of_all += sum(_turned_us(c, dtype, rank, gpu) for c in chain.contractions)
         apart = min(apart, of_all + rank * _apart_us(chain, dtype, batch, gpu, False))
         # Those of each weight become one tensor.
-        apart += sum(LAUNCH_US + 2 * rank * c.weight_size * size / rate for c in chain.contractions)
+        apart += sum(gpu.rates.launch_us + 2 * rank * c.weight_size * size / rate for c in chain.contractions)
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
 
 
