@@ -98,6 +98,11 @@ def kinds(dtype: str) -> list[str]:
     return constants({"Math": MATH[dtype], "Element": ELEMENT[dtype]})
 
 
+def function(head: str, calls: Sequence[str]) -> list[str]:
+    """A function of a kernel's struct of constants, which makes these calls for one layer after another."""
+    return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
+
+
 def _constant(name: str, value: int | str) -> str:
     if isinstance(value, str):
         return f"using {name} = {value};"

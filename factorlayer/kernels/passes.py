@@ -15,6 +15,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
+MOST_TENSORS = 61  # of a stack that a kernel is given, and one more for the gradient behind them
 CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 

@@ -180,7 +180,29 @@ class Resident(OfWork):
         told |= {"FirstStage": "S0::First" if isinstance(stages[0], Sandwich) else "S0", "AlsoRaw": "void"}
         told |= {"First": "FirstStage::In", "Final": str(layouts[-1])}
         activation = activation_type(work.activation, work.dtype, work.scalars)
-        return [*kinds(work.dtype), activation, *constants(told), *_load_weights(self), *_stages(self)]
+        return [*kinds(work.dtype), activation, *self.ends, *constants(told), *self.loading, *self.calls]
+
+    @property
+    def ends(self) -> list[str]:
+        """Types of what stands behind stages by themselves, layers of several, each named as `end` says."""
+        return []
+
+    def end(self, i: int) -> str:
+        return ""
+
+    def between(self, i: int) -> tuple[int, int]:
+        """Places of what stage i reads and makes."""
+        return self.offset(i), self.offset(i + 1)
+
+    @property
+    def loading(self) -> list[str]:
+        """A function that brings weights to shared memory."""
+        return _load_weights(self)
+
+    @property
+    def calls(self) -> list[str]:
+        """A function that makes all stages of a tile."""
+        return _stages(self)
 
 
 def _region(plan: Resident, out: bool) -> tuple[int, int, int, int, int]:
@@ -260,8 +282,7 @@ def _single_type(
     from_sums: bool = False,
 ) -> str:
     scale = plan.scale_offset(step) if _scaled(plan, step) else -1
-    places = plan.offset(i), plan.offset(i + 1)
-    return stage_type(stage, layout, following, weight, scale, places, plan.in_place, from_sums)
+    return stage_type(stage, layout, following, weight, scale, plan.between(i), plan.in_place, from_sums, plan.end(i))
 
 
 def stage_type(
@@ -273,6 +294,7 @@ def stage_type(
     places: tuple[int, int] = (-1, -1),
     in_place: bool = False,
     from_sums: bool = False,
+    end: str = "",
 ) -> str:
     """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says."""
     run = following.i if following.i > 1 else following.p
@@ -285,6 +307,7 @@ def stage_type(
         scale,
         stage.weight_stride,
         str(from_sums).lower(),
+        *([end] if end else []),
     ]
     return f"Stage<{', '.join(map(str, words))}>"
 

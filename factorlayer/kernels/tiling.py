@@ -160,7 +160,7 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * work.rank
                 slot, *sides = memory_of(stages, work.rank, in_place)
                 slot *= work.held
-                fit = _warps_that_fit(work, stages)
+                fit = warps_that_fit(work, stages)
                 for slots in (2, 1):
                     group = slots * slot + sum(sides)
                     groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
@@ -233,7 +233,7 @@ def of_pieces(access: int, run: int) -> float:
     return OF_PIECE + OF_LINE * 32 * access / min(run, LINE)
 
 
-def _warps_that_fit(work: Work, stages: Stages) -> int:
+def warps_that_fit(work: Work, stages: Stages) -> int:
     """Warps that fit by their registers: a quarter of a block's warps shares 512 for each lane."""
     registers = max(stage.registers for stage in stages)
     if work.rank > 1:  # the last sums stay while the stages before them run

@@ -3,6 +3,7 @@
 // A block is GROUPS groups of WARPS warps. Groups share the weights; each takes tile after tile, copies the next ones
 // to its slots while it works, and hands the state on from stage to stage through shared memory:
 //     slot -> [contraction]* -> bias, activation -> memory
+// Of layers one behind another, which are contractions by rows, each has a bias and an activation of its own.
 // A contraction is Y[r, q] = sum_p X[r, p] W[q, p] where the mode is the last one (by rows: X is operand A), and
 // Y[q, c] = sum_p W[q, p] X[p, c] where modes follow it (W is operand A). All sizes are constants that kernels/resident.py
 // writes; sizes that no matrix unit divides are padded with zeros in shared memory.
@@ -24,14 +25,17 @@
 // slot), weight in the block's. SPLITS says that what a warp tile has of several rows of a state lies in Out at constants behind
 // the first, PAIRS that two neighbouring sums are stored at once. SCALE is where a number for each term lies that the sums are multiplied
 // by, or -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed. Without tiles, threads contract a small mode.
+// End: what stands behind the contraction, if it is a layer of several: Q (its features; S::Q may be more, with zeros), BIAS (whether
+// it has one), Activation; in bytes bias_at, behind the weights' first one, and bias_step. Layers that are alike are terms of one.
 template <bool BY_ROWS_, int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, class In_, class Out_, int IN_, int OUT_,
-          int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_, bool FROM_SUMS_>
+          int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_, bool FROM_SUMS_, class End_ = void>
 struct Stage {
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = FROM_SUMS_, IN_PLACE = IN_PLACE_, SPLITS = SPLITS_, PAIRS = PAIRS_;
   static constexpr int P = P_, Q = Q_, I = I_, ROWS = ROWS_, MT = MT_, NT = NT_, IN = IN_, OUT = OUT_, WEIGHT = WEIGHT_;
   static constexpr int SCALE = SCALE_;
   using In = In_;
   using Out = Out_;
+  using End = End_;
   static constexpr int IP = BY_ROWS ? 1 : round_up(I, 8), PP = round_up(P, 8);
   static constexpr bool BY_THREADS = MT == 0;  // not by the matrix unit: a thread has all p's of a column
   static constexpr int M = BY_ROWS ? ROWS : Q, WIDE = NT * 8;
@@ -122,9 +126,9 @@ template <class Pass> struct Chain : Tiles<Pass> {
   }
 
   // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros.
-  template <class S> DEVICE void load_weight(int term, const Element* weight) const {
+  template <class S, int Q = S::Q, int P = S::P> DEVICE void load_weight(int term, const Element* weight) const {
     constexpr bool kPermuted = Math::place_of(1, S::FROM_SUMS) != 1;
-    constexpr int kRowBytes = S::P * kSize, kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;
+    constexpr int kRowBytes = P * kSize, kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;
     constexpr int kEach = kPermuted ? 1 : kPiece / kSize;
     constexpr int kRow = S::PP / kEach, kCount = S::W_ROWS * kRow;
     const u32 to = weight_address<S>(term);
@@ -132,15 +136,15 @@ template <class Pass> struct Chain : Tiles<Pass> {
     if constexpr (kEach * kSize >= 4) {
       UNROLL_BY(4) for (int j = threadIdx.x; j < kCount; j += kBlock) {
         const int q = j / kRow, p = j % kRow * kEach;
-        const bool present = q < S::Q && p < S::P;
-        copy_async<kEach * kSize>(place(q, p), weight + (present ? q * S::P + p : 0), present);
+        const bool present = q < Q && p < P;
+        copy_async<kEach * kSize>(place(q, p), weight + (present ? q * P + p : 0), present);
       }
     } else {
       Base::template by_registers<kCount, kBlock>(
           threadIdx.x,
           [&](int j) {
             const int q = j / kRow, p = j % kRow;
-            return q < S::Q && p < S::P ? weight[q * S::P + p] : Element{};
+            return q < Q && p < P ? weight[q * P + p] : Element{};
           },
           [&](int j) { return place(j / kRow, j % kRow); });
     }
@@ -161,6 +165,20 @@ template <class Pass> struct Chain : Tiles<Pass> {
         },
         [&](int j) { return to + (q_of(j) * S::W_STRIDE + Math::place_of(p_of(j), S::FROM_SUMS)) * kSize; });
   }
+  // A layer's bias, with zeros where its stage pads q
+  template <class S> DEVICE void load_bias(int term, const Element* bias) const {
+    using End = typename S::End;
+    constexpr int kCount = S::ACROSS * S::WIDE;
+    const u32 to = bias_address<S>(term);
+    if constexpr (kSize >= 4) {
+      for (int j = threadIdx.x; j < kCount; j += kBlock)
+        copy_async<kSize>(to + j * kSize, bias + (j < End::Q ? j : 0), j < End::Q);
+    } else {
+      Base::template by_registers<kCount, kBlock>(
+          threadIdx.x, [&](int j) { return j < End::Q ? bias[j] : Element{}; }, [&](int j) { return to + j * kSize; });
+    }
+  }
+
   // A weight that is a product is multiplied by a scale, and sums of it by what takes that back: of each term by itself, as a
   // term's weights may be small in one mode and large in another.
   template <class S> DEVICE void keep_scale(int term, float scale) const {
@@ -173,6 +191,8 @@ template <class Pass> struct Chain : Tiles<Pass> {
   template <class S> DEVICE u32 weight_address(int term) const {
     return weights + S::WEIGHT + term * S::W_ROWS * S::W_STRIDE * kSize;
   }
+
+  template <class S> DEVICE u32 bias_address(int term) const { return weights + S::End::bias_at + term * S::End::bias_step; }
 
   template <class S> DEVICE u32 in_address(u32 slot) const { return S::IN < 0 ? slot : memory + S::IN; }
   template <class S> DEVICE u32 out_address(u32 slot) const { return S::OUT < 0 ? slot : memory + S::OUT; }
@@ -278,6 +298,18 @@ template <class Pass> struct Chain : Tiles<Pass> {
       return widen(Element{load_u16(from)});
     else
       return load_sum(from, Sum<Element>());
+  }
+  DEVICE static void two_numbers(u32 from, Sum<Element> (&x)[2]) {
+    if constexpr (kSize == 8) {
+      load_f64x2(from, x[0], x[1]);
+    } else if constexpr (kSize == 4) {
+      u32 two[2];
+      load_u32x2(from, two);
+      UNROLL for (int i = 0; i < 2; ++i) x[i] = __uint_as_float(two[i]);
+    } else {
+      const u32 two = load_u32(from);
+      UNROLL for (int i = 0; i < 2; ++i) x[i] = widen(Element{u16(two >> i * 16)});
+    }
   }
 
   // One contraction of a small mode, for which the matrix unit would multiply padding: a thread has a column, or two neighbours,
@@ -464,6 +496,27 @@ template <class Pass> struct Chain : Tiles<Pass> {
     }
   }
 
+  // A layer's bias and activation. Of what its stage pads q with, an activation of 0, or a NaN, is not handed on.
+  template <class S> DEVICE void end_layer(Sums<S>& y, int tile, int term) const {
+    using End = typename S::End;
+    const typename End::Activation activation(params);
+    const int column = corner<S>(tile).i + lane.t * 2;
+    UNROLL for (int n = 0; n < S::NT; ++n) {
+      Sum<Element> bias[2] = {};
+      if constexpr (End::BIAS) two_numbers(bias_address<S>(term) + (column + n * 8) * kSize, bias);
+      UNROLL for (int m = 0; m < S::MT; ++m)
+        UNROLL for (int i = 0; i < 4; ++i) {
+          const Sum<Element> made = activation.of(y[m][n][i] + bias[i % 2]);
+          y[m][n][i] = S::Q == End::Q || column + n * 8 + i % 2 < End::Q ? made : 0;
+        }
+    }
+  }
+  // Its result, which the next layer reads, to memory as well: to the place of a weight
+  template <class R, class L, int STORE> DEVICE void keep_state(int weight, i64 tile, u32 from) const {
+    Element* to = static_cast<Element*>(const_cast<void*>(params.weights[weight]));
+    Base::template store_pieces<R, L, STORE>(tile * Pass::UNITS, from, to);
+  }
+
   // All of a stage's result is written; NEXT is the stage that reads it, or void.
   template <class NEXT> DEVICE void end_stage(u32 to) const {
     if constexpr (!is_void<NEXT>)
@@ -473,20 +526,28 @@ template <class Pass> struct Chain : Tiles<Pass> {
     sync();
   }
 
+  // A warp tile's products, and what stands behind them if they are a layer's.
+  template <class S> DEVICE void make(Sums<S>& y, int tile, int term, u32 slot) const {
+    accumulate<S>(y, tile, term, slot);
+    if constexpr (!is_void<typename S::End>) end_layer<S>(y, tile, term);
+  }
+
   // One contraction of the tile in shared memory.
   template <class S, class NEXT> DEVICE void stage(int term, u32 slot, i64 tile_index) const {
-    const u32 to = out_address<S>(slot);
+    stage_to<S, NEXT>(term, slot, out_address<S>(slot), tile_index);
+  }
+  template <class S, class NEXT> DEVICE void stage_to(int term, u32 slot, u32 to, i64 tile_index) const {
     if constexpr (S::BY_THREADS) {
       by_threads<S, is_void<NEXT>>(term, in_address<S>(slot), to, tile_index * Pass::UNITS);
     } else if constexpr (S::IN_PLACE) {  // every warp holds its share while the others read
       Sums<S> y = {};
-      if (warp < S::TILES) accumulate<S>(y, warp, term, slot);
+      if (warp < S::TILES) make<S>(y, warp, term, slot);
       sync();
       if (warp < S::TILES) write<S, is_void<NEXT>>(y, warp, to, tile_index * Pass::UNITS);
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
-        accumulate<S>(y, tile, term, slot);
+        make<S>(y, tile, term, slot);
         write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
       }
     }
@@ -561,7 +622,9 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   DEVICE void run() const {
     const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
-    const i64 first = i64(blockIdx.x) * Pass::GROUPS + group;
+    // Tiles of layers are dealt to blocks, so that no block has two more than another one.
+    constexpr bool kLayers = !is_void<typename Pass::FirstStage::End>;
+    const i64 first = kLayers ? i64(group) * gridDim.x + blockIdx.x : i64(blockIdx.x) * Pass::GROUPS + group;
     begin();
     UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
     hold_weights(*this);

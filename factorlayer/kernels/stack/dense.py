@@ -11,9 +11,9 @@ from typing import Any
 
 from factorlayer.activations.functions import of_value
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, kinds, wgmma
+from factorlayer.device.code import constants, function, kinds, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import MOST_TENSORS, Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -25,7 +25,6 @@ OF_ELEMENT = 6  # instructions of a warp for one of each lane on its way from a 
 PRODUCT_US = 0.17
 WRITE_US = 0.85e-3  # of 2 or 4 bytes: a sector's for L2, which takes 5 TB/s
 OTHER_REGISTERS = 34
-MOST_TENSORS = 61  # that a kernel is given, and one more for the gradient behind them
 
 
 @dataclass(frozen=True)
@@ -256,11 +255,6 @@ class Dense(Pass):
 def _tensors(chain: Chain) -> int:
     """Parameters of a layer: its weight, those of its activation, and its bias."""
     return 1 + chain.parameters + chain.bias
-
-
-def function(head: str, calls: Sequence[str]) -> list[str]:
-    """A function of a kernel's struct of constants, which makes these calls for one layer after another."""
-    return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
 
 
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:

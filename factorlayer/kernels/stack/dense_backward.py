@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.activations.written import slope
-from factorlayer.device.code import constants
+from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import BlockSums, Reduction
-from factorlayer.kernels.stack.dense import PRODUCT_US, Dense, function
+from factorlayer.kernels.stack.dense import PRODUCT_US, Dense
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import slope
-from factorlayer.device.code import constants
+from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.stack.dense import function
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.work import round_up

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from factorlayer.device.code import constants
+from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Preparing, fastest
+from factorlayer.kernels.passes import MOST_TENSORS, Preparing, fastest
 from factorlayer.kernels.product.streamed import LOADED_US, PART_US
-from factorlayer.kernels.stack.dense import MOST_TENSORS, Dense, function
+from factorlayer.kernels.stack.dense import Dense
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 

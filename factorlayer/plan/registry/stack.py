@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels import resident_stack
 from factorlayer.kernels.stack import dense, dense_backward, dense_backward32, dense_streamed, layer_backward
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.registry.family import HALVES, ON_TABLES, Family, Margin, Takes
@@ -29,7 +30,16 @@ DENSE_STREAMED = Family(
     Takes(("tf32", *HALVES), ("wgmma",), tied=True),
     told=("states", "frozen"),
 )
-OF_STACK = (DENSE,)
+RESIDENT_STACK = Family(
+    "resident stack",
+    "A block of dense layers, any GPU, weights that fit",
+    resident_stack.tile,
+    (resident_stack.ResidentStack,),
+    "resident",
+    Takes(tied=True, more="of tf32 and 16 bits what no wgmma takes"),
+    told=("states",),
+)
+OF_STACK = (DENSE, RESIDENT_STACK)
 OF_WIDE_STACK = (DENSE_STREAMED,)  # asked where no family of OF_STACK has a kernel
 
 

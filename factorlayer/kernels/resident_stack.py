@@ -1,0 +1,256 @@
+"""Resident passes of dense layers one behind another: stages by rows, each with a bias and an activation of its own.
+
+Weights and biases stay in shared memory, and so do states between layers, whose features are padded with zeros to what
+the matrix unit takes. Any dtype, any GPU; where Hopper's own families take a dtype, they take its stacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.functions import of_value
+from factorlayer.activations.written import activation_type
+from factorlayer.device.code import Asks, Told, ask_for, constants, function
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import LAUNCH_US, MOST_TENSORS, WAIT_US
+from factorlayer.kernels.resident import Resident, copied_at_once, region_of
+from factorlayer.kernels.stages import RAMP_US, Layout, Stage, memory_of, together
+from factorlayer.kernels.tiling import (
+    MOST_TILES,
+    SYNC_US,
+    odd_us,
+    pieces_of,
+    stage_for,
+    waits_for_weights,
+    waits_of,
+    warps_that_fit,
+)
+from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.maths.chain import Chain
+
+OF_END = 3  # instructions for a sum: bias and padding, for four a load and two comparisons as well
+SAMPLES = (8, 16, 32, 64, 128)  # of a tile
+WARPS = (1, 2, 4, 8, 16)  # of a group
+
+
+@dataclass(frozen=True)
+class ResidentStack(Resident):
+    """A pass, tiled. `us` is the time predicted."""
+
+    layers: tuple[Chain, ...] = ()
+    states: bool = False  # stored as well, those between layers
+
+    def us_of(self, batch: int) -> float:
+        return _time(self, batch)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Sizes p, q of each layer."""
+        return tuple((layer.in_features, layer.out_features) for layer in self.layers)
+
+    def first(self, i: int) -> int:
+        """The first of the parameters that is layer i's; behind all layers, the first of the states'."""
+        return sum(map(_tensors, self.layers[:i]))
+
+    @functools.cached_property
+    def bias_places(self) -> tuple[int, ...]:
+        """Bytes behind the weights' first one at which each bias begins, behind all groups, and the last one ends."""
+        begin = self.weight_bytes + self.groups * self.group_bytes
+        sizes = (self._bias_bytes(i) * layer.bias for i, layer in enumerate(self.layers))
+        return tuple(itertools.accumulate(sizes, initial=begin))
+
+    def _bias_bytes(self, i: int) -> int:
+        """With what its stage pads it to."""
+        return round_up(round_up(self.plain[i].q, 8 * self.plain[i].nt) * self.size, 16)
+
+    @functools.cached_property
+    def alike(self) -> tuple[range, ...]:
+        """Runs of layers that one piece of code makes, so that all of a kernel's stays in its cache: those between the
+        first one and the last one that differ in nothing but their tensors."""
+        runs, last = [range(0, 1)], len(self.layers) - 1
+        for i in range(1, last + 1):
+            same = 1 < i < last and self._is_like(i, i - 1)
+            runs[-1:] = [range(runs[-1].start, i + 1)] if same else [runs[-1], range(i, i + 1)]
+        return tuple(runs)
+
+    def _is_like(self, i: int, j: int) -> bool:
+        a, b = self.layers[i], self.layers[j]
+        return self.sizes[i] == self.sizes[j] and not a.parameters and (a.activation, a.bias) == (b.activation, b.bias)
+
+    @property
+    def plain(self) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if isinstance(stage, Stage))
+
+    @property
+    def shared(self) -> int:
+        return self.barrier_bytes + self.bias_places[-1]
+
+    @property
+    def units_per_block(self) -> int:
+        """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
+        return self.units
+
+    @property
+    def asks(self) -> Asks:
+        return [ask_for("params.x", self.sizes[0][0] * self.size)] + [
+            (f"params.weights[{self.first(i)}]", str(p * q * self.size)) for i, (p, q) in enumerate(self.sizes)
+        ]
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        further = [q for _, q in self.sizes[:-1]] if self.states else []
+        return tuple(batch * q * self.size for q in (self.sizes[-1][1], *further))
+
+    def __str__(self) -> str:
+        kept = "; a bias and an activation behind each" + ", states between them stored" * self.states
+        return super().__str__() + kept
+
+    def end(self, i: int) -> str:
+        return f"E{i}"
+
+    def between(self, i: int) -> tuple[int, int]:
+        return -1, -1
+
+    @property
+    def ends(self) -> list[str]:
+        made = []
+        for i, layer in enumerate(self.layers):
+            told: Told = {"Q": self.sizes[i][1], "BIAS": layer.bias, "bias_at": self.bias_places[i]}
+            told |= {"bias_step": self._bias_bytes(i)}
+            activation = activation_type(layer.activation, self.dtype, self.first(i) + 1)
+            made.append(f"struct {self.end(i)} {{ {' '.join(constants(told))} {activation} }};")
+        return made
+
+    @property
+    def loading(self) -> list[str]:
+        calls = []
+        for run in self.alike:
+            for i in run:
+                (p, q), which, first = self.sizes[i], f"S{run.start}", self.first(i)
+                calls.append(f"c.template load_weight<{which}, {q}, {p}>({i - run.start}, {_tensor(first)});")
+                bias = _tensor(first + 1 + self.layers[i].parameters)
+                calls += [f"c.template load_bias<{which}>({i - run.start}, {bias});"] * self.layers[i].bias
+        return function("load_weights(const C& c)", calls)
+
+    @property
+    def calls(self) -> list[str]:
+        beside = "slot" if self.in_place else f"c.memory + {self.offset(1)}"
+        calls = [f"u32 from = slot, to = {beside}, free;"]
+        for run in self.alike:
+            i, last = run.start, run.stop == len(self.layers)
+            calls.append(f"ROLL for (int i = 0; i < {len(run)}; ++i) {{")
+            calls.append(f"  c.template stage_to<S{i}, {'void' if last else f'S{i + 1}'}>(i, from, to, tile);")
+            if self.states and not last:
+                state = self.first(len(self.layers)) + i
+                calls.append(f"  c.template keep_state<{self._state(i)}>({state} + i, tile, to);")
+            calls += ["  free = from, from = to, to = free;", "}"]
+        return function("stages(const C& c, u32 slot, i64 tile)", calls)
+
+    def _state(self, i: int) -> str:
+        """How what layer i makes lies in memory and in shared memory, and bytes of one access."""
+        q, layout = self.sizes[i][1], self.stages[i + 1].layout
+        held = Layout(q, 1, layout.row, 1)
+        region = region_of(self.work, 1, q, q)
+        return f"Region<{', '.join(map(str, region))}, 1>, {held}, {copied_at_once(held, region, self.size)}"
+
+
+def _tensor(i: int) -> str:
+    return f"static_cast<const Element*>(c.params.weights[{i}])"
+
+
+def _tensors(chain: Chain) -> int:
+    """Parameters of a layer: its weight, those of its activation, and its bias."""
+    return chain.weights + chain.bias
+
+
+@functools.lru_cache(512)
+def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> ResidentStack | None:
+    """The fastest tiling by prediction, or None where this family has no kernel."""
+
+    def both_us(plan: ResidentStack) -> float:
+        """For so many samples and for twice as many: one number alone may just fill the last round of tiles."""
+        return plan.us + plan.us_of(2 * batch)
+
+    return min(tilings(layers, dtype, batch, gpu, states), key=both_us, default=None)
+
+
+def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[ResidentStack]:
+    if (gpu.wgmma and dtype not in ("float32", "float64")) or not all(layer.is_dense for layer in layers):
+        return
+    if sum(_tensors(layer) + states for layer in layers) > MOST_TENSORS:
+        return
+    work, size = _work(layers, dtype), ELEMENT_BYTES[dtype]
+    if sum(mode.p * mode.q for _, mode in work.steps) * size > gpu.shared:
+        return
+    ending = replace(work, bias=dtype == "float64")  # whose functions take registers beside sums
+    for warps, samples in itertools.product(WARPS, SAMPLES):
+        if samples > SAMPLES[0] and samples >= 2 * batch:
+            continue
+        seen = []
+        for most, in_place in itertools.product(MOST_TILES, (False, True)):
+            stages = _stages(work, samples, warps, most, in_place, gpu)
+            if stages is None or (stages, in_place) in seen:
+                continue
+            seen.append((stages, in_place))
+            fit = warps_that_fit(ending, stages) // warps
+            slot, side, _ = memory_of(stages, 1, in_place)
+            weights = sum(stage.weight_bytes + round_up(stage.q, 64) * size for stage in stages)
+            for slots in (2, 1):
+                room = gpu.shared - 1024 - weights
+                groups = min(room // (slots * slot + side), fit, 16 if warps > 1 else 32)
+                if groups < 1:
+                    continue
+                fields = work, stages, 1, 1, samples, warps, groups, slots, in_place, gpu, 0.0
+                plan = ResidentStack(*fields, layers=tuple(layers), states=states)
+                yield replace(plan, us=_time(plan, batch))
+
+
+def _work(layers: Sequence[Chain], dtype: str) -> Work:
+    steps, at = [], 0
+    for layer in layers:
+        (c,) = layer.contractions
+        steps.append((0, Mode(((at, c.q, c.p),))))
+        at += _tensors(layer)
+    return Work(1, (layers[0].in_features,), 1, tuple(steps), dtype)
+
+
+def _stages(work: Work, samples: int, warps: int, most: int, in_place: bool, gpu: Gpu) -> tuple[Stage, ...] | None:
+    """Of a tile. What the first layer reads and the last one makes is as memory has it."""
+    stages, last = [], len(work.steps) - 1
+    for i, (_, mode) in enumerate(work.steps):
+        p, q = (round_up(mode.p, 8) if i else mode.p), (round_up(mode.q, 8) if i < last else mode.q)
+        stage = stage_for(p, q, 1, samples, work.dtype, warps, most, in_place, gpu, False)
+        if stage is None:
+            return None
+        stages.append(stage)
+    return tuple(stages)
+
+
+def _time(plan: ResidentStack, batch: int) -> float:
+    """Predicted microseconds: rounds of tiles, one of each group."""
+    gpu, units, warps = plan.gpu, plan.units, plan.warps
+    p, q = plan.sizes[0][0], plan.sizes[-1][1]
+    between = sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
+    memory = units * (p + q + between) * plan.size / gpu.memory_bytes
+    moved = units * (p + q + 2 * between) * plan.size / gpu.shared_bytes
+    pieces = units * sum(pieces_of(n, plan.work, 1) for n in (p, q)) / gpu.instructions
+    functions = units * sum(layer.out_features * of_value(layer.activation) for layer in plan.layers)
+    special = 0.0 if plan.dtype == "float64" else functions / gpu.special_functions  # those of double: planner.times
+    ends = sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in plan.plain) / gpu.instructions
+    syncs = SYNC_US * (len(plan.stages) * (2 if plan.in_place else 1) + 2)
+    ahead = plan.slots > 1 or (not plan.in_place and len(plan.stages) % 2 == 1)
+
+    def round_us(groups: int) -> float:
+        waits = waits_of(groups * warps)
+        busy = together(odd_us(plan.plain, warps, groups, gpu) + (ends + pieces) * waits + moved, special)
+        return groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
+
+    tiles = -(-batch // units)
+    whole, left = divmod(-(-tiles // gpu.sms), plan.groups)  # rounds of a block, and tiles of the last one
+    rounds = whole * max(round_us(plan.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
+    start = LAUNCH_US + min(RAMP_US, memory * tiles / gpu.sms) + plan.weight_bytes / 59e3
+    by_registers = plan.size == 2  # biases, one behind another
+    start += waits_for_weights(plan.work, plan.threads) + WAIT_US * by_registers * sum(c.bias for c in plan.layers)
+    return start + memory + syncs + rounds
