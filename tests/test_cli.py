@@ -671,7 +671,10 @@ def test_source_of_dense_layers_is_one_kernel_where_there_is_one(empty_cache: Pa
     arguments = "--mlp --dtype b --activation gelu 64 48 64 32 check --json --source"
     (source,) = json.loads(run(arguments).stdout)["source"]
     assert source["layers"] == ["layers.0", "layers.1"] and "48→64→32" in source["plan"]
-    each = json.loads(run(f"{arguments} --arch 80").stdout)["source"]
+    (source,) = json.loads(run(f"{arguments} --arch 80").stdout)["source"]
+    assert source["layers"] == ["layers.0", "layers.1"] and "48→64 by rows" in source["plan"]
+    wide = arguments.replace(" 48 ", " 2000 ")
+    each = json.loads(run(f"{wide} --arch 80").stdout)["source"]
     assert [one["layers"] for one in each] == [["layers.0"], ["layers.1"]]
 
 

@@ -21,6 +21,7 @@ from factorlayer.kernels.stack.dense import Dense
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
 from factorlayer.plan.planner import cut, plan_stack
+from factorlayer.plan.schemes import RESIDENT, schemes
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while beside functions in double
@@ -172,6 +173,13 @@ def test_tilings_are_within_the_limits(dtype: str, batch: int) -> None:
         assert all(plan.us_of(2 * batch) >= plan.us > 0 for plan in found)
         best = tile(dense(1, 73, 59, 8), dtype, batch, gpu, states)
         assert best in found
+
+
+def test_each_way_to_run_a_stack_is_shown_with_the_one_that_is_chosen() -> None:
+    layers = dense(10, 59, 59, 8)
+    ways = schemes(" | ".join(layer.text for layer in layers), "float64", 2, HOPPER)
+    assert len(ways) > 4 and {way.weights for way in ways} == {RESIDENT}
+    assert plan_stack(layers, "float64", LARGE, HOPPER).us in [way.plan.us for way in ways]
 
 
 def test_layers_that_do_not_fit_are_cut_into_runs_that_do() -> None:

@@ -193,6 +193,18 @@ def test_others_are_cut_where_they_are_trained(hopper: int) -> None:
     assert not runs_on_gpu(text, torch.float32, hopper, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_layers_of_any_dtype_are_cut_where_it_is_faster(dtype: torch.dtype, hopper: int) -> None:
+    text = dense(10, 59, 59, 8)
+    assert runs_on_gpu(text, dtype, hopper, False) == ((0, 3, text),)
+    assert not runs_on_gpu(text, dtype, hopper, True)
+    wide = dense(3072, 48, 48, 48, 10)  # which has a kernel for all layers, in which the others wait for the first one
+    assert runs_on_gpu(wide, dtype, hopper, False) == ((1, 4, dense(48, 48, 48, 10)),)
+    many = dense(*[48] * 21)
+    found = runs_on_gpu(many, dtype, hopper, False)
+    assert len(found) > 1 and (found[0][0], found[-1][1]) == (0, 20)
+
+
 def test_in_tf32_fewer_layers_are_trained_at_once(hopper: int) -> None:
     text = dense(32, 64, 64, 64, 64, 16, tf32=True)
     assert runs_on_gpu(text, torch.float32, hopper, False) == ((0, 5, text),)

@@ -7,6 +7,7 @@ goes back. stacks.py plans for several layers at once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -131,16 +132,23 @@ def cut(
     gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
     layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared, memory)
     runs: dict[tuple[int, int], float] = {}
+
+    @functools.cache
+    def us_of(text: str) -> float:
+        """With as many samples as a plan is for, and with twice as many: one number alone may just fill a GPU once."""
+        passes = plan_of(text, dtype, len(BATCHES) - 1, gpu).passes
+        return sum(p.us_of(n) for n in (BATCHES[-1], 2 * BATCHES[-1]) for p in passes)
+
     for begin, end in itertools.combinations(range(len(layers) + 1), 2):
         if not backward and end == begin + 1:
             continue
         try:
             text = " | ".join([*layers[begin:end], "backward"] if backward else layers[begin:end])
-            runs[begin, end] = plan_of(text, dtype, len(BATCHES) - 1, gpu).us
+            runs[begin, end] = us_of(text)
         except PlanError:
             continue
     costs = not backward and len(runs) > 0
-    alone = [ALONE * plan_of(layer, dtype, len(BATCHES) - 1, gpu).us if costs else 0.0 for layer in layers]
+    alone = [ALONE * us_of(layer) if costs else 0.0 for layer in layers]
     best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
         outside, us, found = best[begin + 1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels import tiling
+from factorlayer.kernels import resident_stack, tiling
 from factorlayer.kernels.kronecker import eights, pair, small_double, small_float, triple
 from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
@@ -73,6 +73,9 @@ def _of_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> It
         yield Scheme(REGISTERS, RESIDENT, str(64 * tiled.groups), Plan(layers[0], dtype, batch, gpu, tiled.passes))
     for streamed in dense_streamed.tilings(layers, dtype, batch, gpu):
         yield Scheme(SHARED, STREAMED, str(64 * streamed.groups), Plan(layers[0], dtype, batch, gpu, streamed.passes))
+    for held in resident_stack.tilings(layers, dtype, batch, gpu):
+        states = SHARED + ", in place" * held.in_place
+        yield Scheme(states, RESIDENT, str(held.units), Plan(layers[0], dtype, batch, gpu, held.passes))
 
 
 def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme]:
