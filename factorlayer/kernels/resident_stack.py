@@ -1,4 +1,5 @@
-"""Resident passes of dense layers one behind another: stages by rows, each with a bias and an activation of its own.
+"""Resident passes of dense layers one behind another, as chain.cuh is told them: stages by rows, each with a bias and
+an activation of its own.
 
 Weights and biases stay in shared memory, and so do states between layers, whose features are padded with zeros to what
 the matrix unit takes. Any dtype, any GPU; where Hopper's own families take a dtype, they take its stacks.
