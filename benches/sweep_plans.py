@@ -23,7 +23,7 @@ from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import parsed, plan_of
 from factorlayer.plan.schemes import schemes
 from factorlayer.plan.stacks import plan_stack
-from factorlayer.stacks.stack import LayerStack, is_measured, why_predicted_apart
+from factorlayer.stacks.stack import LayerStack, is_joined, why_predicted_apart
 
 
 def taken_by_auto(call: Call) -> str:
@@ -36,7 +36,7 @@ def taken_by_auto(call: Call) -> str:
     ways = {choose(layer.chain, x, "auto", "benches.sweep", len(x)) for layer in stack.layers}
     for back in (False, True) if together else ():
         apart = why_predicted_apart(stack._stack, x, back) is not None
-        ways |= {"fused"} if runs(stack._stack, x, back, back and is_measured(x)) and not apart else set()
+        ways |= {"fused"} if runs(stack._stack, x, back, back and is_joined(stack._stack, x)) and not apart else set()
     return "fused" if "fused" in ways else "batched"
 
 

@@ -255,6 +255,23 @@ def test_layers_that_are_alike_are_counted_each(monkeypatch: pytest.MonkeyPatch)
     assert asked.count("tied 0 1 64 64 1; gradient") == asked.count("sums 64") == 3
 
 
+def test_layers_are_joined_where_it_is_predicted_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (layer_ops, predicted):
+        monkeypatch.setattr(module, "gpu_limits", lambda _: (90, 132, 232448, 0))
+    layers = {n: f"tied 0 1 {n} {n} 1; bias; tanh" for n in (32, 900)}
+    predicted._predicted_stack.cache_clear()
+    predicted._predicted.cache_clear()
+    for n, faster in ((32, True), (900, False)):
+        stack = " | ".join([layers[n]] * 5)
+        assert predicted.joined_is_faster(stack, torch.float64, 97, 3000) is faster
+        apart, joined = (
+            predicted.predicted_stack(stack, torch.float64, 97, 3000, True, each) for each in (False, True)
+        )
+        assert (joined.fused_us < apart.fused_us) is faster
+    predicted._predicted_stack.cache_clear()
+    predicted._predicted.cache_clear()
+
+
 def test_on_a_cpu_nothing_has_to_be_taken() -> None:
     text = "tied 1 2 2 2 1; tied 0 1 2 2 2"
     assert take_kernels(text, "float32", 0, 3, True) is None

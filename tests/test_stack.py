@@ -205,6 +205,16 @@ def test_layers_of_any_dtype_are_cut_where_it_is_faster(dtype: torch.dtype, hopp
     assert len(found) > 1 and (found[0][0], found[-1][1]) == (0, 20)
 
 
+def test_layers_of_any_dtype_store_their_states_where_it_is_faster(hopper: int) -> None:
+    text = dense(*[32] * 6).replace("relu", "gelu")  # which hands no gradient back
+    assert runs_on_gpu(text, torch.float64, hopper, True, True) == ((0, 5, text + STATES),)
+    assert not runs_on_gpu(text, torch.float64, hopper, True)
+    first, rest = dense(485, 34), dense(34, 34, 34, 34, 13)  # the others would wait for the first one
+    assert _parts(f"{first} | {rest}", torch.float32, hopper) == (first, rest)
+    learned = text.replace("gelu", PRELU)
+    assert not runs_on_gpu(learned, torch.float64, hopper, True, True)
+
+
 def test_in_tf32_fewer_layers_are_trained_at_once(hopper: int) -> None:
     text = dense(32, 64, 64, 64, 64, 16, tf32=True)
     assert runs_on_gpu(text, torch.float32, hopper, False) == ((0, 5, text),)

@@ -10,6 +10,7 @@ what each makes, or one takes the gradient back through the activation of the on
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from factorlayer.autograd.layer_ops import (
     has_kernel,
     has_wgmma,
     missing_extension,
+    predicted_us,
     raise_better,
     refuse_traced_gradients,
     runs_in_tf32,
@@ -45,6 +47,7 @@ from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
+from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -99,6 +102,8 @@ def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
     products."""
     return is_large_product(layer) and x.is_cuda and is_short(x.dtype, runs_in_tf32(x))
 
+
+MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers are put together for
 
 # Of a stack's layers: from which number up to which, and their text, behind which stands STATES if their gradients are
 # made layer by layer. A tuple, as torch.compile takes it for a constant.
@@ -163,9 +168,8 @@ _CUT = re.compile(r"\(((\([0-9]{1,6}, [0-9]{1,6}\), )*\([0-9]{1,6}, [0-9]{1,6}\)
 @known
 def runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
     layers = text.split(" | ")
-    # Hopper's own kernels that take all layers were measured to be faster than others for some of them.
-    at_once = recorded or (is_short(dtype, Chain.parse(layers[0]).tf32) and has_wgmma(device))
-    if at_once and has_kernel(f"{text} | backward" if recorded else text, dtype, device):
+    asked = f"{text} | backward" if recorded else text
+    if (recorded or is_hoppers(text, dtype, device)) and has_kernel(asked, dtype, device):
         return ((0, len(layers), text),)
     found: list[Run] = []
     for begin, end in _read_cut(ask_planner("cut_backward" if recorded else "cut", text, dtype, device), len(layers)):
@@ -180,24 +184,39 @@ def runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, join
     return _joined(found, layers, dtype, device) if recorded and joined else tuple(found)
 
 
+def is_hoppers(text: str, dtype: torch.dtype, device: int) -> bool:
+    """Whether layers are of families that Hopper alone has: as many as these take at once were measured to be faster
+    so. Of others, that is predicted."""
+    return is_short(dtype, text.endswith("; tf32")) and has_wgmma(device)
+
+
 def _joined(found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int) -> tuple[Run, ...]:
     """With layers that no run has. Neighbours that are trained one by one become one run where the first one is handed
-    what the second one makes."""
+    what the second one makes, or one kernel makes both."""
     handed = handed_back(" | ".join(layers), dtype, device)
     taken = {i for begin, end, _ in found for i in range(begin, end)}
     chains = list(map(Chain.parse, layers))
     short = is_short(dtype, chains[0].tf32)
     taken |= {i for i, chain in enumerate(chains) if chain.parameters or (short and is_large_product(chain))}
     alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
+    hoppers = is_hoppers(layers[0], dtype, device)
+    stored = set[int]() if hoppers else _inside(_parts(" | ".join(layers), dtype, device))
     made: list[Run] = []
     for begin, end, text in sorted([*found, *alone]):
         one_by_one = end - begin == 1 or text.endswith(STATES)
         first, before, last = made[-1] if made else (0, 0, "")
-        if one_by_one and before == begin and handed[begin - 1] and (before - first == 1 or last.endswith(STATES)):
+        behind_one = before == begin and (before - first == 1 or last.endswith(STATES))
+        if one_by_one and behind_one and (handed[begin - 1] or begin in stored):
             made[-1] = (first, end, " | ".join(layers[first:end]) + STATES)
         else:
             made.append((begin, end, text))
     return tuple(run for run in made if run not in alone)
+
+
+def _inside(parts: Sequence[str]) -> set[int]:
+    """Layers that are in a part behind another layer."""
+    ends = list(itertools.accumulate(1 + part.count(" | ") for part in parts))
+    return set(range(ends[-1])) - {0, *ends}
 
 
 def texts_of_run(text: str, batch: int, dtype: torch.dtype, device: int, trained: bool) -> list[tuple[str, int]]:
@@ -216,11 +235,16 @@ def _stored(layers: str, batch: int, dtype: torch.dtype, device: int) -> list[tu
 @known
 def _parts(text: str, dtype: torch.dtype, device: int) -> tuple[str, ...]:
     """Layers that are trained one by one: neighbours that one kernel takes and stores what each makes, and others."""
+
+    def us(part: str) -> float:
+        return predicted_us(part + STATES * (" | " in part), MANY, dtype, device)
+
     first, *rest = text.split(" | ")
     made = [first]
     for layer in rest:
         longer = f"{made[-1]} | {layer}"
-        if has_kernel(longer + STATES, dtype, device):
+        takes = has_kernel(longer + STATES, dtype, device)
+        if takes and (is_hoppers(text, dtype, device) or us(longer) < us(made[-1]) + us(layer)):
             made[-1] = longer
         else:
             made.append(layer)

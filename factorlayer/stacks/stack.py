@@ -109,7 +109,7 @@ def run_stack(
                     if why_measured_batched(text, cast, batch, recorded) is not None:
                         return _one_by_one(layers, x, tensors, "batched", who)
                 left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-                joined = recorded and (implementation == "fused" or is_measured(cast))
+                joined = recorded and (implementation == "fused" or is_joined(stack, cast))
                 found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
                 if found and implementation == "auto" and why_predicted_apart(stack, cast, recorded) is not None:
                     found = ()
@@ -144,12 +144,19 @@ def why_predicted_apart(stack: Stack, x: Tensor, recorded: bool) -> str | None:
     text, of_x = stack.text_for(x), (x.get_device(), batch, recorded)
     if choices.TABLE and choices.measured(text, x.dtype, x.device.type, *of_x):
         return None
-    return predicted.why_stack_batched(text, x.dtype, *of_x, recorded and is_measured(x))
+    return predicted.why_stack_batched(text, x.dtype, *of_x, recorded and is_joined(stack, x))
 
 
-def is_measured(x: Tensor) -> bool:
-    """Whether layers that are trained one by one are known to be faster by ours than by PyTorch, if they are joined."""
-    return x.is_cuda and is_hopper(x.get_device()) and is_short(x.dtype, runs_in_tf32(x))
+def is_joined(stack: Stack, x: Tensor) -> bool:
+    """Whether auto joins layers that are trained one by one: on Hopper, where they are short, they are known to be
+    faster so than by PyTorch, elsewhere that is predicted. A graph is compiled for every batch."""
+    if not x.is_cuda:
+        return False
+    batch = 0 if is_compiling() else x.numel() // (x.shape[-1] or 1)
+    short = is_short(x.dtype, runs_in_tf32(x))
+    if short and is_hopper(x.get_device()):
+        return True
+    return batch > 0 and predicted.joined_is_faster(stack.text_for(x), x.dtype, x.get_device(), batch)
 
 
 def _run_by_run(

@@ -84,6 +84,12 @@ def why_stack_batched(
     return predicted_stack(text, dtype, device, batch, training, joined).why_batched
 
 
+def joined_is_faster(text: str, dtype: torch.dtype, device: int, batch: int) -> bool:
+    """Whether layers that are trained one by one are predicted to take less if they are joined than each by auto."""
+    asked = text, dtype, device, _bits(batch), True
+    return _predicted_stack(*asked, True).fused_us < _predicted_stack(*asked, False).fused_us
+
+
 @functools.lru_cache(4096)
 def _predicted_stack(text: str, dtype: torch.dtype, device: int, bits: int, training: bool, joined: bool) -> Prediction:
     layers = text.split(" | ")
