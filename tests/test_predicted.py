@@ -18,7 +18,7 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import Ops
 from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
-from factorlayer.autograd.stack_ops import STATES, texts_of_run
+from factorlayer.autograd.stack_ops import MANY, STATES, texts_of_run
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few import PairFew
@@ -270,6 +270,30 @@ def test_layers_are_joined_where_it_is_predicted_to_be_faster(monkeypatch: pytes
         assert (joined.fused_us < apart.fused_us) is faster
     predicted._predicted_stack.cache_clear()
     predicted._predicted.cache_clear()
+
+
+def test_a_graph_takes_what_is_predicted_for_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for families that Hopper alone has."""
+    asked = []
+
+    def why_stack_batched(*of: object) -> str:
+        asked.append(of)
+        return "it is slow"
+
+    monkeypatch.setattr(predicted, "why_stack_batched", why_stack_batched)
+    for arch, device in ((90, 81), (80, 82)):
+        monkeypatch.setattr(layer_ops, "gpu_limits", lambda _, arch=arch: (arch, 132, 166912, 0))
+        for dtype, tf32, hoppers in (
+            (torch.float64, "", False),
+            (torch.float32, "; tf32", True),
+            (torch.half, "", True),
+        ):
+            text = f"tied 0 1 7 7 1{tf32} | tied 0 1 7 7 1{tf32}"
+            for _ in range(2):
+                why = predicted.why_any_batched(text, dtype, device, False)
+                assert why == (None if hoppers and arch == 90 else "it is slow")
+            assert why is None or asked.pop() == (text, dtype, device, MANY, False)
+    assert not asked
 
 
 def test_on_a_cpu_nothing_has_to_be_taken() -> None:

@@ -25,6 +25,7 @@ from factorlayer.autograd.stack_ops import (
     why_no_stack,
 )
 from factorlayer.functional import any_autocast, autocast
+from factorlayer.tuning import predicted
 
 if missing_extension is None:
     _prepare = torch.ops.factorlayer.stack_prepare.default
@@ -126,6 +127,9 @@ class Frozen:
             return None
         found = runs(self.stack, x, False)
         if len(found) != 1 or found[0][:2] != (0, count):
+            return None
+        choosing = implementation == "auto" and x.is_cuda
+        if choosing and predicted.why_any_batched(found[0][2], x.dtype, x.get_device(), False) is not None:
             return None
         with torch.inference_mode(False), torch.no_grad():
             if casting and values.dtype != torch.float64:

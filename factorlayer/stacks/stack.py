@@ -136,12 +136,16 @@ def run_stack(
 
 
 def why_predicted_apart(stack: Stack, x: Tensor, recorded: bool) -> str | None:
-    """Why auto runs layers on a GPU one by one, where nothing was measured: PyTorch is predicted to be faster. A graph
-    is compiled for every batch."""
-    batch = 0 if is_compiling() or not x.is_cuda else x.numel() // (x.shape[-1] or 1)
+    """Why auto runs layers on a GPU one by one, where nothing was measured: PyTorch is predicted to be faster."""
+    if not x.is_cuda:
+        return None
+    text = stack.text_for(x)
+    if is_compiling():
+        return predicted.why_any_batched(text, x.dtype, x.get_device(), recorded)
+    batch = x.numel() // (x.shape[-1] or 1)
     if not batch:
         return None
-    text, of_x = stack.text_for(x), (x.get_device(), batch, recorded)
+    of_x = x.get_device(), batch, recorded
     if choices.TABLE and choices.measured(text, x.dtype, x.device.type, *of_x):
         return None
     return predicted.why_stack_batched(text, x.dtype, *of_x, recorded and is_joined(stack, x))

@@ -16,7 +16,7 @@ import torch
 from factorlayer.autograd.backward import runs
 from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
 from factorlayer.autograd.runtime import dtype_name
-from factorlayer.autograd.stack_ops import runs_on_gpu, texts_of_run
+from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import library_us
@@ -82,6 +82,13 @@ def why_stack_batched(
 ) -> str | None:
     """Why auto takes layers one by one that one pass could take, or None."""
     return predicted_stack(text, dtype, device, batch, training, joined).why_batched
+
+
+@known
+def why_any_batched(text: str, dtype: torch.dtype, device: int, training: bool) -> str | None:
+    """The same where one way is taken for every number of samples, as in a graph: by what it is for many. Families that
+    Hopper alone has were measured to be faster."""
+    return None if is_hoppers(text, dtype, device) else why_stack_batched(text, dtype, device, MANY, training)
 
 
 def joined_is_faster(text: str, dtype: torch.dtype, device: int, batch: int) -> bool:

@@ -130,6 +130,45 @@ def test_layers_that_no_block_can_hold_are_one_kernel(net: Net, dtype: str) -> N
     assert of_fused <= 2 * of_plain + 4 * EPS[dtype], (of_fused, of_plain)
 
 
+@pytest.mark.parametrize(
+    "net", [*NETS, Net((1, *[73] * 6, 1), "elu", 17_361), Net((10, 59, 59, 8), "silu", 24_218)], ids=str
+)
+@dtypes
+def test_without_gradients_results_are_as_right_as_torchs(net: Net, dtype: str) -> None:
+    """By one kernel or several, of tiles of all kinds: with fewer samples than one has, and with many. A sample that is
+    no number stays the only one."""
+    mlp, exact = net.block(dtype), net.block(dtype, "batched").double()
+    exact.load_state_dict(mlp.state_dict())
+    for batch in (1, 63, 1000, net.batch):
+        x, _ = drawn(replace(net, batch=batch), dtype)
+        with arithmetic(dtype), torch.no_grad():
+            found, plain, right = mlp(x), net.block(dtype, "batched")(x), exact(x.double())
+            x[batch // 2] = float("nan")
+            sick = mlp(x)
+        of_fused, of_plain = (float((y.double() - right).norm() / right.norm()) for y in (found, plain))
+        assert of_fused <= 2 * of_plain + 4 * EPS[dtype], (batch, of_fused, of_plain)
+        others = torch.arange(batch, device="cuda") != batch // 2
+        assert torch.equal(sick[others], found[others]) and bool(torch.isnan(sick[batch // 2]).all())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_layers_of_any_dtype_are_one_kernel_as_far_as_their_weights_fit(dtype: str) -> None:
+    net = Net((32, 64, 64, 16), "relu", 5000)
+    mlp = net.block(dtype)
+    x, _ = drawn(net, dtype)
+    stack = Stack(tuple(layer.chain for layer in mlp._stacks[0][0].layers))
+    assert runs(stack, x, False) == ((0, 3, stack.text),)
+    with torch.no_grad():
+        mlp(x)
+        torch.cuda.synchronize()
+        cuda = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
+            mlp(x)
+            torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in names if name.startswith("factorlayer")]) == 1
+
+
 @each
 @dtypes
 def test_outputs_and_gradients_are_as_right_as_torchs(net: Net, dtype: str) -> None:
