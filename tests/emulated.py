@@ -93,10 +93,10 @@ class Emulated:
 
     def stack(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         widths = [rng.choice([1, 3, 8, 12, 16, 20, 24, 32, 40, 48, 64]) for _ in range(rng.choice([3, 3, 4, 5]))]
-        dtype, batch = rng.choice(["tf32", "bfloat16", "float16"]), rng.choice([1, 5, 40, 130, 150])
+        dtype, batch, architecture = rng.choice(DTYPES), rng.choice([1, 5, 40, 130, 150]), rng.choice([80, 90])
         activation = rng.choice(["relu", "gelu", "tanh", "silu", "learned"])
         layers = stack_of(widths, dtype, activation, "learned" if activation == "learned" else "identity")
-        words = f"stack {widths} {dtype} n{batch} {activation}"
+        words, gpu = f"stack {widths} {dtype} n{batch} {activation} sm_{architecture}", Gpu.of(architecture)
         return words, lambda: check_stack(
-            plan_stack(tuple(layers), dtype, BATCHES[-1], Gpu(90, 2, 232448)), layers, batch, self.emulator
+            plan_stack(tuple(layers), dtype, BATCHES[-1], replace(gpu, sms=2)), layers, batch, self.emulator
         )

@@ -131,6 +131,22 @@ def test_infinities_and_what_is_no_number_are_pytorchs(dtype: str, emulator: Emu
         np.testing.assert_allclose(y, right, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("\n    sync();\n  }\n", "\n  }\n", "race: a"),  # behind a layer
+        ("wait_for_copies<0>();\n    __syncthreads();", "", "has not landed"),  # weights and biases
+    ],
+)
+def test_what_is_missing_is_found(old: str, new: str, said: str, emulator: Emulator) -> None:
+    layers = [replace(layer, bias=True) for layer in stack_of([9, 20, 20, 20, 7], "float32", "tanh")]
+    found = tiled(layers, "float32", ON_AMPERE, in_place=False, warps=2)
+    draw = drawing("float32")
+    x, tensors = draw(40, 9), drawn_tensors(layers, draw)
+    _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None)
+    assert any(said in error for error in errors), errors
+
+
 def test_padding_hands_on_nothing(emulator: Emulator) -> None:
     """Of an infinite feature times weights that are not there, it would be no number, which the next layer reads."""
     layers = stack_of([3, 5, 2], "float32", "sigmoid")
