@@ -16,12 +16,11 @@ from factorlayer.activations.functions import of_value
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, Told, ask_for, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import LAUNCH_US, MOST_TENSORS, WAIT_US
+from factorlayer.kernels.passes import MOST_TENSORS
 from factorlayer.kernels.resident import Resident, copied_at_once, region_of
-from factorlayer.kernels.stages import RAMP_US, Layout, Stage, memory_of, together
+from factorlayer.kernels.stages import Layout, Stage, memory_of, together
 from factorlayer.kernels.tiling import (
     MOST_TILES,
-    SYNC_US,
     odd_us,
     pieces_of,
     stage_for,
@@ -238,9 +237,11 @@ def _time(plan: ResidentStack, batch: int) -> float:
     moved = units * (p + q + 2 * between) * plan.size / gpu.shared_bytes
     pieces = units * sum(pieces_of(n, plan.work, 1) for n in (p, q)) / gpu.instructions
     functions = units * sum(layer.out_features * of_value(layer.activation) for layer in plan.layers)
-    special = 0.0 if plan.dtype == "float64" else functions / gpu.special_functions  # those of double: planner.times
+    special = functions / gpu.rates.special_functions
+    if plan.dtype == "float64":  # whose functions planner.times counts
+        special = 0.0
     ends = sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in plan.plain) / gpu.instructions
-    syncs = SYNC_US * (len(plan.stages) * (2 if plan.in_place else 1) + 2)
+    syncs = gpu.rates.sync_us * (len(plan.stages) * (2 if plan.in_place else 1) + 2)
     ahead = plan.slots > 1 or (not plan.in_place and len(plan.stages) % 2 == 1)
 
     def round_us(groups: int) -> float:
@@ -251,7 +252,8 @@ def _time(plan: ResidentStack, batch: int) -> float:
     tiles = -(-batch // units)
     whole, left = divmod(-(-tiles // gpu.sms), plan.groups)  # rounds of a block, and tiles of the last one
     rounds = whole * max(round_us(plan.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
-    start = LAUNCH_US + min(RAMP_US, memory * tiles / gpu.sms) + plan.weight_bytes / 59e3
-    by_registers = plan.size == 2  # biases, one behind another
-    start += waits_for_weights(plan.work, plan.threads) + WAIT_US * by_registers * sum(c.bias for c in plan.layers)
+    start = gpu.rates.launch_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + plan.weight_bytes / 59e3
+    start += waits_for_weights(plan.work, plan.threads, gpu)
+    if plan.size == 2:  # biases come by registers, one behind another
+        start += gpu.rates.wait_us * sum(layer.bias for layer in plan.layers)
     return start + memory + syncs + rounds
