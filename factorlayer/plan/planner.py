@@ -99,7 +99,9 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
     of_functions = (
         functions * _rows(layers, n, gpu) / (gpu.rates.double_functions * gpu.sms) for n in ASKED[batch_class]
     )
-    return " ".join(map(repr, map(sum, zip(us, of_functions, strict=True))))
+    # Beside memory alone, functions wait for it.
+    beside = sum if any(layer.contractions for layer in layers) else max
+    return " ".join(map(repr, map(beside, zip(us, of_functions, strict=True))))
 
 
 def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:

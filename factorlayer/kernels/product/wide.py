@@ -32,6 +32,8 @@ MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 # turns, on one H100, where two pieces of 8 bytes took as long as one of 16
 PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
+# And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
+WHOLE_ROWS = 0.05
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,8 @@ def time(plan: Wide) -> float:
     slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
-    store = result / 40e3 + _parts_of_sectors(plan) * PART_US
+    at_once = product.fast == 1 and size == 4
+    store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
     busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
