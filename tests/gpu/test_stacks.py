@@ -146,7 +146,8 @@ def test_without_gradients_results_are_as_right_as_torchs(net: Net, dtype: str) 
             x[batch // 2] = float("nan")
             sick = mlp(x)
         of_fused, of_plain = (float((y.double() - right).norm() / right.norm()) for y in (found, plain))
-        assert of_fused <= 2 * of_plain + 4 * EPS[dtype], (batch, of_fused, of_plain)
+        rounded = len(net.widths) if dtype == "float64" else 1  # what is right has as many roundings of its own
+        assert of_fused <= 2 * of_plain + 4 * rounded * EPS[dtype], (batch, of_fused, of_plain)
         others = torch.arange(batch, device="cuda") != batch // 2
         assert torch.equal(sick[others], found[others]) and bool(torch.isnan(sick[batch // 2]).all())
 
