@@ -128,16 +128,28 @@ def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) 
     answers["times_of_some"] = same(batched_us * 2)
     predicted._predicted.cache_clear()
     assert str(predicted.why_batched(*asked)).startswith("it is predicted: batched ")
-    assert str(predicted.why_batched(*asked)).endswith(" us, for inference with 65 to 128 samples")
+    assert str(predicted.why_batched(*asked)).endswith(" us, for inference with 65 to 128 samples, no multiples of 8")
 
 
 def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[str, str]) -> None:
     by_batch = [predicted.predicted(TEXT, torch.float32, 0, batch, False) for batch in range(1, 5000)]
     for batch, found in enumerate(by_batch, 1):
-        least, most = found.samples
-        assert least <= batch <= most
-        assert found == by_batch[least - 1] == by_batch[min(most, 4999) - 1]
-    assert {64, 2048} <= {found.samples[1] for found in by_batch}  # no class of batch is left inside
+        most = 1 << found.samples.bits
+        assert (most // 2 < batch or most == 2) and batch <= most
+        assert found.samples.is_odd == (batch > 16 and batch % 8 > 0)
+        even = most > 16 and not found.samples.is_odd
+        assert found == by_batch[(0 if most == 2 else most // 2 + 7 * even)]  # the first one of its kind
+    assert {6, 11} <= {found.samples.bits for found in by_batch}  # no class of batch is left inside
+
+
+def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[str, str]) -> None:
+    """Of a Monarch layer whose state has rows that 16 bytes do not divide either: 571 us of the batched implementation
+    were measured on an H100 with 13,053 samples, and 446 of ours."""
+    text = Chain.of(LayerSpec("monarch", (17, 192), (192, 17), 11), False, "identity").text
+    answers["times_of_many"] = same(446.0, 2)
+    asked = [predicted.predicted(text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
+    assert [found.implementation for found in asked] == ["fused", "batched"]
+    assert asked[0].batched_us > 571 / 1.5 > 1.3 * asked[1].batched_us
 
 
 def test_between_numbers_that_the_planner_is_asked_for_times_lie_on_a_line(answers: dict[str, str]) -> None:

@@ -1,8 +1,9 @@
 """What is predicted to be faster on a GPU where nothing was measured: the fused implementation, or the batched one.
 
 The planner says what the kernels take that a layer would run, and plan/library.py what PyTorch's own operations take.
-Both are asked once for all numbers of samples that round up to the same power of two, so that what auto takes for a
-call depends on no other call; what the planner has said is kept in the cache beside its plans.
+Both are asked once for all numbers of samples that round up to the same power of two and are whole eights, or are
+none, so that what auto takes for a call depends on no other call; what the planner has said is kept in the cache beside
+its plans.
 """
 
 from __future__ import annotations
@@ -21,7 +22,32 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import library_us
 
+EIGHT = 8  # elements of 16 bits that are moved at once
 MARGIN = 1.1  # batched has to be faster by this factor: less cannot be told apart, and fused needs less memory
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Numbers of samples that one choice is made for: those that round up to one power of two, of `bits`. PyTorch's
+    products take odd ones by smaller pieces, as the samples lie side by side between two contractions of its own."""
+
+    bits: int
+    is_odd: bool  # no whole eights
+
+    @classmethod
+    def like(cls, batch: int) -> Samples:
+        bits = max(1, (batch - 1).bit_length())
+        return cls(bits, bits > EIGHT.bit_length() and batch % EIGHT > 0)
+
+    @property
+    def asked(self) -> int:
+        """The number that the choice is made for."""
+        return max(1, 3 * (1 << self.bits) // 4) + self.is_odd
+
+    def __str__(self) -> str:
+        most = 1 << self.bits
+        which = ", no multiples of 8" if self.is_odd else ""
+        return f"{most // 2 + 1 if self.bits > 1 else 1} to {most} samples{which}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +57,7 @@ class Prediction:
     fused_us: float
     batched_us: float
     training: bool
-    samples: tuple[int, int]  # from one number up to another
+    samples: Samples
 
     @property
     def implementation(self) -> str:
@@ -45,12 +71,12 @@ class Prediction:
         fused, batched = f"fused {self.fused_us:.1f} us", f"batched {self.batched_us:.1f} us"
         times = f"{batched}, {fused}" if self.implementation == "batched" else f"{fused}, {batched}"
         doing = "training" if self.training else "inference"
-        return f"predicted: {times}, for {doing} with {self.samples[0]} to {self.samples[1]} samples"
+        return f"predicted: {times}, for {doing} with {self.samples}"
 
 
 def predicted(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> Prediction:
     """Of a layer's text as the raw ops take it, and a GPU's index."""
-    return _predicted(text, dtype, device, _bits(batch), training)
+    return _predicted(text, dtype, device, Samples.like(batch), training)
 
 
 def why_batched(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> str | None:
@@ -59,22 +85,22 @@ def why_batched(text: str, dtype: torch.dtype, device: int, batch: int, training
 
 
 @functools.lru_cache(4096)
-def _predicted(text: str, dtype: torch.dtype, device: int, bits: int, training: bool) -> Prediction:
-    most, samples = 1 << bits, _samples(bits)
+def _predicted(text: str, dtype: torch.dtype, device: int, like: Samples, training: bool) -> Prediction:
+    samples = like.asked
     asked = [(text, samples)]
     if training:
         ops = cuda_ops(device, dtype)
         asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
     fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
     batched_us = _library_us(text, samples, dtype, device, training)
-    return Prediction(fused_us, batched_us, training, (most // 2 + 1 if bits > 1 else 1, most))
+    return Prediction(fused_us, batched_us, training, like)
 
 
 def predicted_stack(
     text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
 ) -> Prediction:
     """Of layers one behind another: in runs where there are any, `joined` or not, the others one by one by auto."""
-    return _predicted_stack(text, dtype, device, _bits(batch), training, joined)
+    return _predicted_stack(text, dtype, device, Samples.like(batch), training, joined)
 
 
 def why_stack_batched(
@@ -93,32 +119,24 @@ def why_any_batched(text: str, dtype: torch.dtype, device: int, training: bool) 
 
 def joined_is_faster(text: str, dtype: torch.dtype, device: int, batch: int) -> bool:
     """Whether layers that are trained one by one are predicted to take less if they are joined than each by auto."""
-    asked = text, dtype, device, _bits(batch), True
+    asked = text, dtype, device, Samples.like(batch), True
     return _predicted_stack(*asked, True).fused_us < _predicted_stack(*asked, False).fused_us
 
 
 @functools.lru_cache(4096)
-def _predicted_stack(text: str, dtype: torch.dtype, device: int, bits: int, training: bool, joined: bool) -> Prediction:
+def _predicted_stack(
+    text: str, dtype: torch.dtype, device: int, like: Samples, training: bool, joined: bool
+) -> Prediction:
     layers = text.split(" | ")
-    alone = [_predicted(layer, dtype, device, bits, training) for layer in layers]
-    samples, fused_us, at = _samples(bits), 0.0, 0
+    alone = [_predicted(layer, dtype, device, like, training) for layer in layers]
+    samples, fused_us, at = like.asked, 0.0, 0
     for begin, end, run in (*runs_on_gpu(text, dtype, device, training, joined), (len(layers), len(layers), "")):
         fused_us += sum(min(layer.fused_us, layer.batched_us) for layer in alone[at:begin])
         if run:
             asked = texts_of_run(run, samples, dtype, device, training)
             fused_us += sum(predicted_us(*each, dtype, device) for each in asked)
         at = end
-    return Prediction(fused_us, sum(layer.batched_us for layer in alone), training, alone[0].samples)
-
-
-def _bits(batch: int) -> int:
-    """Of the power of two that so many samples round up to."""
-    return max(1, (batch - 1).bit_length())
-
-
-def _samples(bits: int) -> int:
-    """The number that a choice is made for, of all that round up to one power of two."""
-    return max(1, 3 * (1 << bits) // 4)
+    return Prediction(fused_us, sum(layer.batched_us for layer in alone), training, like)
 
 
 def _library_us(text: str, samples: int, dtype: torch.dtype, device: int, training: bool) -> float:
