@@ -34,11 +34,6 @@ class Samples:
     bits: int
     is_odd: bool  # no whole eights
 
-    @classmethod
-    def like(cls, batch: int) -> Samples:
-        bits = max(1, (batch - 1).bit_length())
-        return cls(bits, bits > EIGHT.bit_length() and batch % EIGHT > 0)
-
     @property
     def asked(self) -> int:
         """The number that the choice is made for."""
@@ -48,6 +43,16 @@ class Samples:
         most = 1 << self.bits
         which = ", no multiples of 8" if self.is_odd else ""
         return f"{most // 2 + 1 if self.bits > 1 else 1} to {most} samples{which}"
+
+
+def _likeness(batch: int) -> int:
+    """The same for all numbers of samples that have one choice: a number, as every call asks."""
+    bits = max(1, (batch - 1).bit_length())
+    return 2 * bits + (batch > 2 * EIGHT and batch % EIGHT > 0)
+
+
+def _samples(likeness: int) -> Samples:
+    return Samples(likeness // 2, likeness % 2 > 0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Prediction:
 
 def predicted(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> Prediction:
     """Of a layer's text as the raw ops take it, and a GPU's index."""
-    return _predicted(text, dtype, device, Samples.like(batch), training)
+    return _predicted(text, dtype, device, _likeness(batch), training)
 
 
 def why_batched(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> str | None:
@@ -85,7 +90,8 @@ def why_batched(text: str, dtype: torch.dtype, device: int, batch: int, training
 
 
 @functools.lru_cache(4096)
-def _predicted(text: str, dtype: torch.dtype, device: int, like: Samples, training: bool) -> Prediction:
+def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, training: bool) -> Prediction:
+    like = _samples(likeness)
     samples = like.asked
     asked = [(text, samples)]
     if training:
@@ -100,7 +106,7 @@ def predicted_stack(
     text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
 ) -> Prediction:
     """Of layers one behind another: in runs where there are any, `joined` or not, the others one by one by auto."""
-    return _predicted_stack(text, dtype, device, Samples.like(batch), training, joined)
+    return _predicted_stack(text, dtype, device, _likeness(batch), training, joined)
 
 
 def why_stack_batched(
@@ -119,16 +125,16 @@ def why_any_batched(text: str, dtype: torch.dtype, device: int, training: bool) 
 
 def joined_is_faster(text: str, dtype: torch.dtype, device: int, batch: int) -> bool:
     """Whether layers that are trained one by one are predicted to take less if they are joined than each by auto."""
-    asked = text, dtype, device, Samples.like(batch), True
+    asked = text, dtype, device, _likeness(batch), True
     return _predicted_stack(*asked, True).fused_us < _predicted_stack(*asked, False).fused_us
 
 
 @functools.lru_cache(4096)
 def _predicted_stack(
-    text: str, dtype: torch.dtype, device: int, like: Samples, training: bool, joined: bool
+    text: str, dtype: torch.dtype, device: int, likeness: int, training: bool, joined: bool
 ) -> Prediction:
-    layers = text.split(" | ")
-    alone = [_predicted(layer, dtype, device, like, training) for layer in layers]
+    layers, like = text.split(" | "), _samples(likeness)
+    alone = [_predicted(layer, dtype, device, likeness, training) for layer in layers]
     samples, fused_us, at = like.asked, 0.0, 0
     for begin, end, run in (*runs_on_gpu(text, dtype, device, training, joined), (len(layers), len(layers), "")):
         fused_us += sum(min(layer.fused_us, layer.batched_us) for layer in alone[at:begin])
