@@ -176,8 +176,7 @@ def all_at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, p
 @functools.lru_cache(1024)
 def tensors_of(text: str) -> tuple[int, ...]:
     """How many each layer has"""
-    layers = map(Chain.parse, text.split(" | "))
-    return tuple(layer.weights + layer.bias for layer in layers)
+    return tuple(Chain.parse(layer).tensors for layer in text.split(" | "))
 
 
 @functools.lru_cache(1024)

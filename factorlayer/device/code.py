@@ -99,7 +99,7 @@ def kinds(dtype: str) -> list[str]:
 
 
 def function(head: str, calls: Sequence[str]) -> list[str]:
-    """A function of a kernel's struct of constants, which makes these calls for one layer after another."""
+    """A function of a kernel's struct of constants, which makes these calls one after another."""
     return [f"template <class C> static DEVICE void {head} {{", *(f"  {call}" for call in calls), "}"]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import Long, Told, ask_for, constants, kinds
+from factorlayer.device.code import Long, Told, ask_for, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.passes import scratch_of
@@ -303,6 +303,7 @@ class ChainBackward(BlockSums):
         told |= {"X": "F0::In", "G": f"B{last}::In", "Final": str(back_layouts[0]), "FirstX": "F0"}
         told |= {"FirstG": f"B{last}", "FirstStage": "F0", "AlsoRaw": f"B{last}"}
         tiles = " ".join(f"typename C::template Tiles<D{i}> d{i} = {{}};" for i in range(last + 1))
+        stores = [f"c.template store<D{i}>(sums.d{i});" for i in range(last + 1)]
         return [
             *kinds(self.dtype),
             activation_type("identity", self.dtype, work.scalars),
@@ -310,9 +311,7 @@ class ChainBackward(BlockSums):
             f"template <class C> struct Sums {{ {tiles} }};",
             *_load_weights(self),
             *_walk(self),
-            "template <class C> static DEVICE void store_sums(const C& c, const Sums<C>& sums) {",
-            *(f"  c.template store<D{i}>(sums.d{i});" for i in range(last + 1)),
-            "}",
+            *function("store_sums(const C& c, const Sums<C>& sums)", stores),
         ]
 
 
@@ -350,17 +349,14 @@ def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, follo
 
 
 def _load_weights(plan: ChainBackward) -> list[str]:
-    head = "template <class C> static DEVICE void load_weights(const C& c) {"
-    lines = [head, "  [[maybe_unused]] constexpr int term = 0;"]
+    lines = ["[[maybe_unused]] constexpr int term = 0;"]
     last = len(plan.forward) - 1
     part = plan.back[0].q if plan.parts > 1 else 0
     for i, (_, mode) in enumerate(plan.work.steps):
         names = [f"F{i}"] if i < last else []
         transposed = [f"B{i}"] if i > 0 or plan.places.y else []
-        lines.append("  {")
-        lines += [f"  {line}" for line in load_weight_lines(mode, plan.dtype, names, transposed, "c.term()", part=part)]
-        lines.append("  }")
-    return [*lines, "}"]
+        lines += ["{", *load_weight_lines(mode, plan.dtype, names, transposed, "c.term()", part=part), "}"]
+    return function("load_weights(const C& c)", lines)
 
 
 def _walk(plan: ChainBackward) -> list[str]:
@@ -373,8 +369,7 @@ def _walk(plan: ChainBackward) -> list[str]:
         calls.append(f"c.template learn<D{i}>(sums.d{i}, {state[i]}, {g});")
         if i > 0 or plan.places.y:
             calls += ["c.sync();", f"c.template contract<B{i}, {f'B{i - 1}' if i else 'void'}>({g}, {state[i]}, tile);"]
-    head = "template <class C> static DEVICE void walk(const C& c, Sums<C>& sums, u32 x, u32 g, i64 tile) {"
-    return [head, *(f"  {call}" for call in calls), "}"]
+    return function("walk(const C& c, Sums<C>& sums, u32 x, u32 g, i64 tile)", calls)
 
 
 @functools.lru_cache(512)

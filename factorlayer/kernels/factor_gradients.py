@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from factorlayer.device.code import ELEMENT, constants
+from factorlayer.device.code import ELEMENT, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread
 from factorlayer.kernels.weights import factors
@@ -51,7 +51,7 @@ class FactorGradients(OneSpread):
 
     @property
     def told(self) -> list[str]:
-        calls = ["template <class C> static DEVICE void gradient(const C& c, int at) {", *self._calls(), "}"]
+        calls = function("gradient(const C& c, int at)", list(self._calls()))
         return constants({"Element": ELEMENT[self.dtype], "COUNT": self.weights, "BEGIN": self.begin}) + calls
 
     def _calls(self) -> Iterator[str]:
@@ -62,9 +62,9 @@ class FactorGradients(OneSpread):
                 behind_q, behind_p = behind_q // q, behind_p // p
                 for term in range(self.rank):
                     sizes = [q, p, mode.q, mode.p, behind_q, behind_p, begin + term * mode.q * mode.p, made]
-                    yield f"  c.template part<{', '.join(map(str, sizes))}>(at, [&](int q, int p) {{"
-                    yield from (f"    {line}" for line in _others(mode, j, term))
-                    yield "  });"
+                    yield f"c.template part<{', '.join(map(str, sizes))}>(at, [&](int q, int p) {{"
+                    yield from (f"  {line}" for line in _others(mode, j, term))
+                    yield "});"
                     made += q * p
             begin += self.rank * mode.q * mode.p
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import Long, Told, constants, kinds
+from factorlayer.device.code import Long, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
@@ -330,18 +330,18 @@ def _splits(stage: Stage, out: Layout) -> bool:
 
 
 def _load_weights(plan: Resident) -> list[str]:
-    lines = ["template <class C> static DEVICE void load_weights(const C& c) {"]
+    lines: list[str] = []
     for step, ((_, mode), stage) in enumerate(zip(plan.work.steps, _types(plan), strict=True)):
-        lines.append(f"  for (int term = 0; term < {plan.work.rank}; ++term) {{")
+        lines.append(f"for (int term = 0; term < {plan.work.rank}; ++term) {{")
         term, parts = ("blockIdx.y", 1) if plan.work.terms > 1 else ("term", 1)
         if plan.parts > 1 and step == 0:
             term, parts = "blockIdx.y", plan.parts
         stages: tuple[list[str], list[str]] = ([stage], [])
         if plan.work.transposed:
             mode, stages = Mode(tuple((weight, p, q) for weight, q, p in mode.parts)), ([], [stage])
-        lines += [f"    {line}" for line in load_weight_lines(mode, plan.work.dtype, *stages, term, parts)]
-        lines.append("  }")
-    return [*lines, "}"]
+        lines += [f"  {line}" for line in load_weight_lines(mode, plan.work.dtype, *stages, term, parts)]
+        lines.append("}")
+    return function("load_weights(const C& c)", lines)
 
 
 def load_weight_lines(
@@ -387,29 +387,24 @@ def _stages(plan: Resident) -> list[str]:
             calls.append(f"c.template sandwich<S{i}, {following}>({state}, tile);")
         else:
             calls.append(f"c.template stage<S{i}, {following}>(term, {state}, tile);")
-    head = "template <class C> static DEVICE void stages(const C& c, u32 slot, i64 tile) {"
+    head = "stages(const C& c, u32 slot, i64 tile)"
     if plan.work.rank == 1:
-        return [head, "  [[maybe_unused]] constexpr int term = 0;", *(f"  {call}" for call in calls), "}"]
+        return function(head, ["[[maybe_unused]] constexpr int term = 0;", *calls])
     if not plan.last.mt:  # the only stage, by threads
         apart = plan.held_bytes if plan.work.apart else 0
         to = "c.template out_address<S0>(slot)"
-        return [
-            head,
-            f"  c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, slot, {to}, tile * UNITS);",
-            "  c.template end_stage<void>(0);",
-            "}",
-        ]
-    return [
-        head,
-        f"  typename C::template Sums<S{last}> y = {{}};",
-        f"  for (int term = 0; term < {plan.work.rank}; ++term) {{",
-        f"    const u32 state = slot{' + term * kHeldBytes' if plan.work.apart else ''};",
-        *(f"    {call}" for call in calls[:-1]),
-        f"    if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
-        "    c.sync();",
-        "  }",
-        f"  const u32 to = c.template out_address<S{last}>(slot);",
-        f"  if (c.warp < S{last}::TILES) c.template write<S{last}, true>(y, c.warp, to, tile * UNITS);",
-        "  c.template end_stage<void>(0);",
+        by_threads = f"c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, slot, {to}, tile * UNITS);"
+        return function(head, [by_threads, "c.template end_stage<void>(0);"])
+    lines = [
+        f"typename C::template Sums<S{last}> y = {{}};",
+        f"for (int term = 0; term < {plan.work.rank}; ++term) {{",
+        f"  const u32 state = slot{' + term * kHeldBytes' if plan.work.apart else ''};",
+        *(f"  {call}" for call in calls[:-1]),
+        f"  if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
+        "  c.sync();",
         "}",
+        f"const u32 to = c.template out_address<S{last}>(slot);",
+        f"if (c.warp < S{last}::TILES) c.template write<S{last}, true>(y, c.warp, to, tile * UNITS);",
+        "c.template end_stage<void>(0);",
     ]
+    return function(head, lines)

@@ -53,7 +53,7 @@ class ResidentStack(Resident):
 
     def first(self, i: int) -> int:
         """The first of the parameters that is layer i's; behind all layers, the first of the states'."""
-        return sum(map(_tensors, self.layers[:i]))
+        return sum(layer.tensors for layer in self.layers[:i])
 
     @functools.cached_property
     def bias_places(self) -> tuple[int, ...]:
@@ -160,11 +160,6 @@ def _tensor(i: int) -> str:
     return f"static_cast<const Element*>(c.params.weights[{i}])"
 
 
-def _tensors(chain: Chain) -> int:
-    """Parameters of a layer: its weight, those of its activation, and its bias."""
-    return chain.weights + chain.bias
-
-
 @functools.lru_cache(512)
 def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> ResidentStack | None:
     """The fastest tiling by prediction, or None where this family has no kernel."""
@@ -179,7 +174,7 @@ def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, states: bo
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[ResidentStack]:
     if (gpu.wgmma and dtype not in ("float32", "float64")) or not all(layer.is_dense for layer in layers):
         return
-    if sum(_tensors(layer) + states for layer in layers) > MOST_TENSORS:
+    if sum(layer.tensors + states for layer in layers) > MOST_TENSORS:
         return
     work, size = _work(layers, dtype), ELEMENT_BYTES[dtype]
     if sum(mode.p * mode.q for _, mode in work.steps) * size > gpu.shared:
@@ -212,7 +207,7 @@ def _work(layers: Sequence[Chain], dtype: str) -> Work:
     for layer in layers:
         (c,) = layer.contractions
         steps.append((0, Mode(((at, c.q, c.p),))))
-        at += _tensors(layer)
+        at += layer.tensors
     return Work(1, (layers[0].in_features,), 1, tuple(steps), dtype)
 
 

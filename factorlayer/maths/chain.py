@@ -148,6 +148,11 @@ class Chain:
         return len(self.contractions) + self.parameters
 
     @property
+    def tensors(self) -> int:
+        """Those that a layer has: weights, parameters, and a bias."""
+        return self.weights + self.bias
+
+    @property
     def in_features(self) -> int:
         if not self.contractions:
             return self.slope or self.through or self.sums or math.prod(self.turn or ())

@@ -121,11 +121,11 @@ class Dense(Pass):
     @property
     def tensors(self) -> int:
         """Weights, parameters of activations, and biases."""
-        return sum(map(_tensors, self.layers))
+        return sum(layer.tensors for layer in self.layers)
 
     def first(self, i: int) -> int:
         """The first of the parameters that is layer i's."""
-        return sum(map(_tensors, self.layers[:i]))
+        return sum(layer.tensors for layer in self.layers[:i])
 
     @property
     def units_per_sample(self) -> int:
@@ -252,11 +252,6 @@ class Dense(Pass):
         return head + ends + function("load_weights(const C& c)", self.loading())
 
 
-def _tensors(chain: Chain) -> int:
-    """Parameters of a layer: its weight, those of its activation, and its bias."""
-    return 1 + chain.parameters + chain.bias
-
-
 def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Dense | None:
     """The tiling with as many warpgroups as fit; None where this family has no kernel."""
     return next(tilings(layers, dtype, batch, gpu, states), None)
@@ -269,7 +264,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
         c = chain.contractions[0]
         if not chain.is_dense or max(c.p, c.q) > WIDEST:
             return
-    if sum(_tensors(chain) + states for chain in layers) > MOST_TENSORS:
+    if sum(chain.tensors + states for chain in layers) > MOST_TENSORS:
         return
     for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
         plan = Dense(tuple(layers), dtype, groups, gpu, states=states, packs=packs)
