@@ -1,7 +1,8 @@
 """Runs compute-sanitizer over tiny cases: python tests/gpu/sanitize.py [memcheck racecheck initcheck synccheck]
 
-A process for each tool; each runs every case of this file's list through the fused implementation and compares the
-outputs. A line sums up what each tool found; the exit code is 1 if that is anything, or if a tool could not do it.
+Each tool has a few processes, all at once, that share the cases of this file's list: a process runs its own through the
+fused implementation and compares the outputs. A line sums up what each tool found; the exit code is 1 if that is
+anything, or if a tool could not do it.
 
 No kernels run but those under test: inputs are made on the CPU and copied, outputs are copied back and compared there.
 So initcheck sees memory that a kernel left unwritten, and nothing of PyTorch's. Each tensor has an allocation of its
@@ -17,6 +18,7 @@ and what another one writes there. For these the emulator has to do as well.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +60,7 @@ TOOLS = {
     "synccheck": ["--num-cuda-barriers", "8192"],
 }
 MOST_SECONDS = 540  # for a tool
+SHARES = 4  # processes of a tool
 FOUND = 86  # the exit code that a finding makes
 DONE = "cases ran and were right"
 
@@ -89,6 +93,7 @@ TRAINED = [
     ("kronecker", "3x2 12x16 32x24", 72, "bfloat16"),
     ("kronecker", "3x5 24x32 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
+    ("kronecker", "8x5 4x6 96x80 3x7", 4, "tf32 bfloat16", 2),
     ("monarch", "4x192 192x4", 192, "tf32", 48),
     ("monarch", "5x9 9x60", 70, "float16", 5),
     ("monarch", "16 56", 70, "float32 float64"),
@@ -105,6 +110,8 @@ BLOCKS = [
     ("63 250 12", "elu", 300, "bfloat16", True),
     ("13 300 40", "silu", 200, "bfloat16", False),
     ("48 264 256 12", "elu", 200, "tf32", False),
+    ("10 59 59 8", "silu", 150, "float64", True),
+    ("1 73 73 73 1", "elu", 150, "float32", True),
 ]
 
 
@@ -120,40 +127,57 @@ def main(tools: list[str]) -> int:
     with tempfile.TemporaryDirectory() as cache:
         # Memory checks want PyTorch to hand out each tensor by cudaMalloc.
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FACTORLAYER_CACHE": cache}
-        child = [sys.executable, str(HERE), "child"]
-        compiling = [*child, "none"]
-        plain = subprocess.run(compiling, env=environment, capture_output=True, text=True, check=False)
-        if plain.returncode or DONE not in plain.stdout:
-            print(f"without a tool: failed\n{plain.stdout}{plain.stderr}")
+        compiling = in_shares([], "none", os.cpu_count() or 1, environment)
+        if failed := [done.stdout + done.stderr for done in compiling if done.returncode or counted(done) is None]:
+            print("without a tool: failed", *failed, sep="\n")
             return 1
-        print(f"without a tool: {plain.stdout.strip().splitlines()[-1]}", flush=True)
-        clean = [check(tool, [sanitizer, "--tool", tool], child, environment) for tool in tools or TOOLS]
+        print(f"without a tool: {sum(map(counted, compiling))} {DONE}", flush=True)
+        with ThreadPoolExecutor(len(TOOLS)) as pool:
+            clean = pool.map(lambda tool: check(tool, [sanitizer, "--tool", tool], environment), tools or TOOLS)
     return 0 if all(clean) else 1
 
 
-def check(tool: str, command: list[str], child: list[str], environment: dict[str, str]) -> bool:
-    command = [*command, *TOOLS[tool], "--error-exitcode", str(FOUND), "--print-limit", "20", *child, tool]
+def in_shares(
+    command: list[str], tool: str, shares: int, environment: dict[str, str]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Children under a command, at once; each runs every so many-th case. Raises TimeoutExpired."""
+
+    def child(i: int) -> subprocess.CompletedProcess[str]:
+        one = [*command, sys.executable, str(HERE), "child", tool, str(i), str(shares)]
+        return subprocess.run(one, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)
+
+    with ThreadPoolExecutor(shares) as pool:
+        return list(pool.map(child, range(shares)))
+
+
+def counted(done: subprocess.CompletedProcess[str]) -> int | None:
+    """Cases that a child ran, if all were right."""
+    ran = re.findall(rf"(\d+) {DONE}", done.stdout)
+    return int(ran[-1]) if ran else None
+
+
+def check(tool: str, command: list[str], environment: dict[str, str]) -> bool:
+    command = [*command, *TOOLS[tool], "--error-exitcode", str(FOUND), "--print-limit", "20"]
     begun = time.monotonic()
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
-        )
+        shares = in_shares(command, tool, SHARES, environment)
     except subprocess.TimeoutExpired:
         print(f"{tool}: not done after {MOST_SECONDS} s", flush=True)
         return False
-    output = done.stdout + done.stderr
-    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
-    nothing = bool(summaries) and all(re.search(r"SUMMARY: 0 (errors|hazards)", summary) for summary in summaries)
-    ran = re.findall(rf"\d+ {DONE}", output)
-    clean = done.returncode == 0 and nothing and bool(ran)
-    what = ran[-1] if ran else "the cases did not run to their end"
+    outputs = [done.stdout + done.stderr for done in shares]
+    summaries = [re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output) for output in outputs]
+    found = [line for lines in summaries for line in lines if not re.search(r"SUMMARY: 0 (errors|hazards)", line)]
+    counts = [counted(done) for done in shares]
+    clean = all(summaries) and not found and None not in counts and not any(done.returncode for done in shares)
+    codes = ", ".join(str(done.returncode) for done in shares)
+    what = "the cases did not run to their end" if None in counts else f"{sum(filter(None, counts))} {DONE}"
     print(
-        f"{tool}: {'clean' if clean else 'FAILED'}, {what}, {'; '.join(summaries) or 'no summary'}, "
-        f"exit code {done.returncode}, {time.monotonic() - begun:.0f} s",
+        f"{tool}: {'clean' if clean else 'FAILED'}, {what}, {'; '.join(found) or 'nothing found'}, "
+        f"exit codes {codes}, {time.monotonic() - begun:.0f} s",
         flush=True,
     )
     if not clean:
-        print(f"{output[:6000]}\n...\n{output[-6000:]}", flush=True)
+        print(*(f"{output[:6000]}\n...\n{output[-6000:]}" for output in outputs), sep="\n", flush=True)
     return clean
 
 
@@ -239,12 +263,12 @@ def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: s
     return [y.detach(), *(torch.autograd.grad(y, leaves, grad_y) if case.trained else ())]
 
 
-def run_cases(tool: str) -> int:
-    """The child: all cases that the tool can judge, each compared with naive in float64."""
+def run_cases(tool: str, share: int, shares: int) -> int:
+    """A child: of the cases that the tool can judge its own, each compared with naive in float64."""
     tolerances = {"float64": 1e-13, "float32": 1e-5, "tf32": 4e-3, "bfloat16": 3e-2, "float16": 4e-3}
     count, wrong = 0, []
     major, minor = torch.cuda.get_device_capability()
-    for case in cases():
+    for case in itertools.islice(cases(), share, None, shares):
         if not can_judge(tool, case, Gpu.of(major * 10 + minor)):
             continue
         generator = torch.Generator().manual_seed(count)
@@ -268,4 +292,4 @@ def run_cases(tool: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cases(sys.argv[2]) if sys.argv[1:2] == ["child"] else main(sys.argv[1:]))
+    sys.exit(run_cases(sys.argv[2], *map(int, sys.argv[3:])) if sys.argv[1:2] == ["child"] else main(sys.argv[1:]))
