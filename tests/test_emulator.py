@@ -24,7 +24,7 @@ from factorlayer.activations.tracing import trace
 from factorlayer.autograd import backward
 from factorlayer.autograd.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels import gradient
+from factorlayer.kernels import gradient, tiling
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import (
@@ -478,6 +478,39 @@ def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emu
     assert isinstance(first, Resident) and isinstance(last, Resident)
     rank = case.spec.rank
     assert (first.work.terms, first.work.apart, last.work.rank, last.work.apart) == (rank, False, rank, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "slots"),
+    [
+        (Case(kronecker((6, 5, 12), (6, 5, 12), rank=2), "float32", 9, LARGE), 1, 1),
+        (Case(kronecker((48, 24), (24, 24), rank=3), "float32", 9, LARGE), 1, 2),  # by the copy engine
+        (Case(kronecker((7, 41, 3), (2, 41, 2), rank=3), "float64", 9, LARGE, 80), 1, 1),  # by threads
+        (Case(kronecker((5, 24, 16), (5, 24, 16), rank=2), "tf32", 9, LARGE), 2, 1),
+        (Case(kronecker((6, 8, 8, 8), (6, 8, 8, 8), rank=2), "float16", 5, LARGE), 2, 2),  # scaled
+        (Case(kronecker((20, 8, 10, 6), (20, 8, 10, 6), rank=3), "bfloat16", 3, LARGE), 3, 1),
+    ],
+    ids=str,
+)
+def test_a_block_makes_the_states_of_all_terms(case: Case, count: int, slots: int, emulator: Emulator) -> None:
+    """In the first of two passes, of so many stages: with the result in place of a stage's state, and beside all."""
+    run, gpu, right = prepare(case, emulator), Gpu.of(case.architecture), None
+    for works in cuts(case.plan.chain, case.dtype):
+        if len(works) != 2 or len(works[0].steps) != count:
+            continue
+        tilings = tiling.candidates(works[0], case.planned, gpu)
+        found = (Resident(*fields) for _, fields, _ in sorted(tilings, key=lambda candidate: candidate[0]))
+        first = next((p for p in found if (p.made, p.slots) == (case.spec.rank, slots)), None)
+        last = tiling.tile(works[1], case.planned, gpu)
+        if first is None or last is None:
+            continue
+        both = Plan(case.plan.chain, case.dtype, case.planned, gpu, (first, last))
+        y, errors = emulator.run(both, emulator.compile(both), run.x, run.weights, run.bias, case.processors)
+        assert not errors, both
+        right = run.right()
+        distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
+        assert distance <= 2 * EPS[case.dtype] * len(case.spec.contractions) * np.linalg.norm(right), both
+    assert right is not None
 
 
 @pytest.mark.parametrize(

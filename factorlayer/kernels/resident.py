@@ -33,6 +33,7 @@ class Resident(OfWork):
     stages: Stages
     chunk: int  # of inner
     split: int = field()  # blocks for a unit: one for each term, or for each part of the q of what is contracted first
+    made: int  # states that a block makes of a unit, one for each term
     units: int
     warps: int
     groups: int
@@ -72,12 +73,17 @@ class Resident(OfWork):
     @property
     def parts(self) -> int:
         """Parts of the first mode's q, which is contracted first then."""
-        return self.split // self.work.terms
+        return self.split * self.made // self.work.terms
+
+    @property
+    def terms(self) -> int:
+        """Terms whose weights a block has: they are summed, or have a state each."""
+        return self.work.rank * self.made
 
     @property
     def held_bytes(self) -> int:
         """Bytes of one state in a slot."""
-        return memory_of(self.stages, self.work.rank, self.in_place)[0]
+        return memory_of(self.stages, self.terms, self.in_place)[0]
 
     @property
     def slot_bytes(self) -> int:
@@ -87,7 +93,12 @@ class Resident(OfWork):
     def side_bytes(self) -> tuple[int, int]:
         """Buffers beside the slots: states of odd number, and with several terms, which need their input again, those
         of even number too."""
-        return memory_of(self.stages, self.work.rank, self.in_place)[1:]
+        return memory_of(self.stages, self.terms, self.in_place)[1:]
+
+    @property
+    def result_apart(self) -> bool:
+        """Whether a stage before the last one, which ends with a barrier, leaves the result before it where it is."""
+        return len(self.stages) > 1 and self.offset(len(self.stages)) != self.offset(1)
 
     @property
     def group_bytes(self) -> int:
@@ -95,7 +106,7 @@ class Resident(OfWork):
 
     @property
     def weight_bytes(self) -> int:
-        return round_up(sum(stage.weight_bytes for stage in self.stages) * self.work.rank, 128)
+        return round_up(sum(stage.weight_bytes for stage in self.stages) * self.terms, 128)
 
     @property
     def barrier_bytes(self) -> int:
@@ -103,7 +114,7 @@ class Resident(OfWork):
         return round_up(self.scale_offset(len(self.work.steps)), 128)
 
     def scale_offset(self, step: int) -> int:
-        return 8 * self.slots * self.groups + scales_of(self.work) * step
+        return 8 * self.slots * self.groups + scales_of(self.work, self.terms) * step
 
     @property
     def shared(self) -> int:
@@ -140,7 +151,7 @@ class Resident(OfWork):
 
     def offset(self, state: int) -> int:
         """The place of a state in the group's memory; -1 is the slot."""
-        if self.in_place or state == 0 or (state % 2 == 0 and self.work.rank == 1):
+        if self.in_place or state == 0 or (state % 2 == 0 and self.terms == 1):
             return -1
         return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0])
 
@@ -151,6 +162,7 @@ class Resident(OfWork):
             f"{'in place, ' if self.in_place else ''}{self.shared} bytes of shared memory; {stages}"
             + (f"; the first q in {self.parts} parts" if self.parts > 1 else "")
             + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
+            + (" by each block" if self.made > 1 else "")
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
@@ -164,7 +176,7 @@ class Resident(OfWork):
         load_run, store_run = (_run(self, layouts[-out], regions[out]) for out in (False, True))
         split_step = math.prod(work.states[-1]) // self.parts * work.inner if self.parts > 1 else 0
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
-        told |= {"RANK": work.rank}
+        told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart}
         told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.offset(len(stages))}
         told |= {key: _access(self, layouts[-out], regions[out]) for key, out in (("COPY", False), ("STORE", True))}
         told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
@@ -176,7 +188,7 @@ class Resident(OfWork):
         weight_at = 0
         for i, stage in enumerate(stages):
             told[f"S{i}"] = _stage_type(self, i, layouts[i], layouts[i + 1], weight_at)
-            weight_at += stage.weight_bytes * work.rank
+            weight_at += stage.weight_bytes * self.terms
         told |= {"FirstStage": "S0::First" if isinstance(stages[0], Sandwich) else "S0", "AlsoRaw": "void"}
         told |= {"First": "FirstStage::In", "Final": str(layouts[-1])}
         activation = activation_type(work.activation, work.dtype, work.scalars)
@@ -251,7 +263,7 @@ def _stage_type(plan: Resident, i: int, layout: Layout, following: Layout, weigh
     if isinstance(stage, Sandwich):
         first = _single_type(plan, stage.first, i, step, layout, following, weight)
         second = _single_type(
-            plan, stage.second, i, step + 1, layout, following, weight + stage.first.weight_bytes, True
+            plan, stage.second, i, step + 1, layout, following, weight + stage.first.weight_bytes * plan.terms, True
         )
         return f"Sandwich<{first}, {second}>"
     return _single_type(plan, stage, i, step, layout, following, weight)
@@ -266,9 +278,9 @@ def is_scaled(dtype: str, mode: Mode) -> bool:
     return dtype == "float16" and len(mode.parts) > 1
 
 
-def scales_of(work: Work) -> int:
+def scales_of(work: Work, terms: int) -> int:
     """Bytes of the scales of a step: one for each term."""
-    return SCALE_BYTES * (work.rank if any(is_scaled(work.dtype, mode) for _, mode in work.steps) else 1)
+    return SCALE_BYTES * (terms if any(is_scaled(work.dtype, mode) for _, mode in work.steps) else 1)
 
 
 def _single_type(
@@ -332,8 +344,8 @@ def _splits(stage: Stage, out: Layout) -> bool:
 def _load_weights(plan: Resident) -> list[str]:
     lines: list[str] = []
     for step, ((_, mode), stage) in enumerate(zip(plan.work.steps, _types(plan), strict=True)):
-        lines.append(f"for (int term = 0; term < {plan.work.rank}; ++term) {{")
-        term, parts = ("blockIdx.y", 1) if plan.work.terms > 1 else ("term", 1)
+        lines.append(f"for (int term = 0; term < {plan.terms}; ++term) {{")
+        term, parts = ("blockIdx.y", 1) if plan.work.terms > plan.made else ("term", 1)
         if plan.parts > 1 and step == 0:
             term, parts = "blockIdx.y", plan.parts
         stages: tuple[list[str], list[str]] = ([stage], [])
@@ -384,12 +396,12 @@ def _stages(plan: Resident) -> list[str]:
     for i, stage in enumerate(plan.stages):
         following = f"S{i + 1}" if i < last else "void"
         if isinstance(stage, Sandwich):
-            calls.append(f"c.template sandwich<S{i}, {following}>({state}, tile);")
+            calls.append(f"c.template sandwich<S{i}, {following}>(term, {state}, tile);")
         else:
             calls.append(f"c.template stage<S{i}, {following}>(term, {state}, tile);")
-    head = "stages(const C& c, u32 slot, i64 tile)"
     if plan.work.rank == 1:
-        return function(head, ["[[maybe_unused]] constexpr int term = 0;", *calls])
+        return function("stages(const C& c, int term, u32 slot, i64 tile)", calls)
+    head = "stages(const C& c, int, u32 slot, i64 tile)"
     if not plan.last.mt:  # the only stage, by threads
         apart = plan.held_bytes if plan.work.apart else 0
         to = "c.template out_address<S0>(slot)"

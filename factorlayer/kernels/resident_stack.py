@@ -146,7 +146,7 @@ class ResidentStack(Resident):
                 state = self.first(len(self.layers)) + i
                 calls.append(f"  c.template keep_state<{self._state(i)}>({state} + i, tile, to);")
             calls += ["  free = from, from = to, to = free;", "}"]
-        return function("stages(const C& c, u32 slot, i64 tile)", calls)
+        return function("stages(const C& c, int, u32 slot, i64 tile)", calls)
 
     def _state(self, i: int) -> str:
         """How what layer i makes lies in memory and in shared memory, and bytes of one access."""
@@ -197,7 +197,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 groups = min(room // (slots * slot + side), fit, 16 if warps > 1 else 32)
                 if groups < 1:
                     continue
-                fields = work, stages, 1, 1, samples, warps, groups, slots, in_place, gpu, 0.0
+                fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, gpu, 0.0
                 plan = ResidentStack(*fields, layers=tuple(layers), states=states)
                 yield replace(plan, us=_time(plan, batch))
 

@@ -74,7 +74,8 @@ def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
     for order in _orders(work):
         for split in _splits(order, batch, gpu):
             for chunk in chunks_of(order):
-                yield from _tilings(order, chunk, split, batch, gpu)
+                for made in _made(order):
+                    yield from _tilings(order, chunk, split, made, batch, gpu)
 
 
 def _orders(work: Work) -> Iterator[Work]:
@@ -122,17 +123,25 @@ def _splits(work: Work, batch: int, gpu: Gpu) -> Iterator[int]:
         yield from itertools.islice((d for d in parts if whole // d < gpu.shared * 3 // 4), 4)
 
 
-def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
-    states, blocks = work.states_of(split), split * work.terms  # for a unit
+def _made(work: Work) -> tuple[int, ...]:
+    """Terms whose states a block makes of one x: one, of which other blocks read the same x, or all."""
+    return (1, work.terms) if work.terms > 1 and not work.apart else (1,)
+
+
+def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+    states, blocks, terms = work.states_of(split), split * work.terms // made, work.rank * made  # for a unit
     unit_in, unit_out = math.prod(states[0]) * chunk, math.prod(states[-1]) * chunk
     unit_in *= work.held
     unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
+    unit_out *= made
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
-    room = gpu.shared - work.rank * size * weights
-    beside = MOST_BESIDE + (scales_of(work) - SCALE_BYTES) * len(work.steps)
+    room = gpu.shared - terms * size * weights
+    beside = MOST_BESIDE + (scales_of(work, terms) - SCALE_BYTES) * len(work.steps)
     total = batch * work.outer * -(-work.inner // chunk)
     run = chunk * size if chunk < work.inner else 128
-    memory = (unit_in + unit_out) * size / gpu.memory_bytes * (1 + 11 / run)  # short runs cost more
+    same = 1 if work.apart else work.terms // made  # blocks that read one x, which L2 has for all but one
+    of_x = unit_in / same * (1 / gpu.memory_bytes + (same - 1) / gpu.l2_bytes)
+    memory = (of_x + unit_out / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
     for warps, fewer in itertools.product((1, 2, 4, 8, 16), (1, 4, 16) if work.rank > 1 else (1,)):
         units = units_of(unit, warps, total)
         if fewer > 1 and units % fewer:  # of a sum, a warp holds all its share: it may have to be a smaller one
@@ -147,18 +156,18 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
         for most in MOST_TILES:
             if largest <= most:  # fewer tiles leave what was found before as it is
                 continue
-            schemes = list(_schemes(work, chunk, split, units, warps, most, gpu))
+            schemes = list(_schemes(work, chunk, split, made, units, warps, most, gpu))
             largest = max((stage.sums for _, stages in schemes for stage in stages), default=0)
             for in_place, stages in schemes:
                 if (in_place, stages) in seen:
                     continue
                 seen.append((in_place, stages))
-                fields = (work, stages, chunk, blocks, units, warps)
-                busy = sum(stage.time(warps, gpu) for stage in stages) * work.rank + move
+                fields = (work, stages, chunk, blocks, made, units, warps)
+                busy = sum(stage.time(warps, gpu) for stage in stages) * terms + move
                 plain = [stage for stage in stages if isinstance(stage, Stage)]
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
-                weight_bytes = sum(stage.weight_bytes for stage in stages) * work.rank
-                slot, *sides = memory_of(stages, work.rank, in_place)
+                weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
+                slot, *sides = memory_of(stages, terms, in_place)
                 slot *= work.held
                 fit = warps_that_fit(work, stages)
                 for slots in (2, 1):
@@ -168,14 +177,14 @@ def _tilings(work: Work, chunk: int, split: int, batch: int, gpu: Gpu) -> Iterat
                         continue
                     tiles = -(-total // units)
                     groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
-                    barriers = (len(stages) * (2 if in_place else 1) + 2) * work.rank
+                    barriers = (len(stages) * (2 if in_place else 1) + 2) * terms
                     # Without a slot or a result of its own, a tile waits for the one before it to leave.
                     ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
                     if odd:
-                        busy = work.rank * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
+                        busy = terms * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
                     many = warps, groups, ahead, tiles, blocks, gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
-                    begin = weight_bytes / 59e3 + waits_for_weights(work, 32 * warps * groups, gpu)
+                    begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
                     yield us, (*fields, groups, slots, in_place, gpu, us), (*of_tile, begin)
                     if slots == 2 and groups * warps >= fit:
@@ -254,9 +263,9 @@ def units_of(unit: int, warps: int, total: int) -> int:
 
 
 def _schemes(
-    work: Work, chunk: int, split: int, units: int, warps: int, most: int, gpu: Gpu
+    work: Work, chunk: int, split: int, made: int, units: int, warps: int, most: int, gpu: Gpu
 ) -> Iterator[tuple[bool, Stages]]:
-    for in_place in (False, True):
+    for in_place in (False, True) if made == 1 else (False,):
         stages = _stages(work, chunk, split, units, warps, most, in_place, gpu)
         if stages is not None:
             yield in_place, stages

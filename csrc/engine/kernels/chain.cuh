@@ -14,7 +14,8 @@
 //        FirstStage, AlsoRaw (another one that reads what came from memory, or void), First (its layout), Final (of the
 //        result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages(); RANK, terms that are summed; TERM_IN and
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
-//        states in a slot, kHeldBytes apart
+//        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first of
+//        several stages does not write where the result is
 #pragma once
 #include "move/tiles.cuh"
 #include "multiply/mma.cuh"
@@ -407,14 +408,14 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   // Sums to the state that comes out: [q, c] of rows of c's, or, by columns, [o, q, i]. The place of a sum there is that of its row
   // o, plus that of its q, a constant apart from one to the next, plus that of its i.
-  template <class S, bool LAST> DEVICE void write(Sums<S>& y, int tile, u32 to, i64 unit) const {
+  template <class S, bool LAST> DEVICE void write(Sums<S>& y, int tile, u32 to, i64 unit, int term = 0) const {
     using Out = typename S::Out;
     auto [row, o, i] = corner<S>(tile);
     if constexpr (!S::SPLITS) stay_here(row, o);
     row += lane.g, i += lane.t * 2;
     constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK == 1;  // what is summed of several terms is scaled back by then
     [[maybe_unused]] float scale = 1;
-    if constexpr (kScaled) scale = kept_scale<S>(0);
+    if constexpr (kScaled) scale = kept_scale<S>(term);
     // Two neighbours, the second `further` elements behind the first one's place; `begin` is where their row begins in the state
     // that comes out, and they are the r-th and c-th of it.
     const auto put = [&](int m, int n, int h, u32 place, int further, const Finish<LAST>& finish, int r, int c, bool second_there) {
@@ -543,34 +544,34 @@ template <class Pass> struct Chain : Tiles<Pass> {
       Sums<S> y = {};
       if (warp < S::TILES) make<S>(y, warp, term, slot);
       sync();
-      if (warp < S::TILES) write<S, is_void<NEXT>>(y, warp, to, tile_index * Pass::UNITS);
+      if (warp < S::TILES) write<S, is_void<NEXT>>(y, warp, to, tile_index * Pass::UNITS, term);
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
         make<S>(y, tile, term, slot);
-        write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
+        write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS, term);
       }
     }
     end_stage<NEXT>(to);
   }
 
-  template <class S, class NEXT> DEVICE void sandwich(u32 slot, i64 tile_index) const {
+  template <class S, class NEXT> DEVICE void sandwich(int term, u32 slot, i64 tile_index) const {
     using A = typename S::First;
     using B = typename S::Second;
     const u32 state = in_address<A>(slot), to = out_address<B>(slot);
     ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
       constexpr int kTiles = A::Q / (A::MT * 16);  // of one row
-      const u32 a = weight_address<A>(0) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
+      const u32 a = weight_address<A>(term) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
                     Math::template lane_row_a<A::W_STRIDE>(lane);
       const u32 x = state + tile / kTiles * A::In::ROW * kSize + Math::template lane_b_by_n<A::In::STEP>(lane);
-      const u32 b = weight_address<B>(0) + Math::template lane_row_b<B::W_STRIDE>(lane);
+      const u32 b = weight_address<B>(term) + Math::template lane_row_b<B::W_STRIDE>(lane);
       Sums<B> y = {};
       ROLL for (int column = 0; column < A::I; column += A::NT * 8) {
         Sums<A> t = {};
         u32 from[A::NT];
         UNROLL for (int n = 0; n < A::NT; ++n) from[n] = x + (column + n * 8) * kSize;
         all_steps<A, A::W_STRIDE>(t, a, from);
-        if constexpr (A::SCALE >= 0) scale_back<A>(t, 0);
+        if constexpr (A::SCALE >= 0) scale_back<A>(t, term);
         UNROLL for (int k = 0; k < A::NT * 8; k += Math::kStep) {
           typename Math::A left[A::MT];
           typename Math::B right[B::NT];
@@ -580,16 +581,16 @@ template <class Pass> struct Chain : Tiles<Pass> {
             UNROLL for (int n = 0; n < B::NT; ++n) Math::template multiply<Math::kStep>(y[m][n], left[m], right[n]);
         }
       }
-      write<B, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
+      write<B, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS, term);
     }
     end_stage<NEXT>(to);
   }
 
-  // The result to memory
-  DEVICE void store(i64 tile, u32 slot) const {
+  // The result to memory: that of a block's term, or of all its terms one after another
+  DEVICE void store(int term, i64 tile, u32 slot) const {
     const u32 from = Pass::FINAL < 0 ? slot : memory + Pass::FINAL;
     Element* y = static_cast<Element*>(params.y) + i64(blockIdx.y) * Pass::SPLIT_STEP;
-    if constexpr (Pass::TERM_OUT > 0) y += i64(blockIdx.y) * params.batch * Pass::TERM_OUT;
+    if constexpr (Pass::TERM_OUT > 0) y += (i64(blockIdx.y) + term) * params.batch * Pass::TERM_OUT;
     if constexpr (Pass::BULK_STORE) {
       if (warp == 0) store_runs(tile * Pass::UNITS, from, y);
     } else {
@@ -642,9 +643,16 @@ template <class Pass> struct Chain : Tiles<Pass> {
           zero_padding<typename Pass::FirstStage>(slot_address(slot) + held * Pass::kHeldBytes);
         sync();
       }
-      Pass::stages(*this, slot_address(slot), tile);
-      if constexpr (Pass::FINAL >= 0) load(tile + Pass::SLOTS * step, tiles, slot);
-      store(tile, slot_address(slot));
+      ROLL for (int term = 0; term < Pass::MADE; ++term) {
+        if (term > 0) {
+          finish_store();
+          if constexpr (!Pass::RESULT_APART) sync();
+        }
+        Pass::stages(*this, term, slot_address(slot), tile);
+        if constexpr (Pass::FINAL >= 0)
+          if (term == Pass::MADE - 1) load(tile + Pass::SLOTS * step, tiles, slot);
+        store(term, tile, slot_address(slot));
+      }
       last = slot;
       if (++slot == Pass::SLOTS) slot = 0, phase ^= 1;
     }
