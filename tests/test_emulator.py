@@ -472,7 +472,7 @@ def run_with_less_memory(case: Case, shared: int, emulator: Emulator) -> Plan:
     ids=str,
 )
 def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emulator) -> None:
-    shared = 8000 if case.spec.in_factors == (8, 8, 8) else 12000 if case.dtype == "float32" else 24000
+    shared = 6000 if case.spec.in_factors == (8, 8, 8) else 12000 if case.dtype == "float32" else 24000
     found = run_with_less_memory(case, shared, emulator)
     first, *_, last = found.passes
     assert isinstance(first, Resident) and isinstance(last, Resident)
@@ -511,6 +511,32 @@ def test_a_block_makes_the_states_of_all_terms(case: Case, count: int, slots: in
         distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
         assert distance <= 2 * EPS[case.dtype] * len(case.spec.contractions) * np.linalg.norm(right), both
     assert right is not None
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        (Case(kronecker((20, 24), (20, 24)), "bfloat16", 40, LARGE), 2),
+        (Case(kronecker((20, 24), (20, 24), rank=2), "bfloat16", 40, LARGE), 2),
+        (Case(kronecker((48, 3, 8), (48, 3, 8)), "float32", 20, LARGE), 2),  # loaded by the copy engine
+        (Case(kronecker((7, 5, 18), (9, 5, 18)), "float64", 9, LARGE, 80), 3),
+        (Case(kronecker((6, 5, 18, 9), (6, 5, 18, 9)), "float16", 5, LARGE), 4),
+    ],
+    ids=str,
+)
+def test_x_may_be_alone_in_its_slot(case: Case, count: int, emulator: Emulator) -> None:
+    """With so many stages. The next tile is loaded behind the first one."""
+    run, gpu = prepare(case, emulator), Gpu.of(case.architecture)
+    works = (works[0] for works in cuts(case.plan.chain, case.dtype) if len(works) == 1)
+    tilings = (each for work in works for each in tiling.candidates(work, case.planned, gpu))
+    found = (Resident(*fields) for _, fields, _ in sorted(tilings, key=lambda candidate: candidate[0]))
+    alone = next(p for p in found if (p.alone, p.slots, len(p.stages)) == (True, 1, count))
+    planned = Plan(case.plan.chain, case.dtype, case.planned, gpu, (alone,))
+    y, errors = emulator.run(planned, emulator.compile(planned), run.x, run.weights, run.bias, case.processors)
+    assert not errors, planned
+    right = run.right()
+    distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
+    assert distance <= 2 * EPS[case.dtype] * count * np.linalg.norm(right), planned
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class Resident(OfWork):
     groups: int
     slots: int
     in_place: bool
+    alone: bool  # nothing but x is in a slot, and the next tile comes as soon as its last stage has read it
     gpu: Gpu
     us: float
     tile_us: TileUs = NO_TILES
@@ -83,7 +84,7 @@ class Resident(OfWork):
     @property
     def held_bytes(self) -> int:
         """Bytes of one state in a slot."""
-        return memory_of(self.stages, self.terms, self.in_place)[0]
+        return memory_of(self.stages, self.alone, self.in_place)[0]
 
     @property
     def slot_bytes(self) -> int:
@@ -91,9 +92,8 @@ class Resident(OfWork):
 
     @property
     def side_bytes(self) -> tuple[int, int]:
-        """Buffers beside the slots: states of odd number, and with several terms, which need their input again, those
-        of even number too."""
-        return memory_of(self.stages, self.terms, self.in_place)[1:]
+        """Buffers beside the slots: states of odd number, and those of even number where x is alone."""
+        return memory_of(self.stages, self.alone, self.in_place)[1:]
 
     @property
     def result_apart(self) -> bool:
@@ -151,15 +151,16 @@ class Resident(OfWork):
 
     def offset(self, state: int) -> int:
         """The place of a state in the group's memory; -1 is the slot."""
-        if self.in_place or state == 0 or (state % 2 == 0 and self.terms == 1):
+        if self.in_place or state == 0 or (state % 2 == 0 and not self.alone):
             return -1
         return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0])
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
+        places = "in place, " if self.in_place else "x alone, " if self.alone and len(self.stages) > 1 else ""
         return (
             f"resident: {self.groups} groups of {self.warps} warps, tiles of {self.units} units, {self.slots} slots, "
-            f"{'in place, ' if self.in_place else ''}{self.shared} bytes of shared memory; {stages}"
+            f"{places}{self.shared} bytes of shared memory; {stages}"
             + (f"; the first q in {self.parts} parts" if self.parts > 1 else "")
             + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
             + (" by each block" if self.made > 1 else "")
@@ -176,7 +177,7 @@ class Resident(OfWork):
         load_run, store_run = (_run(self, layouts[-out], regions[out]) for out in (False, True))
         split_step = math.prod(work.states[-1]) // self.parts * work.inner if self.parts > 1 else 0
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
-        told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart}
+        told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart, "X_ALONE": self.alone}
         told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.offset(len(stages))}
         told |= {key: _access(self, layouts[-out], regions[out]) for key, out in (("COPY", False), ("STORE", True))}
         told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
@@ -391,31 +392,38 @@ def _types(plan: Resident) -> list[str]:
 
 
 def _stages(plan: Resident) -> list[str]:
-    last, state = len(plan.stages) - 1, "slot" if plan.work.rank == 1 else "state"
+    last = len(plan.stages) - 1
     calls = []
     for i, stage in enumerate(plan.stages):
         following = f"S{i + 1}" if i < last else "void"
         if isinstance(stage, Sandwich):
-            calls.append(f"c.template sandwich<S{i}, {following}>(term, {state}, tile);")
+            calls.append(f"c.template sandwich<S{i}, {following}>(term, state, tile);")
         else:
-            calls.append(f"c.template stage<S{i}, {following}>(term, {state}, tile);")
+            calls.append(f"c.template stage<S{i}, {following}>(term, state, tile);")
+    head, x = "stages(const C& c, int term, int slot, i64 tile)", "c.slot_address(slot)"
+    load = f"if (term == {plan.terms - 1}) c.load_next(tile, slot);"
     if plan.work.rank == 1:
-        return function("stages(const C& c, int term, u32 slot, i64 tile)", calls)
-    head = "stages(const C& c, int, u32 slot, i64 tile)"
+        return function(head, [f"const u32 state = {x};", calls[0], *[load] * plan.alone, *calls[1:]])
+    head = head.replace("int term", "int")
     if not plan.last.mt:  # the only stage, by threads
         apart = plan.held_bytes if plan.work.apart else 0
-        to = "c.template out_address<S0>(slot)"
-        by_threads = f"c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, slot, {to}, tile * UNITS);"
-        return function(head, [by_threads, "c.template end_stage<void>(0);"])
+        to = "c.template out_address<S0>(x)"
+        by_threads = f"c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, x, {to}, tile * UNITS);"
+        return function(
+            head, [f"const u32 x = {x};", by_threads, "c.template end_stage<void>(0);", "c.load_next(tile, slot);"]
+        )
+    before = [f"  {call}" for call in calls[:-1]]
     lines = [
         f"typename C::template Sums<S{last}> y = {{}};",
         f"for (int term = 0; term < {plan.work.rank}; ++term) {{",
-        f"  const u32 state = slot{' + term * kHeldBytes' if plan.work.apart else ''};",
-        *(f"  {call}" for call in calls[:-1]),
+        f"  const u32 state = {x}{' + term * kHeldBytes' if plan.work.apart else ''};",
+        *[*before[:1], f"  {load}"] * bool(before),
+        *before[1:],
         f"  if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
         "  c.sync();",
+        *[f"  {load}"] * (not before),
         "}",
-        f"const u32 to = c.template out_address<S{last}>(slot);",
+        f"const u32 to = c.template out_address<S{last}>({x});",
         f"if (c.warp < S{last}::TILES) c.template write<S{last}, true>(y, c.warp, to, tile * UNITS);",
         "c.template end_stage<void>(0);",
     ]

@@ -136,8 +136,8 @@ class ResidentStack(Resident):
 
     @property
     def calls(self) -> list[str]:
-        beside = "slot" if self.in_place else f"c.memory + {self.offset(1)}"
-        calls = [f"u32 from = slot, to = {beside}, free;"]
+        beside = "from" if self.in_place else f"c.memory + {self.offset(1)}"
+        calls = [f"u32 from = c.slot_address(slot), to = {beside}, free;"]
         for run in self.alike:
             i, last = run.start, run.stop == len(self.layers)
             calls.append(f"ROLL for (int i = 0; i < {len(run)}; ++i) {{")
@@ -146,7 +146,7 @@ class ResidentStack(Resident):
                 state = self.first(len(self.layers)) + i
                 calls.append(f"  c.template keep_state<{self._state(i)}>({state} + i, tile, to);")
             calls += ["  free = from, from = to, to = free;", "}"]
-        return function("stages(const C& c, int, u32 slot, i64 tile)", calls)
+        return function("stages(const C& c, int, int slot, i64 tile)", calls)
 
     def _state(self, i: int) -> str:
         """How what layer i makes lies in memory and in shared memory, and bytes of one access."""
@@ -190,14 +190,14 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 continue
             seen.append((stages, in_place))
             fit = warps_that_fit(ending, stages) // warps
-            slot, side, _ = memory_of(stages, 1, in_place)
+            slot, side, _ = memory_of(stages, False, in_place)
             weights = sum(stage.weight_bytes + round_up(stage.q, 64) * size for stage in stages)
             for slots in (2, 1):
                 room = gpu.shared - 1024 - weights
                 groups = min(room // (slots * slot + side), fit, 16 if warps > 1 else 32)
                 if groups < 1:
                     continue
-                fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, gpu, 0.0
+                fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, False, gpu, 0.0
                 plan = ResidentStack(*fields, layers=tuple(layers), states=states)
                 yield replace(plan, us=_time(plan, batch))
 

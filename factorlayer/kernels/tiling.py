@@ -47,6 +47,7 @@ WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_HELD_TILES = 8  # where sums stay over several terms
 MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
+HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works
 
 
 @functools.lru_cache(512)
@@ -167,10 +168,10 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                 plain = [stage for stage in stages if isinstance(stage, Stage)]
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
-                slot, *sides = memory_of(stages, terms, in_place)
-                slot *= work.held
                 fit = warps_that_fit(work, stages)
-                for slots in (2, 1):
+                for slots, alone in _slots(stages, terms, in_place):
+                    slot, *sides = memory_of(stages, alone, in_place)
+                    slot *= work.held
                     group = slots * slot + sum(sides)
                     groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
                     if groups < 1:
@@ -178,17 +179,31 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     tiles = -(-total // units)
                     groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
                     barriers = (len(stages) * (2 if in_place else 1) + 2) * terms
-                    # Without a slot or a result of its own, a tile waits for the one before it to leave.
-                    ahead = slots > 1 or (not in_place and len(stages) % 2 == 1)
+                    # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
+                    # x is alone there, else behind all stages, if their result is not where x was
+                    behind = sum(stage.time(warps, gpu) for stage in stages[1:]) if alone else 0.0
+                    behind += units * unit_out / made * size / gpu.memory_bytes
+                    meanwhile = behind if alone or (not in_place and len(stages) % 2 == 1) else 0.0
+                    ahead = 1.0 if slots > 1 else min(1.0, meanwhile / (units * of_x * size))
                     if odd:
                         busy = terms * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
                     many = warps, groups, ahead, tiles, blocks, gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
                     begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
-                    yield us, (*fields, groups, slots, in_place, gpu, us), (*of_tile, begin)
+                    yield us, (*fields, groups, slots, in_place, alone, gpu, us), (*of_tile, begin)
                     if slots == 2 and groups * warps >= fit:
                         break
+
+
+def _slots(stages: Stages, terms: int, in_place: bool) -> Iterator[tuple[int, bool]]:
+    """Slots of a group, and whether nothing but x is there: it must be where x is read again, and no other state has to
+    be where there is one stage."""
+    must = terms > 1 or (len(stages) == 1 and not in_place)
+    yield 2, must
+    if not must and not in_place:
+        yield 1, True
+    yield 1, must
 
 
 def waits_for_weights(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> float:
@@ -362,15 +377,15 @@ def predict(
     barriers: int,
     warps: int,
     groups: int,
-    ahead: bool,
+    ahead: float,
     tiles: int,
     split: int,
     gpu: Gpu,
     waits: bool = False,
 ) -> tuple[float, tuple[float, float, float]]:
     """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
-    its work in a multiprocessor that has nothing else to do. The work may have the `waits` of few warps in it
-    already."""
+    its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
+    while the group works on the tile before. The work may have the `waits` of few warps in it already."""
     blocks = max(gpu.sms // split, 1)
     each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
     alone = (
@@ -379,7 +394,7 @@ def predict(
         + barriers * gpu.rates.sync_us
     )
     busy *= 1 + 2 / (groups * warps)
-    overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
+    overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
     start = gpu.rates.launch_us + min(gpu.rates.ramp_us, memory * tiles / blocks)
-    further = max(overlapped, alone - (memory if ahead else 0))
+    further = max(overlapped, alone - memory * ahead)
     return start + alone + further * (each - 1), (memory, alone, further)

@@ -15,7 +15,7 @@
 //        result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages(); RANK, terms that are summed; TERM_IN and
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
 //        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first of
-//        several stages does not write where the result is
+//        several stages does not write where the result is; X_ALONE: slots have nothing but x, and stages() loads the next one
 #pragma once
 #include "move/tiles.cuh"
 #include "multiply/mma.cuh"
@@ -77,17 +77,25 @@ template <class Pass> struct Chain : Tiles<Pass> {
   DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group); }
   DEVICE u32 slot_address(int slot) const { return memory + slot * Pass::kSlotBytes; }
 
+  DEVICE i64 tiles() const { return (units + Pass::UNITS - 1) / Pass::UNITS; }
+  // From a group's tile to its next one
+  static DEVICE i64 step() { return i64(gridDim.x) * Pass::GROUPS; }
+
   // Copies a tile's units, if there is such a tile, to a slot.
-  DEVICE void load(i64 tile, i64 tiles, int slot) const {
+  DEVICE void load(i64 tile, int slot) const {
+    const bool there = tile < tiles();
     if constexpr (Pass::BULK_LOAD) {
-      if (warp == 0 && tile < tiles) load_runs(tile * Pass::UNITS, slot);
+      if (warp == 0 && there) load_runs(tile * Pass::UNITS, slot);
     } else {
-      for (int held = 0; tile < tiles && held < Pass::HELD; ++held)
+      for (int held = 0; there && held < Pass::HELD; ++held)
         Base::template load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
             state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
       commit_copies();
     }
   }
+
+  // What the slot of a tile gets next, as soon as nobody reads the tile there: it comes while the group goes on with that.
+  DEVICE void load_next(i64 tile, int slot) const { load(tile + Pass::SLOTS * step(), slot); }
 
   // Where each term has a state of its own, a block takes its own term's, or all of them.
   DEVICE const Element* state_of(int held) const {
@@ -587,8 +595,8 @@ template <class Pass> struct Chain : Tiles<Pass> {
   }
 
   // The result to memory: that of a block's term, or of all its terms one after another
-  DEVICE void store(int term, i64 tile, u32 slot) const {
-    const u32 from = Pass::FINAL < 0 ? slot : memory + Pass::FINAL;
+  DEVICE void store(int term, i64 tile, int slot) const {
+    const u32 from = Pass::FINAL < 0 ? slot_address(slot) : memory + Pass::FINAL;
     Element* y = static_cast<Element*>(params.y) + i64(blockIdx.y) * Pass::SPLIT_STEP;
     if constexpr (Pass::TERM_OUT > 0) y += (i64(blockIdx.y) + term) * params.batch * Pass::TERM_OUT;
     if constexpr (Pass::BULK_STORE) {
@@ -622,36 +630,41 @@ template <class Pass> struct Chain : Tiles<Pass> {
   }
 
   DEVICE void run() const {
-    const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
+    using First = typename Pass::FirstStage;
+    // With one slot, where the result lies, the next tile comes when that has left, and with two, one tile later.
+    constexpr bool kInTurn = Pass::FINAL < 0 && Pass::SLOTS == 1, kBehind = Pass::FINAL < 0 && Pass::SLOTS > 1;
     // Tiles of layers are dealt to blocks, so that no block has two more than another one.
-    constexpr bool kLayers = !is_void<typename Pass::FirstStage::End>;
+    constexpr bool kLayers = !is_void<typename First::End>;
     const i64 first = kLayers ? i64(group) * gridDim.x + blockIdx.x : i64(blockIdx.x) * Pass::GROUPS + group;
     begin();
-    UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
+    UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) {
+      load(first + slot * step(), slot);
+      if constexpr (Pass::X_ALONE) pad(slot);
+    }
     hold_weights(*this);
     int slot = 0, last = 0;
     u32 phase = 0;
-    for (i64 tile = first; tile < tiles; tile += step) {
-      if (tile != first) {
-        finish_store();
-        sync();  // the last tile's result has left
-        if constexpr (Pass::FINAL < 0) load(tile + (Pass::SLOTS - 1) * step, tiles, last);
-      }
-      wait_for_load(slot, phase);
-      if constexpr (!Pass::BULK_LOAD || kPadded<typename Pass::FirstStage>) {
-        for (int held = 0; held < Pass::HELD; ++held)
-          zero_padding<typename Pass::FirstStage>(slot_address(slot) + held * Pass::kHeldBytes);
-        sync();
-      }
+    for (i64 tile = first; tile < tiles(); tile += step()) {
+      if constexpr (kInTurn)
+        if (tile != first) {
+          finish_store();
+          sync();
+          load(tile, slot);
+        }
+      wait_for_load<kBehind ? Pass::SLOTS - 2 : Pass::SLOTS - 1>(slot, phase);
+      if constexpr (!Pass::X_ALONE) pad(slot);
+      if constexpr (!kInTurn) finish_store();
+      sync();  // x is there, and the last tile's result has left
+      if constexpr (kBehind)
+        if (tile != first) load(tile + (Pass::SLOTS - 1) * step(), last);
       ROLL for (int term = 0; term < Pass::MADE; ++term) {
         if (term > 0) {
           finish_store();
           if constexpr (!Pass::RESULT_APART) sync();
         }
-        Pass::stages(*this, term, slot_address(slot), tile);
-        if constexpr (Pass::FINAL >= 0)
-          if (term == Pass::MADE - 1) load(tile + Pass::SLOTS * step, tiles, slot);
-        store(term, tile, slot_address(slot));
+        Pass::stages(*this, term, slot, tile);
+        if constexpr (Pass::FINAL >= 0 && !Pass::X_ALONE) load_next(tile, slot);
+        store(term, tile, slot);
       }
       last = slot;
       if (++slot == Pass::SLOTS) slot = 0, phase ^= 1;
@@ -671,11 +684,16 @@ template <class Pass> struct Chain : Tiles<Pass> {
       __syncthreads();
     }
   }
-  DEVICE void wait_for_load(int slot, u32 phase) const {
+  // LATER: copies to other slots that may still be under way
+  template <int LATER> DEVICE void wait_for_load(int slot, u32 phase) const {
     if constexpr (Pass::BULK_LOAD)
       wait_for_bytes(barrier(slot), phase);
     else
-      wait_for_copies<Pass::SLOTS - 1>();
+      wait_for_copies<LATER>();
+  }
+  DEVICE void pad(int slot) const {
+    for (int held = 0; held < Pass::HELD; ++held)
+      zero_padding<typename Pass::FirstStage>(slot_address(slot) + held * Pass::kHeldBytes);
   }
   DEVICE void finish_store() const {
     if constexpr (Pass::BULK_STORE)
