@@ -472,7 +472,7 @@ def run_with_less_memory(case: Case, shared: int, emulator: Emulator) -> Plan:
     ids=str,
 )
 def test_terms_have_states_of_their_own_between_passes(case: Case, emulator: Emulator) -> None:
-    shared = 6000 if case.spec.in_factors == (8, 8, 8) else 12000 if case.dtype == "float32" else 24000
+    shared = 8000 if case.spec.in_factors == (8, 8, 8) or case.dtype == "float32" else 24000
     found = run_with_less_memory(case, shared, emulator)
     first, *_, last = found.passes
     assert isinstance(first, Resident) and isinstance(last, Resident)
@@ -537,6 +537,44 @@ def test_x_may_be_alone_in_its_slot(case: Case, count: int, emulator: Emulator) 
     right = run.right()
     distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
     assert distance <= 2 * EPS[case.dtype] * count * np.linalg.norm(right), planned
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "slots"),
+    [
+        (Case(kronecker((20, 24), (20, 24)), "float32", 40, LARGE), 2, 1),  # x alone
+        (Case(kronecker((20, 16), (21, 16), rank=2), "float16", 40, LARGE), 2, 2),  # terms that are summed
+        (Case(kronecker((9, 4, 12), (9, 5, 12)), "float64", 9, LARGE, 80), 3, 2),
+        (Case(kronecker((40, 64), (24, 64), rank=2), "bfloat16", 9, LARGE), 1, 1),  # terms with a state each
+        (Case(kronecker((18, 3, 48), (18, 3, 48), rank=2), "bfloat16", 9, LARGE), 1, 2),  # chunks, some not whole
+        (Case(kronecker((18, 200), (18, 200)), "tf32", 9, LARGE), 1, 2),
+    ],
+    ids=str,
+)
+def test_a_result_goes_straight_to_memory(case: Case, count: int, slots: int, emulator: Emulator) -> None:
+    """From the sums of a last stage by columns, in every pass that may do so, of so many stages."""
+    run, gpu, found = prepare(case, emulator), Gpu.of(case.architecture), 0
+    for works in cuts(case.plan.chain, case.dtype):
+        passes = [tiling.tile(work, case.planned, gpu) for work in works]
+        for at, work in enumerate(works):
+            tilings = sorted(
+                tiling.candidates(work, case.planned, gpu), key=lambda candidate: candidate[0], reverse=True
+            )
+            ways = [p for p in (Resident(*fields) for _, fields, _ in tilings) if p.straight and p.slots == slots]
+            kinds = {(p.made, p.alone, p.is_ragged, p.units > 1): p for p in ways if len(p.stages) == count}
+            for way in kinds.values():
+                whole = [p for p in (*passes[:at], way, *passes[at + 1 :]) if p]
+                if len(whole) < len(works):
+                    continue
+                planned = Plan(case.plan.chain, case.dtype, case.planned, gpu, tuple(whole))
+                kernels = emulator.compile(planned)
+                y, errors = emulator.run(planned, kernels, run.x, run.weights, run.bias, case.processors)
+                assert not errors, planned
+                right = run.right()
+                distance = np.linalg.norm(y[-1].reshape(right.shape) - right)
+                assert distance <= 2 * EPS[case.dtype] * len(case.spec.contractions) * np.linalg.norm(right), planned
+                found += 1
+    assert found
 
 
 @pytest.mark.parametrize(

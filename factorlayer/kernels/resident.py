@@ -40,6 +40,7 @@ class Resident(OfWork):
     slots: int
     in_place: bool
     alone: bool  # nothing but x is in a slot, and the next tile comes as soon as its last stage has read it
+    straight: bool  # sums of the last stage go straight to memory
     gpu: Gpu
     us: float
     tile_us: TileUs = NO_TILES
@@ -84,7 +85,7 @@ class Resident(OfWork):
     @property
     def held_bytes(self) -> int:
         """Bytes of one state in a slot."""
-        return memory_of(self.stages, self.alone, self.in_place)[0]
+        return memory_of(self.stages, self.alone, self.in_place, self.straight)[0]
 
     @property
     def slot_bytes(self) -> int:
@@ -93,12 +94,20 @@ class Resident(OfWork):
     @property
     def side_bytes(self) -> tuple[int, int]:
         """Buffers beside the slots: states of odd number, and those of even number where x is alone."""
-        return memory_of(self.stages, self.alone, self.in_place)[1:]
+        return memory_of(self.stages, self.alone, self.in_place, self.straight)[1:]
 
     @property
     def result_apart(self) -> bool:
-        """Whether a stage before the last one, which ends with a barrier, leaves the result before it where it is."""
+        """Whether the first stage leaves what the last one before it reads, or has made, where it is, and ends with a
+        barrier."""
+        if self.straight:
+            return len(self.stages) == 1 or self.offset(len(self.stages) - 1) != self.offset(1)
         return len(self.stages) > 1 and self.offset(len(self.stages)) != self.offset(1)
+
+    @property
+    def final_offset(self) -> int:
+        """The place of the result, or, straight to memory, -1 where the next tile has to wait for all of this one."""
+        return -1 if self.straight and not self.alone else self.offset(len(self.stages))
 
     @property
     def group_bytes(self) -> int:
@@ -164,6 +173,7 @@ class Resident(OfWork):
             + (f"; the first q in {self.parts} parts" if self.parts > 1 else "")
             + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
             + (" by each block" if self.made > 1 else "")
+            + ("; straight to memory" if self.straight else "")
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
@@ -177,9 +187,11 @@ class Resident(OfWork):
         load_run, store_run = (_run(self, layouts[-out], regions[out]) for out in (False, True))
         split_step = math.prod(work.states[-1]) // self.parts * work.inner if self.parts > 1 else 0
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
-        told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart, "X_ALONE": self.alone}
-        told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.offset(len(stages))}
+        told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart, "STRAIGHT": self.straight}
+        told |= {"X_ALONE": self.alone or (self.straight and len(stages) == 1)}
+        told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.final_offset}
         told |= {key: _access(self, layouts[-out], regions[out]) for key, out in (("COPY", False), ("STORE", True))}
+        store_run *= not self.straight
         told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
         told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes, "kHeldBytes": self.held_bytes}
         told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": self.group_bytes, "SPLIT_STEP": Long(split_step)}
@@ -417,14 +429,15 @@ def _stages(plan: Resident) -> list[str]:
         f"typename C::template Sums<S{last}> y = {{}};",
         f"for (int term = 0; term < {plan.work.rank}; ++term) {{",
         f"  const u32 state = {x}{' + term * kHeldBytes' if plan.work.apart else ''};",
-        *[*before[:1], f"  {load}"] * bool(before),
+        *[*before[:1], f"  {load}"] * (plan.alone and bool(before)),
+        *before[:1] * (not plan.alone),
         *before[1:],
         f"  if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
-        "  c.sync();",
-        *[f"  {load}"] * (not before),
+        *["  c.sync();"] * (bool(before) or plan.alone or not plan.straight),
+        *[f"  {load}"] * (plan.alone and not before),
         "}",
         f"const u32 to = c.template out_address<S{last}>({x});",
-        f"if (c.warp < S{last}::TILES) c.template write<S{last}, true>(y, c.warp, to, tile * UNITS);",
+        f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0);",
         "c.template end_stage<void>(0);",
     ]
     return function(head, lines)

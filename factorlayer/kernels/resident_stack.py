@@ -190,14 +190,14 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 continue
             seen.append((stages, in_place))
             fit = warps_that_fit(ending, stages) // warps
-            slot, side, _ = memory_of(stages, False, in_place)
+            slot, side, _ = memory_of(stages, False, in_place, False)
             weights = sum(stage.weight_bytes + round_up(stage.q, 64) * size for stage in stages)
             for slots in (2, 1):
                 room = gpu.shared - 1024 - weights
                 groups = min(room // (slots * slot + side), fit, 16 if warps > 1 else 32)
                 if groups < 1:
                     continue
-                fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, False, gpu, 0.0
+                fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, False, False, gpu, 0.0
                 plan = ResidentStack(*fields, layers=tuple(layers), states=states)
                 yield replace(plan, us=_time(plan, batch))
 

@@ -38,7 +38,7 @@ TILES = (
 # Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, and issue
 # slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_LINE = 2, 2
-LINE = 128  # bytes
+LINE, SECTOR = 128, 32  # bytes of memory
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
@@ -150,8 +150,11 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
         units //= fewer
         if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
-        move = units * (unit_in + unit_out) * size / gpu.shared_bytes
-        move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
+        of_states = [
+            n * size / gpu.shared_bytes + pieces_of(n, work, chunk) / gpu.instructions for n in (unit_in, unit_out)
+        ]
+        move, of_result = units * sum(of_states), units * of_states[1]
+        of_sectors = units * straight_of(unit_out * size, size) / gpu.instructions
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
@@ -164,13 +167,14 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     continue
                 seen.append((in_place, stages))
                 fields = (work, stages, chunk, blocks, made, units, warps)
-                busy = sum(stage.time(warps, gpu) for stage in stages) * terms + move
+                products = sum(stage.time(warps, gpu) for stage in stages) * terms
                 plain = [stage for stage in stages if isinstance(stage, Stage)]
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
                 fit = warps_that_fit(work, stages)
-                for slots, alone in _slots(stages, terms, in_place):
-                    slot, *sides = memory_of(stages, alone, in_place)
+                goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
+                for straight, slots, alone in _ways(stages, terms, in_place, goes):
+                    slot, *sides = memory_of(stages, alone, in_place, straight)
                     slot *= work.held
                     group = slots * slot + sum(sides)
                     groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
@@ -178,32 +182,44 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                         continue
                     tiles = -(-total // units)
                     groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
-                    barriers = (len(stages) * (2 if in_place else 1) + 2) * terms
+                    barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
                     behind = sum(stage.time(warps, gpu) for stage in stages[1:]) if alone else 0.0
                     behind += units * unit_out / made * size / gpu.memory_bytes
-                    meanwhile = behind if alone or (not in_place and len(stages) % 2 == 1) else 0.0
-                    ahead = 1.0 if slots > 1 else min(1.0, meanwhile / (units * of_x * size))
+                    beside_x = not in_place and not straight and len(stages) % 2 == 1
+                    ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
+                    moved = move - of_result + of_sectors if straight else move
                     if odd:
-                        busy = terms * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
-                    many = warps, groups, ahead, tiles, blocks, gpu
+                        busy = terms * odd_us(plain, warps, groups, gpu) + moved * waits_of(groups * warps)
+                    else:
+                        busy = products + moved
+                    many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
                     begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
-                    yield us, (*fields, groups, slots, in_place, alone, gpu, us), (*of_tile, begin)
-                    if slots == 2 and groups * warps >= fit:
-                        break
+                    yield us, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*of_tile, begin)
 
 
-def _slots(stages: Stages, terms: int, in_place: bool) -> Iterator[tuple[int, bool]]:
-    """Slots of a group, and whether nothing but x is there: it must be where x is read again, and no other state has to
-    be where there is one stage."""
-    must = terms > 1 or (len(stages) == 1 and not in_place)
-    yield 2, must
-    if not must and not in_place:
-        yield 1, True
-    yield 1, must
+def _ways(stages: Stages, terms: int, in_place: bool, goes: bool) -> Iterator[tuple[bool, int, bool]]:
+    """Whether the result goes straight to memory, if it may, slots of a group, and whether nothing but x is in them, so
+    that the next tile may come: with one slot, states of even number may have places of their own for that."""
+    for straight in (False, True) if goes else (False,):
+        states = len(stages) - straight  # that lie in shared memory beside x
+        must = not in_place and (states == 1 or (states > 1 and terms > 1))
+        yield straight, 2, must
+        if states > 1 and not must and not in_place:
+            yield straight, 1, True
+        yield straight, 1, must
+
+
+def _goes_straight(stages: Stages, chunk: int, work: Work) -> bool:
+    """Whether lanes that hold neighbouring sums of the last stage store whole sectors of memory, as chain.cuh does."""
+    last, size = stages[-1], ELEMENT_BYTES[work.dtype]
+    if isinstance(last, Sandwich) or last.by_rows or not last.mt or (size == 2 and last.nt % 2):
+        return False
+    runs = (last.inner, chunk, work.inner) if chunk < work.inner else (last.inner,)
+    return all(run * size % SECTOR == 0 for run in runs)
 
 
 def waits_for_weights(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> float:
@@ -250,6 +266,13 @@ def pieces_of(elements: int, work: Work, chunk: int) -> float:
     if access == 16:
         return 0.0
     return elements * size / access / 32 * of_pieces(access, run * size)
+
+
+def straight_of(count: int, size: int) -> float:
+    """Issue slots for so many bytes whose sums go straight to memory, four lanes to a run, beside those of pieces of 16
+    bytes and whole lines."""
+    access = max(SECTOR // 4, 2 * size)
+    return count / 32 * (of_pieces(access, 4 * access) / access - of_pieces(16, LINE) / 16)
 
 
 def of_pieces(access: int, run: int) -> float:

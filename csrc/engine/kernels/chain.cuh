@@ -14,8 +14,9 @@
 //        FirstStage, AlsoRaw (another one that reads what came from memory, or void), First (its layout), Final (of the
 //        result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages(); RANK, terms that are summed; TERM_IN and
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
-//        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first of
-//        several stages does not write where the result is; X_ALONE: slots have nothing but x, and stages() loads the next one
+//        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first
+//        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is not
+//        negative, stages() loads the next one; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory
 #pragma once
 #include "move/tiles.cuh"
 #include "multiply/mma.cuh"
@@ -490,6 +491,67 @@ template <class Pass> struct Chain : Tiles<Pass> {
       }
     }
   }
+  // The same of the last stage, by columns, straight to memory. Four lanes store a sector of 32 bytes: of 16 bits, neighbouring
+  // tiles of 8 columns are stored together, each by every second lane, which gets its neighbour's two numbers of that.
+  template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, i64 first, int term) const {
+    using R = typename Pass::Output;
+    constexpr int kTogether = kSize == 2 ? 2 : 1, kBytes = 2 * kTogether * kSize, kRows = S::ROWS / Pass::UNITS;  // of a unit
+    constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK == 1;
+    static_assert(S::NT % kTogether == 0 && S::I * kSize % 32 == 0);
+    const auto [row, o, i] = corner<S>(tile);
+    const int q = row + lane.g, own = lane.t * 2, shift = kTogether == 2 ? lane.t % 2 * 8 - lane.t % 2 * 2 : 0;
+    const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first), chunk = R::chunk(first);
+    const i64 step = R::at(S::I);  // from a q to the next
+    Element* const begin = result(term) + R::from(first) + q * step;
+    [[maybe_unused]] float scale = 1;
+    if constexpr (kScaled) scale = kept_scale<S>(term);
+    Element* to = nullptr;
+    bool there = false;
+    int left = 0;
+    Finish<true> finish(params, of_sample, o * S::Q * S::I);
+    UNROLL for (int n = 0; n < S::NT; n += kTogether) {
+      const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = i + behind + own;
+      if (n == 0 || (S::DOWN > 1 && behind == 0)) {
+        const int unit = Pass::UNITS > 1 ? (o + down) / kRows : 0, here = chunk + unit, column = here % R::CHUNKS * R::C;
+        there = unit < present && (S::ROWS % S::DOWN == 0 || o + down < S::ROWS);
+        to = begin + here / R::CHUNKS * R::SLICE + column + R::at((o + down - unit * kRows) * S::Q * S::I);
+        if constexpr (R::WIDTH > 0) left = R::WIDTH - column;
+        if (n > 0) finish = Finish<true>(params, of_sample, (o + down) * S::Q * S::I);
+      }
+      const int mine = c + shift;  // the column that this lane stores
+      constexpr bool kAll = S::I == S::ACROSS * S::WIDE / S::DOWN;
+      const bool summed = there && (kAll || c < S::I), stored = summed && (R::WIDTH == 0 || mine % R::C < left);
+      Element* const at = to + R::at(mine);
+      UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
+        const bool of_q = S::M % (S::MT * 16) == 0 || q + h * 8 < S::M, wanted = summed && of_q;
+        const int r = (q + h * 8) * S::I;
+        const auto pair = [&](int n, int c) {
+          auto one = y[h / 2][n][h % 2 * 2], two = y[h / 2][n][h % 2 * 2 + 1];
+          if constexpr (kScaled) one *= scale, two *= scale;
+          return Pair<Element>(finish.of(*this, one, r, c, wanted), finish.of(*this, two, r, c + 1, wanted));
+        };
+        Words<kBytes> words;
+        if constexpr (kTogether == 2) {
+          const bool second = lane.t % 2;
+          const u32 here = pair(n, c).bits, next = pair(n + 1, c + 8).bits;
+          const u32 given = __shfl_xor_sync(~0u, second ? here : next, 1);
+          const u64 four = second ? u64(next) << 32 | given : u64(given) << 32 | here;
+          words = *reinterpret_cast<const Words<kBytes>*>(&four);
+        } else {
+          const Pair<Element> two = pair(n, c);
+          words = *reinterpret_cast<const Words<kBytes>*>(&two);
+        }
+        if (stored && of_q) store_words<kBytes>(at + h * 8 * step, words);
+      }
+    }
+  }
+  template <class S, class NEXT> DEVICE void hand_on(Sums<S>& y, int tile, u32 to, i64 unit, int term) const {
+    if constexpr (is_void<NEXT> && Pass::STRAIGHT)
+      write_straight<S>(y, tile, unit, term);
+    else
+      write<S, is_void<NEXT>>(y, tile, to, unit, term);
+  }
+
   // Adds one term's products. What has to be repaired, or scaled back, is a term by itself.
   template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 slot) const {
     const u32 weight = weight_address<S>(term), state = in_address<S>(slot);
@@ -528,6 +590,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   // All of a stage's result is written; NEXT is the stage that reads it, or void.
   template <class NEXT> DEVICE void end_stage(u32 to) const {
+    if constexpr (is_void<NEXT> && Pass::STRAIGHT) return;
     if constexpr (!is_void<NEXT>)
       zero_padding<NEXT>(to);
     else if constexpr (Pass::BULK_LOAD || Pass::BULK_STORE)
@@ -552,12 +615,12 @@ template <class Pass> struct Chain : Tiles<Pass> {
       Sums<S> y = {};
       if (warp < S::TILES) make<S>(y, warp, term, slot);
       sync();
-      if (warp < S::TILES) write<S, is_void<NEXT>>(y, warp, to, tile_index * Pass::UNITS, term);
+      if (warp < S::TILES) hand_on<S, NEXT>(y, warp, to, tile_index * Pass::UNITS, term);
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
         make<S>(y, tile, term, slot);
-        write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS, term);
+        hand_on<S, NEXT>(y, tile, to, tile_index * Pass::UNITS, term);
       }
     }
     end_stage<NEXT>(to);
@@ -594,15 +657,19 @@ template <class Pass> struct Chain : Tiles<Pass> {
     end_stage<NEXT>(to);
   }
 
-  // The result to memory: that of a block's term, or of all its terms one after another
-  DEVICE void store(int term, i64 tile, int slot) const {
-    const u32 from = Pass::FINAL < 0 ? slot_address(slot) : memory + Pass::FINAL;
+  // Where the result goes: that of a block's term, or of all its terms one after another
+  DEVICE Element* result(int term) const {
     Element* y = static_cast<Element*>(params.y) + i64(blockIdx.y) * Pass::SPLIT_STEP;
     if constexpr (Pass::TERM_OUT > 0) y += (i64(blockIdx.y) + term) * params.batch * Pass::TERM_OUT;
+    return y;
+  }
+  DEVICE void store(int term, i64 tile, int slot) const {
+    if constexpr (Pass::STRAIGHT) return;
+    const u32 from = Pass::FINAL < 0 ? slot_address(slot) : memory + Pass::FINAL;
     if constexpr (Pass::BULK_STORE) {
-      if (warp == 0) store_runs(tile * Pass::UNITS, from, y);
+      if (warp == 0) store_runs(tile * Pass::UNITS, from, result(term));
     } else {
-      Base::template store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, y);
+      Base::template store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, result(term));
     }
   }
 
