@@ -150,11 +150,9 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
         units //= fewer
         if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
-        of_states = [
-            n * size / gpu.shared_bytes + pieces_of(n, work, chunk) / gpu.instructions for n in (unit_in, unit_out)
-        ]
-        move, of_result = units * sum(of_states), units * of_states[1]
-        of_sectors = units * straight_of(unit_out * size, size) / gpu.instructions
+        # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
+        move = units * (unit_in + unit_out) * size / gpu.shared_bytes
+        move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
@@ -189,11 +187,10 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     behind += units * unit_out / made * size / gpu.memory_bytes
                     beside_x = not in_place and not straight and len(stages) % 2 == 1
                     ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
-                    moved = move - of_result + of_sectors if straight else move
                     if odd:
-                        busy = terms * odd_us(plain, warps, groups, gpu) + moved * waits_of(groups * warps)
+                        busy = terms * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
                     else:
-                        busy = products + moved
+                        busy = products + move
                     many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
                     begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
@@ -266,13 +263,6 @@ def pieces_of(elements: int, work: Work, chunk: int) -> float:
     if access == 16:
         return 0.0
     return elements * size / access / 32 * of_pieces(access, run * size)
-
-
-def straight_of(count: int, size: int) -> float:
-    """Issue slots for so many bytes whose sums go straight to memory, four lanes to a run, beside those of pieces of 16
-    bytes and whole lines."""
-    access = max(SECTOR // 4, 2 * size)
-    return count / 32 * (of_pieces(access, 4 * access) / access - of_pieces(16, LINE) / 16)
 
 
 def of_pieces(access: int, run: int) -> float:
