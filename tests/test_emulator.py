@@ -548,11 +548,14 @@ def test_x_may_be_alone_in_its_slot(case: Case, count: int, emulator: Emulator) 
         (Case(kronecker((40, 64), (24, 64), rank=2), "bfloat16", 9, LARGE), 1, 1),  # terms with a state each
         (Case(kronecker((18, 3, 48), (18, 3, 48), rank=2), "bfloat16", 9, LARGE), 1, 2),  # chunks, some not whole
         (Case(kronecker((18, 200), (18, 200)), "tf32", 9, LARGE), 1, 2),
+        (Case(kronecker((18, 40), (19, 48), rank=2), "tf32", 9, LARGE), 2, 1),  # by rows
+        (Case(kronecker((70, 48), (70, 48)), "float16", 50, LARGE), 1, 2),
+        (Case(kronecker((12, 80), (12, 64), rank=3), "bfloat16", 50, LARGE), 1, 2),
     ],
     ids=str,
 )
 def test_a_result_goes_straight_to_memory(case: Case, count: int, slots: int, emulator: Emulator) -> None:
-    """From the sums of a last stage by columns, in every pass that may do so, of so many stages."""
+    """From the sums of the last stage, in every pass that may do so, of so many stages."""
     run, gpu, found = prepare(case, emulator), Gpu.of(case.architecture), 0
     for works in cuts(case.plan.chain, case.dtype):
         passes = [tiling.tile(work, case.planned, gpu) for work in works]

@@ -213,9 +213,10 @@ def _ways(stages: Stages, terms: int, in_place: bool, goes: bool) -> Iterator[tu
 def _goes_straight(stages: Stages, chunk: int, work: Work) -> bool:
     """Whether lanes that hold neighbouring sums of the last stage store whole sectors of memory, as chain.cuh does."""
     last, size = stages[-1], ELEMENT_BYTES[work.dtype]
-    if isinstance(last, Sandwich) or last.by_rows or not last.mt or (size == 2 and last.nt % 2):
+    if isinstance(last, Sandwich) or not last.mt or (size == 2 and last.nt % 2):
         return False
-    runs = (last.inner, chunk, work.inner) if chunk < work.inner else (last.inner,)
+    row = last.q if last.by_rows else last.inner
+    runs = (row, chunk, work.inner) if chunk < work.inner else (row,)
     return all(run * size % SECTOR == 0 for run in runs)
 
 

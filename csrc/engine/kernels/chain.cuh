@@ -491,57 +491,79 @@ template <class Pass> struct Chain : Tiles<Pass> {
       }
     }
   }
-  // The same of the last stage, by columns, straight to memory. Four lanes store a sector of 32 bytes: of 16 bits, neighbouring
-  // tiles of 8 columns are stored together, each by every second lane, which gets its neighbour's two numbers of that.
+  // Two sums of a lane to memory, c-th and next of a row whose r-th element is the first of their own: four lanes store a sector
+  // of 32 bytes. Of 16 bits neighbouring tiles of 8 columns are stored together, each by every second lane, which gets its
+  // neighbour's two numbers of that: `to` is where the first of what a lane stores lies. All lanes have to be here.
+  static constexpr int kTogether = kSize == 2 ? 2 : 1;
+  DEVICE int exchanged() const { return kTogether == 2 ? lane.t % 2 * 6 : 0; }  // columns from a lane's sums to what it stores
+  template <class S>
+  DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, const Finish<true>& finish, int r, int c, bool summed,
+                         bool stored, float scale) const {
+    constexpr int kBytes = 2 * kTogether * kSize;
+    const auto pair = [&](int n, int c) {
+      auto one = y[h / 2][n][h % 2 * 2], two = y[h / 2][n][h % 2 * 2 + 1];
+      if constexpr (S::SCALE >= 0 && Pass::RANK == 1) one *= scale, two *= scale;
+      return Pair<Element>(finish.of(*this, one, r, c, summed), finish.of(*this, two, r, c + 1, summed));
+    };
+    Words<kBytes> words;
+    if constexpr (kTogether == 2) {
+      const bool second = lane.t % 2;
+      const u32 here = pair(n, c).bits, next = pair(n + 1, c + 8).bits;
+      const u32 given = __shfl_xor_sync(~0u, second ? here : next, 1);
+      const u64 four = second ? u64(next) << 32 | given : u64(given) << 32 | here;
+      words = *reinterpret_cast<const Words<kBytes>*>(&four);
+    } else {
+      const Pair<Element> two = pair(n, c);
+      words = *reinterpret_cast<const Words<kBytes>*>(&two);
+    }
+    if (stored) store_words<kBytes>(to, words);
+  }
+
+  // The same as write() of the last stage, straight to memory.
   template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, i64 first, int term) const {
     using R = typename Pass::Output;
-    constexpr int kTogether = kSize == 2 ? 2 : 1, kBytes = 2 * kTogether * kSize, kRows = S::ROWS / Pass::UNITS;  // of a unit
-    constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK == 1;
-    static_assert(S::NT % kTogether == 0 && S::I * kSize % 32 == 0);
+    constexpr int kRows = S::ROWS / Pass::UNITS;  // of a unit
+    static_assert(S::NT % kTogether == 0 && (S::BY_ROWS ? S::Q : S::I) * kSize % 32 == 0);
     const auto [row, o, i] = corner<S>(tile);
-    const int q = row + lane.g, own = lane.t * 2, shift = kTogether == 2 ? lane.t % 2 * 8 - lane.t % 2 * 2 : 0;
-    const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first), chunk = R::chunk(first);
-    const i64 step = R::at(S::I);  // from a q to the next
-    Element* const begin = result(term) + R::from(first) + q * step;
+    const int mine = row + lane.g, column = i + lane.t * 2;
+    const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first);
     [[maybe_unused]] float scale = 1;
-    if constexpr (kScaled) scale = kept_scale<S>(term);
-    Element* to = nullptr;
-    bool there = false;
-    int left = 0;
-    Finish<true> finish(params, of_sample, o * S::Q * S::I);
-    UNROLL for (int n = 0; n < S::NT; n += kTogether) {
-      const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = i + behind + own;
-      if (n == 0 || (S::DOWN > 1 && behind == 0)) {
-        const int unit = Pass::UNITS > 1 ? (o + down) / kRows : 0, here = chunk + unit, column = here % R::CHUNKS * R::C;
-        there = unit < present && (S::ROWS % S::DOWN == 0 || o + down < S::ROWS);
-        to = begin + here / R::CHUNKS * R::SLICE + column + R::at((o + down - unit * kRows) * S::Q * S::I);
-        if constexpr (R::WIDTH > 0) left = R::WIDTH - column;
-        if (n > 0) finish = Finish<true>(params, of_sample, (o + down) * S::Q * S::I);
-      }
-      const int mine = c + shift;  // the column that this lane stores
-      constexpr bool kAll = S::I == S::ACROSS * S::WIDE / S::DOWN;
-      const bool summed = there && (kAll || c < S::I), stored = summed && (R::WIDTH == 0 || mine % R::C < left);
-      Element* const at = to + R::at(mine);
+    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = kept_scale<S>(term);
+    Element* const begin = result(term) + R::from(first);
+    if constexpr (S::BY_ROWS) {
+      Element* const to = begin + i64(mine) * S::Q + column + exchanged();
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
-        const bool of_q = S::M % (S::MT * 16) == 0 || q + h * 8 < S::M, wanted = summed && of_q;
-        const int r = (q + h * 8) * S::I;
-        const auto pair = [&](int n, int c) {
-          auto one = y[h / 2][n][h % 2 * 2], two = y[h / 2][n][h % 2 * 2 + 1];
-          if constexpr (kScaled) one *= scale, two *= scale;
-          return Pair<Element>(finish.of(*this, one, r, c, wanted), finish.of(*this, two, r, c + 1, wanted));
-        };
-        Words<kBytes> words;
-        if constexpr (kTogether == 2) {
-          const bool second = lane.t % 2;
-          const u32 here = pair(n, c).bits, next = pair(n + 1, c + 8).bits;
-          const u32 given = __shfl_xor_sync(~0u, second ? here : next, 1);
-          const u64 four = second ? u64(next) << 32 | given : u64(given) << 32 | here;
-          words = *reinterpret_cast<const Words<kBytes>*>(&four);
-        } else {
-          const Pair<Element> two = pair(n, c);
-          words = *reinterpret_cast<const Words<kBytes>*>(&two);
+        const Finish<true> finish(params, of_sample, (mine + h * 8) * S::Q);
+        UNROLL for (int n = 0; n < S::NT; n += kTogether) {
+          const int c = column + n * 8;
+          const bool stored = mine + h * 8 < present * kRows && (S::Q % S::WIDE == 0 || c < S::Q);
+          store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored, scale);
         }
-        if (stored && of_q) store_words<kBytes>(at + h * 8 * step, words);
+      }
+    } else {
+      const int chunk = R::chunk(first);
+      const i64 step = R::at(S::I);  // from a q to the next
+      Element* to = nullptr;
+      bool there = false;
+      int left = 0;
+      Finish<true> finish(params, of_sample, o * S::Q * S::I);
+      UNROLL for (int n = 0; n < S::NT; n += kTogether) {
+        const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = column + behind;
+        if (n == 0 || (S::DOWN > 1 && behind == 0)) {
+          const int unit = Pass::UNITS > 1 ? (o + down) / kRows : 0, here = chunk + unit, of_chunk = here % R::CHUNKS * R::C;
+          there = unit < present && (S::ROWS % S::DOWN == 0 || o + down < S::ROWS);
+          to = begin + here / R::CHUNKS * R::SLICE + of_chunk + R::at((o + down - unit * kRows) * S::Q * S::I) + mine * step;
+          if constexpr (R::WIDTH > 0) left = R::WIDTH - of_chunk;
+          if (n > 0) finish = Finish<true>(params, of_sample, (o + down) * S::Q * S::I);
+        }
+        const int other = c + exchanged();
+        const bool in_row = there && (S::I == S::ACROSS * S::WIDE / S::DOWN || c < S::I);
+        const bool in_chunk = R::WIDTH == 0 || other % R::C < left;
+        Element* const at = to + R::at(other);
+        UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
+          const bool summed = in_row && (S::M % (S::MT * 16) == 0 || mine + h * 8 < S::M);
+          store_sums<S>(y, n, h, at + h * 8 * step, finish, (mine + h * 8) * S::I, c, summed, summed && in_chunk, scale);
+        }
       }
     }
   }
