@@ -95,6 +95,8 @@ CASES = [
     ((3, 12, 4, 5), (3, 12, 4, 5), 3, "bfloat16", 3, 4),
     ((2, 5, 2, 3, 2), (3, 2, 4, 2, 5), 2, "float32", 3, 4),
     ((2, 3, 2, 3, 2, 2), (3, 2, 3, 2, 2, 3), 1, "tf32", 5, 4),
+    ((8, 24), (8, 24), 2, "float32", 5, 1),
+    ((12, 3, 9), (2, 12, 4), 2, "bfloat16", 5, 3),
 ]
 
 
@@ -145,7 +147,7 @@ def test_gradients_of_terms_in_half_precision_may_be_far_apart(
 
 @pytest.mark.parametrize(
     ("size", "dtype", "rank"),
-    [(120, "float64", 2), (131, "float32", 1), (131, "tf32", 3), (131, "bfloat16", 2), (131, "float16", 1)],
+    [(124, "float64", 2), (131, "float32", 1), (131, "tf32", 3), (131, "bfloat16", 2), (131, "float16", 1)],
     ids=str,
 )
 @pytest.mark.parametrize("arch", [80, 90])
@@ -159,6 +161,23 @@ def test_parts_of_a_middle_weight_write_beside_what_they_read(
     assert middle.parts > 1 == first.parts == last.parts
     assert (middle.reads, middle.beside[0], middle.writes, last.beside[0]) == ("s0", "s1", "s3", "s3")
     check(spec, found, 3, emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "dtype", "together"),
+    [((24, 65, 4, 5), 3, "float16", True), ((8, 8, 32), 3, "float64", True), ((107, 20, 24), 3, "float16", False)],
+    ids=str,
+)
+def test_the_visit_of_x_has_all_terms_where_there_is_room(
+    sizes: tuple[int, ...], rank: int, dtype: str, together: bool
+) -> None:
+    """Else a pass behind it adds up what comes back to x."""
+    spec = dataclasses.replace(kronecker(sizes, sizes), rank=rank)
+    found = visits(spec, dtype, 1024, Gpu.of(90)).passes
+    *others, first = (planned for planned in found if isinstance(planned, ChainBackward))
+    assert (first.work.rank, first.work.terms) == ((rank, 1) if together else (1, rank))
+    assert [planned.reads for planned in found if planned.writes == "y"] == ["x" if together else first.places.g]
+    assert all(planned.work.rank == 1 for planned in others)
 
 
 @pytest.mark.parametrize("sizes", [(18, 167, 12), (164, 12, 41), (211, 13, 200), (9, 150, 8, 11)], ids=str)

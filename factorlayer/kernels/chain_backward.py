@@ -18,7 +18,14 @@ from factorlayer.device.code import Long, Told, ask_for, constants, function, ki
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.passes import scratch_of
-from factorlayer.kernels.resident import copied_at_once, is_scaled, load_weight_lines, region_of, stage_type
+from factorlayer.kernels.resident import (
+    copied_at_once,
+    is_scaled,
+    load_weight_lines,
+    region_of,
+    scales_of,
+    stage_type,
+)
 from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, TileUs, together
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
@@ -98,7 +105,7 @@ class Learned:
 class ChainBackward(BlockSums):
     """A pass, tiled. `us` is the time predicted for `batch` samples."""
 
-    work: Work  # its contractions forward; `terms` of a sum are blocks along y of the grid
+    work: Work  # its contractions forward; `terms` of a sum are blocks along y of the grid, a block has `rank` others
     forward: tuple[Stage, ...]  # one for each step, of which the last one is not made
     back: tuple[Stage, ...]
     learned: tuple[Learned, ...]
@@ -170,7 +177,7 @@ class ChainBackward(BlockSums):
     @property
     def scratch(self) -> tuple[int, ...]:
         state = self.work.terms * self.size
-        of = {self.places.x: self.features(0) * state, self.places.g: self.features(-1) * state}
+        of = {self.places.x: self.features(0) * state, self.places.g: self.features(-1) * state * self.work.rank}
         of[self.places.y] = max(of.get(self.places.y, 0), self.output_bytes)
         return scratch_of(of, self.part_bytes)
 
@@ -185,11 +192,11 @@ class ChainBackward(BlockSums):
 
     @property
     def rank(self) -> int:
-        return self.work.terms
+        return self.work.terms * self.work.rank
 
     @property
     def weights(self) -> int:
-        return self.work.terms * sum(mode.p * mode.q for mode in self.modes)
+        return self.rank * sum(mode.p * mode.q for mode in self.modes)
 
     @property
     def begin(self) -> int:
@@ -224,11 +231,21 @@ class ChainBackward(BlockSums):
 
     @property
     def slot_bytes(self) -> int:
-        return self.state_bytes[0] + self.state_bytes[-1]
+        return self.state_bytes[0] + self.gradients * self.state_bytes[-1]
+
+    @property
+    def gradients(self) -> int:
+        """Those of a slot: of all terms, or one for each that a block has."""
+        return self.work.rank if self.places.terms_g else 1
+
+    @functools.cached_property
+    def between(self) -> tuple[int, ...]:
+        """Bytes of each S between x and grad_y. What the last contraction back reads is there for each term."""
+        return tuple(n * (1 if i else self.work.rank) for i, n in enumerate(self.state_bytes[1:-1]))
 
     @property
     def group_bytes(self) -> int:
-        return self.slots * self.slot_bytes + sum(self.state_bytes[1:-1])
+        return self.slots * self.slot_bytes + sum(self.between)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -237,12 +254,13 @@ class ChainBackward(BlockSums):
 
     @property
     def weight_bytes(self) -> int:
-        return round_up(sum(stage.weight_bytes for stage in self.stages), 128)
+        return round_up(self.work.rank * sum(stage.weight_bytes for stage in self.stages), 128)
 
     @property
     def barrier_bytes(self) -> int:
-        """Scales of weights, one for each step."""
-        return 128 if any(is_scaled(self.dtype, mode) for mode in self.modes) else 0
+        """Scales of weights, for each step."""
+        scaled = any(is_scaled(self.dtype, mode) for mode in self.modes)
+        return round_up(scales_of(self.work) * len(self.work.steps), 128) if scaled else 0
 
     @property
     def shared(self) -> int:
@@ -255,6 +273,7 @@ class ChainBackward(BlockSums):
 
     def __str__(self) -> str:
         terms = f", {self.work.terms} terms" if self.work.terms > 1 else ""
+        terms += f", all {self.work.rank} terms of a tile" if self.work.rank > 1 else ""
         return (
             f"chain, backward: {self.groups} groups of {self.warps} warps, tiles of {self.units} units"
             + (f" in chunks of {self.chunk}" if self.chunk != self.work.inner else "")
@@ -272,7 +291,8 @@ class ChainBackward(BlockSums):
         regions = [region_of(work, self.chunk, whole, whole) for whole in (of_x, of_g)]
         returned = region_of(work, self.chunk, of_x, self.back[0].q if self.parts > 1 else of_x)
         group_bytes = (self.shared - self.barrier_bytes - self.weight_bytes) // self.groups // 16 * 16
-        told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots, "RANK": 1}
+        told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
+        told |= {"RANK": work.rank, "TERMS": work.rank, "GRADS": self.gradients, "kGradBytes": self.state_bytes[-1]}
         told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": places.grad, "COUNT": self.weights, "BIAS": False}
         told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size)}
         told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
@@ -290,15 +310,15 @@ class ChainBackward(BlockSums):
         for i, stage in enumerate(self.forward):
             following = layouts[i + 1] if i < last else stage.layout
             told[f"F{i}"] = _stage_type(self, i, stage, layouts[i], following, at)
-            at += stage.weight_bytes if i < last else 0
+            at += work.rank * stage.weight_bytes if i < last else 0
         for i, stage in enumerate(self.back):
             told[f"B{i}"] = _stage_type(self, i, stage, back_layouts[i + 1], back_layouts[i], at)
-            at += stage.weight_bytes if i > 0 or places.y else 0
+            at += work.rank * stage.weight_bytes if i > 0 or places.y else 0
         begins = dict(zip(self.modes, itertools.accumulate((m.p * m.q for m in self.modes), initial=0), strict=False))
         for i, (d, (_, mode)) in enumerate(zip(self.learned, work.steps, strict=True)):
             sizes = (d.p, d.q, d.inner, d.rows, d.mt, d.nt, d.count, d.share)
             raw = (str(i == 0).lower(), str(i == last).lower())
-            words = (*sizes, layouts[i], back_layouts[i + 1], begins[mode] * work.terms, *raw)
+            words = (*sizes, layouts[i], back_layouts[i + 1], begins[mode] * self.rank, *raw)
             told[f"D{i}"] = f"Learned<{', '.join(map(str, words))}>"
         told |= {"X": "F0::In", "G": f"B{last}::In", "Final": str(back_layouts[0]), "FirstX": "F0"}
         told |= {"FirstG": f"B{last}", "FirstStage": "F0", "AlsoRaw": f"B{last}"}
@@ -344,31 +364,41 @@ def _bytes(stage: Stage, reach: int, is_read: bool) -> int:
 
 
 def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, following: Layout, weight: int) -> str:
-    scale = 4 * i if is_scaled(plan.dtype, plan.work.steps[i][1]) else -1
+    scale = scales_of(plan.work) * i if is_scaled(plan.dtype, plan.work.steps[i][1]) else -1
     return stage_type(stage, layout, following, weight, scale=scale)
 
 
 def _load_weights(plan: ChainBackward) -> list[str]:
-    lines = ["[[maybe_unused]] constexpr int term = 0;"]
-    last = len(plan.forward) - 1
+    last, rank = len(plan.forward) - 1, plan.work.rank
     part = plan.back[0].q if plan.parts > 1 else 0
+    lines: list[str] = []
     for i, (_, mode) in enumerate(plan.work.steps):
         names = [f"F{i}"] if i < last else []
         transposed = [f"B{i}"] if i > 0 or plan.places.y else []
-        lines += ["{", *load_weight_lines(mode, plan.dtype, names, transposed, "c.term()", part=part), "}"]
+        of_term = load_weight_lines(mode, plan.dtype, names, transposed, "(c.term() + term)", part=part)
+        lines += [f"for (int term = 0; term < {rank}; ++term) {{", *of_term, "}"]
     return function("load_weights(const C& c)", lines)
 
 
 def _walk(plan: ChainBackward) -> list[str]:
     last = len(plan.forward) - 1
-    offsets = list(itertools.accumulate(plan.state_bytes[1:-1], initial=0))
-    state = ["x", *(f"c.state({offset})" for offset in offsets[:-1])]
-    calls = [f"c.template contract<F{i}, F{i + 1}>({state[i]}, {state[i + 1]}, tile);" for i in range(last)]
+    rank, grad_bytes = plan.work.rank, plan.state_bytes[-1] if plan.gradients > 1 else 0
+    apart = plan.state_bytes[1] if last else grad_bytes  # from term to term, of what the last contraction back reads
+    offsets = list(itertools.accumulate(plan.between, initial=0))
+    states = ["x", *(f"c.state({offset})" for offset in offsets[:-1]), "g"]
+    of_term = list(states)
+    of_term[-1] += f" + term * {grad_bytes}" if grad_bytes else ""
+    if last:
+        of_term[1] += f" + term * {apart}"
+    calls = [f"c.template contract<F{i}, F{i + 1}>({of_term[i]}, {of_term[i + 1]}, tile, term);" for i in range(last)]
     for i in reversed(range(last + 1)):
-        g = "g" if i == last else state[i + 1]
-        calls.append(f"c.template learn<D{i}>(sums.d{i}, {state[i]}, {g});")
-        if i > 0 or plan.places.y:
-            calls += ["c.sync();", f"c.template contract<B{i}, {f'B{i - 1}' if i else 'void'}>({g}, {state[i]}, tile);"]
+        calls.append(f"c.template learn<D{i}>(sums.d{i}, {of_term[i]}, {of_term[i + 1]}, term);")
+        if i > 0:
+            back = f"c.template contract<B{i}, B{i - 1}>({of_term[i + 1]}, {of_term[i]}, tile, term);"
+            calls += ["c.sync();", back]
+    calls = [f"ROLL for (int term = 0; term < {rank}; ++term) {{", *calls, "}"]
+    if plan.places.y:
+        calls += ["c.sync();", f"c.template contract<B0, void, {rank}, {apart}>({states[1]}, x, tile);"]
     return function("walk(const C& c, Sums<C>& sums, u32 x, u32 g, i64 tile)", calls)
 
 
@@ -377,7 +407,8 @@ def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | No
     """The fastest by prediction, or None where a unit, or the sums, do not fit. Blocks that share a weight read what
     others would overwrite, where the gradient takes the place of the state."""
     y = "y" if places.y else ""
-    found = _tile(work.unnumbered, Places(0, x=y if places.x == places.y else "x", y=y), batch, gpu)
+    same = Places(0, x=y if places.x == places.y else "x", y=y, terms_g=places.terms_g and work.rank > 1)
+    found = _tile(work.unnumbered, same, batch, gpu)
     return replace(found, work=work, places=places) if found else None
 
 
@@ -393,7 +424,7 @@ Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
 def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[Candidate]:
-    for parts in PARTS if len(work.steps) == 1 and places.x != places.y else (1,):
+    for parts in PARTS if len(work.steps) == 1 and work.rank == 1 and places.x != places.y else (1,):
         found = False
         for candidate in _of_parts(work, places, parts, batch, gpu):
             found = True
@@ -422,7 +453,7 @@ def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> I
             largest = max(stage.sums for stage in (*both[0], *both[1]))
             seen = set()
             for most_sums in MOST_SUMS:
-                learned = _learned(work, chunk, units, warps, most_sums, parts, gpu)
+                learned = _learned(work, chunk, units, warps, most_sums // work.rank, parts, gpu)
                 if learned is None or learned in seen:
                     continue
                 seen.add(learned)
@@ -445,21 +476,23 @@ def _grouped(
     """Groups as many as fit, with two slots or one."""
     size, blocks = ELEMENT_BYTES[work.dtype], work.terms * parts
     words = 2 if work.dtype == "float64" else 1
-    sums = words * sum(d.sums for d in learned)
+    sums = words * work.rank * sum(d.sums for d in learned)
     most = max(
         max(stage.registers for stage in (*stages[0], *stages[1])),
         OTHER_REGISTERS + max(_temporary(d, work.dtype) for d in learned),
     )
+    first = stages[1][0]
+    most += 0 if first.mt else words * (work.rank - 1) * first.p * first.q  # of a thread that sums terms
     fit = min(32, 4 * (512 // round_up(sums + most, 8)))
     if sums + most > 255 or fit < warps:
         return
     fields = (work, *stages, learned, chunk, units, warps)
     of_x, of_g = (math.prod(work.states[i]) * chunk * size for i in (0, -1))
     run = chunk * size if chunk < work.inner else 128
-    moved = of_x * (1 + bool(places.y) / parts) + of_g
+    one = ChainBackward(*fields, 1, 1, parts, places, gpu, 0.0)
+    moved = of_x * (1 + bool(places.y) / parts) + of_g * one.gradients
     rate = (gpu.memory_bytes + (parts - 1) * gpu.l2_bytes) / parts  # other parts' blocks find it in L2
     memory = units * moved / rate * (1 + 11 / run)  # short runs cost more
-    one = ChainBackward(*fields, 1, 1, parts, places, gpu, 0.0)
     fixed, tiles = one.barrier_bytes + one.weight_bytes, -(-total // units)
     of_learned = [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
     moving = _moving(one)
@@ -472,10 +505,10 @@ def _grouped(
         if fixed + groups * max(group, one.fold_bytes) > gpu.shared:
             continue
         waits = waits_of(groups * warps)
-        busy = odd_us(one.stages, warps, groups, gpu)
-        busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
+        busy = work.rank * odd_us(one.stages, warps, groups, gpu)
+        busy += work.rank * sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
-        barriers = 2 * len(one.stages) + 4
+        barriers = 2 * len(one.stages) * work.rank + 4
         us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
         begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, gpu, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
@@ -487,13 +520,13 @@ def _grouped(
 def _moving(plan: ChainBackward) -> float:
     """Instructions of warps that move a tile of units, and what is beside the products of its gradients."""
     work, size, count = plan.work, plan.size, 0.0
-    for state, times in ((0, 2 if plan.places.y else 1), (-1, 1)):
+    for state, times in ((0, 2 if plan.places.y else 1), (-1, plan.gradients)):
         run = plan.chunk if plan.chunk < work.inner else math.prod(work.states[state]) * work.inner
         access = math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16)
         elements = plan.units * math.prod(work.states[state]) * plan.chunk
         count += times * of_pieces(access, run * size) * elements * size / access / 32
     for stage in plan.stages:  # what gradients are summed over is padded, too
-        count += stage.rows * stage.p * OF_PADDED_ROW / 32 if stage.inner_padded > stage.inner else 0
+        count += work.rank * stage.rows * stage.p * OF_PADDED_ROW / 32 if stage.inner_padded > stage.inner else 0
     return count
 
 
@@ -514,7 +547,9 @@ def _stages(
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
         part = mode.p if parts == 1 else round_up(-(-mode.p // parts), 16)
         for p, q, stages in ((mode.p, mode.q, forward), (mode.q, part, back)):
-            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu, p * q <= MOST_OF_THREADS)
+            summed = 1 if back or stages is forward else work.rank  # terms that a thread would have the weights of
+            by_threads = summed * p * q <= MOST_OF_THREADS
+            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu, by_threads)
             if stage is None:
                 return None
             stages.append(stage)

@@ -2,7 +2,8 @@
 
 Forward passes make the states between visits once more; then each visit, from the last one on, makes the gradients of
 its weights and that of the state that it has read, which takes the state's place (kernels/chain_backward.py). Of a sum
-of products each term has states of its own, and a last pass adds up what comes back to x.
+of products each term has states of its own. The visit that reads x takes all terms of a tile and adds up what comes
+back to x, or a pass behind it does so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.passes import STATES, Pass
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
@@ -62,7 +63,7 @@ def _least_back_us(
     states.append(math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner)
     x, *between, y = states
     alone = not between
-    moved = (2 if alone else 3) * x + (2 if alone and chain.rank > 1 else 1) * y
+    moved = (2 if alone else 3) * x + y
     # Made, read by the next pass, by a visit, and its gradient made and read
     moved += chain.rank * (4 * sum(between) + sum(between[:-1]))
     return 5.0 * len(works) + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
@@ -95,11 +96,12 @@ def _visited(
         if _us(forward) > most:
             return None
     back: list[Pass] = []
-    behind = ""  # where the gradient lies that the last visit gets
+    sums = rank > 1
     returned = ""  # where the gradient of what the visit before read lies
     for number in reversed(range(last + 1)):
+        if sums and number == 0:
+            continue
         work = replace(works[number], rank=1, terms=rank, apart=False)
-        sums = rank > 1
         before = STATES[number - 1] if number else "x"
         beside = next(name for name in STATES[number:] if name != returned)  # which nobody reads any more
         places = Places(
@@ -107,31 +109,47 @@ def _visited(
             begin=sum(sizes[: min(runs[number])]),
             x=before,
             g=returned,
-            y=beside if number else "" if sums else "y",
-            terms_x=sums and number > 0,
+            y=beside if number else "y",
+            terms_x=sums,
             terms_g=sums and number < last,
-            terms_y=sums and number > 0,
+            terms_y=sums,
         )
         visit = _tiled(registry.CHAIN_BACKWARD, work, places, batch, gpu)
         if visit is None:
             return None
         if number and visit.parts == 1:  # where no other block reads what this one overwrites
             visit = replace(visit, places=replace(places, y=before))
-        behind, returned = visit.places.g, visit.places.y
+        returned = visit.places.y
         back += [visit, *visit.finishing]
         if _us((*forward, *back)) > most:
             return None
-    if rank > 1:
-        first = works[0]
-        steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(first.steps))
-        work = replace(
-            first, sizes=first.states[-1], steps=steps, rank=rank, terms=1, apart=last > 0, bias=False, transposed=True
-        )
-        summed = _tiled(registry.RESIDENT, work, batch, gpu)
-        if summed is None:
+    if sums:
+        places = Places(len(chain.contractions), sum(sizes[: min(runs[0])]), g=returned, terms_g=last > 0)
+        found = _back_to_x(works[0], rank, places, batch, gpu)
+        if found is None:
             return None
-        back.append(replace(summed, takes=behind if last else f"@{len(chain.contractions)}", gives="y"))
+        back += found
     return (*forward, *back)
+
+
+def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
+    """The visit that reads x, of a sum of products: a block has all terms of a tile and adds up what comes back to x,
+    or it has one, and a pass behind it adds that up."""
+    ways: list[tuple[Pass, ...]] = []
+    together = _tiled(registry.CHAIN_BACKWARD, replace(work, rank=rank, terms=1, apart=False), places, batch, gpu)
+    if together:
+        ways.append((together, *together.finishing))
+    alone = replace(work, rank=1, terms=rank, apart=False)
+    visit = _tiled(registry.CHAIN_BACKWARD, alone, replace(places, y=""), batch, gpu)
+    steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(work.steps))
+    back = replace(
+        work, sizes=work.states[-1], steps=steps, rank=rank, terms=1, apart=places.terms_g, bias=False, transposed=True
+    )
+    summed = _tiled(registry.RESIDENT, back, batch, gpu) if visit else None
+    if visit and summed:
+        summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
+        ways.append((visit, *visit.finishing, summed))
+    return min(ways, key=_us, default=None)
 
 
 @functools.lru_cache(256)

@@ -7,10 +7,13 @@
 // unit adds is summed apart, as the matrix unit truncates what it adds to. Where a dW has fewer tiles than a group has warps,
 // several warps share a tile and divide what it is summed over. In the end a block adds up the sums of these and of its groups,
 // and writes them; a second kernel adds up those of the blocks. Blocks along y of the grid have a term each of a sum of products,
-// or, of a single large weight, one of PARTS of its gradient's tiles, and of the rows of grad_x, PART of them.
+// or, of a single large weight, one of PARTS of its gradient's tiles, and of the rows of grad_x, PART of them. Or a block has all
+// TERMS, one after another: x is there once, grad_y once or for each of them, G[1] is kept for each, and grad_x is the sum of what
+// they make.
 //
 // Pass:  Math, Element; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output (Regions of x and of grad_y);
-//        COPY_X, COPY_G, STORE: bytes of one access; kWeightBytes; kStateBytes of x's slot, kSlotBytes of both, kGroupBytes;
+//        COPY_X, COPY_G, STORE: bytes of one access; kWeightBytes; kStateBytes of x's slot, kGradBytes of one of the GRADS
+//        gradients behind it, kSlotBytes of all, kGroupBytes; TERMS of a block, which is also the RANK of its sums;
 //        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
 //        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
 //        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block);
@@ -46,7 +49,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   static constexpr bool kSplit = Math::kRepairs;
   static constexpr int kFlush = Math::kFlush > 0 ? Math::kFlush : 1;
   template <class D> using Tile = Real[D::MT][D::NT][4];
-  template <class D> using Tiles = Tile<D>[D::COUNT];
+  template <class D> using Tiles = Tile<D>[Pass::TERMS][D::COUNT];
 
   DEVICE ChainBackward(const Params& p) : Base(p) {}
   DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group + 1); }  // the block's own barrier is for the end
@@ -67,14 +70,16 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     }
   }
 
-  // One contraction. NEXT is the stage that reads the result, or void where that is grad_x.
-  template <class S, class NEXT> DEVICE void contract(u32 from, u32 to, i64 tile_index) const {
+  // One contraction of a term, or the sum of those of SUMMED terms, whose states are APART bytes from each other. NEXT is the stage
+  // that reads the result, or void where that is grad_x.
+  template <class S, class NEXT, int SUMMED = 1, int APART = 0>
+  DEVICE void contract(u32 from, u32 to, i64 tile_index, int term = 0) const {
     if constexpr (S::BY_THREADS) {
-      Base::template by_threads<S, is_void<NEXT>>(0, from, to, tile_index * Pass::UNITS);
+      Base::template by_threads<S, is_void<NEXT>, SUMMED, APART>(term, from, to, tile_index * Pass::UNITS);
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         typename Base::template Sums<S> y = {};
-        Base::template accumulate<S>(y, tile, 0, from);
+        ROLL for (int t = 0; t < SUMMED; ++t) Base::template accumulate<S>(y, tile, term + t, from + t * APART);
         Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
       }
     }
@@ -82,8 +87,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     sync();
   }
 
-  // What a tile of units adds to a weight's gradient.
-  template <class D> DEVICE void learn(Tiles<D>& sums, u32 x, u32 g) const {
+  // What a tile of units adds to the gradient of a term's weight.
+  template <class D> DEVICE void learn(Tiles<D>& sums, u32 x, u32 g, int term) const {
     const int share = warp % D::SHARE, fold = warp / D::SHARE;
     UNROLL for (int j = 0; j < D::COUNT; ++j) {
       const int tile = share + (part() * D::COUNT + j) * D::SHARE;
@@ -94,7 +99,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
           over_rows<D>(y, x + p * kSize, g + q * kSize, fold);
         else
           over_inner<D>(y, x + p * D::X::STEP * kSize, g + q * D::G::STEP * kSize, fold);
-        add_sums(sums[j], y);
+        UNROLL for (int t = 0; t < Pass::TERMS; ++t)
+          if (Pass::TERMS == 1 || t == term) add_sums(sums[t][j], y);
       }
     }
   }
@@ -167,7 +173,10 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
 
   // A block's sums of a weight to where they belong, of its groups and of warps that share a tile in their order.
   template <class D> DEVICE void store(const Tiles<D>& sums) const {
-    Real* to = static_cast<Real*>(params.sums) + i64(blockIdx.x) * Pass::COUNT + D::BEGIN + term() * (D::Q * D::P);
+    UNROLL for (int t = 0; t < Pass::TERMS; ++t) store_term<D>(sums[t], term() + t);
+  }
+  template <class D> DEVICE void store_term(const Tile<D> (&sums)[D::COUNT], int term) const {
+    Real* to = static_cast<Real*>(params.sums) + i64(blockIdx.x) * Pass::COUNT + D::BEGIN + term * (D::Q * D::P);
     constexpr int kOf = D::MT * D::NT, kMembers = 32 * D::SHARE;
     add_up<D::COUNT * kOf, kBlock, kMembers, Pass::GROUPS * Pass::kGroupBytes, Real>(
         weights + Pass::kWeightBytes,
@@ -192,7 +201,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   // What a term has of a tensor that has a state for each.
   template <i64 FEATURES> DEVICE i64 of_term() const { return i64(term()) * params.batch * FEATURES; }
 
-  // A tile of x and of grad_y, if there is such a tile.
+  // A tile of x and of each grad_y, if there is such a tile.
   DEVICE void load(i64 tile, i64 tiles, int slot) const {
     if (tile < tiles) {
       const auto* x = static_cast<const Element*>(params.x) + of_term<Pass::X_TERM>();
@@ -200,7 +209,9 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       using Input = typename Pass::Input;
       using Output = typename Pass::Output;
       Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
-      Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(g, tile * Pass::UNITS, slot_of(slot) + Pass::kStateBytes);
+      ROLL for (int t = 0; t < Pass::GRADS; ++t)
+        Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(
+            g + t * params.batch * Pass::G_TERM, tile * Pass::UNITS, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
     }
     commit_copies();
   }
@@ -219,7 +230,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       }
       wait_for_copies<Pass::SLOTS - 1>();
       const u32 x = slot_of(slot), g = x + Pass::kStateBytes;
-      zero_padding<typename Pass::FirstX>(x), zero_padding<typename Pass::FirstG>(g);
+      zero_padding<typename Pass::FirstX>(x);
+      ROLL for (int t = 0; t < Pass::GRADS; ++t) zero_padding<typename Pass::FirstG>(g + t * Pass::kGradBytes);
       sync();
       Pass::walk(*this, sums, x, g, tile);
       if constexpr (Pass::RETURNS) {
