@@ -180,6 +180,12 @@ def test_the_visit_of_x_has_all_terms_where_there_is_room(
     assert all(planned.work.rank == 1 for planned in others)
 
 
+def test_visits_go_where_states_between_them_are_smallest() -> None:
+    found = visits(kronecker((32, 8, 24), (4, 64, 3)), "bfloat16", 1024, Gpu.of(90), 3)
+    back = [planned.work.steps for planned in found.passes if isinstance(planned, ChainBackward)]
+    assert [(mode.p, mode.q) for steps in back for _, mode in steps] == [(8, 64), (32, 4), (24, 3)]
+
+
 @pytest.mark.parametrize("sizes", [(18, 167, 12), (164, 12, 41), (211, 13, 200), (9, 150, 8, 11)], ids=str)
 @pytest.mark.parametrize("rank", [1, 3])
 def test_parts_of_a_weight_overwrite_nothing_that_others_read(sizes: tuple[int, ...], rank: int) -> None:

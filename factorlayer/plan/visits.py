@@ -76,7 +76,17 @@ def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...],
             continue
         for count in range(1, min(len(modes), MOST_VISITS) + 1):
             for runs in parts_of(list(range(len(modes))), count):
-                yield from ((modes, order) for order in (runs, runs[::-1])[: 2 if count > 1 else 1])
+                yield from ((modes, order) for order in _orders(modes, runs))
+
+
+def _orders(modes: tuple[Mode, ...], runs: list[list[int]]) -> list[list[list[int]]]:
+    """From either end, or with the smallest states between visits: as order_of() has it."""
+    as_one = tuple(Mode(tuple(part for i in run for part in modes[i].parts)) for run in runs)
+    orders = [runs]
+    for order in (runs[::-1], [runs[i] for i in order_of(as_one)]):
+        if order not in orders:
+            orders.append(order)
+    return orders
 
 
 def _visited(
