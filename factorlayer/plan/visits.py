@@ -203,6 +203,8 @@ def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> f
                 if begin or with_x:
                     back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
                     us += _us(forward(back, dtype, batch, gpu)) + _turned_us(c, dtype, 1, gpu)
+                    both = registry.ways(registry.OF_ONE_FACTOR, c, dtype, batch, gpu)
+                    us = min([us, *map(_us, both)])
             else:
                 outer, inner = around(part)
                 asked = modes_of(part), outer, dtype, batch, gpu
