@@ -219,7 +219,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   DEVICE void run() const {
     const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
     const i64 first = i64(group) * gridDim.x + blockIdx.x;  // few tiles are one for each block
-    UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
+    ROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
     Base::hold_weights(*this);
     typename Pass::template Sums<ChainBackward> sums;
     int slot = 0, last = 0;
