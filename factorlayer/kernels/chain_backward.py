@@ -42,7 +42,10 @@ from factorlayer.kernels.tiling import (
 from factorlayer.kernels.work import Mode, Work, merged, round_up
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
-TILES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (2, 4), (4, 2), (4, 4), (2, 8))
+TILES = (
+    *((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (2, 8)),
+    *((3, 1), (3, 2), (3, 3), (4, 1), (4, 2), (4, 4)),
+)
 MOST_SUMS = (16, 32, 64, 96)  # of a thread, of all weights: fewer leave room for more warps
 PARTS = (1, 2, 4, 8)
 FEW = 64  # columns for each multiprocessor, of which parts are tried where one block has room for all
