@@ -13,7 +13,7 @@ from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker, term
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.factor_gradients import FactorGradients
-from factorlayer.kernels.gradient import Reduction
+from factorlayer.kernels.gradient import Reduction, Reductions
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
@@ -37,8 +37,11 @@ def gradients_of(outputs: list[Array], found: Plan, spec: LayerSpec) -> list[Arr
     for planned, output in zip(found.passes, outputs, strict=True):
         if planned.writes == "y":
             grad_x = output
-        if isinstance(planned, Reduction | FactorGradients) and planned.writes == "w":
-            weights[planned.begin : len(output)] = output[planned.begin :]
+        of = planned.of if isinstance(planned, Reductions) else (planned,)
+        for part in of:
+            if isinstance(part, Reduction | FactorGradients) and part.writes == "w":
+                end = part.begin + (part.of.weights if isinstance(part, Reduction) else part.weights)
+                weights[part.begin : end] = output[part.begin : end]
     return [grad_x, *np.split(weights, np.cumsum(sizes)[:-1])]
 
 

@@ -122,6 +122,7 @@ class ChainBackward(BlockSums):
     gpu: Gpu
     us: float
     tile_us: TileUs = NO_TILES
+    sums_at: int = 0  # bytes in s2 before its sums, which other passes have
 
     # What a pass says of itself
 
@@ -182,7 +183,16 @@ class ChainBackward(BlockSums):
         state = self.work.terms * self.size
         of = {self.places.x: self.features(0) * state, self.places.g: self.features(-1) * state * self.work.rank}
         of[self.places.y] = max(of.get(self.places.y, 0), self.output_bytes)
-        return scratch_of(of, self.part_bytes)
+        return scratch_of(of, self.sums_at + self.part_bytes)
+
+    def waiting_at(self, place: int) -> ChainBackward:
+        return replace(self, sums_at=place)
+
+    def sum_bytes(self, blocks: int) -> int:
+        return self.sums_at + super().sum_bytes(blocks)
+
+    def is_others(self, missing: int, padding: int) -> bool:
+        return 0 < self.sums_at == missing - padding
 
     @functools.cached_property
     def modes(self) -> tuple[Mode, ...]:
@@ -300,6 +310,7 @@ class ChainBackward(BlockSums):
         told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size)}
         told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
         told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size), "RETURNS": bool(places.y)}
+        told |= {"SUMS_AT": Long(self.sums_at // SUM_BYTES[self.dtype])}
         told |= {"PARTS": self.parts, "PART": self.back[0].q, "ROWS": self.forward[0].p}
         told |= {"PART_STEP": Long(self.back[0].q * work.inner), "kStateBytes": self.state_bytes[0]}
         told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes}

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from factorlayer.device.code import ELEMENT, Long, constants, kinds
+from factorlayer.device.code import ELEMENT, Long, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass
@@ -23,6 +23,8 @@ from factorlayer.maths.spec import Contraction
 MOST_RUNS = 16  # on their way to a thread, of both states together
 LEAST_CHUNKS = 4  # that are worth a block
 PLACE_REGISTERS = 3  # for where a run is read
+MOST_WAITING = 4 << 20  # bytes of a pass's sums that wait for those of others
+PLACE_BYTES = 256  # what sums that wait begin at a multiple of
 REDUCTION_US = 3.0  # of a second kernel, beside what it moves
 SHORT_US = 40.0  # of a pass
 FILLED = 1 << 17  # threads that fill a GPU
@@ -273,6 +275,10 @@ class BlockSums(Sums):
             return Reduction(self, in_place=True), FactorGradients(self.merged, self.dtype, self.rank, self.begin)
         return (Reduction(self),)
 
+    def waiting_at(self, place: int) -> BlockSums | None:
+        """The same with its sums from that byte of s2 on, so that they may wait there; None where it cannot."""
+        return None
+
     @property
     def most(self) -> int:
         """Blocks, each with sums of its own."""
@@ -375,6 +381,76 @@ class Reduction(OneSpread):
         numbers |= {"BEGIN": self.begin}
         told = {"Element": ELEMENT[of.dtype], "Result": "Sum<Element>" if self.in_place else "Element"}
         return constants(told | {key: Long(value) for key, value in numbers.items()})
+
+
+@dataclass(frozen=True)
+class Reductions(OneSpread):
+    """A pass that adds up what the blocks of several passes have summed. In s2 their sums begin at `places`, bytes."""
+
+    of: tuple[Reduction, ...]
+    places: tuple[int, ...]
+    us: float = REDUCTION_US
+
+    threads, blocks, shared = Reduction.threads, Reduction.blocks, Reduction.shared
+    reads = "s2"
+
+    @property
+    def dtype(self) -> str:
+        return self.of[0].of.dtype
+
+    @property
+    def writes(self) -> str:
+        return self.of[0].writes
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return (max(each.outputs(batch)[0] for each in self.of),)
+
+    def written(self, batch: int) -> int:
+        return sum(each.written(batch) for each in self.of)
+
+    @property
+    def split(self) -> int:
+        return sum(each.split for each in self.of)
+
+    @property
+    def starts(self) -> bool:
+        return all(each.starts for each in self.of)
+
+    def __str__(self) -> str:
+        return f"reductions: of {', '.join(str(each.of.weights) for each in self.of)} sums"
+
+    header = "gradient"
+    adds_up_all = True
+
+    @property
+    def told(self) -> list[str]:
+        lines, calls, first = [], [], 0
+        for i, (each, place) in enumerate(zip(self.of, self.places, strict=True)):
+            lines += [f"struct R{i} {{", *(f"  {line}" for line in each.told), "};"]
+            calls.append(f"c.template add<R{i}, {first}, {each.split}>({place});")
+            first += each.split
+        return [*lines, *function("add_all(const C& c)", calls)]
+
+
+def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
+    """These with those that add up their blocks' sums: one behind them all, where it has several to add up, as each
+    kernel takes a launch. Sums that it does not take, of modes taken as one and such as L2 would not keep, are in s2
+    for a while only, before the others."""
+    summing = [p for p in passes if isinstance(p, BlockSums)]
+    waiting = [p for p in summing if not p.merged and p.part_bytes <= MOST_WAITING and p.waiting_at(0)]
+    if len(waiting) < 2:
+        waiting = []
+    at = max((p.part_bytes for p in summing if p not in waiting), default=0)
+    places: list[int] = []
+    for p in passes:
+        if isinstance(p, BlockSums) and p in waiting:
+            places.append(-(-at // PLACE_BYTES) * PLACE_BYTES)
+            at = places[-1] + p.part_bytes
+            yield p.waiting_at(places[-1]) or p
+        else:
+            yield from (p, *p.finishing)
+    if waiting:
+        yield Reductions(tuple(map(Reduction, waiting)), tuple(places))
 
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient | None:

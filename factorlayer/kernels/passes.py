@@ -93,10 +93,19 @@ class Pass:
         def is_launched(self) -> bool:
             """Whether its time has a launch by itself, of which it takes less behind another kernel in a CUDA graph."""
 
+        @property
+        def sums_at(self) -> int:
+            """The place in s2 where its sums begin, behind those of other passes."""
+
+        @property
+        def adds_up_all(self) -> bool:
+            """Whether it takes sums of several passes before it."""
+
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
         products = template = header = title = ""
         asks, waits, starts, is_launched = (), True, False, True
+        sums_at, adds_up_all = 0, False
 
     def __str__(self) -> str:
         words = re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower().replace(" backward", ", backward")

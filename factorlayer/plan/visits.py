@@ -16,6 +16,7 @@ from typing import Any
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
+from factorlayer.kernels.gradient import REDUCTION_US, finished
 from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
@@ -66,7 +67,8 @@ def _least_back_us(
     moved = (2 if alone else 3) * x + y
     # Made, read by the next pass, by a visit, and its gradient made and read
     moved += chain.rank * (4 * sum(between) + sum(between[:-1]))
-    return 5.0 * len(works) + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
+    least = REDUCTION_US + (2 * len(works) - 1) * gpu.rates.launch_us
+    return least + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
 
 
 def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
@@ -130,7 +132,7 @@ def _visited(
         if number and visit.parts == 1:  # where no other block reads what this one overwrites
             visit = replace(visit, places=replace(places, y=before))
         returned = visit.places.y
-        back += [visit, *visit.finishing]
+        back.append(visit)
         if _us((*forward, *back)) > most:
             return None
     if sums:
@@ -139,7 +141,7 @@ def _visited(
         if found is None:
             return None
         back += found
-    return (*forward, *back)
+    return (*forward, *finished(back))
 
 
 def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
@@ -148,7 +150,7 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     ways: list[tuple[Pass, ...]] = []
     together = _tiled(registry.CHAIN_BACKWARD, replace(work, rank=rank, terms=1, apart=False), places, batch, gpu)
     if together:
-        ways.append((together, *together.finishing))
+        ways.append((together,))
     alone = replace(work, rank=1, terms=rank, apart=False)
     visit = _tiled(registry.CHAIN_BACKWARD, alone, replace(places, y=""), batch, gpu)
     steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(work.steps))
@@ -158,7 +160,7 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     summed = _tiled(registry.RESIDENT, back, batch, gpu) if visit else None
     if visit and summed:
         summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
-        ways.append((visit, *visit.finishing, summed))
+        ways.append((visit, summed))
     return min(ways, key=_us, default=None)
 
 

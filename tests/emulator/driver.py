@@ -195,20 +195,23 @@ class Emulator:
                 memory = memory[: places[-1]] + merged(planned, held, memory[places[-1] :])
             parts = [memory[at : at + size] for at, size in zip(places, sizes, strict=False)]
             written = b"".join(parts)
+            sums = memory[places[-1] :]
             if buffers:
-                buffers.take(planned, written)
+                buffers.take(planned, written, sums)
             for part in parts if planned.is_apart else [written]:
                 outputs.append(decode(part, planned.result_dtype(plan.dtype)))
-            (self.folder / "x").write_bytes(memory[places[-1] :] or written)
+            (self.folder / "x").write_bytes(sums or written)
         return outputs, errors
 
 
 class Buffers:
-    """What plans name whose passes read what others than the one before have made. Sums go from a pass to the next."""
+    """What plans name whose passes read what others than the one before have made. Sums go from a pass to the next, or
+    to one behind several."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.held = folder, {"x": (folder / "x").read_bytes()}
         self.given: dict[int, bytes] = {}
+        self.sums = b""
 
     def give(self, planned: Pass) -> None:
         for place, weight in self.given.items():
@@ -218,13 +221,17 @@ class Buffers:
             weight = self.folder / f"w{place}"
             self.given[place] = weight.read_bytes()
             weight.write_bytes(self.held[beside])
-        if reads not in ("s2", "none"):
+        if planned.adds_up_all:
+            (self.folder / "x").write_bytes(self.sums)
+        elif reads not in ("s2", "none"):
             x = (self.folder / f"w{reads[1:]}").read_bytes() if reads[0] == "@" else self.held[reads]
             (self.folder / "x").write_bytes(x)
 
-    def take(self, planned: Pass, written: bytes) -> None:
+    def take(self, planned: Pass, written: bytes, sums: bytes) -> None:
         if planned.writes in STATES:
             self.held[planned.writes] = written
+        at = planned.sums_at
+        self.sums = self.sums[:at].ljust(at, b"\0") + sums[at:] + self.sums[len(sums) :]
 
 
 def merged(planned: Pass, held: bytes, made: bytes) -> bytes:

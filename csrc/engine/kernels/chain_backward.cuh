@@ -16,7 +16,8 @@
 //        gradients behind it, kSlotBytes of all, kGroupBytes; TERMS of a block, which is also the RANK of its sums;
 //        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
 //        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
-//        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block);
+//        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block),
+//        SUMS_AT (where those of all blocks begin);
 //        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(), walk(),
 //        store_sums()
 #pragma once
@@ -176,7 +177,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     UNROLL for (int t = 0; t < Pass::TERMS; ++t) store_term<D>(sums[t], term() + t);
   }
   template <class D> DEVICE void store_term(const Tile<D> (&sums)[D::COUNT], int term) const {
-    Real* to = static_cast<Real*>(params.sums) + i64(blockIdx.x) * Pass::COUNT + D::BEGIN + term * (D::Q * D::P);
+    Real* to = static_cast<Real*>(params.sums) + Pass::SUMS_AT + i64(blockIdx.x) * Pass::COUNT + D::BEGIN + term * (D::Q * D::P);
     constexpr int kOf = D::MT * D::NT, kMembers = 32 * D::SHARE;
     add_up<D::COUNT * kOf, kBlock, kMembers, Pass::GROUPS * Pass::kGroupBytes, Real>(
         weights + Pass::kWeightBytes,

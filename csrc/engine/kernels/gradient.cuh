@@ -200,13 +200,15 @@ template <class Pass> struct Reduction {
         UNROLL for (int e = 0; e < VECTOR; ++e) sum.x[e] += reinterpret_cast<const Part*>(&more[i])[e];
     }
   }
-  DEVICE void run() const {
+  DEVICE void run() const { add_all(params.x, blockIdx.y, gridDim.y); }
+  // Of what begins at `of`, by `blocks` blocks
+  DEVICE void add_all(const void* of, int block, int blocks) const {
     const u32 sums = shared_address(shared_memory);
-    const i64 blocks = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
-    const int present = int(min(blocks, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const auto* x = static_cast<const Some<Part>*>(params.x);
+    const i64 summed = (params.batch * Pass::UNITS + Pass::UNITS_PER_BLOCK - 1) / Pass::UNITS_PER_BLOCK;
+    const int present = int(min(summed, i64(Pass::MOST))), way = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const auto* x = static_cast<const Some<Part>*>(of);
     auto* y = static_cast<Some<Result>*>(params.y) + Pass::BEGIN / VECTOR;
-    for (i64 first = i64(blockIdx.y) * kLanes; first < kCount; first += i64(gridDim.y) * kLanes) {
+    for (i64 first = i64(block) * kLanes; first < kCount; first += i64(blocks) * kLanes) {
       const i64 at = first + lane;
       Some<Part> sum = {};
       const bool single = at < kSingles;
@@ -229,4 +231,15 @@ template <class Pass> struct Reduction {
       if constexpr (WAYS > 1) __syncthreads();
     }
   }
+};
+
+// The same of several passes at once, each with blocks along y of its own. Pass: add_all(), which says where each one's sums begin.
+template <class Pass> struct Reductions {
+  const Params& params;
+  DEVICE Reductions(const Params& given) : params(given) {}
+  template <class Of, int FIRST, int BLOCKS> DEVICE void add(i64 begin) const {
+    const int block = int(blockIdx.y) - FIRST;
+    if (block >= 0 && block < BLOCKS) Reduction<Of>(params).add_all(static_cast<const char*>(params.x) + begin, block, BLOCKS);
+  }
+  DEVICE void run() const { Pass::add_all(*this); }
 };

@@ -7,7 +7,7 @@ from dataclasses import replace
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import gradient
 from factorlayer.kernels.factor_gradients import FactorGradients
-from factorlayer.kernels.gradient import Gradient, Reduction
+from factorlayer.kernels.gradient import Gradient, Reduction, Reductions
 from factorlayer.kernels.product import few, mapped, streamed, wide, wide_gradient, wide_resident
 from factorlayer.kernels.product.column_sums import ColumnSums
 from factorlayer.kernels.product.slopes import Slopes
@@ -113,7 +113,7 @@ OF_PRODUCT_AND_SLOPES = (WIDE,)
 # Beside others' passes, which ask for them
 
 WEIGHT_HALVES = Family("weight halves", "Weights of wide products in float", None, (WeightHalves,), "wide")
-REDUCTION = Family("reduction", "Sums of blocks, added in order", None, (Reduction,), "gradients")
+REDUCTION = Family("reduction", "Sums of blocks, added in order", None, (Reduction, Reductions), "gradients")
 FACTOR_GRADIENTS = Family(
     "factor gradients", "Factors that a pass has taken as one", None, (FactorGradients,), "gradients"
 )
