@@ -2174,7 +2174,11 @@ def test_an_infinite_gradient_meets_no_padding(dtype: str, emulator: Emulator) -
 
 def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: Emulator) -> None:
     found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
-    kernels = emulator.compile(found)
+    check_gradients_of_stack(found, layers, batch, emulator)
+
+
+def check_gradients_of_stack(found: Plan, layers: list[Chain], batch: int, emulator: Emulator) -> None:
+    dtype, kernels = found.dtype, emulator.compile(found)
     draw = drawing(dtype)
     x, grad, tensors = draw(batch, layers[0].in_features), draw(batch, layers[-1].out_features), []
     for layer in layers:

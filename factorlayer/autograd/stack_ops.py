@@ -168,8 +168,7 @@ _CUT = re.compile(r"\(((\([0-9]{1,6}, [0-9]{1,6}\), )*\([0-9]{1,6}, [0-9]{1,6}\)
 @known
 def runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
     layers = text.split(" | ")
-    asked = f"{text} | backward" if recorded else text
-    if (recorded or is_hoppers(text, dtype, device)) and has_kernel(asked, dtype, device):
+    if not recorded and is_hoppers(text, dtype, device) and has_kernel(text, dtype, device):
         return ((0, len(layers), text),)
     found: list[Run] = []
     for begin, end in _read_cut(ask_planner("cut_backward" if recorded else "cut", text, dtype, device), len(layers)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -493,7 +493,7 @@ def _grouped(
     sums = words * work.rank * sum(d.sums for d in learned)
     most = max(
         max(stage.registers for stage in (*stages[0], *stages[1])),
-        OTHER_REGISTERS + max(_temporary(d, work.dtype) for d in learned),
+        OTHER_REGISTERS + max(temporary(d, work.dtype) for d in learned),
     )
     first = stages[1][0]
     most += 0 if first.mt else words * (work.rank - 1) * first.p * first.q  # of a thread that sums terms
@@ -544,7 +544,7 @@ def _moving(plan: ChainBackward) -> float:
     return count
 
 
-def _temporary(d: Learned, dtype: str) -> int:
+def temporary(d: Learned, dtype: str) -> int:
     """Registers for a tile's sums and operands."""
     words = {"float64": 2, "float32": 3}.get(dtype, 1)
     return words * 4 * d.mt * d.nt + (4 * d.mt + 2 * d.nt) * (2 if words > 1 else 1)
@@ -579,13 +579,18 @@ def _learned(
     ways = []
     for (at, mode), sizes in zip(work.steps, work.states, strict=False):
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
-        found = [d for d in _ways(mode.p, mode.q, inner, rows, warps, parts) if d.sums <= most]
-        if not found:
-            return None
-        ways.append(sorted(found, key=lambda d: d.time(work.dtype, warps, gpu)))
+        ways.append(list(ways_of(mode.p, mode.q, inner, rows, warps, parts)))
+    return fitting(ways, work.dtype, warps, most, gpu)
+
+
+def fitting(
+    ways: Sequence[Sequence[Learned]], dtype: str, warps: int, most: int, gpu: Gpu
+) -> tuple[Learned, ...] | None:
+    """Of each weight's tiles the fastest, whose sums are together at most `most` of a thread."""
+    ordered = [sorted(each, key=lambda d: d.time(dtype, warps, gpu)) for each in ways]
     least = [min(d.sums for d in each) for each in ways]
     chosen, left = [], most
-    for i, each in enumerate(ways):
+    for i, each in enumerate(ordered):
         room = left - sum(least[i + 1 :])
         d = next((d for d in each if d.sums <= room), None)
         if d is None:
@@ -595,7 +600,7 @@ def _learned(
     return tuple(chosen)
 
 
-def _ways(p: int, q: int, inner: int, rows: int, warps: int, parts: int) -> Iterator[Learned]:
+def ways_of(p: int, q: int, inner: int, rows: int, warps: int, parts: int) -> Iterator[Learned]:
     for mt, nt in TILES:
         if (mt > 1 and 8 * mt >= q) or (nt > 1 and 4 * nt >= p):
             continue  # more than half of it would be padding

@@ -320,8 +320,10 @@ def stage_type(
     in_place: bool = False,
     from_sums: bool = False,
     end: str = "",
+    stride: int = 0,
 ) -> str:
-    """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says."""
+    """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says. Of
+    a weight that lies as another stage reads it, `stride` is that one's."""
     run = following.i if following.i > 1 else following.p
     pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
     words = [
@@ -330,7 +332,7 @@ def stage_type(
         *(layout, following, *places, weight),
         *(str(flag).lower() for flag in (in_place, _splits(stage, following), pairs)),
         scale,
-        stage.weight_stride,
+        stride or stage.weight_stride,
         str(from_sums).lower(),
         *([end] if end else []),
     ]

@@ -101,7 +101,7 @@ class Stage:
 
     @property
     def weight_stride(self) -> int:
-        return _row_step(self.p, self.dtype)
+        return row_step(self.p, self.dtype)
 
     @functools.cached_property
     def weight_bytes(self) -> int:
@@ -114,7 +114,7 @@ class Stage:
         but for threads by columns."""
         padded = round_up(self.p, 8) if self.mt or self.by_rows else self.p
         if self.by_rows:
-            return Layout(self.p, 1, _row_step(self.p, self.dtype), 1)
+            return Layout(self.p, 1, row_step(self.p, self.dtype), 1)
         step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)
         return Layout(self.p, self.inner, padded * step, step)
 
@@ -300,7 +300,7 @@ def last_of(stages: Stages) -> Stage:
     return last.second if isinstance(last, Sandwich) else last
 
 
-def _row_step(p: int, dtype: str) -> int:
+def row_step(p: int, dtype: str) -> int:
     """Elements between rows of p that the matrix unit takes whole: an odd multiple of 16 bytes, of 32 for doubles."""
     least = 8 if ELEMENT_BYTES[dtype] == 2 else 4
     n = round_up(p, 8)

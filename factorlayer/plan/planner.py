@@ -17,7 +17,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import ASKED, BATCHES, Plan, PlanError
-from factorlayer.plan.stacks import plan_stack
+from factorlayer.plan.stacks import back_us, of_many, plan_stack
 
 __all__ = [
     "BATCHES",
@@ -130,37 +130,37 @@ def cut_backward(
 def cut(
     stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, backward: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Runs of a stack's layers, from one number up to another, each of which one pass takes. Backward, it makes all
-    gradients, and most layers are in a run; of such cuts it is the fastest by prediction, and forward of all."""
+    """Runs of a stack's layers, from one number up to another, each of which one pass takes, or, to be trained, one
+    forward and one back. Of such cuts it is the fastest by prediction."""
     layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared, memory)
+    chains, dtype = parsed(stack, dtype)
     runs: dict[tuple[int, int], float] = {}
 
     @functools.cache
     def us_of(text: str) -> float:
-        """With as many samples as a plan is for, and with twice as many: one number alone may just fill a GPU once."""
-        passes = plan_of(text, dtype, len(BATCHES) - 1, gpu).passes
-        return sum(p.us_of(n) for n in (BATCHES[-1], 2 * BATCHES[-1]) for p in passes)
+        return of_many(plan_of(text, dtype, len(BATCHES) - 1, gpu).passes)
 
     for begin, end in itertools.combinations(range(len(layers) + 1), 2):
         if not backward and end == begin + 1:
             continue
         try:
-            text = " | ".join([*layers[begin:end], "backward"] if backward else layers[begin:end])
-            runs[begin, end] = us_of(text)
+            text = " | ".join(layers[begin:end])
+            runs[begin, end] = us_of(text) + (us_of(f"{text} | {BACKWARD}") if backward else 0.0)
         except PlanError:
             continue
-    costs = not backward and len(runs) > 0
-    alone = [ALONE * us_of(layer) if costs else 0.0 for layer in layers]
-    best: dict[int, tuple[int, float, tuple[tuple[int, int], ...]]] = {len(layers): (0, 0.0, ())}  # from a layer on
+    if not runs:
+        return ()
+    alone = [ALONE * (us_of(layer.text) + (back_us(layer, dtype, gpu) if backward else 0.0)) for layer in chains]
+    best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {len(layers): (0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
-        outside, us, found = best[begin + 1]
-        ways = [(outside + backward, us + alone[begin], found)]
+        us, found = best[begin + 1]
+        ways = [(us + alone[begin], found)]
         for end in range(begin + 1, len(layers) + 1):
             if (begin, end) in runs:
-                outside, us, found = best[end]
-                ways.append((outside, us + runs[begin, end], ((begin, end), *found)))
+                us, found = best[end]
+                ways.append((us + runs[begin, end], ((begin, end), *found)))
         best[begin] = min(ways)
-    return best[0][2]
+    return best[0][1]
 
 
 def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
+from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
@@ -27,6 +29,8 @@ def plan_stack(
     asked = layers, dtype, batch, gpu
     if backward:
         ways = list(registry.ways(registry.OF_STACK_BACK, *asked))
+        if _is_worth_a_visit(layers, dtype, gpu):
+            ways += registry.ways(registry.OF_ANY_STACK_BACK, *asked)
     else:
         ways = list(registry.ways(registry.OF_STACK, *asked, states=states))
         # Weights that stay in shared memory are faster: six layers of 128, 1.3 million samples, 401 us instead of 517.
@@ -52,3 +56,44 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
         return False
     alone = PASS_WEIGHT * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
     return sum(p.us for p in found) < alone
+
+
+@functools.lru_cache(256)
+def _is_worth_a_visit(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
+    """Whether the pass that takes any layers is predicted to be faster than layer by layer, for many samples."""
+    found = registry.fastest(registry.OF_ANY_STACK_BACK, layers, dtype, BATCHES[-1], gpu)
+    return len(found) > 0 and of_many(found) < sum(back_us(layer, dtype, gpu) for layer in layers)
+
+
+def of_many(passes: tuple[Pass, ...]) -> float:
+    """Predicted microseconds of as many samples as a plan is for, and of twice as many: one number alone may just fill
+    a GPU once."""
+    return sum(p.us_of(batch) for batch in (BATCHES[-1], 2 * BATCHES[-1]) for p in passes)
+
+
+@functools.lru_cache(256)
+def back_us(layer: Chain, dtype: str, gpu: Gpu) -> float:
+    """The same of what autograd/backward.py makes a dense layer's gradients of: back through its activation, its
+    weight's and its bias's, and that of what it reads."""
+
+    def us(*chains: Chain) -> float:
+        try:
+            return sum(of_many(plan(chain, dtype, BATCHES[-1], gpu).passes) for chain in chains)
+        except PlanError:
+            return math.inf
+
+    (c,) = layer.contractions
+    plain = Chain((c,), tf32=layer.tf32)
+    gradient = replace(plain, gradient=True)
+    of_weight = us(gradient)
+    if layer.bias:
+        of_weight = min(us(replace(gradient, bias=True)), of_weight + us(Chain((), sums=c.q)))
+    turn = Chain((), turn=(1, c.q, c.p), tf32=layer.tf32)
+    found = of_weight + us(turn, replace(plain, contractions=(replace(c, p=c.q, q=c.p),)))
+    if layer.activation == "identity":
+        return found
+    alone = Chain((), activation=layer.activation)
+    if from_result(layer.activation) is not None:
+        return found + us(replace(alone, through=c.q))
+    before = replace(layer, activation="identity")
+    return found + min(us(replace(layer, slope=c.q)), us(before, replace(alone, slope=c.q)))

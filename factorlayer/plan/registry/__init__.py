@@ -28,10 +28,11 @@ from factorlayer.plan.registry.product import (
     OF_WEIGHT_IN_ORDER,
     WIDE_RESIDENT,
 )
-from factorlayer.plan.registry.stack import OF_DENSE_LAYER, OF_STACK, OF_STACK_BACK, OF_WIDE_STACK
+from factorlayer.plan.registry.stack import OF_ANY_STACK_BACK, OF_DENSE_LAYER, OF_STACK, OF_STACK_BACK, OF_WIDE_STACK
 
 __all__ = [
     "CHAIN_BACKWARD",
+    "OF_ANY_STACK_BACK",
     "OF_DENSE_LAYER",
     "OF_FACTORS",
     "OF_MIXED_PRODUCT",
@@ -78,7 +79,7 @@ KINDS = {
     "The gradient of one weight": OF_WEIGHT,
     "What goes before and behind contractions": (*OF_SUMS, *OF_SLOPES, *OF_TURN),
     "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK),
-    "All gradients of dense layers": OF_STACK_BACK,
+    "All gradients of dense layers": (*OF_STACK_BACK, *OF_ANY_STACK_BACK),
     "Beside others' passes": (WHOLE, *BESIDE),
 }
 

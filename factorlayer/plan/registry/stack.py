@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import resident_stack
-from factorlayer.kernels.stack import dense, dense_backward, dense_backward32, dense_streamed, layer_backward
+from factorlayer.kernels.stack import (
+    dense,
+    dense_backward,
+    dense_backward32,
+    dense_streamed,
+    layer_backward,
+    stack_backward,
+)
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.registry.family import HALVES, ON_TABLES, Family, Margin, Takes
 
@@ -76,4 +83,13 @@ LAYER_BACKWARD = Family(
         HALVES, ("wgmma",), (1, 1), (1, layer_backward.MOST), tied=True, more=f"more than {layer_backward.LEAST} q's"
     ),
 )
+STACK_BACKWARD = Family(
+    "stack backward",
+    "Gradients of dense layers of any widths, any GPU, weights that fit",
+    stack_backward.tile,
+    (stack_backward.StackBackward,),
+    "dense",
+    Takes(tied=True),
+)
 OF_STACK_BACK = (DENSE_BACKWARD, DENSE_BACKWARD32, LAYER_BACKWARD)
+OF_ANY_STACK_BACK = (STACK_BACKWARD,)  # asked where layer by layer is predicted to be slower
