@@ -28,6 +28,7 @@ _EXPM1 = apply("expm1", X)
 
 ROWS = {
     RELU: select(_IS_NEGATIVE, ZERO, ONE),
+    NAMED["relu_squared"]: select(_IS_NEGATIVE, ZERO, apply("sqrt", X) * 2),
     select(_IS_POSITIVE, X, _P * X): select(_IS_POSITIVE, ONE, _P),
     select(_IS_NEGATIVE, _EXPM1, X): select(_IS_NEGATIVE, X + 1, ONE),
     select(_IS_NEGATIVE, _EXPM1 * _P, X): select(_IS_NEGATIVE, X + _P, ONE),  # elu

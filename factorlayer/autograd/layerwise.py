@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,14 +32,19 @@ from factorlayer.autograd.backward import (
 from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
 from factorlayer.autograd.runtime import class_of_batch, prepare_together
 from factorlayer.maths.chain import Chain
+from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
     _all_at_once = torch.ops.factorlayer.stack_backward.default
 
 
-def has_backward(layer: str, dtype: torch.dtype, device: int) -> bool:
-    """Whether one kernel makes all gradients of a layer, with those of its activation."""
-    return has_kernel(f"{layer} | backward", dtype, device)
+def has_backward(layer: str, dtype: torch.dtype, device: int, batch_class: int = len(BATCHES) - 1) -> bool:
+    """Whether one kernel makes all gradients of a layer, with those of its activation, and is what a plan of so many
+    samples takes."""
+    text = f"{layer} | backward"
+    if batch_class == len(BATCHES) - 1:
+        return float(ask_planner("predicted", text, dtype, device)) < math.inf
+    return has_kernel(text, dtype, device, few=batch_class == 0)
 
 
 @functools.lru_cache(1024)
@@ -151,7 +157,7 @@ class _Layers:
         self, grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int], through: str
     ) -> list[Tensor]:
         """The gradients of one layer, that of x back through the activation which made x."""
-        if has_backward(text, self.dtype, self.device):
+        if has_backward(text, self.dtype, self.device, class_of_batch(len(x))):
             made = self.at_once(grad, x, tensors, text, places)
             made[0] = back_through(self.ops, made[0], x, through)
             return made

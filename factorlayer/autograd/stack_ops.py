@@ -47,7 +47,7 @@ from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
-from factorlayer.plan.plan import BATCHES
+from factorlayer.plan.plan import BATCHES, CUTS
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -137,7 +137,8 @@ def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple
     if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
         return ()
     if x.is_cuda:
-        return runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined)
+        batch_class = len(BATCHES) - 1 if is_compiling() else class_of_batch(x.numel() // (x.shape[-1] or 1))
+        return runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined, batch_class)
     return ((0, len(stack.layers), text),)
 
 
@@ -166,12 +167,20 @@ _CUT = re.compile(r"\(((\([0-9]{1,6}, [0-9]{1,6}\), )*\([0-9]{1,6}, [0-9]{1,6}\)
 
 
 @known
-def runs_on_gpu(text: str, dtype: torch.dtype, device: int, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
+def runs_on_gpu(
+    text: str,
+    dtype: torch.dtype,
+    device: int,
+    recorded: bool,
+    joined: bool = False,
+    batch_class: int = len(BATCHES) - 1,
+) -> tuple[Run, ...]:
     layers = text.split(" | ")
     if not recorded and is_hoppers(text, dtype, device) and has_kernel(text, dtype, device):
         return ((0, len(layers), text),)
     found: list[Run] = []
-    for begin, end in _read_cut(ask_planner("cut_backward" if recorded else "cut", text, dtype, device), len(layers)):
+    cuts = ask_planner("cut_backward" if recorded else "cut", text, dtype, device).split(CUTS)
+    for begin, end in _read_cut(cuts[min(batch_class, len(cuts) - 1)], len(layers)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]
             longer = " | ".join(layers[first:end]) + STATES

@@ -172,7 +172,7 @@ def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, states: bo
 
 
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[ResidentStack]:
-    if (gpu.wgmma and dtype not in ("float32", "float64")) or not all(layer.is_dense for layer in layers):
+    if not all(layer.is_dense for layer in layers):
         return
     if sum(layer.tensors + states for layer in layers) > MOST_TENSORS:
         return

@@ -16,8 +16,8 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import ASKED, BATCHES, Plan, PlanError
-from factorlayer.plan.stacks import back_us, of_many, plan_stack
+from factorlayer.plan.plan import ASKED, BATCHES, CUTS, Plan, PlanError
+from factorlayer.plan.stacks import back_us, plan_stack, us_around
 
 __all__ = [
     "BATCHES",
@@ -121,24 +121,32 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
     return count
 
 
-def cut_backward(
-    stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0
-) -> tuple[tuple[int, int], ...]:
-    return cut(stack, dtype, arch, sms, shared, memory, backward=True)
+def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    """The cut to be trained by, for each class of batches."""
+    asked = stack, dtype, arch, sms, shared, memory
+    return CUTS.join(str(cut(*asked, backward=True, batch_class=i)) for i in range(len(BATCHES)))
 
 
 def cut(
-    stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, backward: bool = False
+    stack: str,
+    dtype: str,
+    arch: int,
+    sms: int,
+    shared: int,
+    memory: int = 0,
+    backward: bool = False,
+    batch_class: int = len(BATCHES) - 1,
 ) -> tuple[tuple[int, int], ...]:
     """Runs of a stack's layers, from one number up to another, each of which one pass takes, or, to be trained, one
     forward and one back. Of such cuts it is the fastest by prediction."""
     layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared, memory)
-    chains, dtype = parsed(stack, dtype)
+    chains, computed = parsed(stack, dtype)
+    batch = BATCHES[batch_class]
     runs: dict[tuple[int, int], float] = {}
 
     @functools.cache
     def us_of(text: str) -> float:
-        return of_many(plan_of(text, dtype, len(BATCHES) - 1, gpu).passes)
+        return us_around(plan_of(text, dtype, batch_class, gpu).passes, batch)
 
     for begin, end in itertools.combinations(range(len(layers) + 1), 2):
         if not backward and end == begin + 1:
@@ -150,11 +158,11 @@ def cut(
             continue
     if not runs:
         return ()
-    alone = [ALONE * (us_of(layer.text) + (back_us(layer, dtype, gpu) if backward else 0.0)) for layer in chains]
+    alone = [us_of(layer.text) + (back_us(layer, computed, batch, gpu) if backward else 0.0) for layer in chains]
     best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {len(layers): (0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
         us, found = best[begin + 1]
-        ways = [(us + alone[begin], found)]
+        ways = [(us + ALONE * alone[begin], found)]
         for end in range(begin + 1, len(layers) + 1):
             if (begin, end) in runs:
                 us, found = best[end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from factorlayer.activations.results import from_result
@@ -13,6 +14,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
+from factorlayer.plan.registry.family import Family
 
 
 def plan_stack(
@@ -29,13 +31,16 @@ def plan_stack(
     asked = layers, dtype, batch, gpu
     if backward:
         ways = list(registry.ways(registry.OF_STACK_BACK, *asked))
-        if _is_worth_a_visit(layers, dtype, gpu):
+        if _is_worth_it(registry.OF_ANY_STACK_BACK, *asked):
             ways += registry.ways(registry.OF_ANY_STACK_BACK, *asked)
     else:
         ways = list(registry.ways(registry.OF_STACK, *asked, states=states))
         # Weights that stay in shared memory are faster: six layers of 128, 1.3 million samples, 401 us instead of 517.
         if not ways and _streams(layers, dtype, gpu, states):
             ways = list(registry.ways(registry.OF_WIDE_STACK, *asked, states=states, frozen=frozen))
+        short = gpu.wgmma and dtype not in ("float32", "float64")  # of which wgmma's products are faster by themselves
+        if not ways and (not short or _is_worth_it(registry.OF_ANY_STACK, layers, dtype, BATCHES[-1], gpu)):
+            ways = list(registry.ways(registry.OF_ANY_STACK, *asked, states=states))
 
     def us(passes: tuple[Pass, ...]) -> float:
         return sum(p.us for p in passes if not (frozen and p.reads == "none"))
@@ -59,26 +64,36 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
 
 
 @functools.lru_cache(256)
-def _is_worth_a_visit(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
-    """Whether the pass that takes any layers is predicted to be faster than layer by layer, for many samples."""
-    found = registry.fastest(registry.OF_ANY_STACK_BACK, layers, dtype, BATCHES[-1], gpu)
-    return len(found) > 0 and of_many(found) < sum(back_us(layer, dtype, gpu) for layer in layers)
+def _is_worth_it(families: Sequence[Family], layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
+    """Whether the pass that takes any layers is predicted to be faster than layer by layer, for so many samples or for
+    many: what has a kernel for these has one for fewer as well."""
+    back = families is registry.OF_ANY_STACK_BACK
+
+    def is_faster(batch: int) -> bool:
+        if not (found := registry.fastest(families, layers, dtype, batch, gpu)):
+            return False
+        alone = sum(back_us(layer, dtype, batch, gpu) if back else us_of(layer) for layer in layers)
+        return us_around(found, batch) < alone
+
+    def us_of(layer: Chain) -> float:
+        return us_around(plan(layer, dtype, batch, gpu).passes, batch)
+
+    return any(map(is_faster, dict.fromkeys((batch, BATCHES[-1]))))
 
 
-def of_many(passes: tuple[Pass, ...]) -> float:
-    """Predicted microseconds of as many samples as a plan is for, and of twice as many: one number alone may just fill
-    a GPU once."""
-    return sum(p.us_of(batch) for batch in (BATCHES[-1], 2 * BATCHES[-1]) for p in passes)
+def us_around(passes: Sequence[Pass], batch: int) -> float:
+    """Predicted microseconds of so many samples, and of twice as many: one number alone may just fill a GPU once."""
+    return sum(p.us_of(samples) for samples in (batch, 2 * batch) for p in passes)
 
 
-@functools.lru_cache(256)
-def back_us(layer: Chain, dtype: str, gpu: Gpu) -> float:
+@functools.lru_cache(1024)
+def back_us(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
     """The same of what autograd/backward.py makes a dense layer's gradients of: back through its activation, its
     weight's and its bias's, and that of what it reads."""
 
     def us(*chains: Chain) -> float:
         try:
-            return sum(of_many(plan(chain, dtype, BATCHES[-1], gpu).passes) for chain in chains)
+            return sum(us_around(plan(chain, dtype, batch, gpu).passes, batch) for chain in chains)
         except PlanError:
             return math.inf
 

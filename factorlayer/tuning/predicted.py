@@ -16,7 +16,7 @@ import torch
 
 from factorlayer.autograd.backward import runs
 from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
-from factorlayer.autograd.runtime import dtype_name
+from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
@@ -136,7 +136,8 @@ def _predicted_stack(
     layers, like = text.split(" | "), _samples(likeness)
     alone = [_predicted(layer, dtype, device, likeness, training) for layer in layers]
     samples, fused_us, at = like.asked, 0.0, 0
-    for begin, end, run in (*runs_on_gpu(text, dtype, device, training, joined), (len(layers), len(layers), "")):
+    found = runs_on_gpu(text, dtype, device, training, joined, class_of_batch(samples))
+    for begin, end, run in (*found, (len(layers), len(layers), "")):
         fused_us += sum(min(layer.fused_us, layer.batched_us) for layer in alone[at:begin])
         if run:
             asked = texts_of_run(run, samples, dtype, device, training)

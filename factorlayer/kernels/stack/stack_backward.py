@@ -88,12 +88,14 @@ class StackBackward(BlockSums):
 
     def begin_of(self, i: int) -> int:
         """Where the gradients of layer i's weight begin, and behind them its bias's."""
-        return sum(p * q + q * layer.bias for p, q, layer in zip(self.widths, self.widths[1 : i + 1], self.layers))
+        return sum(
+            layer.in_features * layer.out_features + layer.out_features * layer.bias for layer in self.layers[:i]
+        )
 
     @property
     def asks(self) -> Asks:
-        tensors = ("params.x", f"params.weights[{self.tensors}]")
-        return [ask_for(of, width * self.size) for of, width in zip(tensors, (self.widths[0], self.widths[-1]))]
+        grad_y = f"params.weights[{self.tensors}]"
+        return [ask_for("params.x", self.widths[0] * self.size), ask_for(grad_y, self.widths[-1] * self.size)]
 
     # The layers
 
@@ -400,7 +402,8 @@ def _stages(
     widths: tuple[int, ...], dtype: str, samples: int, warps: int, most: int, gpu: Gpu
 ) -> tuple[tuple[Stage, ...], tuple[Stage, ...]] | None:
     """Of each layer forward and back."""
-    forward, back = [], []
+    forward: list[Stage] = []
+    back: list[Stage] = []
     for p, q in itertools.pairwise(round_up(width, 8) for width in widths):
         for a, b, stages in ((p, q, forward), (q, p, back)):
             stage = stage_for(a, b, 1, samples, dtype, warps, most, False, gpu, False)

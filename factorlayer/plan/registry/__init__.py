@@ -28,10 +28,18 @@ from factorlayer.plan.registry.product import (
     OF_WEIGHT_IN_ORDER,
     WIDE_RESIDENT,
 )
-from factorlayer.plan.registry.stack import OF_ANY_STACK_BACK, OF_DENSE_LAYER, OF_STACK, OF_STACK_BACK, OF_WIDE_STACK
+from factorlayer.plan.registry.stack import (
+    OF_ANY_STACK,
+    OF_ANY_STACK_BACK,
+    OF_DENSE_LAYER,
+    OF_STACK,
+    OF_STACK_BACK,
+    OF_WIDE_STACK,
+)
 
 __all__ = [
     "CHAIN_BACKWARD",
+    "OF_ANY_STACK",
     "OF_ANY_STACK_BACK",
     "OF_DENSE_LAYER",
     "OF_FACTORS",
@@ -78,7 +86,7 @@ KINDS = {
     "All gradients of untied contractions": (*OF_ONE_UNTIED, *OF_ONE_UNTIED_BY_SLABS, *OF_TWO_UNTIED),
     "The gradient of one weight": OF_WEIGHT,
     "What goes before and behind contractions": (*OF_SUMS, *OF_SLOPES, *OF_TURN),
-    "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK),
+    "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK, *OF_ANY_STACK),
     "All gradients of dense layers": (*OF_STACK_BACK, *OF_ANY_STACK_BACK),
     "Beside others' passes": (WHOLE, *BESIDE),
 }

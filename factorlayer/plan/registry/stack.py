@@ -46,8 +46,9 @@ RESIDENT_STACK = Family(
     Takes(tied=True, more="of tf32 and 16 bits what no wgmma takes"),
     told=("states",),
 )
-OF_STACK = (DENSE, RESIDENT_STACK)
+OF_STACK = (DENSE,)
 OF_WIDE_STACK = (DENSE_STREAMED,)  # asked where no family of OF_STACK has a kernel
+OF_ANY_STACK = (RESIDENT_STACK,)  # asked where none of those has one
 
 
 def _has_odd_rows(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
