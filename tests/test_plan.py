@@ -55,7 +55,7 @@ from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.stack import dense
+from factorlayer.kernels.stack import dense, dense_backward32
 from factorlayer.kernels.stack.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
 from factorlayer.kernels.stages import Layout, Sandwich, Stage
@@ -318,24 +318,28 @@ def test_plans_are_the_same_for_the_same_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "activation", "right"),
+    ("widths", "activation", "right", "in_float", "without_wgmma"),
     [
-        ((32, 64, 64, 16), "relu", [(0, 3)]),
-        ((128, 128, 127, 128), "relu", [(0, 1), (1, 2), (2, 3)]),
-        ((64, 64, 64, 64, 64, 64, 64, 64, 64), "tanh", [(0, 2), (2, 5), (5, 8)]),
-        ((48, 512, 256, 128, 12), "elu", [(3, 4)]),
-        ((128, 256, 256, 128), "relu", []),
-        ((64, 64, 64), "p0,x,mul:0:1/:0/:1", []),
+        ((32, 64, 64, 16), "relu", [(0, 3)], [(0, 1), (1, 3)], [(0, 3)]),
+        ((128, 128, 127, 128), "relu", [(0, 1), (1, 2), (2, 3)], [], [(0, 1), (1, 2), (2, 3)]),
+        ((64,) * 9, "tanh", [(0, 2), (2, 5), (5, 8)], [(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 3), (3, 8)]),
+        ((48, 512, 256, 128, 12), "elu", [(3, 4)], [(3, 4)], [(3, 4)]),
+        ((128, 256, 256, 128), "relu", [], [], []),
+        ((64, 64, 64), "p0,x,mul:0:1/:0/:1", [], [], []),
     ],
     ids=str,
 )
 def test_stacks_are_cut_into_runs_that_have_kernels(
-    widths: tuple[int, ...], activation: str, right: list[tuple[int, int]]
+    widths: tuple[int, ...],
+    activation: str,
+    right: list[tuple[int, int]],
+    in_float: list[tuple[int, int]],
+    without_wgmma: list[tuple[int, int]],
 ) -> None:
     layers = [Chain.of(kronecker((p,), (q,)), True, activation).text for p, q in itertools.pairwise(widths)]
-    assert list(cut(" | ".join(layers), "bfloat16", 90, 132, 232448, backward=True)) == right
-    assert not cut(" | ".join(layers), "float32", 90, 132, 232448, backward=True)
-    assert not cut(" | ".join(layers), "bfloat16", 80, 132, 232448, backward=True)
+    asked = [("bfloat16", 90, right), ("float32", 90, in_float), ("bfloat16", 80, without_wgmma)]
+    for dtype, arch, runs in asked:
+        assert list(cut(" | ".join(layers), dtype, arch, 132, 232448, backward=True)) == runs
 
 
 @pytest.mark.parametrize(
@@ -384,12 +388,11 @@ def test_layers_in_tf32_have_warpgroups_alone_or_together(p: int, q: int, groups
 
 def test_layers_in_tf32_are_no_wider_than_their_sums() -> None:
     for p, q in ((129, 64), (64, 129)):
-        with pytest.raises(PlanError, match="no pass makes all gradients"):
-            plan_stack((Chain.of(kronecker((p,), (q,)), True, "relu"),), "tf32", 1024, Gpu.of(90), backward=True)
+        layers = (Chain.of(kronecker((p,), (q,)), True, "relu"),)
+        assert dense_backward32.tile(layers, "tf32", 1024, Gpu.of(90)) is None
     narrow = (Chain.of(kronecker((64,), (64,)), True, "relu"),)
     for arch, dtype in ((100, "tf32"), (80, "tf32"), (90, "float32"), (90, "float64")):
-        with pytest.raises(PlanError, match="no pass makes all gradients"):
-            plan_stack(narrow, dtype, 1024, Gpu.of(arch), backward=True)
+        assert dense_backward32.tile(narrow, dtype, 1024, Gpu.of(arch)) is None
 
 
 def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:

@@ -20,7 +20,7 @@ from factorlayer.kernels.resident_stack import ResidentStack
 from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.stack.stack_backward import StackBackward, tile, tilings
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES, CUTS, Plan, PlanError
+from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS, Plan, PlanError
 from factorlayer.plan.planner import cut, cut_backward, plan_stack
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
@@ -157,7 +157,7 @@ def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None
     for gpu, dtype in itertools.product((HOPPER, AMPERE), ("float64", "float32", "float16")):
         asked = text, dtype, gpu.arch, gpu.sms, gpu.shared
         assert [cut(*asked, backward=True, batch_class=i) for i in range(3)] == [((0, 3),)] * 3
-        assert cut_backward(*asked).split(CUTS) == ["((0, 3),)"] * 3
+        assert cut_backward(*asked).split(BETWEEN_CUTS) == ["((0, 3),)"] * 3
         for batch in BATCHES:
             (back, _) = plan_stack(dense(20, 30, 30, 10), dtype, batch, gpu, backward=True).passes
             assert isinstance(back, StackBackward | DenseBackward)

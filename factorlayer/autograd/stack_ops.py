@@ -47,7 +47,7 @@ from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
-from factorlayer.plan.plan import BATCHES, CUTS
+from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -179,7 +179,7 @@ def runs_on_gpu(
     if not recorded and is_hoppers(text, dtype, device) and has_kernel(text, dtype, device):
         return ((0, len(layers), text),)
     found: list[Run] = []
-    cuts = ask_planner("cut_backward" if recorded else "cut", text, dtype, device).split(CUTS)
+    cuts = ask_planner("cut_backward" if recorded else "cut", text, dtype, device).split(BETWEEN_CUTS)
     for begin, end in _read_cut(cuts[min(batch_class, len(cuts) - 1)], len(layers)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]

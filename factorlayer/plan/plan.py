@@ -16,7 +16,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 # Numbers of samples that times are asked for, in each class of batch sizes: three quarters of each power of two that a
 # number may round up to. Between two of them, and beyond the last ones, times lie on a line.
 ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
-CUTS = "; "  # between the cuts of a stack for each class
+BETWEEN_CUTS = "; "  # between the cuts of a stack for each class
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
 
 

@@ -16,7 +16,7 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import ASKED, BATCHES, CUTS, Plan, PlanError
+from factorlayer.plan.plan import ASKED, BATCHES, BETWEEN_CUTS, Plan, PlanError
 from factorlayer.plan.stacks import back_us, plan_stack, us_around
 
 __all__ = [
@@ -124,7 +124,7 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
 def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
     """The cut to be trained by, for each class of batches."""
     asked = stack, dtype, arch, sms, shared, memory
-    return CUTS.join(str(cut(*asked, backward=True, batch_class=i)) for i in range(len(BATCHES)))
+    return BETWEEN_CUTS.join(str(cut(*asked, backward=True, batch_class=i)) for i in range(len(BATCHES)))
 
 
 def cut(
@@ -158,7 +158,10 @@ def cut(
             continue
     if not runs:
         return ()
-    alone = [us_of(layer.text) + (back_us(layer, computed, batch, gpu) if backward else 0.0) for layer in chains]
+    backs = [backward and layer.is_dense for layer in chains]
+    alone = [
+        us_of(c.text) + (back_us(c, computed, batch, gpu) if b else 0.0) for c, b in zip(chains, backs, strict=True)
+    ]
     best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {len(layers): (0.0, ())}  # from a layer on
     for begin in reversed(range(len(layers))):
         us, found = best[begin + 1]

@@ -93,4 +93,4 @@ STACK_BACKWARD = Family(
     Takes(tied=True),
 )
 OF_STACK_BACK = (DENSE_BACKWARD, DENSE_BACKWARD32, LAYER_BACKWARD)
-OF_ANY_STACK_BACK = (STACK_BACKWARD,)  # asked where layer by layer is predicted to be slower
+OF_ANY_STACK_BACK = (STACK_BACKWARD,)  # asked where none of those has one, and layer by layer is predicted to be slower
