@@ -36,7 +36,8 @@ from factorlayer.maths.chain import Chain
 SAMPLES = (16, 32, 64, 128)  # of a tile
 WARPS = (4, 8, 16)  # of a group
 MOST_TILES = (16, 8, 4)  # of 16 x 8 sums for a warp
-MOST_SUMS = (16, 32, 64, 96, 128)  # of a thread, of all weights: fewer leave room for more warps
+MOST_SUMS = (32, 64, 96, 160)  # of a thread, of all weights: fewer leave room for more warps
+MOST_AT_ONCE = (16, 8, 4, 2, 1)  # tiles of 16 x 8 of a weight's gradient that a warp has: what a tile adds is apart
 BEYOND = 64  # columns that a tile may read behind the last weight
 OF_END = 6  # instructions for a sum: bias, padding, a comparison with the last sample, and places
 FUNCTION_REGISTERS = 16
@@ -327,11 +328,11 @@ def tilings(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Iter
         if samples > SAMPLES[0] and samples >= 2 * batch:
             continue
         seen = set()
-        for most_tiles, most_sums in itertools.product(MOST_TILES, MOST_SUMS):
+        for most_sums, at_once, most_tiles in itertools.product(MOST_SUMS, MOST_AT_ONCE, MOST_TILES):
             if words * weights > most_sums * 32 * warps:
                 continue
             both = _stages(widths, dtype, samples, warps, most_tiles, gpu)
-            learned = _learned(layers, widths, dtype, samples, warps, most_sums // words, gpu)
+            learned = _learned(layers, widths, dtype, samples, warps, most_sums // words, at_once, gpu)
             if both is None or learned is None or (both, learned) in seen:
                 continue
             seen.add((both, learned))
@@ -415,8 +416,16 @@ def _stages(
 
 @functools.lru_cache(512)
 def _learned(
-    layers: tuple[Chain, ...], widths: tuple[int, ...], dtype: str, samples: int, warps: int, most: int, gpu: Gpu
+    layers: tuple[Chain, ...],
+    widths: tuple[int, ...],
+    dtype: str,
+    samples: int,
+    warps: int,
+    most: int,
+    at_once: int,
+    gpu: Gpu,
 ) -> tuple[Learned, ...] | None:
     """The fastest tiles for each weight, with a column for a bias."""
     sizes = [(p + layer.bias, q) for layer, (p, q) in zip(layers, itertools.pairwise(widths), strict=True)]
-    return fitting([list(ways_of(p, q, 1, samples, warps, 1)) for p, q in sizes], dtype, warps, most, gpu)
+    ways = [[d for d in ways_of(p, q, 1, samples, warps, 1) if d.mt * d.nt <= at_once] for p, q in sizes]
+    return fitting(ways, dtype, warps, most, gpu)
