@@ -48,26 +48,26 @@ def has_backward(layer: str, dtype: torch.dtype, device: int, batch_class: int =
 
 
 @functools.lru_cache(1024)
-def handed_back(text: str, dtype: torch.dtype, device: int) -> tuple[bool, ...]:
+def handed_back(text: str, dtype: torch.dtype, device: int, batch_class: int = len(BATCHES) - 1) -> tuple[bool, ...]:
     """Of layers one behind another: whether each is handed the gradient of what it activates, as is predicted to be
-    faster with many samples. The last one never is."""
+    faster with many samples, if no kernel makes all of a layer's gradients. The last one never is."""
     layers = text.split(" | ")
-    return (*(_is_handed(*both, dtype, device) for both in itertools.pairwise(layers)), False)
+    return (*(_is_handed(*both, dtype, device, batch_class) for both in itertools.pairwise(layers)), False)
 
 
-def _is_handed(layer: str, behind: str, dtype: torch.dtype, device: int) -> bool:
+def _is_handed(layer: str, behind: str, dtype: torch.dtype, device: int, batch_class: int) -> bool:
     def us(*texts: str) -> float:
         return sum(float(ask_planner("predicted", text, dtype, device)) for text in texts)
 
     chain = Chain.parse(layer)
-    if from_result(chain.activation) is None or has_backward(layer, dtype, device):
+    if from_result(chain.activation) is None or has_backward(layer, dtype, device, batch_class):
         return False
     fits = cuda_ops(device, dtype).fits
     at_once, before, slope = slope_texts(layer, fits)
     ways = [us(through_alone(chain.activation, chain.out_features))]
     everything = (1 << (Chain.parse(behind).weights + 2)) - 1
     both = through_text(behind, everything, chain.activation, fits)
-    if both and not has_backward(behind, dtype, device):
+    if both and not has_backward(behind, dtype, device, batch_class):
         ways.append(us(both) - us(visits(behind, everything, fits)[0].back))
     return min(ways) < (us(at_once) if at_once else us(before, slope))
 
@@ -136,7 +136,7 @@ class _Layers:
         wanted: Sequence[int],
     ) -> list[Tensor]:
         layers, counts = text.split(" | "), tensors_of(text)
-        handed = handed_back(text, self.dtype, self.device)
+        handed = handed_back(text, self.dtype, self.device, class_of_batch(len(x)))
         found: dict[int, Tensor] = {}
         end = len(tensors) + 1
         for i, read in reversed(list(enumerate((x, *states)))):

@@ -189,7 +189,7 @@ def runs_on_gpu(
                 found[-1] = (first, end, longer)
                 continue
         found.append((begin, end, " | ".join(layers[begin:end])))
-    return _joined(found, layers, dtype, device) if recorded and joined else tuple(found)
+    return _joined(found, layers, dtype, device, batch_class) if recorded and joined else tuple(found)
 
 
 def is_hoppers(text: str, dtype: torch.dtype, device: int) -> bool:
@@ -198,10 +198,12 @@ def is_hoppers(text: str, dtype: torch.dtype, device: int) -> bool:
     return is_short(dtype, text.endswith("; tf32")) and has_wgmma(device)
 
 
-def _joined(found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int) -> tuple[Run, ...]:
+def _joined(
+    found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int, batch_class: int
+) -> tuple[Run, ...]:
     """With layers that no run has. Neighbours that are trained one by one become one run where the first one is handed
     what the second one makes, or one kernel makes both."""
-    handed = handed_back(" | ".join(layers), dtype, device)
+    handed = handed_back(" | ".join(layers), dtype, device, batch_class)
     taken = {i for begin, end, _ in found for i in range(begin, end)}
     chains = list(map(Chain.parse, layers))
     short = is_short(dtype, chains[0].tf32)
