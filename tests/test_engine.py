@@ -766,7 +766,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert any("WholeLargest WholeWeight" in kinds and "WholeGradients" in kinds for kinds in found)
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
-    assert {"even block at once", "odd block layer by layer"} <= found
+    assert {"even block at once", "odd block at once"} <= found
     trained = {f"block in {dtype}, trained" for dtype in ("bfloat16", "float16", "tf32")}
     assert {"block in bfloat16", "block in tf32", *trained} <= found
     assert {f"BULK_{way} = {used}" for way in ("LOAD", "STORE") for used in ("true", "false")} <= found

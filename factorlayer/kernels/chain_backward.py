@@ -579,18 +579,16 @@ def _learned(
     ways = []
     for (at, mode), sizes in zip(work.steps, work.states, strict=False):
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
-        ways.append(list(ways_of(mode.p, mode.q, inner, rows, warps, parts)))
-    return fitting(ways, work.dtype, warps, most, gpu)
+        found = ways_of(mode.p, mode.q, inner, rows, warps, parts)
+        ways.append(sorted(found, key=lambda d: d.time(work.dtype, warps, gpu)))
+    return fitting(ways, most)
 
 
-def fitting(
-    ways: Sequence[Sequence[Learned]], dtype: str, warps: int, most: int, gpu: Gpu
-) -> tuple[Learned, ...] | None:
-    """Of each weight's tiles the fastest, whose sums are together at most `most` of a thread."""
-    ordered = [sorted(each, key=lambda d: d.time(dtype, warps, gpu)) for each in ways]
+def fitting(ways: Sequence[Sequence[Learned]], most: int) -> tuple[Learned, ...] | None:
+    """Of each weight's tiles the first whose sums are, with the least of the others, at most `most` of a thread."""
     least = [min(d.sums for d in each) for each in ways]
     chosen, left = [], most
-    for i, each in enumerate(ordered):
+    for i, each in enumerate(ways):
         room = left - sum(least[i + 1 :])
         d = next((d for d in each if d.sums <= room), None)
         if d is None:

@@ -351,21 +351,21 @@ def tilings(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Iter
 def _grouped(one: StackBackward, fit: int, batch: int) -> Iterator[StackBackward]:
     """Groups as many as fit, with two slots or one."""
     gpu, tiles = one.gpu, -(-batch // one.units)
-    fixed = one.shared - one.group_bytes
+    room = gpu.shared - one.shared + one.group_bytes
     for slots in (2, 1):
-        group = replace(one, slots=slots).group_bytes
-        groups = min((gpu.shared - fixed) // group, fit // one.warps, MOST_GROUPS)
+        group = max(one.group_bytes, slots * one.slot_bytes + one.places[-1])
+        groups = min(room // group, fit // one.warps, MOST_GROUPS)
         if groups >= 1:
             groups = max(1, min(groups, -(-tiles // gpu.sms)))
-            yield _timed(replace(one, slots=slots, groups=groups), batch)
+            us, tile_us = _us(one, groups, slots, tiles)
+            yield replace(one, groups=groups, slots=slots, us=us, tile_us=tile_us)
 
 
-def _timed(plan: StackBackward, batch: int) -> StackBackward:
-    """With its predicted microseconds."""
-    gpu, units, warps, groups = plan.gpu, plan.units, plan.warps, plan.groups
-    p, q = plan.widths[0], plan.widths[-1]
+def _us(plan: StackBackward, groups: int, slots: int, tiles: int) -> tuple[float, TileUs]:
+    """Predicted microseconds of a plan with so many groups and slots."""
+    gpu, units, warps, widths = plan.gpu, plan.units, plan.warps, plan.widths
+    p, q, bytes_of_sum = widths[0], widths[-1], SUM_BYTES[plan.dtype]
     moved = units * (2 * p + q) * plan.size
-    memory = moved / gpu.memory_bytes
     waits = waits_of(groups * warps)
     learned = (d.parts_of_time(plan.dtype, warps, gpu) for d in plan.learned)
     busy = odd_us(plan.made, warps, groups, gpu)
@@ -373,23 +373,20 @@ def _timed(plan: StackBackward, batch: int) -> StackBackward:
     ends = sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in plan.made)
     pieces = sum(times * _pieces(n * units, n, plan.size) for times, n in ((2, p), (1, q)))
     busy += waits * (ends + pieces) / gpu.instructions + moved / gpu.shared_bytes
-    functions = units * sum(
-        layer.out_features * (of_value(layer.activation) + of_slope(layer.activation)) for layer in plan.layers
+    functions = (
+        n * (of_value(c.activation) + of_slope(c.activation)) for n, c in zip(widths[1:], plan.layers, strict=True)
     )
-    special = 0.0 if plan.dtype == "float64" else functions / gpu.rates.special_functions  # planner.times counts these
+    special = units * sum(functions) / gpu.rates.special_functions
+    busy = busy if plan.dtype == "float64" else together(busy, special)  # whose functions planner.times counts
     barriers = 3 * len(plan.layers) + plan.steepens + 2
-    tiles = -(-batch // units)
-    us, of_tile = predict(memory, together(busy, special), barriers, warps, groups, plan.slots > 1, tiles, 1, gpu, True)
-    rounds = sum(
-        -(-round_up(a, 8) * round_up(b, 8) // (plan.threads * WEIGHTS_AT_ONCE)) - 1
-        for a, b in itertools.pairwise(plan.widths)
-        if a * plan.size % 4
-    )
-    begin = plan.weight_bytes / 40e3 + rounds * gpu.rates.wait_us
-    summed = 2 * min(tiles, plan.most) * plan.weights * SUM_BYTES[plan.dtype]
-    sums = sum(d.sums for d in plan.learned)
-    end = 2 * groups * sums * 32 * warps * SUM_BYTES[plan.dtype] / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
-    return replace(plan, us=us + begin + end, tile_us=TileUs(*of_tile, begin + end))
+    many = warps, groups, slots > 1, tiles, 1, gpu
+    us, of_tile = predict(moved / gpu.memory_bytes, busy, barriers, *many, True)
+    by_registers = (a * b for a, b in itertools.pairwise(widths) if a * plan.size % 4)
+    rounds = sum(-(-elements // (32 * warps * groups * WEIGHTS_AT_ONCE)) - 1 for elements in by_registers)
+    sums = 32 * warps * sum(d.sums for d in plan.learned) * bytes_of_sum
+    summed = 2 * min(tiles, plan.most) * plan.weights * bytes_of_sum / (gpu.l2_bytes * gpu.sms)
+    beside = plan.weight_bytes / 40e3 + rounds * gpu.rates.wait_us + 2 * groups * sums / gpu.shared_bytes + summed
+    return us + beside, TileUs(*of_tile, beside)
 
 
 def _pieces(elements: int, width: int, size: int) -> float:
@@ -427,5 +424,11 @@ def _learned(
 ) -> tuple[Learned, ...] | None:
     """The fastest tiles for each weight, with a column for a bias."""
     sizes = [(p + layer.bias, q) for layer, (p, q) in zip(layers, itertools.pairwise(widths), strict=True)]
-    ways = [[d for d in ways_of(p, q, 1, samples, warps, 1) if d.mt * d.nt <= at_once] for p, q in sizes]
-    return fitting(ways, dtype, warps, most, gpu)
+    ways = [[d for d in _ways(p, q, samples, warps, dtype, gpu) if d.mt * d.nt <= at_once] for p, q in sizes]
+    return fitting(ways, most)
+
+
+@functools.lru_cache(1 << 12)
+def _ways(p: int, q: int, samples: int, warps: int, dtype: str, gpu: Gpu) -> tuple[Learned, ...]:
+    """The fastest first."""
+    return tuple(sorted(ways_of(p, q, 1, samples, warps, 1), key=lambda d: d.time(dtype, warps, gpu)))
