@@ -2,7 +2,7 @@
 an activation of its own.
 
 Weights and biases stay in shared memory, and so do states between layers, whose features are padded with zeros to what
-the matrix unit takes. Any dtype, any GPU; where Hopper's own families take a dtype, they take its stacks.
+the matrix unit takes. Any dtype, any GPU; what Hopper's own families take, they keep.
 """
 
 from __future__ import annotations
