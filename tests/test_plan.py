@@ -42,7 +42,9 @@ from factorlayer.kernels.monarch import monarch as monarch_kernel
 from factorlayer.kernels.monarch import monarch_mapped, monarch_through
 from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.monarch_backward import MonarchBack, MonarchGradient, MonarchWeights
+from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks
 from factorlayer.kernels.monarch.monarch_mapped import MonarchMapped
+from factorlayer.kernels.monarch.monarch_pairs import MonarchPairs
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
@@ -190,7 +192,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
             elements = product.terms_in * product.x_features, product.terms_out * product.y_features
         elif isinstance(p, DenseStreamed):
             elements = p.layers[0].in_features, p.layers[-1].out_features
-        elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
+        elif isinstance(p, (Monarch, MonarchChunks, MonarchMapped, MonarchThrough)):
             elements = p.chain.in_features, p.chain.out_features
         elif isinstance(p, Turn):
             elements = (p.matrices * p.rows * p.columns,) * 2
@@ -213,7 +215,7 @@ def weights_of(found: Plan) -> list[int]:
             weights.append(p.product.contraction.weight)
         elif isinstance(p, DenseStreamed):
             weights += [c.weight for layer in p.layers for c in layer.contractions]
-        elif isinstance(p, (Monarch, MonarchMapped, MonarchThrough)):
+        elif isinstance(p, (Monarch, MonarchChunks, MonarchMapped, MonarchThrough)):
             weights += [c.weight for c in p.chain.contractions]
         else:
             weights += [weight for _, mode in p.work.steps for weight, _, _ in mode.parts]
@@ -1072,7 +1074,7 @@ def test_few_samples_of_untied_contractions_have_passes_of_their_own(dtype: str)
         assert has_plan_of_few(text, memory, *limits)
         if has_plan(text, memory, *limits):
             found_of_many = plan(chain, dtype, BATCHES[-1], Gpu.of(90)).passes
-            assert any(isinstance(p, WholeWeight) for p in found_of_many)
+            assert any(isinstance(p, (WholeWeight, MonarchPairs)) for p in found_of_many)
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [("float64", 90), ("float32", 89), ("bfloat16", 89), ("float64", 80)])

@@ -94,8 +94,8 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         return
     elif passes := next(registry.ways(registry.OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
         yield passes
-    elif batch > BATCHES[0] and whole.takes(chain) and _is_worth_a_dense_one(chain, dtype, gpu):
-        yield _as_dense(chain, dtype, batch, gpu)
+    elif batch > BATCHES[0] and whole.takes(chain) and _are_worth_one_visit(chain, dtype, gpu):
+        yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
@@ -129,19 +129,25 @@ def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
     return whole.all_gradients(chain, product, gradient, dtype, gpu)
 
 
+def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[float, tuple[Pass, ...]]]:
+    """Ways of all gradients of a Monarch layer of any sizes, each behind what it is predicted to take."""
+    ways = (registry.WHOLE, _as_dense), (registry.MONARCH_PAIRS, registry.MONARCH_PAIRS.way)
+    found = [(family, make(chain, dtype, batch, gpu)) for family, make in ways]
+    return [(family.margin.times * class_us(passes, batch), passes) for family, passes in found if passes]
+
+
 @functools.lru_cache(256)
-def _is_worth_a_dense_one(chain: Chain, dtype: str, gpu: Gpu) -> bool:
-    """Whether all gradients by a dense weight's are predicted to be faster than by one contraction after the other, for
-    few more samples than few and for many, together: what has a plan for some needs one for many."""
-    of_dense, apart = 1.0, 1.0
+def _are_worth_one_visit(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether all gradients at once, or by a dense weight's, are predicted to be faster than by one contraction after
+    the other, for few more samples than few and for many, together: what has a plan for some needs one for many."""
+    together, apart = 1.0, 1.0
     for batch in (LEAST_OF_SOME, *BATCHES[1:]):
-        passes = _as_dense(chain, dtype, batch, gpu)
-        of_dense *= registry.WHOLE.margin.times * class_us(passes, batch) if passes else math.inf
+        together *= min((us for us, _ in _of_two_untied(chain, dtype, batch, gpu)), default=math.inf)
         try:
             apart *= class_us(_apart(chain, dtype, batch, gpu), batch)
         except PlanError:
-            return of_dense < math.inf
-    return of_dense < apart
+            return together < math.inf
+    return together < apart
 
 
 def _apart(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -11,7 +11,14 @@ from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
 from factorlayer.plan.registry.family import Family, Margin, Offer, Takes, fastest, offers, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, OF_WORK, RESIDENT
-from factorlayer.plan.registry.monarch import OF_MONARCH, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED, WHOLE
+from factorlayer.plan.registry.monarch import (
+    MONARCH_PAIRS,
+    OF_MONARCH,
+    OF_ONE_UNTIED,
+    OF_ONE_UNTIED_BY_SLABS,
+    OF_TWO_UNTIED,
+    WHOLE,
+)
 from factorlayer.plan.registry.product import (
     BESIDE,
     OF_MIXED_PRODUCT,
@@ -39,6 +46,7 @@ from factorlayer.plan.registry.stack import (
 
 __all__ = [
     "CHAIN_BACKWARD",
+    "MONARCH_PAIRS",
     "OF_ANY_STACK",
     "OF_ANY_STACK_BACK",
     "OF_DENSE_LAYER",
@@ -83,7 +91,7 @@ KINDS = {
     "Both contractions of a Monarch layer": OF_MONARCH,
     "All gradients of one factor": OF_ONE_FACTOR,
     "All gradients of several factors": (*OF_FACTORS, CHAIN_BACKWARD),
-    "All gradients of untied contractions": (*OF_ONE_UNTIED, *OF_ONE_UNTIED_BY_SLABS, *OF_TWO_UNTIED),
+    "All gradients of untied contractions": (*OF_ONE_UNTIED, *OF_ONE_UNTIED_BY_SLABS, *OF_TWO_UNTIED, MONARCH_PAIRS),
     "The gradient of one weight": OF_WEIGHT,
     "What goes before and behind contractions": (*OF_SUMS, *OF_SLOPES, *OF_TURN),
     "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK, *OF_ANY_STACK),

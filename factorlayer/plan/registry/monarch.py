@@ -5,7 +5,9 @@ from __future__ import annotations
 from factorlayer.kernels.monarch import (
     monarch,
     monarch_backward,
+    monarch_chunks,
     monarch_mapped,
+    monarch_pairs,
     monarch_through,
     slab_backward,
     untied_backward,
@@ -44,7 +46,16 @@ MONARCH = Family(
     Takes(monarch.DTYPES, factors=(2, 2), tied=False),
     margin=AT_ONCE,
 )
-OF_MONARCH = (MONARCH_MAPPED, MONARCH_THROUGH, MONARCH)
+MONARCH_CHUNKS = Family(
+    "monarch chunks",
+    "A Monarch layer of any sizes, and its gradient of x",
+    monarch_chunks.tile,
+    (monarch_chunks.MonarchChunks, monarch_chunks.MonarchChunkWeights),
+    "monarch",
+    Takes(factors=(2, 2), tied=False, samples=MANY),
+    margin=AT_ONCE,
+)
+OF_MONARCH = (MONARCH_MAPPED, MONARCH_THROUGH, MONARCH, MONARCH_CHUNKS)
 
 # Gradients of untied contractions: tile(chain, dtype, batch, gpu)
 
@@ -79,6 +90,15 @@ FEW_BACKWARD = Family(
     (few.FewPass,),
     "few-samples",
     Takes(factors=(2, 2), tied=False, samples=FEW),
+)
+MONARCH_PAIRS = Family(
+    "monarch pairs",
+    "All gradients of a Monarch layer of any sizes",
+    monarch_pairs.all_gradients,
+    (monarch_pairs.MonarchPairs,),
+    "monarch",
+    Takes(factors=(2, 2), tied=False, samples=MANY),
+    margin=AT_ONCE,
 )
 # A Monarch layer as a dense one, whose families take the samples
 WHOLE = Family(

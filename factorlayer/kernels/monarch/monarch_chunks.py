@@ -1,0 +1,403 @@
+"""Passes of both contractions of a Monarch layer of any sizes, forward or of x's gradient: monarch_chunks.cuh, its
+tiles and source.
+
+The state between stays in shared memory, of some input groups at a time, so that small ranks are padded together. A
+pass before puts weights into the order of the copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.written import activation_type
+from factorlayer.device.code import Long, constants, kinds
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing
+from factorlayer.kernels.product.streamed import COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS, PART_US, SECTOR
+from factorlayer.kernels.stages import INSTRUCTIONS, together
+from factorlayer.kernels.work import round_up
+from factorlayer.maths.chain import Chain
+
+WARPS = 8
+MOST_SUMS = 96  # registers of a thread that hold sums of y
+OTHER_REGISTERS = {"float64": 72, "float32": 80, "tf32": 56, "bfloat16": 48, "float16": 48}
+MOST_REGISTERS = 255  # of a thread
+MOST_ACROSS = 4  # tiles of 8 numbers of a state that a warp has at once
+MOST_TOGETHER = 4  # blocks of a multiprocessor
+MOST_CHUNK = 128  # numbers of a state that one product sums over
+MOST_PREPARED = 64 << 20  # bytes
+GRAD = 2  # the parameter that grad_y is, behind both weights
+START_US = 1.2  # of the pass that puts weights in order: a launch, and two trips to L2
+# Instructions of a warp: for an item, for a sum that is stored, and for a piece of a run
+OF_ITEM, OF_SUM, OF_PIECE = 40, 4, 12
+
+
+def row_stride(elements: int, size: int) -> int:
+    """Elements from a row in shared memory to the next, as operands.cuh has them: of whole steps, so that no two lanes
+    meet in a bank."""
+    return elements + (8 if size == 2 else 4)
+
+
+def registers(dtype: str, mt: int, nt: int) -> int:
+    """Registers of a thread beside sums that stay, for a product of mt times nt tiles: their own sums, and operands. Of
+    floats, sums of low parts and of high ones as well."""
+    words = {"float64": 2, "float32": 2}.get(dtype, 1)
+    return words * (4 * mt * nt + 4 * mt + 2 * min(nt, 4)) + OTHER_REGISTERS[dtype]
+
+
+def load_of(groups: int, numbers: int, some: int, step: int, size: int) -> tuple[int, bool]:
+    """Bytes of an access to `some` groups of a tensor whose numbers are `step` apart, and whether it goes through
+    registers (monarch_rows.cuh)."""
+    alone, run = (size, size) if step > 1 else (math.gcd(16, numbers * size), numbers * size)
+    return (alone, False) if alone >= 4 else (math.gcd(16, some * run, groups * run), True)
+
+
+@dataclass(frozen=True)
+class MonarchChunks(OfMonarch):
+    """A pass, tiled: blocks of `samples`, `groups` output groups and `columns` of their numbers, `k` input groups at a
+    time. `us` is the time predicted, with the pass before."""
+
+    chain: Chain
+    dtype: str
+    back: bool  # makes the gradient of x, of grad_y
+    samples: int
+    groups: int
+    columns: int
+    k: int
+    mt: int
+    n1: int
+    nt: int
+    slots: int
+    batch: int
+    gpu: Gpu
+    us: float = 0.0
+
+    units_per_sample = 1
+    blocks_per_sm = 0  # as many as there is work
+    threads = 32 * WARPS
+    reads_prepared = True
+
+    @property
+    def reads(self) -> str:
+        return f"@{GRAD}" if self.back else "state"
+
+    @property
+    def writes(self) -> str:
+        return "y" if self.back else "state"
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Groups and numbers of each that it reads, the same that it makes, and the rank."""
+        first, second = self.both
+        x, y = (first.outer, first.p), (second.inner, second.q)
+        return (*y, *x, self.rank) if self.back else (*x, *y, self.rank)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Where numbers lie: of x and y, in either weight."""
+        ins, outs, p, rank = self.both[0].outer, self.both[1].inner, self.both[0].p, self.rank
+        row = ins * rank  # of the second weights
+        first = {"A": rank * outs * p, "B": p, "R": outs * p, "P": 1}
+        second = {"B": self.both[1].q * row, "Q": row, "A": rank, "R": 1}
+        if self.back:  # each weight in the other's place
+            back = {"A": second["B"], "B": second["A"], "R": second["R"], "P": second["Q"]}
+            second = {"B": first["A"], "A": first["B"], "R": first["R"], "Q": first["P"]}
+            first = back
+        steps = {f"FIRST_{at}": step for at, step in first.items()}
+        steps |= {f"SECOND_{at}": step for at, step in second.items()}
+        places = (outs, p, 1) if self.back else (1, 1, outs)
+        return steps | dict(zip(("X_STEP", "Y_GROUP", "Y_STEP"), places, strict=True))
+
+    @property
+    def units_per_block(self) -> int:
+        return self.samples
+
+    @property
+    def step(self) -> int:
+        """The size that one product of the matrix unit sums over."""
+        return 16 if self.size == 2 else 8
+
+    @functools.cached_property
+    def padded(self) -> int:
+        return round_up(self.sizes[1], self.step)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Numbers of the state that a chunk's second product sums over, as padded."""
+        return round_up(self.k * self.rank, self.step)
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        return -(-self.sizes[0] // self.k)
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """Parts of the output groups, and of their numbers."""
+        return -(-self.sizes[2] // self.groups) * -(-self.sizes[3] // self.columns)
+
+    @property
+    def split(self) -> int:
+        return self.parts
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, int]:
+        """Rows of the first weights for one input group, and of the second ones for one output group, as padded."""
+        return round_up(self.groups * self.rank, 8 * self.n1), round_up(self.columns, 8 * self.nt)
+
+    @functools.cached_property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of a chunk's first and second weights."""
+        first, second = self.rows
+        of_first = self.k * first * row_stride(self.padded, self.size)
+        return of_first * self.size, self.groups * second * row_stride(self.depth, self.size) * self.size
+
+    @functools.cached_property
+    def slot_bytes(self) -> int:
+        return self.samples * row_stride(self.k * self.padded, self.size) * self.size + sum(self.weight_bytes)
+
+    @functools.cached_property
+    def state_bytes(self) -> int:
+        return self.groups * self.samples * row_stride(self.depth, self.size) * self.size
+
+    @functools.cached_property
+    def shared(self) -> int:
+        result = self.samples * self.groups * self.columns * self.size
+        return max(self.slots * self.slot_bytes + self.state_bytes, result)
+
+    @functools.cached_property
+    def states(self) -> int:
+        """Warp tiles of a chunk's states."""
+        return self.k * self.samples // (16 * self.mt) * self.rows[0] // (8 * self.n1)
+
+    @functools.cached_property
+    def items(self) -> int:
+        """Warp tiles of y."""
+        return self.groups * self.samples // (16 * self.mt) * self.rows[1] // (8 * self.nt)
+
+    @functools.cached_property
+    def sums(self) -> int:
+        """Registers of a thread that hold sums of y."""
+        return -(-self.items // WARPS) * self.mt * self.nt * 4 * (2 if self.size == 8 else 1)
+
+    @functools.cached_property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor has at once."""
+        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
+        return max(1, min(65536 // (self.threads * self.registers), fit, MOST_TOGETHER))
+
+    @functools.cached_property
+    def registers(self) -> int:
+        """Registers of a thread, about."""
+        return self.sums + max(registers(self.dtype, self.mt, n) for n in (self.n1, self.nt))
+
+    @functools.cached_property
+    def load(self) -> tuple[int, bool]:
+        """Bytes of an access to x, and whether it goes through registers."""
+        groups, p = self.sizes[:2]
+        return load_of(groups, p, self.k, self.steps["X_STEP"], self.size)
+
+    @functools.cached_property
+    def runs(self) -> tuple[int, int]:
+        """Elements of y side by side that a block makes, and from one run to the next."""
+        _, _, groups, q, _ = self.sizes
+        return (self.groups, groups) if self.steps["Y_STEP"] > 1 else (self.columns, q)
+
+    @property
+    def store(self) -> int:
+        return math.gcd(16, *(n * self.size for n in self.runs))
+
+    @property
+    def output_bytes(self) -> int:
+        return self.sizes[2] * self.sizes[3] * self.size
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return MonarchChunkWeights(self), self
+
+    def us_of(self, batch: int) -> float:
+        return time(self, batch)
+
+    title = "monarch by chunks"
+
+    @property
+    def details(self) -> str:
+        a, p, b, q, r = self.sizes
+        what = f"{a} of {p} → {a}×{b} of {r} → {b} of {q}{', of grad_y' if self.back else ''}"
+        tiles = f"tiles of {self.samples} samples, {self.groups} groups and {self.columns} columns"
+        return f"{what}, {tiles}, {self.slots} slots of {self.k} groups, {16 * self.mt}×{8 * self.n1} and {8 * self.nt}"
+
+    @property
+    def told_sizes(self) -> dict[str, int]:
+        told = dict(zip("APBQR", self.sizes, strict=True)) | {"WARPS": WARPS, "SAMPLES": self.samples}
+        told |= {"CA": self.k, "BB": self.groups, "COLUMNS": self.columns, "JN": self.rows[1] // (8 * self.nt)}
+        return told | {"MT": self.mt, "N1": self.n1, "NT": self.nt, "SECONDS": Long(self.seconds_at)}
+
+    @property
+    def _all_parts(self) -> tuple[int, int]:
+        """Chunks of first and second weights that are prepared."""
+        groups = -(-self.sizes[2] // self.groups)
+        return groups * self.chunks, self.parts * self.chunks
+
+    @property
+    def seconds_at(self) -> int:
+        return self._all_parts[0] * self.weight_bytes[0]
+
+    @property
+    def prepared_bytes(self) -> int:
+        return self.seconds_at + self._all_parts[1] * self.weight_bytes[1]
+
+    @property
+    def told(self) -> list[str]:
+        chain = self.chain
+        load, held = self.load
+        numbers = self.told_sizes | {at: Long(self.steps[at]) for at in ("X_STEP", "Y_GROUP", "Y_STEP")}
+        numbers |= {"LOAD": load, "LOAD_HELD": held, "STORE": self.store, "SLOTS": self.slots, "BIAS": chain.bias}
+        return [*kinds(self.dtype), activation_type(chain.activation, self.dtype, 2), *constants(numbers)]
+
+
+@dataclass(frozen=True)
+class MonarchChunkWeights(Preparing):
+    """The pass that puts both weights in order."""
+
+    of: MonarchChunks
+
+    threads = 256
+    shared = 0
+    us, is_launched = 0.0, False  # counted by the pass behind it
+    header = "monarch_chunks"
+
+    @property
+    def prepared_bytes(self) -> int:
+        return self.of.prepared_bytes
+
+    @property
+    def split(self) -> int:
+        return max(1, min(self.prepared_bytes // (self.of.size * 8 * self.threads), 4 * self.of.gpu.sms))
+
+    def __str__(self) -> str:
+        return f"monarch weights by chunks: {self.prepared_bytes} bytes"
+
+    @property
+    def told(self) -> list[str]:
+        first, second = self.of.both[:: -1 if self.of.back else 1]
+        numbers = self.of.told_sizes | {"FIRST": first.weight, "SECOND": second.weight, "THREADS": self.threads}
+        numbers |= {at: Long(step) for at, step in self.of.steps.items() if at.startswith(("FIRST", "SECOND"))}
+        return [*kinds(self.of.dtype), *constants(numbers)]
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks | None:
+    """The fastest tiling forward by prediction; None if this is no chain for it."""
+    return _tile(chain, dtype, False, batch, gpu) if takes_forward(chain) and not chain.x_turned else None
+
+
+def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks | None:
+    """The same of x's gradient."""
+    return _tile(replace(chain, backward=False), dtype, True, batch, gpu)
+
+
+@functools.lru_cache(256)
+def _tile(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> MonarchChunks | None:
+    found = min(_tilings(chain, dtype, back, batch, gpu), key=lambda plan: time(plan, batch), default=None)
+    return replace(found, us=time(found, batch)) if found else None
+
+
+def _tilings(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> Iterator[MonarchChunks]:
+    first, second = chain.contractions
+    rank, size = first.q // second.inner, ELEMENT_BYTES[dtype]
+    (a, b, q) = (second.inner, first.outer, first.p) if back else (first.outer, second.inner, second.q)
+    step = 16 if size == 2 else 8
+    fields = chain, dtype, back
+    ways = itertools.product((16, 32, 64, 128), _shares(b), _shares(q), _depths(a, rank, step))
+    for samples, groups, columns, k in ways:
+        if samples >= 2 * max(16, batch):
+            continue
+        n1 = min(-(-groups * rank // 8), MOST_ACROSS // (2 if size == 8 else 1))
+        if (warp_tile := _warp_tile(samples, groups, columns, n1, dtype)) is None:
+            continue
+        mt, nt = warp_tile
+        slots = 2 if k < a else 1
+        plan = MonarchChunks(*fields, samples, groups, columns, k, mt, n1, nt, slots, batch, gpu)
+        if plan.shared > gpu.shared and slots > 1:
+            plan = replace(plan, slots=1)
+        if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS and plan.prepared_bytes <= MOST_PREPARED:
+            yield plan
+
+
+@functools.lru_cache(4096)
+def _warp_tile(samples: int, groups: int, columns: int, n1: int, dtype: str) -> tuple[int, int] | None:
+    """Tiles of 16 rows and of 8 columns of y that a warp has at once, by which all warps read least; None where
+    registers do not hold the sums."""
+    words, tiles = 2 if dtype == "float64" else 1, -(-columns // 8)
+    found = []
+    for mt, most in itertools.product((1, 2, 4), (8, 4, 2, 1)):
+        nt = min(tiles, most)
+        each = -(-groups * (samples // (16 * mt)) * -(-tiles // nt) // WARPS)
+        sums = words * 4 * each * mt * nt
+        made = max(registers(dtype, mt, n) for n in (n1, nt))
+        if samples % (16 * mt) == 0 and sums <= MOST_SUMS and sums + made <= MOST_REGISTERS:
+            found.append((each * (16 * mt + 8 * nt), mt, nt))
+    return min(found)[1:] if found else None
+
+
+def _shares(n: int) -> list[int]:
+    """Parts of so many groups or columns: whole, halves and so on, most of them whole eights."""
+    found = {n} | {-(-n // parts) for parts in (2, 3, 4, 6, 8)} | {8 * m for m in (1, 2, 4) if 8 * m < n}
+    return sorted(found)
+
+
+def _depths(a: int, rank: int, step: int) -> list[int]:
+    """Input groups of a chunk: those that leave least padding, of few and of many."""
+    ways = [k for k in range(1, min(a, max(1, MOST_CHUNK // rank)) + 1)]
+    waste = {k: round_up(k * rank, step) * -(-a // k) for k in ways}
+    bounds = (step, 2 * step, 4 * step, MOST_CHUNK)
+    found = [
+        min((k for k in ways if k * rank <= bound), key=lambda k: (waste[k], -k), default=ways[0]) for bound in bounds
+    ]
+    return sorted(set(found))
+
+
+def time(plan: MonarchChunks, batch: int) -> float:
+    """Microseconds: of a chunk, what multiprocessors multiply, read, issue and get from L2, side by side; blocks that
+    share one wait for each other's."""
+    gpu, size, dtype = plan.gpu, plan.size, plan.dtype
+    a, p, b, q, _ = plan.sizes
+    of_a, of_b, of_product = INSTRUCTIONS[dtype]
+    states, items = plan.states, plan.items
+    of_states, of_items = -(-states // WARPS) * WARPS, -(-items // WARPS) * WARPS
+    first, second = plan.padded, plan.depth
+    multiply = 2 * 128 * plan.mt * (of_states * plan.n1 * first + of_items * plan.nt * second) / gpu.flops[dtype]
+    rows, width = 16 * plan.mt, plan.step
+    stored = states * plan.mt * plan.n1 * 4  # stores of a warp
+    read = (states * (rows + 8 * plan.n1) * first + items * (rows + 8 * plan.nt) * second) * size
+    move = (read + plan.slot_bytes + stored * 32 * max(4, size)) / gpu.shared_bytes
+    issue = of_states * (first / width * (plan.mt * of_a + plan.n1 * of_b + plan.mt * plan.n1 * of_product) + OF_ITEM)
+    issue += of_items * (second / width * (plan.mt * of_a + plan.nt * of_b + plan.mt * plan.nt * of_product) + OF_ITEM)
+    issue += stored * OF_SUM + sum(plan.weight_bytes) / 512 * COPY_INSTRUCTIONS
+    load, held = plan.load
+    pieces = plan.samples * plan.k * p * size / load / 32
+    issue += pieces * (LOADED_INSTRUCTIONS + 3 * load / size if held else COPY_INSTRUCTIONS + 6)
+    chunk = together(multiply, move, issue / gpu.instructions, plan.slot_bytes / gpu.l2_bytes)
+    waits = 2 * gpu.rates.sync_us + (gpu.rates.wait_us if held or plan.slots == 1 else 0.0)
+    # Results
+    run, between = plan.runs
+    made = plan.samples * min(plan.groups, b) * min(plan.columns, q)
+    whole = run == between
+    sides = 0.0 if whole else 2 * (1 - math.gcd(SECTOR, run * size, between * size) / SECTOR)
+    ends = (items * plan.mt * plan.nt * 4 * 2 * OF_SUM + made * size / plan.store / 32 * OF_PIECE) / gpu.instructions
+    ends += 2 * made * size / gpu.shared_bytes + made / run * sides * PART_US + made * size / gpu.l2_bytes
+    busy = plan.chunks * chunk + ends
+    alone = (
+        plan.chunks * max(chunk + waits, gpu.rates.wait_us if plan.slots > 1 else 0.0) + ends + 2 * gpu.rates.wait_us
+    )
+    blocks = -(-batch // plan.samples) * plan.parts
+    full, rest = divmod(blocks, gpu.sms * plan.blocks)
+    last = -(-rest // gpu.sms)
+    us = full * max(plan.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
+    moved = batch * (a * p + b * q) * size / (gpu.memory_bytes * gpu.sms)
+    prepared = START_US + plan.prepared_bytes / (gpu.l2_bytes * gpu.sms) * 8
+    return gpu.rates.launch_us + gpu.rates.behind_us + prepared + together(us, moved)
