@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
 from factorlayer.kernels.product.streamed import COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS, PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.work import round_up
@@ -31,6 +31,7 @@ MOST_ACROSS = 4  # tiles of 8 numbers of a state that a warp has at once
 MOST_TOGETHER = 4  # blocks of a multiprocessor
 MOST_CHUNK = 128  # numbers of a state that one product sums over
 MOST_PREPARED = 64 << 20  # bytes
+FEWER_SAMPLES = 4  # times fewer, which have the same plan
 GRAD = 2  # the parameter that grad_y is, behind both weights
 START_US = 1.2  # of the pass that puts weights in order: a launch, and two trips to L2
 # Instructions of a warp: for an item, for a sum that is stored, and for a piece of a run
@@ -269,6 +270,7 @@ class MonarchChunkWeights(Preparing):
     threads = 256
     shared = 0
     us, is_launched = 0.0, False  # counted by the pass behind it
+    starts = True
     header = "monarch_chunks"
 
     @property
@@ -300,9 +302,16 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
     return _tile(replace(chain, backward=False), dtype, True, batch, gpu)
 
 
+def fastest_of_class(tilings: Iterable[Tiled], time: Callable[[Tiled, int], float], batch: int) -> Tiled | None:
+    """For as many samples as a class of batches is planned for and for FEWER_SAMPLES, together: with these, few blocks
+    may leave most of a last round idle."""
+    batches = batch, -(-batch // FEWER_SAMPLES)
+    return min(tilings, key=lambda plan: math.prod(time(plan, each) for each in batches), default=None)
+
+
 @functools.lru_cache(256)
 def _tile(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> MonarchChunks | None:
-    found = min(_tilings(chain, dtype, back, batch, gpu), key=lambda plan: time(plan, batch), default=None)
+    found = fastest_of_class(_tilings(chain, dtype, back, batch, gpu), time, batch)
     return replace(found, us=time(found, batch)) if found else None
 
 

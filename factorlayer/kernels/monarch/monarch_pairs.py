@@ -25,6 +25,7 @@ from factorlayer.kernels.monarch.monarch_chunks import (
     OF_ITEM,
     OF_SUM,
     WARPS,
+    fastest_of_class,
     load_of,
     registers,
     row_stride,
@@ -35,7 +36,15 @@ from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
-TILES = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4))  # of 16 rows and 8 columns of a gradient that a warp has at once
+MOST_SUMS = 96  # registers of a thread that hold sums of one side
+TILES = (
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (2, 2),
+    (2, 4),
+    (1, 4),
+)  # of 16 rows and 8 columns of a gradient that a warp has at once
 WEIGHTS_AT_ONCE = 16  # numbers of a weight that a thread has on their way
 
 
@@ -220,7 +229,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
 @functools.lru_cache(256)
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchPairs | None:
     """The fastest tiling by prediction; None where none fits."""
-    found = min(_tilings(chain, dtype, batch, gpu), key=lambda plan: time(plan, batch), default=None)
+    found = fastest_of_class(_tilings(chain, dtype, batch, gpu), time, batch)
     return replace(found, us=time(found, batch)) if found else None
 
 
@@ -231,15 +240,16 @@ def _tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Monarch
         if samples >= 2 * max(16, batch):
             continue
         for ins, outs in itertools.product(_some(first.outer, rank), _some(second.inner, rank)):
-            x = _side(first.outer, first.p, ins, outs * rank, samples, dtype)
-            y = _side(second.inner, second.q, outs, ins * rank, samples, dtype)
-            if MonarchPairs(chain, dtype, x, y, 1, batch, gpu).registers > MOST_REGISTERS:
-                continue
-            for slots in (2, 1):
-                plan = MonarchPairs(chain, dtype, x, y, slots, batch, gpu)
-                if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS:
-                    yield plan
-                    break
+            xs = _sides(first.outer, first.p, ins, outs * rank, samples, dtype)
+            ys = _sides(second.inner, second.q, outs, ins * rank, samples, dtype)
+            for x, y in itertools.product(xs, ys):
+                if MonarchPairs(chain, dtype, x, y, 1, batch, gpu).registers > MOST_REGISTERS:
+                    continue
+                for slots in (2, 1):
+                    plan = MonarchPairs(chain, dtype, x, y, slots, batch, gpu)
+                    if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS:
+                        yield plan
+                        break
 
 
 def _some(groups: int, rank: int) -> list[int]:
@@ -249,10 +259,13 @@ def _some(groups: int, rank: int) -> list[int]:
 
 
 @functools.lru_cache(4096)
-def _side(groups: int, numbers: int, some: int, columns: int, samples: int, dtype: str) -> Side:
-    """With the tiles of its gradient that need fewest registers, and, of these, least of what they read."""
-    made = (Side(groups, numbers, some, columns, samples, mt, nt, dtype) for mt, nt in TILES)
-    return min(made, key=lambda side: (side.sums, -side.mt * side.nt))
+def _sides(groups: int, numbers: int, some: int, columns: int, samples: int, dtype: str) -> tuple[Side, ...]:
+    """With the tiles of its gradient that need fewest registers, and with those by which all warps read least."""
+    made = [Side(groups, numbers, some, columns, samples, mt, nt, dtype) for mt, nt in TILES]
+    fewest = min(made, key=lambda side: (side.sums, -side.mt * side.nt))
+    fitting = [side for side in made if side.sums <= MOST_SUMS] or [fewest]
+    least = min(fitting, key=lambda side: (-(-side.items // WARPS) * (2 * side.mt + side.nt), side.sums))
+    return tuple(dict.fromkeys((fewest, least)))
 
 
 def time(plan: MonarchPairs, batch: int) -> float:
