@@ -41,7 +41,10 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
     together = whole.forward(chain, product, dtype, gpu) if product else ()
-    is_faster = bool(together) and registry.WHOLE.margin.times * class_us(together, batch) < class_us(apart, batch)
+    margin = registry.family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
+    is_faster = bool(together) and registry.WHOLE.margin.times * class_us(together, batch) < margin * class_us(
+        apart, batch
+    )
     return together if is_faster else apart
 
 
