@@ -11,7 +11,14 @@ import torch
 from emulator.driver import Array, Emulator
 from once import Compile
 from oracle import monarch
-from test_emulator import EPS, check_all_gradients_of_groups, drawing
+from test_emulator import (
+    EPS,
+    LEARNED,
+    Case,
+    check_all_gradients_of_groups,
+    drawing,
+)
+from test_emulator import test_is_right_in_any_order_and_keeps_samples_apart as check_any_order
 
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.monarch import monarch_chunks, monarch_pairs
@@ -103,6 +110,12 @@ def test_tiles_need_not_divide_sizes(sizes: Sizes, dtype: str, fields: dict[str,
     spec, found = forward(sizes, dtype, **fields)
     assert isinstance(tiled := found.passes[-1], MonarchChunks) and tiled.chunks > 1
     check_forward(spec, found, 41, emulator)
+
+
+def test_an_activation_that_learns_is_planned(emulator: Emulator) -> None:
+    case = Case(monarch((8, 20), (15, 8), rank=2), "float64", 70, BATCHES[2], activation=LEARNED)
+    assert isinstance(case.plan.passes[-1], MonarchChunks)
+    check_any_order(case, emulator)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
