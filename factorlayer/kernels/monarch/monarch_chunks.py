@@ -18,7 +18,7 @@ from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
-from factorlayer.kernels.product.streamed import COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS, PART_US, SECTOR
+from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -34,8 +34,10 @@ MOST_PREPARED = 64 << 20  # bytes
 FEWER_SAMPLES = 4  # times fewer, which have the same plan
 GRAD = 2  # the parameter that grad_y is, behind both weights
 START_US = 1.2  # of the pass that puts weights in order: a launch, and two trips to L2
-# Instructions of a warp: for an item, for a sum that is stored, and for a piece of a run
-OF_ITEM, OF_SUM, OF_PIECE = 40, 4, 12
+# Instructions of a warp, counted in PTX: for an item, a sum that is stored, a piece of y; for 16 bytes of a weight that
+# is prepared, a piece of x that is copied, and one that goes through registers
+OF_ITEM, OF_SUM, OF_PIECE = 40, 8, 8
+OF_WEIGHT, OF_COPY, OF_HELD = 6, 16, 10
 
 
 def row_stride(elements: int, size: int) -> int:
@@ -51,11 +53,9 @@ def registers(dtype: str, mt: int, nt: int) -> int:
     return words * (4 * mt * nt + 4 * mt + 2 * min(nt, 4)) + OTHER_REGISTERS[dtype]
 
 
-def load_of(groups: int, numbers: int, some: int, step: int, size: int) -> tuple[int, bool]:
-    """Bytes of an access to `some` groups of a tensor whose numbers are `step` apart, and whether it goes through
-    registers (monarch_rows.cuh)."""
-    alone, run = (size, size) if step > 1 else (math.gcd(16, numbers * size), numbers * size)
-    return (alone, False) if alone >= 4 else (math.gcd(16, some * run, groups * run), True)
+def load_of(numbers: int, step: int, size: int) -> int:
+    """Bytes of an access to a tensor whose groups' numbers are `step` apart (monarch_rows.cuh)."""
+    return size if step > 1 else math.gcd(16, numbers * size)
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,10 @@ class MonarchChunks(OfMonarch):
         """Registers of a thread, about."""
         return self.sums + max(registers(self.dtype, self.mt, n) for n in (self.n1, self.nt))
 
-    @functools.cached_property
-    def load(self) -> tuple[int, bool]:
-        """Bytes of an access to x, and whether it goes through registers."""
-        groups, p = self.sizes[:2]
-        return load_of(groups, p, self.k, self.steps["X_STEP"], self.size)
+    @property
+    def load(self) -> int:
+        """Bytes of an access to x."""
+        return load_of(self.sizes[1], self.steps["X_STEP"], self.size)
 
     @functools.cached_property
     def runs(self) -> tuple[int, int]:
@@ -255,9 +254,8 @@ class MonarchChunks(OfMonarch):
     @property
     def told(self) -> list[str]:
         chain = self.chain
-        load, held = self.load
         numbers = self.told_sizes | {at: Long(self.steps[at]) for at in ("X_STEP", "Y_GROUP", "Y_STEP")}
-        numbers |= {"LOAD": load, "LOAD_HELD": held, "STORE": self.store, "SLOTS": self.slots, "BIAS": chain.bias}
+        numbers |= {"LOAD": self.load, "STORE": self.store, "SLOTS": self.slots, "BIAS": chain.bias}
         return [*kinds(self.dtype), activation_type(chain.activation, self.dtype, 2), *constants(numbers)]
 
 
@@ -386,10 +384,9 @@ def time(plan: MonarchChunks, batch: int) -> float:
     move = (read + plan.slot_bytes + stored * 32 * max(4, size)) / gpu.shared_bytes
     issue = of_states * (first / width * (plan.mt * of_a + plan.n1 * of_b + plan.mt * plan.n1 * of_product) + OF_ITEM)
     issue += of_items * (second / width * (plan.mt * of_a + plan.nt * of_b + plan.mt * plan.nt * of_product) + OF_ITEM)
-    issue += stored * OF_SUM + sum(plan.weight_bytes) / 512 * COPY_INSTRUCTIONS
-    load, held = plan.load
-    pieces = plan.samples * plan.k * p * size / load / 32
-    issue += pieces * (LOADED_INSTRUCTIONS + 3 * load / size if held else COPY_INSTRUCTIONS + 6)
+    issue += stored * OF_SUM + sum(plan.weight_bytes) / 512 * OF_WEIGHT
+    held = plan.load < 4
+    issue += plan.samples * plan.k * p * size / plan.load / 32 * (OF_HELD if held else OF_COPY)
     chunk = together(multiply, move, issue / gpu.instructions, plan.slot_bytes / gpu.l2_bytes)
     waits = 2 * gpu.rates.sync_us + (gpu.rates.wait_us if held or plan.slots == 1 else 0.0)
     # Results
@@ -397,7 +394,7 @@ def time(plan: MonarchChunks, batch: int) -> float:
     made = plan.samples * min(plan.groups, b) * min(plan.columns, q)
     whole = run == between
     sides = 0.0 if whole else 2 * (1 - math.gcd(SECTOR, run * size, between * size) / SECTOR)
-    ends = (items * plan.mt * plan.nt * 4 * 2 * OF_SUM + made * size / plan.store / 32 * OF_PIECE) / gpu.instructions
+    ends = (items * plan.mt * plan.nt * 4 * OF_SUM + made * size / plan.store / 32 * OF_PIECE) / gpu.instructions
     ends += 2 * made * size / gpu.shared_bytes + made / run * sides * PART_US + made * size / gpu.l2_bytes
     busy = plan.chunks * chunk + ends
     alone = (

@@ -22,6 +22,8 @@ from factorlayer.kernels.monarch.monarch_chunks import (
     GRAD,
     MOST_ACROSS,
     MOST_REGISTERS,
+    OF_COPY,
+    OF_HELD,
     OF_ITEM,
     OF_SUM,
     WARPS,
@@ -31,7 +33,7 @@ from factorlayer.kernels.monarch.monarch_chunks import (
     row_stride,
 )
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
-from factorlayer.kernels.product.streamed import COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS
+from factorlayer.kernels.product.streamed import LOADED_INSTRUCTIONS
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -109,8 +111,8 @@ class Side:
         row = row_stride(self.down_by_along[0] * 16 * self.mt, self.size)
         return self.some * self.samples * row * self.size
 
-    def load(self, step: int) -> tuple[int, bool]:
-        return load_of(self.groups, self.numbers, self.some, step, self.size)
+    def load(self, step: int) -> int:
+        return load_of(self.numbers, step, self.size)
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,8 @@ class MonarchPairs(OfMonarch, BlockSums):
         told = {"WARPS": WARPS, "SAMPLES": self.samples, "DOWN": self.down, "SLOTS": self.slots, "R": r, "GRAD": GRAD}
         lines = [*kinds(self.dtype), *constants(told | {"COUNT": Long(self.weights)})]
         for name, side, c, places in (("X", self.x, first, at_x), ("Y", self.y, second, at_y)):
-            load, held = side.load(places["STEP"])
             numbers = {"WEIGHT": c.weight, "ALL": side.groups, "NUMBERS": side.numbers, "SOME": side.some}
-            numbers |= {"N1": side.n1, "MT": side.mt, "NT": side.nt, "LOAD": load, "HELD": held}
+            numbers |= {"N1": side.n1, "MT": side.mt, "NT": side.nt, "LOAD": side.load(places["STEP"])}
             numbers |= {key: Long(value) for key, value in places.items()}
             lines += [f"struct {name} {{ {' '.join(constants(numbers))} }};"]
         return lines
@@ -287,11 +288,10 @@ def time(plan: MonarchPairs, batch: int) -> float:
         move += read * size + stored * 32 * max(4, size) + side.row_bytes
         issue += rounds * (steps * (plan.down * of_a + side.n1 * (of_b + plan.down * of_product)) + OF_ITEM)
         issue += all_items * (sums * (side.mt * 2 * of_a + side.nt * (of_b + side.mt * of_product)) + OF_ITEM)
-        issue += stored * (OF_SUM + 2)
-        load, held = side.load(step)
-        waited |= held
-        pieces = samples * side.some * side.numbers * size / load / 32
-        issue += pieces * (LOADED_INSTRUCTIONS + 3 * load / size if held else COPY_INSTRUCTIONS + 6)
+        issue += stored * OF_SUM
+        load = side.load(step)
+        waited |= load < 4
+        issue += samples * side.some * side.numbers * size / load / 32 * (OF_HELD if load < 4 else OF_COPY)
         weights += side.some * side.columns * side.numbers
     loaded = sum(side.row_bytes for side in plan.sides)
     units = multiply / gpu.flops[dtype], move / gpu.shared_bytes, issue / gpu.instructions, loaded / gpu.l2_bytes

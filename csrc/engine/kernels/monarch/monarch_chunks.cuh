@@ -12,8 +12,7 @@
 // Pass:  Math, Element, Activation, BIAS; WARPS, SAMPLES, A, P, B, Q, R; CA, BB, COLUMNS (q's of a block), JN (parts of
 //        these, of NT tiles of 8), MT (tiles of 16 samples of a warp), N1 (tiles of 8 of a warp's states); X_STEP (from a p of x
 //        to the next; where it is 1, groups lie P apart, else side by side), Y_GROUP and Y_STEP (from a group of y to the
-//        next, and from a q, one of which is 1); LOAD (bytes of an access to x, which goes
-//        through registers if LOAD_HELD), STORE, SLOTS, FIRSTS (where first weights lie, in bytes), SECONDS
+//        next, and from a q, one of which is 1); LOAD (bytes of an access to x), STORE, SLOTS, FIRSTS (where first weights lie, in bytes), SECONDS
 // Weights: FIRST, SECOND (parameters), and steps FIRST_A, FIRST_B, FIRST_R, FIRST_P, SECOND_B, SECOND_Q, SECOND_A, SECOND_R
 #pragma once
 #include "kernels/monarch/monarch_rows.cuh"
@@ -122,7 +121,7 @@ template <class Pass> struct MonarchChunks : MonarchChunkSizes<Pass> {
   template <int BYTES> static DEVICE void copy_run(u32 to, const char* from) {
     UNROLL_BY(4) for (int at = threadIdx.x * 16; at < BYTES; at += kThreads * 16) copy_async<16>(to + at, from + at, true);
   }
-  using Rows = MonarchRows<Element, kThreads, SAMPLES, A, P, CA, Pass::X_STEP, kP, kXStride, Pass::LOAD, Pass::LOAD_HELD>;
+  using Rows = MonarchRows<Element, kThreads, SAMPLES, A, P, CA, Pass::X_STEP, kP, kXStride, Pass::LOAD>;
   DEVICE void load(int chunk, int slot) const {
     const u32 to = memory + slot * kSlotBytes;
     const char* prepared = static_cast<const char*>(params.sums);
@@ -202,18 +201,21 @@ template <class Pass> struct MonarchChunks : MonarchChunkSizes<Pass> {
     }
   }
   DEVICE void store() const {
-    constexpr int kTogether = Pass::STORE / kSize, kOfRun = kInner / kTogether, kOfLine = kOfRun * kOuter;
+    constexpr bool kWhole = kOuterStep == kInner;  // runs follow each other in memory, too
+    constexpr i64 kSample = i64(B) * Q;
+    using Runs = MonarchRuns<kThreads, SAMPLES, kWhole ? 1 : kOuter, kWhole ? kLine : kInner, Pass::STORE / kSize, B * Q,
+                             int(kOuterStep), kLine, kInner>;
     const int groups = min(BB, B - part * BB), columns = min(COLUMNS, Q - run_ * COLUMNS);
     const int inner = kGroupsInner ? groups : columns, outer = kGroupsInner ? columns : groups;
     const i64 left = params.batch - first;
-    const int end = (left < SAMPLES ? int(left) : SAMPLES) * kOfLine;
-    Element* y = static_cast<Element*>(params.y) + first * (i64(B) * Q) + i64(part) * BB * Pass::Y_GROUP +
-                 i64(run_) * COLUMNS * Pass::Y_STEP;
-    UNROLL_BY(4) for (int j = threadIdx.x; j < end; j += kThreads) {
-      const int sample = j / kOfLine, line = j % kOfLine / kOfRun, at = j % kOfRun * kTogether;
-      if (line < outer && at < inner)
-        store_words<Pass::STORE>(y + sample * (i64(B) * Q) + line * kOuterStep + at, load_words<Pass::STORE>(memory + j * Pass::STORE));
-    }
+    Element* y = static_cast<Element*>(params.y) + first * kSample + i64(part) * BB * Pass::Y_GROUP + i64(run_) * COLUMNS * Pass::Y_STEP;
+    const auto here = [&](const auto& at) { return kWhole ? at.element < outer * inner : at.run < outer && at.element < inner; };
+    Runs::template each<Words<Pass::STORE>, 4>(
+        left < SAMPLES ? int(left) : SAMPLES,
+        [&](const auto& at, auto& x) { x = load_words<Pass::STORE>(memory + (at.to + at.element) * kSize); },
+        [&](const auto& at, auto& x) {
+          if (here(at)) store_words<Pass::STORE>(y + at.from, x);
+        });
   }
 
   DEVICE void run() const {

@@ -10,7 +10,7 @@
 //
 // Pass:  Math, Element; WARPS, SAMPLES, DOWN (tiles of 16 samples of a warp's states), SLOTS; R; GRAD (the parameter that grad_y is),
 //        COUNT (sums of a block); X and Y, the sides. Side: WEIGHT, ALL (groups), NUMBERS, SOME (groups of a block), STEP (between
-//        numbers), N1 (tiles of 8 of a warp's states), MT, NT (of its gradients), LOAD, HELD (monarch_rows.cuh); of the weight and its
+//        numbers), N1 (tiles of 8 of a warp's states), MT, NT (of its gradients), LOAD (monarch_rows.cuh); of the weight and its
 //        gradient, GROUP, OTHER, RANK and NUMBER (steps), BEGIN (where its gradient lies)
 #pragma once
 #include "kernels/monarch/monarch_rows.cuh"
@@ -37,7 +37,7 @@ template <class Pass> struct MonarchPairs {
     static constexpr int kStride = Tensors::stride(round_up(kWidth, kStep)), kBytes = SAMPLES * kStride * kSize;
     // The other side's states, which it reads: [SOME][SAMPLES][OTHERS * R]
     static constexpr int kStateStride = Tensors::stride(kM * 16 * S::MT), kStateBytes = S::SOME * SAMPLES * kStateStride * kSize;
-    using Rows = MonarchRows<Element, kThreads, SAMPLES, S::ALL, S::NUMBERS, S::SOME, S::STEP, kP, kStride, S::LOAD, S::HELD>;
+    using Rows = MonarchRows<Element, kThreads, SAMPLES, S::ALL, S::NUMBERS, S::SOME, S::STEP, kP, kStride, S::LOAD>;
     using Sums = Real[kEach][S::MT][S::NT][4];
   };
   using X = Of<typename Pass::X, Pass::Y::SOME>;
